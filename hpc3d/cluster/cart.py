@@ -1,0 +1,43 @@
+"""The mesh of an MPI job: one Cartesian communicator, one sub-communicator an axis."""
+
+from mpi4py import MPI
+
+from hpc3d.cluster.arrays import Pool
+from hpc3d.cluster.communicator import Self
+from hpc3d.cluster.mesh import Mesh
+from hpc3d.cluster.mpi import Mpi
+from hpc3d.cluster.node import Node, usable
+
+
+def build(sizes, comm=MPI.COMM_WORLD, transport="auto"):
+    """The mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
+
+    Groups of ranks that share a node talk through shared memory, the others through MPI;
+    `transport="mpi"` lets all of them use MPI.  Collective: all ranks make the same calls.
+    """
+    shape = list(sizes.values())
+    cart = comm.Create_cart(shape, reorder=False)
+    nodes, pool = node_of_rank(cart), Pool()
+
+    def talk(line):
+        """The communicator of the ranks of `line`, named by their ranks in the mesh."""
+        if line.size == 1:
+            return Self(pool, cart.rank)
+        members = MPI.Group.Translate_ranks(line.group, list(range(line.size)), cart.group)
+        shared = transport == "auto" and len({nodes[rank] for rank in members}) == 1
+        return (Node if shared and nodes[cart.rank] is not None else Mpi)(line, members, pool)
+
+    lines = [cart.Sub([axis == other for other in range(len(shape))]) for axis in range(len(shape))]
+    comms = {
+        name: talk(line) for name, line in zip(sizes, lines, strict=True) if line.size > 1
+    }
+    coords = dict(zip(sizes, cart.Get_coords(cart.rank), strict=True))
+    return Mesh(dict(sizes), coords, comms, talk(cart))
+
+
+def node_of_rank(comm):
+    """The first rank of each rank's node, or None where the node cannot share memory."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    can_share = node.allreduce(usable(node.size), MPI.LAND)
+    first = node.bcast(comm.rank)
+    return comm.allgather(first if can_share else None)

@@ -1,0 +1,67 @@
+"""Where a rank stands: named axes, a coordinate on each, a communicator along each."""
+
+from hpc3d.cluster.communicator import Self
+
+AXES = ("p", "d", "c", "e", "x", "y", "z")
+
+
+class Silent:
+    """The recorder of a mesh that nobody traces."""
+
+    def span(self, name, op="elementwise", flops=0, layer=None):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return False
+
+
+class Mesh:
+    """Axes with sizes, this rank's coordinates, one communicator an axis and one for all ranks.
+
+    An absent axis has size 1, coordinate 0 and the `Self` communicator.  The last axis varies
+    fastest, so its ranks lie next to each other on a node.
+    """
+
+    def __init__(self, sizes, coords, comms, world, trace=None):
+        self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
+        self.rank, self.ranks, self.pool = world.rank, world.size, world.pool
+        self.alone = Self(self.pool, world.rank)
+        self.trace = trace or Silent()
+
+    def size(self, axis):
+        return self.sizes.get(axis, 1)
+
+    def coord(self, axis):
+        return self.coords.get(axis, 0)
+
+    def comm(self, axis):
+        return self.comms.get(axis, self.alone)
+
+    def count(self, axes):
+        """The number of ranks in the plane that `axes` span."""
+        total = 1
+        for axis in axes:
+            total *= self.size(axis)
+        return total
+
+    def index(self, axes):
+        """This rank's place in that plane, the last axis varying fastest."""
+        place = 0
+        for axis in axes:
+            place = place * self.size(axis) + self.coord(axis)
+        return place
+
+    def empty(self, shape, dtype, kind="activation"):
+        return self.pool.empty(shape, dtype, kind)
+
+    def zeros(self, shape, dtype, kind="activation"):
+        return self.pool.zeros(shape, dtype, kind)
+
+    def traced(self, recorder):
+        """This mesh with every collective and every span written to `recorder`."""
+        comms = {axis: recorder.wrap(comm, axis) for axis, comm in self.comms.items()}
+        world = recorder.wrap(self.world, "world") if self.ranks > 1 else self.world
+        return Mesh(self.sizes, self.coords, comms, world, recorder)

@@ -1,0 +1,1 @@
+"""The algebra: how matrices lie on the mesh, and the one sharded product."""

@@ -1,0 +1,62 @@
+"""Which mesh axes shard which tensor dims."""
+
+
+class Layout(tuple):
+    """Mesh axes per tensor dim, outermost first: Layout("x y", "z") is A[i_xy, j_z].
+
+    Along an axis that it does not name, every rank holds the same block; along an axis in `owned`,
+    one rank holds the block and the others hold none of its rows.
+    """
+
+    owned: tuple[str, ...]
+
+    def __new__(cls, *dims, owned=""):
+        layout = super().__new__(cls, (tuple(dim.split()) for dim in dims))
+        layout.owned = tuple(owned.split())
+        return layout
+
+    def __eq__(self, other):
+        return super().__eq__(other) and self.owned == getattr(other, "owned", ())
+
+    def __hash__(self):
+        return hash((tuple(self), self.owned))
+
+    def __str__(self):
+        dims = ", ".join("_" + "".join(axes) if axes else "-" for axes in self)
+        return f"[{dims}]" + (f" owned along {' '.join(self.owned)}" if self.owned else "")
+
+    def dim_of(self, axis):
+        """The tensor dim that `axis` shards, or None where the tensor is replicated along it."""
+        return next((dim for dim, axes in enumerate(self) if axis in axes), None)
+
+    def owner(self, axis, mesh):
+        """The coordinate on `axis` of the rank that owns this block: the diagonal.
+
+        It is that of the block's rows, so all column blocks of a row share their owner.
+        """
+        return mesh.index(self[0]) % mesh.size(axis)
+
+    def holds_rows(self, mesh):
+        """Whether this rank holds its block, rather than none of its rows."""
+        return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
+
+    def slices(self, shape, mesh):
+        """The block of a global `shape` that this rank holds."""
+        rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
+        if not self.holds_rows(mesh):
+            rows = slice(rows.start, rows.start)
+        return (rows, *rest)
+
+    def block(self, shape, mesh):
+        """The shape of that block."""
+        return tuple(part.stop - part.start for part in self.slices(shape, mesh))
+
+
+def part(size, axes, mesh):
+    """This rank's part of a dim of `size` that `axes` shard, outermost first."""
+    count = mesh.count(axes)
+    if size % count:
+        sizes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in axes)
+        raise ValueError(f"a dim of {size} does not divide over mesh axes {sizes} = {count}")
+    start = mesh.index(axes) * (size // count)
+    return slice(start, start + size // count)

@@ -1,0 +1,168 @@
+"""Y[m, n] = X[m, k] W[k, n] over a mesh of ranks.
+
+Each mesh axis splits one loop of the product: m, n or k.  Each matrix lacks one of the three
+letters; the axes on that letter are *foreign* to it: the ranks along them work on the same block.
+How a foreign axis stores the block is a choice, and each choice is a pair of adjoint moves:
+
+                 gather                            reduce
+                 stored block -> working block     partial block -> stored block
+    shard        all-gather                        reduce-scatter
+    replicate    nothing                           all-reduce
+    own          broadcast from the owner          reduce to the owner
+
+and every published scheme is a choice of letters (hpc3d.tensor.split.SCHEMES):
+
+    1-D (Megatron)    Split(n="x", replicate="x")     2.5-D   Split(m="z x", n="y", replicate="z")
+    1-D + sequence    Split(n="x")                    3-D     Split(m="x", n="y", k="z")
+    data parallel     Split(m="d", replicate="d")     FSDP    Split(m="d")
+
+The 3-D scheme is that of Bian, Xu, Wang and You, arXiv:2105.14450, on any cuboid of ranks.
+"""
+
+from math import lcm
+
+import numpy as np
+
+from hpc3d.cluster.communicator import ready
+from hpc3d.tensor.split import Split
+
+__all__ = ["Matmul", "Split", "Summa"]
+
+
+class Matmul:
+    """The product of a `split` on a `mesh`.
+
+    `keep` saves the working blocks of X and W for backward: six collectives for forward and
+    backward instead of eight, and 1/q^2 of the matrices instead of 1/q^3 in between.
+    A `transposed` weight is stored as [n, k].
+    """
+
+    def __new__(cls, mesh, split, keep=True, transposed=False):
+        return object.__new__(Summa if split.panels else cls)
+
+    def __init__(self, mesh, split, keep=True, transposed=False):
+        self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
+        self.w_layout = split.w_transposed if transposed else split.w
+        self.axes = {name: getattr(split, name).split() for name in ("m", "n", "k")}
+        self.deferred = set(split.defer.split())
+
+    def forward(self, x, w):
+        """The stored block of Y from the stored blocks of X and W."""
+        return self.apply(x, w)[0]
+
+    def backward(self, x, w, dy):
+        """The stored blocks of dX and dW."""
+        return self.adjoint((x, w, False), dy)
+
+    def apply(self, x, w):
+        """Y and what `adjoint` needs of X and W."""
+        working = self.operands(x, w)
+        a, b = working
+        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"])
+        saved = (*working, True) if self.keep else (x, w, False)
+        return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
+
+    def adjoint(self, saved, dy):
+        """dX = dY W' and dW = X' dY, each reduced the way its operand was gathered."""
+        a, b, working = saved
+        dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
+        a, b = (a, b) if working else self.operands(a, b)
+        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"])
+        dx = self.reduce(dx, self.split.x, self.axes["n"])
+        left, right = (dy, a) if self.transposed else (a, dy)
+        dw = self.multiply(left.T, right, self.axes["m"])
+        dw = self.reduce(dw, self.w_layout, self.axes["m"], self.deferred)
+        return dx.wait(), dw.wait()
+
+    def operands(self, x, w):
+        """The working blocks of X and W."""
+        x = self.gather(x, self.split.x, self.axes["n"])
+        w = self.gather(w, self.w_layout, self.axes["m"])
+        return x.wait(), w.wait()
+
+    def gather(self, block, layout, foreign):
+        pending = ready(block)
+        for axis in reversed(foreign):
+            comm = self.mesh.comm(axis)
+            if axis in layout.owned:
+                pending = comm.broadcast(pending.wait(), layout.owner(axis, self.mesh))
+            elif (dim := layout.dim_of(axis)) is not None:
+                pending = comm.all_gather(pending.wait(), dim)
+        return pending
+
+    def reduce(self, block, layout, foreign, deferred=()):
+        pending = ready(block)
+        for axis in foreign:
+            comm = self.mesh.comm(axis)
+            if axis in layout.owned:
+                pending = comm.reduce(pending.wait(), layout.owner(axis, self.mesh))
+            elif (dim := layout.dim_of(axis)) is not None:
+                pending = comm.reduce_scatter(pending.wait(), dim)
+            elif axis not in deferred:
+                pending = comm.all_reduce(pending.wait())
+        return pending
+
+    def multiply(self, a, b, foreign):
+        """a b, written where the first reduction over `foreign` wants it."""
+        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), None)
+        out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
+        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
+            return np.matmul(a, b, out=out)
+
+
+class Summa(Matmul):
+    """The product on X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], panel by panel of k; Y never moves.
+
+    A panel of X is owned by one member along y and a panel of W by one member along x: broadcast
+    forward, reduce backward (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  No more
+    than one panel of X and of W is ever gathered, so there is nothing to keep.
+    """
+
+    def __init__(self, mesh, split, keep=True, transposed=False):
+        super().__init__(mesh, split, False, transposed)
+        stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
+        if self.axes["k"] or transposed or len(self.axes["n"]) != 1 or len(stored) > 1:
+            raise ValueError("SUMMA wants one axis on n, one stored axis on m and none on k")
+        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else None
+        self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
+        self.rows = self.w_layout[0]
+
+    def apply(self, x, w):
+        y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
+        for panel in range(self.panels):
+            a, b = self.panel_of_x(x, panel), self.panel_of_w(w, panel)
+            y += self.multiply(a.wait(), b.wait(), ())
+        return y, (x, w, False)
+
+    def adjoint(self, saved, dy):
+        x, w, _ = saved
+        dx, dw = np.empty_like(x), np.empty_like(w)
+        for panel in range(self.panels):
+            b = self.panel_of_w(w, panel).wait()
+            self.give_back(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
+            a = self.panel_of_x(x, panel).wait()
+            self.give_back(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
+        replicas = [axis for axis in self.axes["m"] if axis != self.along_w]
+        return dx, self.reduce(dw, self.w_layout, replicas, self.deferred).wait()
+
+    def panel_of_x(self, x, panel):
+        owner, part = self.place(self.along_x, x.shape[1], panel)
+        return self.mesh.comm(self.along_x).broadcast(x[:, part], owner)
+
+    def panel_of_w(self, w, panel):
+        owner, part = self.place(self.along_w, w.shape[0], panel)
+        return self.mesh.comm(self.along_w).broadcast(w[part], owner)
+
+    def give_back(self, partial, stored, axis, panel):
+        """Sum `partial` into the owner's part of the rows of `stored`."""
+        owner, part = self.place(axis, stored.shape[0], panel)
+        total = self.mesh.comm(axis).reduce(partial, owner).wait()
+        if self.mesh.coord(axis) == owner:
+            stored[part] = total
+
+    def place(self, axis, size, panel):
+        """The owner of a panel along `axis`, and the part of the owner's `size` that it is."""
+        each = self.panels // self.mesh.size(axis)
+        owner, number = divmod(panel, each)
+        width = size // each
+        return owner, slice(number * width, (number + 1) * width)

@@ -1,0 +1,81 @@
+"""How a product is split: mesh axes on the loops m, n and k, and the published schemes."""
+
+from dataclasses import dataclass, replace
+
+from hpc3d.tensor.layout import Layout
+
+
+@dataclass(frozen=True)
+class Split:
+    """The mesh axes on each loop of Y[m, n] = X[m, k] W[k, n], outermost first.
+
+    The axes on the letter that a matrix lacks are foreign to it.  A foreign axis shards the
+    block's rows, unless it is named in `replicate` (every rank stores the block) or in `own`
+    (the rank on the diagonal stores it).  An axis of n in `panels` shards X's columns instead,
+    and the product runs panel by panel of k (SUMMA).  The sum of a weight gradient over an axis
+    in `defer` is left to the end of the step.
+    """
+
+    m: str = ""
+    n: str = ""
+    k: str = ""
+    replicate: str = ""
+    own: str = ""
+    panels: str = ""
+    defer: str = ""
+
+    def next(self):
+        """The split of the layer that follows: its k is this layer's n, so its X is this Y."""
+        stay = [axis for axis in self.n.split() if axis in self.panels.split()]
+        turn = [axis for axis in self.n.split() if axis not in stay]
+        return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
+
+    def whole(self):
+        """The split without panels that stores X alike: for lookups and the head."""
+        stay = [axis for axis in self.n.split() if axis in self.panels.split()]
+        turn = [axis for axis in self.n.split() if axis not in stay]
+        return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
+
+    def over_data(self, axis):
+        """This split on every replica of a data axis, which is the outermost on m."""
+        return replace(
+            self,
+            m=f"{axis} {self.m}".strip(),
+            replicate=f"{self.replicate} {axis}".strip(),
+            defer=f"{self.defer} {axis}".strip(),
+        )
+
+    @property
+    def x(self):
+        columns = " ".join([self.k, self.panels]) if self.panels else self.k
+        return self._store(self.m, columns, self.n)
+
+    @property
+    def w(self):
+        return self._store(self.k, self.n, self.m)
+
+    @property
+    def w_transposed(self):
+        """The layout of a weight stored as [n, k]: the embedding table that is also the head."""
+        return self._store(self.n, self.k, self.m)
+
+    @property
+    def y(self):
+        return self._store(self.m, self.n, self.k)
+
+    def _store(self, rows, columns, foreign):
+        kept = {*self.replicate.split(), *self.own.split(), *columns.split()}
+        shards = [axis for axis in foreign.split() if axis not in kept]
+        owned = [axis for axis in foreign.split() if axis in self.own.split()]
+        return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
+
+
+SCHEMES = {
+    "1d": Split(n="x", replicate="x"),
+    "1d-sequence": Split(n="x"),
+    "2d": Split(m="x", n="y"),
+    "2d-summa": Split(m="x", n="y", panels="y"),
+    "2.5d": Split(m="z x", n="y", replicate="z"),
+    "3d": Split(m="x", n="y", k="z"),
+    "3d-broadcast": Split(m="x", n="y", k="z", own="x y z"),
+}
