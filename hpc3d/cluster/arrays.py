@@ -1,8 +1,8 @@
 """Arrays whose memory is used again.
 
-A fresh array of more than 128 KiB costs a page fault every 4 KiB; a training step asks for the same
-sizes over and over.  A `Pool` hands out arrays and takes their memory back when the last view of
-them dies, so a step in the steady state allocates nothing.
+A fresh array of more than 128 KiB costs a page fault every 4 KiB; a training step asks for the
+same sizes over and over.  A `Pool` hands out arrays and takes their memory back when the last view
+of them dies, so a step in the steady state allocates nothing.
 """
 
 from collections import Counter, defaultdict

@@ -27,10 +27,10 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto"):
         shared = transport == "auto" and len({nodes[rank] for rank in members}) == 1
         return (Node if shared and nodes[cart.rank] is not None else Mpi)(line, members, pool)
 
-    lines = [cart.Sub([axis == other for other in range(len(shape))]) for axis in range(len(shape))]
-    comms = {
-        name: talk(line) for name, line in zip(sizes, lines, strict=True) if line.size > 1
-    }
+    lines = [
+        cart.Sub([axis == other for other in range(len(shape))]) for axis in range(len(shape))
+    ]
+    comms = {name: talk(line) for name, line in zip(sizes, lines, strict=True) if line.size > 1}
     coords = dict(zip(sizes, cart.Get_coords(cart.rank), strict=True))
     return Mesh(dict(sizes), coords, comms, talk(cart))
 

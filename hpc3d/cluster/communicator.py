@@ -1,9 +1,9 @@
 """What ranks along one mesh axis say to each other.
 
-Every call returns a `Pending`; its `wait()` gives the block, so overlap is only a question of where
-`wait()` stands.  This module settles dims and contiguity once: an implementation moves contiguous
-blocks along dim 0 and nothing else.  Blocks that come out of a call may lie in memory that all
-members share: read them, do not write into them.
+Every call returns a `Pending`; its `wait()` gives the block, so overlap is only a question of
+where `wait()` stands.  This module settles dims and contiguity once: an implementation moves
+contiguous blocks along dim 0 and nothing else.  Blocks that come out of a call may lie in memory
+that all members share: read them, do not write into them.
 
     all_gather       [n, ...]   -> [g*n, ...]    the blocks of the g members, in order
     reduce_scatter   [g*n, ...] -> [n, ...]      this member's part of the sum

@@ -8,8 +8,18 @@ AXES = ("p", "d", "c", "e", "x", "y", "z")
 class Silent:
     """The recorder of a mesh that nobody traces."""
 
-    def span(self, name, op="elementwise", flops=0, layer=None):
+    step = layer = -1
+    phase = "other"
+    communication = 0
+
+    def span(self, name, op="elementwise", flops=0):
         return self
+
+    def begin_step(self, number):
+        self.step = number
+
+    def end_step(self, *results):
+        self.step = -1
 
     def __enter__(self):
         return self

@@ -1,9 +1,8 @@
 """Ranks of one node: collectives in memory that they share, without a copy that is not needed.
 
-A gathered block exists once a group, not once a rank: each member writes its part, raises its flag
-and reads the whole.  A product is written where its peers can read it, and each member sums its own
-slice of all partial blocks.  Per element that is one write for an all-gather and g reads, one write
-for a reduce-scatter, against several copies through a message queue.
+A gathered block exists once a group, not once a rank: each member writes its part, raises its
+flag and reads the whole.  A product is written where its peers can read it, and each member sums
+its own slice of all partial blocks.  Nothing is copied through a message queue.
 
 Contract.  All members make the same calls in the same order and drop the arrays they got from here
 at the same points of the program, as reference counting does by itself.  Hence the members'
@@ -107,7 +106,7 @@ class Node(Mpi):
         return self.regions[-1]
 
     def lend(self, region, memory, shape, dtype):
-        """An array on `memory` of `region`, which is free again when the array's views are dead."""
+        """An array on `memory` of `region`, free again when the views are dead."""
         shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
         self.pool.count("communication", booked)
 

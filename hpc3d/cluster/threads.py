@@ -96,9 +96,7 @@ def meshes(shape):
     def line(axis, coord):
         """The group of the ranks that differ from `coord` along `axis` only."""
         along = [(*coord[:axis], i, *coord[axis + 1 :]) for i in range(sizes[axis])]
-        return groups.setdefault(
-            (axis, along[0]), Group(tuple(ranks[place] for place in along))
-        )
+        return groups.setdefault((axis, along[0]), Group(tuple(ranks[place] for place in along)))
 
     def mesh(rank, coord):
         pool = Pool()
@@ -138,5 +136,7 @@ def run(shape, function):
     for thread in threads:
         thread.join()
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
     return results

@@ -1,0 +1,73 @@
+"""The MPI job as a whole: what ranks settle before there is a mesh, and how they end together."""
+
+import os
+import socket
+import sys
+import tempfile
+
+from mpi4py import MPI
+
+from hpc3d.cluster.launch import Refused
+
+
+class Job:
+    """All ranks.  `at_end` are the functions to call before the job ends, well or not."""
+
+    def __init__(self, name):
+        self.name, self.comm = name, MPI.COMM_WORLD
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.at_end = []
+        marker = f"{tempfile.gettempdir()}/hpc3d-{os.getpid()}-failed" if self.rank == 0 else None
+        self.marker = self.comm.bcast(marker)
+
+    def agree(self, function):
+        """The value of `function()`, called on rank 0 alone; its ValueError refuses on all."""
+        value = problem = None
+        if self.rank == 0:
+            try:
+                value = function()
+            except ValueError as error:
+                problem = str(error)
+        value, problem = self.comm.bcast((value, problem))
+        if problem is not None:
+            self.refuse(problem)
+        return value
+
+    def refuse(self, problem):
+        """End the job on all ranks with a line of rank 0 for each line of `problem`."""
+        if self.rank == 0:
+            for line in problem.splitlines():
+                print(f"hpc3d.{self.name}: {line}", file=sys.stderr, flush=True)
+        raise Refused
+
+    def gather(self, value):
+        """The values of all ranks, on rank 0."""
+        return self.comm.gather(value)
+
+    def barrier(self):
+        self.comm.Barrier()
+
+    def place(self):
+        """This rank's host, process and number on its node."""
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        return {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": node.rank}
+
+    def library(self):
+        """The MPI library, in one line."""
+        return MPI.Get_library_version().split(",")[0].split("\n")[0]
+
+    def first_to_fail(self):
+        """Whether no other rank of this host has said yet that it failed."""
+        try:
+            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def abort(self, code):
+        """End all ranks now.  Exit handlers do not run."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.comm.Abort(code)

@@ -1,0 +1,243 @@
+"""The input file as typed, frozen values; the rules about them are in `hpc3d.rules`.
+
+Plain dataclasses, so that ranks get them by broadcast and need no parser: only the rank that reads
+the file imports pydantic.
+"""
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from hpc3d.tensor.split import SCHEMES, Split
+
+AXES = ("p", "d", "c", "e", "x", "y", "z")
+STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Ranks along each axis; x, y and z all absent mean the best cuboid for the scheme."""
+
+    __pydantic_config__ = STRICT
+    p: int = 1
+    d: int = 1
+    c: int = 1
+    e: int = 1
+    x: int | None = None
+    y: int | None = None
+    z: int | None = None
+    order: str = "p d c e x y z"
+    transport: Literal["auto", "mpi"] = "auto"
+
+    def sizes(self):
+        """Axis -> number of ranks, in the order of the ranks."""
+        return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Which loop each axis splits, and what is kept."""
+
+    __pydantic_config__ = STRICT
+    scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
+    split: dict[str, str] | None = None
+    keep_gathered: bool = True
+    zero: int = 0
+    microbatches: int = 1
+    chunks: int = 1
+    recompute: str = "none"
+    schedule: str = "none"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Transformer."""
+
+    __pydantic_config__ = STRICT
+    kind: Literal["gpt2"] = "gpt2"
+    layers: int = 2
+    hidden: int = 384
+    heads: int = 64
+    sequence: int = 64
+    vocabulary: int | None = None
+    tied: bool = True
+    gelu: Literal["tanh", "exact"] = "tanh"
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text: a token file, a text file or a folder of them."""
+
+    __pydantic_config__ = STRICT
+    path: str = "inputs/corpus"
+    tokenizer: Literal["byte", "bpe"] = "byte"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation; `batch` counts the sequences of a global batch."""
+
+    __pydantic_config__ = STRICT
+    steps: int = 20
+    batch: int = 192
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 3e-3
+    warmup: int = 2
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: Literal["float32", "float64"] = "float32"
+    backend: Literal["numpy", "cupy"] = "numpy"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often the state is saved: `every` 0 steps is never."""
+
+    __pydantic_config__ = STRICT
+    every: int = 0
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    __pydantic_config__ = STRICT
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run is kept, and after how many silent seconds it is given up."""
+
+    __pydantic_config__ = STRICT
+    out: str = "results"
+    watchdog_s: float = 300
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    __pydantic_config__ = STRICT
+    name: str = "gpt"
+    seed: int = 1234
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def split(self):
+        """The split of the first product of a block, over the data axis where there is one."""
+        letters = self.parallel.split
+        split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
+        return split.over_data("d") if self.mesh.d > 1 else split
+
+
+def load(path, overrides):
+    """The values of the file `path` (None: the default) and of `--section.key value` overrides.
+
+    Raises ValueError with one line for every error, each with its key and the remedy.
+    """
+    tree = read(path)
+    override(tree, overrides)
+    return validate(tree)
+
+
+def read(path):
+    import tomllib
+
+    if path is None:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name an input file that exists") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def override(tree, words):
+    """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables."""
+    words = [part for word in words for part in split_option(word)]
+    if len(words) % 2:
+        raise ValueError(f"{words[-1]}: no value; write {words[-1]} VALUE")
+    for option, text in zip(words[::2], words[1::2], strict=True):
+        if not option.startswith("--"):
+            raise ValueError(f"{option}: not understood; options are --section.key VALUE")
+        *sections, key = option[2:].split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"{option}: {section} is a value and holds no keys")
+        table[key] = toml_value(text)
+
+
+def split_option(word):
+    return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+
+
+def toml_value(text):
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def validate(tree):
+    """A tree of tables as a `Config`; all errors at once."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Config).validate_python(tree, strict=False)
+    except ValidationError as errors:
+        raise ValueError("\n".join(map(explain, errors.errors()))) from None
+
+
+def explain(error):
+    """One line for one of pydantic's errors."""
+    path = [str(part) for part in error["loc"] if part != "dict[str,str]"]
+    key = ".".join(path)
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        names = known_keys(path[:-1])
+        near = get_close_matches(path[-1], names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
+        return f"{key}: unknown key; {hint}"
+    return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
+
+
+def known_keys(sections):
+    """The keys of the table that `sections` lead to."""
+    table = Config()
+    for section in sections:
+        table = getattr(table, section, None)
+    return [item.name for item in fields(table)] if is_dataclass(table) else []
+
+
+def to_toml(config):
+    """The configuration as the text of an input file."""
+    top, tables = [], []
+    for key, value in asdict(config).items():
+        if isinstance(value, dict):
+            lines = [f"{name} = {literal(v)}" for name, v in value.items() if v is not None]
+            tables.append("\n".join([f"[{key}]", *lines]))
+        else:
+            top.append(f"{key} = {literal(value)}")
+    return "\n\n".join(["\n".join(top), *tables]) + "\n"
+
+
+def literal(value):
+    """A value as TOML writes it."""
+    import json
+
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
+    return json.dumps(value)

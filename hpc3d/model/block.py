@@ -1,0 +1,82 @@
+"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
+
+from math import sqrt
+
+from hpc3d.model import ops
+from hpc3d.model.attention import attend, attend_grad
+from hpc3d.model.layers import Dropout, LayerNorm, Linear
+
+
+class Block:
+    """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X."""
+
+    def __init__(self, mesh, parameters, model, split, number, keep_gathered, seed):
+        self.mesh, self.model, self.number = mesh, model, number
+        hidden, name = model.hidden, f"layers.{number}"
+        std, last = model.std, model.std / sqrt(2 * model.layers)
+
+        def linear(part, shape, split, std):
+            return Linear(mesh, parameters, f"{name}.{part}", shape, split, std, keep_gathered)
+
+        def dropout(part, layout):
+            return Dropout(mesh, f"{name}.{part}", layout, model.dropout, seed)
+
+        self.norm1 = LayerNorm(mesh, parameters, f"{name}.norm1", hidden, split.x)
+        self.qkv = linear("qkv", (hidden, 3 * hidden), split, std)
+        self.drop_p = dropout("drop_p", split.y)
+        self.proj = linear("proj", (hidden, hidden), split.next(), last)
+        self.drop1 = dropout("drop1", split.x)
+        self.norm2 = LayerNorm(mesh, parameters, f"{name}.norm2", hidden, split.x)
+        self.up = linear("up", (hidden, model.ffn), split, std)
+        self.down = linear("down", (model.ffn, hidden), split.next(), last)
+        self.drop2 = dropout("drop2", split.x)
+        self.gelu, self.gelu_grad = ops.GELU[model.gelu]
+
+    def forward(self, x, step, batch):
+        """The block of Y and what `backward` needs, for `batch` sequences in all."""
+        self.mesh.trace.layer = self.number
+        shape = (batch * self.model.sequence, self.model.hidden)
+        n1, saved_n1 = self.norm1.forward(x)
+        qkv, saved_qkv = self.qkv.forward(n1)
+        drop = self.drop_probabilities(step, batch, qkv)
+        with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
+            a, p = attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
+        a, saved_proj = self.proj.forward(a)
+        x = self.add(x, self.drop1.apply(a, step, shape))
+        n2, saved_n2 = self.norm2.forward(x)
+        h, saved_up = self.up.forward(n2)
+        with self.mesh.trace.span("gelu"):
+            g = self.gelu(h, self.mesh.empty(h.shape, h.dtype))
+        y, saved_down = self.down.forward(g)
+        y = self.add(x, self.drop2.apply(y, step, shape))
+        return y, (saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, h, saved_down)
+
+    def backward(self, dy, saved, step, batch):
+        self.mesh.trace.layer = self.number
+        shape = (batch * self.model.sequence, self.model.hidden)
+        saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, h, saved_down = saved
+        dg = self.down.backward(self.drop2.apply(dy, step, shape), saved_down)
+        with self.mesh.trace.span("gelu"):
+            dh = self.gelu_grad(h, dg, self.mesh.empty(h.shape, h.dtype))
+        dy = self.norm2.backward(self.up.backward(dh, saved_up), saved_n2, residual=dy)
+        da = self.proj.backward(self.drop1.apply(dy, step, shape), saved_proj)
+        drop = self.drop_probabilities(step, batch, qkv)
+        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
+            dqkv = attend_grad(da, qkv, p, self.model.width, self.mesh.empty, drop)
+        return self.norm1.backward(self.qkv.backward(dqkv, saved_qkv), saved_n1, residual=dy)
+
+    def add(self, x, y):
+        with self.mesh.trace.span("residual"):
+            return ops.add_bias(x, y, self.mesh.empty(x.shape, x.dtype))
+
+    def drop_probabilities(self, step, batch, qkv):
+        """The factors of this rank's attention probabilities [B, heads, T, T], or None."""
+        if not self.model.dropout:
+            return None
+        square = self.model.sequence**2
+        scale = self.drop_p.scale(step, (batch, self.model.heads * square), qkv.dtype)
+        return scale.reshape(len(scale), scale.shape[1] // square, *[self.model.sequence] * 2)
+
+    def flops(self, qkv):
+        """Of q k' and p v: 2 products of 2 T D for every row and head."""
+        return 4 * self.model.sequence * qkv.size // 3

@@ -1,0 +1,159 @@
+"""Layers: `forward(x)` returns y and what `backward(dy, saved)` needs of it.
+
+A layer holds parameters and its axes, and nothing of a pass, so it may be used twice, in parallel
+branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`.
+"""
+
+import numpy as np
+
+from hpc3d.model import ops
+from hpc3d.model.random import keep
+from hpc3d.tensor.layout import Layout
+from hpc3d.tensor.matmul import Matmul
+
+
+def row_axes(layout):
+    """The axes that split the rows of a block: along them a vector's gradient is partial."""
+    return (*layout[0], *layout.owned)
+
+
+class Linear:
+    """Y = X W + b on a split."""
+
+    def __init__(self, mesh, parameters, name, shape, split, std, keep_gathered=True):
+        self.mesh = mesh
+        self.matmul = Matmul(mesh, split, keep_gathered)
+        self.weight = parameters.add(
+            f"{name}.weight", shape, split.w, std=std, decay=True, partial=deferred(mesh, split)
+        )
+        columns = Layout(" ".join(split.y[1]))
+        self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
+
+    def forward(self, x):
+        y, saved = self.matmul.apply(x, self.weight.value)
+        out = y if y.flags.writeable else self.mesh.empty(y.shape, y.dtype)
+        with self.mesh.trace.span("bias"):
+            return ops.add_bias(y, self.bias.value, out), saved
+
+    def backward(self, dy, saved):
+        dx, dw = self.matmul.adjoint(saved, dy)
+        with self.mesh.trace.span("gradient"):
+            self.weight.grad += dw
+            self.bias.grad += ops.sum_rows(dy)
+        return dx
+
+
+def deferred(mesh, split):
+    """The axes over which a weight's gradient is summed at the end of the step."""
+    return tuple(axis for axis in split.defer.split() if mesh.size(axis) > 1)
+
+
+class LayerNorm:
+    """y = (x - mean) / sqrt(var + 1e-5) gamma + beta over the columns of X[m, k]."""
+
+    EPSILON = 1e-5
+
+    def __init__(self, mesh, parameters, name, width, layout):
+        self.mesh, self.width = mesh, width
+        self.axes = [axis for axis in layout[1] if mesh.size(axis) > 1]
+        how = {"layout": Layout(" ".join(layout[1])), "partial": row_axes(layout)}
+        self.gamma = parameters.add(f"{name}.gamma", (width,), mean=1.0, **how)
+        self.beta = parameters.add(f"{name}.beta", (width,), **how)
+
+    def forward(self, x):
+        with self.mesh.trace.span("norm", "norm"):
+            mean, squares = ops.moments(x)
+        count = x.shape[1]
+        for axis in self.axes:
+            parts = self.mesh.comm(axis).all_gather(np.stack([mean, squares])[None]).wait()
+            mean, squares = ops.combine_moments(parts, count)
+            count *= self.mesh.size(axis)
+        rstd = 1 / np.sqrt(squares / self.width + self.EPSILON)
+        n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
+        with self.mesh.trace.span("norm", "norm"):
+            ops.normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
+        return y, (n, rstd)
+
+    def backward(self, dy, saved, residual):
+        """The gradient of x, plus `residual` where there is one."""
+        n, rstd = saved
+        with self.mesh.trace.span("norm", "norm"):
+            sums, dgamma, dbeta = ops.normalise_sums(n, dy, self.gamma.value)
+        self.gamma.grad += dgamma
+        self.beta.grad += dbeta
+        for axis in self.axes:
+            sums = self.mesh.comm(axis).all_reduce(sums).wait()
+        dx = self.mesh.empty(n.shape, n.dtype)
+        means = sums / self.width
+        with self.mesh.trace.span("norm", "norm"):
+            ops.normalise_grad(n, rstd, dy, self.gamma.value, means, residual, dx)
+        return dx
+
+
+class Dropout:
+    """Scales each element by 0 or 1 / (1 - rate); the mask is drawn again in backward.
+
+    Element e of the tensor is dropped by draw e of the key (seed, name, step): every mesh drops
+    the same ones.
+    """
+
+    def __init__(self, mesh, name, layout, rate, seed):
+        self.mesh, self.name, self.layout = mesh, name, layout
+        self.rate, self.seed = rate, seed
+
+    def scale(self, step, shape, dtype):
+        """The factors of this rank's block of a tensor of `shape` (2-D)."""
+        block = self.layout.slices(shape, self.mesh)
+        kept = keep((self.seed, self.name, step), self.rate, block, shape[1])
+        return kept * np.dtype(dtype).type(1 / (1 - self.rate))
+
+    def apply(self, x, step, shape):
+        """x times the factors; the same for a gradient."""
+        if not self.rate:
+            return x
+        with self.mesh.trace.span("dropout"):
+            return np.multiply(x, self.scale(step, shape, x.dtype))
+
+
+class Embedding:
+    """Rows of a table by token: the product of a one-hot X[m, v] with W[v, h].
+
+    The axes of k split the vocabulary; Y has the layout of X of the first layer.
+    """
+
+    def __init__(self, mesh, table, split):
+        self.mesh, self.table = mesh, table
+        self.matmul = Matmul(mesh, split)
+        self.split = split
+        self.rows_layout = Layout(split.m)
+
+    def forward(self, tokens):
+        """[sequences, T] of this rank's working rows -> Y, saved."""
+        m, k = self.matmul.axes["m"], self.matmul.axes["k"]
+        table = self.matmul.gather(self.table.value, self.split.w, m).wait()
+        index = tokens.reshape(-1) - self.mesh.index(k) * table.shape[0]
+        absent = (index < 0) | (index >= table.shape[0])
+        with self.mesh.trace.span("embedding", "lookup"):
+            partial = table[np.where(absent, 0, index)]
+            partial[absent] = 0
+        return self.matmul.reduce(partial, self.split.y, k).wait(), (index, table.shape)
+
+    def backward(self, dy, saved):
+        index, shape = saved
+        m, k = self.matmul.axes["m"], self.matmul.axes["k"]
+        dy = self.matmul.gather(dy, self.split.y, k).wait()
+        with self.mesh.trace.span("embedding", "lookup"):
+            partial = scatter_rows(dy, index, shape)
+        dtable = self.matmul.reduce(partial, self.split.w, m, self.matmul.deferred).wait()
+        self.table.grad += dtable
+
+
+def scatter_rows(dy, index, shape):
+    """The sum of the rows of `dy` with the same index, for indices inside `shape`."""
+    total = np.zeros(shape, dy.dtype)
+    order = np.argsort(index, kind="stable")
+    order = order[(index[order] >= 0) & (index[order] < shape[0])]
+    rows, starts = np.unique(index[order], return_index=True)
+    if rows.size:
+        total[rows] = np.add.reduceat(dy[order], starts, axis=0)
+    return total

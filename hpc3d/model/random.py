@@ -1,0 +1,57 @@
+"""Numbers that depend on (seed, name, global index) and on nothing else, so not on the mesh.
+
+Element e of a tensor is made of draw e (or e / 4) of the counter-based generator Philox4x64-10
+(Salmon et al., SC'11), whose key is a digest of the seed and the name.
+"""
+
+from hashlib import blake2b
+
+import numpy as np
+
+DRAWS = 4  # 64-bit numbers for each value of Philox's counter
+
+
+def draws(key, first, count):
+    """The 64-bit draws number `first` to `first + count` of the stream that `key` names."""
+    digest = np.frombuffer(blake2b(repr(key).encode(), digest_size=16).digest(), np.uint64)
+    skipped = first % DRAWS
+    stream = np.random.Philox(key=digest, counter=first // DRAWS)
+    return stream.random_raw(skipped + count)[skipped:]
+
+
+def by_rows(slices, width, make):
+    """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked.
+
+    `slices` are the block's rows and columns in a matrix with `width` columns.
+    """
+    rows, columns = slices
+    count = columns.stop - columns.start
+    if count == width:
+        return make(rows.start * width, (rows.stop - rows.start) * width).reshape(-1, width)
+    starts = range(rows.start * width + columns.start, rows.stop * width, width)
+    parts = [make(start, count) for start in starts]
+    return np.stack(parts) if parts else np.empty((0, count), make(0, 0).dtype)
+
+
+def normal(key, slices, width):
+    """A block of independent standard normal numbers, float64 (Box and Muller)."""
+
+    def make(first, count):
+        bits = draws(key, first, count)
+        radius = ((bits >> np.uint64(32)) + 1.0) * 2.0**-32
+        angle = (bits & np.uint64(0xFFFFFFFF)) * (2 * np.pi * 2.0**-32)
+        return np.sqrt(-2 * np.log(radius)) * np.cos(angle)
+
+    return by_rows(slices, width, make)
+
+
+def keep(key, rate, slices, width):
+    """A block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
+    limit = np.uint16(min(round(rate * 2**16), 2**16 - 1))
+
+    def make(first, count):
+        head = first % 4
+        bits = draws(key, first // 4, -(-(head + count) // 4))
+        return bits.view(np.uint16)[head : head + count] >= limit
+
+    return by_rows(slices, width, make)

@@ -1,0 +1,198 @@
+"""Every rule about sizes, once, and the mesh that a file leaves open: the best cuboid."""
+
+from dataclasses import fields, replace
+from itertools import product
+from math import prod
+
+from hpc3d.config import AXES, ModelConfig, TrainConfig
+from hpc3d.tensor.split import Split
+
+
+def settle(config, ranks, default=False):
+    """`config` with its mesh settled for `ranks`; a `default` model may grow to fit them.
+
+    Raises ValueError with one line for every rule that is broken, each with key and remedy.
+    """
+    refuse([*unknown_values(config), *not_there_yet(config)])
+    if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
+        config = grown(config, ranks)
+    config = with_cuboid(config, ranks)
+    refuse(misfits(config, ranks))
+    return config
+
+
+def refuse(problems):
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def misfits(config, ranks):
+    return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
+
+
+def unknown_values(config):
+    """Numbers out of range, axes that do not exist."""
+    model, train, mesh = config.model, config.train, config.mesh
+    least = {
+        **{f"mesh.{axis}": (size, 1) for axis, size in mesh.sizes().items()},
+        "parallel.microbatches": (config.parallel.microbatches, 1),
+        "parallel.chunks": (config.parallel.chunks, 1),
+        "model.layers": (model.layers, 1),
+        "model.hidden": (model.hidden, 1),
+        "model.heads": (model.heads, 1),
+        "model.sequence": (model.sequence, 1),
+        "model.vocabulary": (model.vocabulary or 1, 1),
+        "train.steps": (train.steps, 1),
+        "train.batch": (train.batch, 1),
+        "train.warmup": (train.warmup, 0),
+        "checkpoint.keep": (config.checkpoint.keep, 1),
+    }
+    for key, (value, lowest) in least.items():
+        if value < lowest:
+            yield f"{key} = {value}: must be at least {lowest}"
+    if not 0 <= model.dropout < 1:
+        yield f"model.dropout = {model.dropout}: must be at least 0 and below 1"
+    for key in ("learning_rate", "weight_decay", "clip"):
+        value = getattr(train, key)
+        if not 0 <= value < float("inf"):
+            yield f"train.{key} = {value}: must be a finite number of at least 0"
+    if sorted(mesh.order.split()) != sorted(AXES):
+        yield f"mesh.order = {mesh.order!r}: must name each of {' '.join(AXES)} once"
+    yield from unknown_letters(config.parallel.split or {})
+
+
+def unknown_letters(letters):
+    """Keys of parallel.split that are no part of a split, axes that do not exist."""
+    names = [item.name for item in fields(Split)]
+    for key, axes in letters.items():
+        if key not in names:
+            yield f"parallel.split.{key}: unknown key; known here: {', '.join(names)}"
+        for axis in set(axes.split()) - {"x", "y", "z"}:
+            yield f"parallel.split.{key}: no tensor axis {axis!r}; there are x, y and z"
+    loops = " ".join(letters.get(letter, "") for letter in "mnk").split()
+    for axis in {axis for axis in loops if loops.count(axis) > 1}:
+        yield f"parallel.split: axis {axis} splits more than one loop; give it one letter"
+
+
+def not_there_yet(config):
+    """Values of the input format that this version does not run."""
+    parallel = config.parallel
+    fixed = {
+        "mesh.p": (config.mesh.p, 1),
+        "mesh.c": (config.mesh.c, 1),
+        "mesh.e": (config.mesh.e, 1),
+        "parallel.zero": (parallel.zero, 0),
+        "parallel.microbatches": (parallel.microbatches, 1),
+        "parallel.chunks": (parallel.chunks, 1),
+        "parallel.recompute": (parallel.recompute, "none"),
+        "parallel.schedule": (parallel.schedule, "none"),
+        "train.backend": (config.train.backend, "numpy"),
+        "checkpoint.every": (config.checkpoint.every, 0),
+    }
+    for key, (value, only) in fixed.items():
+        if value != only:
+            yield f"{key} = {value!r}: not there yet; use {only!r}"
+
+
+def wrong_ranks(config, ranks):
+    sizes = config.mesh.sizes()
+    total = prod(sizes.values())
+    if total != ranks:
+        factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        yield (
+            f"mesh: {factors or 'one rank'} = {total} ranks, but {ranks} were started: "
+            f"change [mesh] or start {total}"
+        )
+    axes = " ".join(getattr(config.split(), letter) for letter in "mnk").split()
+    for axis in ("x", "y", "z"):
+        if sizes[axis] > 1 and axis not in axes:
+            yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
+
+
+def wrong_sizes(config):
+    """Sizes of the model that do not divide over the axes that split them."""
+    model, split = config.model, config.split()
+    if model.hidden % model.heads:
+        yield (
+            f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
+            "change one of them"
+        )
+    turned, outer = split.next(), split.whole()
+    needs = {
+        ("train.batch", config.train.batch): [split.x[0], split.y[0], outer.y[0], turned.y[0]],
+        ("model.heads", model.heads): [split.y[1], turned.x[1]],
+        ("model.hidden", model.hidden): [
+            split.x[1],
+            split.w[0],
+            turned.w[1],
+            outer.next().w[1],
+        ],
+        ("4 x model.hidden", 4 * model.hidden): [turned.w[0]],
+    }
+    for (key, value), places in needs.items():
+        for axes in dict.fromkeys(places):
+            yield from indivisible(key, value, axes, config.mesh.sizes())
+
+
+def indivisible(key, value, axes, sizes):
+    count = prod(sizes[axis] for axis in axes)
+    if value % count:
+        names = " x ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
+        yield (
+            f"{key} = {value} does not divide over mesh axes {names} = {count}: "
+            f"use a multiple of {count}, or other [mesh] sizes"
+        )
+
+
+def with_cuboid(config, ranks):
+    """`config` with x, y and z: those given, or the best that its sizes allow."""
+    given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
+    others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
+    if given or others < 1 or ranks % others:
+        sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz" if axis not in given}
+        return replace(config, mesh=replace(config.mesh, **sizes))
+    best = min(cuboids(config, ranks // others), key=words, default=None)
+    if best is None:
+        raise ValueError(
+            f"mesh: no cuboid of {ranks // others} ranks divides this model under scheme "
+            f"{config.parallel.scheme}: set mesh.x, mesh.y and mesh.z, or change [model] or batch"
+        )
+    return best
+
+
+def cuboids(config, ranks):
+    """`config` on every x * y * z = ranks that breaks no rule."""
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for x, y in product(divisors, divisors):
+        if ranks % (x * y) == 0:
+            mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
+            found = replace(config, mesh=mesh)
+            total = prod(mesh.sizes().values())
+            if not misfits(found, total):
+                yield found
+
+
+def words(config):
+    """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
+    split, sizes, hidden = config.split(), config.mesh.sizes(), config.model.hidden
+    rows = config.train.batch * config.model.sequence
+    m, n, k = (
+        prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)
+    )
+    total = 0
+    for inner, outer, turned in ((1, 3, False), (1, 1, True), (1, 4, False), (4, 1, True)):
+        across, along = (k, n) if turned else (n, k)
+        total += rows * hidden * (inner * (across - 1) + outer * (along - 1))
+        total += hidden * hidden * inner * outer * (m - 1)
+    return total / (m * n * k)
+
+
+def grown(config, ranks):
+    """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
+    try:
+        with_cuboid(config, ranks)
+        return config
+    except ValueError:
+        heads, batch = (-(-size // ranks) * ranks for size in (64, config.train.batch))
+        model = replace(config.model, heads=heads, hidden=6 * heads)
+        return replace(config, model=model, train=replace(config.train, batch=batch))

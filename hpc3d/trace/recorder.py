@@ -1,0 +1,220 @@
+"""The recorder of one rank: a preallocated table of events, filled at one packed row an event.
+
+A step neither allocates nor touches a file; between steps the table is written as a closed segment
+when it is half full or old.
+"""
+
+import struct
+import time
+
+import numpy as np
+
+from hpc3d.cluster.communicator import Pending
+from hpc3d.trace.events import DTYPE, EVENTS, MEMORY, MEMORY_KIND, OP, PHASE, STEPS, record_type
+from hpc3d.trace.segment import segment_path, write_segment
+
+CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
+ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
+COMPUTE, COMM, OPTIMIZER = 0, 1, 4
+OP_NUMBER = {name: number for number, name in enumerate(OP)}
+DTYPE_NUMBER = {name: number for number, name in enumerate(DTYPE)}
+NANOSECONDS = 1_000_000_000
+
+
+class Recorder:
+    """Events, steps and memory of a rank.
+
+    `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `step`,
+    `layer` and `phase` are set by the code that runs and stamped on every event.
+    """
+
+    def __init__(self, run_dir, header, capacity=1 << 15, every_s=30, clock=time.monotonic_ns):
+        self.run_dir, self.header, self.clock = run_dir, {**header, "groups": []}, clock
+        self.rank, self.every_s = header["rank"], every_s
+        self.capacity, self.table = capacity, bytearray(capacity * ROW.size)
+        self.count = self.dropped = self.segments = 0
+        self.strings, self.steps, self.memory = {}, [], []
+        self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
+        self.communication = 0  # nanoseconds in calls since the step began
+        self.flushed = self.started = clock()
+
+    @property
+    def phase(self):
+        return PHASE[self.phase_number]
+
+    @phase.setter
+    def phase(self, name):
+        self.phase_number = PHASE.index(name)
+
+    def name(self, text):
+        return self.strings.setdefault(text, len(self.strings))
+
+    def span(self, name, op="elementwise", flops=0):
+        """A context whose time is one event of computation."""
+        return Span(self, self.name(name), OP_NUMBER[op], flops)
+
+    def put(
+        self,
+        start,
+        duration,
+        name,
+        category,
+        op,
+        group=-1,
+        seq=-1,
+        peer=-1,
+        received=0,
+        count=0,
+        dtype=0,
+        flops=0.0,
+    ):
+        """One row, for a span of `duration` ns that began at `start`."""
+        if self.count == self.capacity:
+            self.dropped += 1
+            return
+        # fmt: off
+        ROW.pack_into(
+            self.table, self.count * ROW.size,
+            start, start, duration, name, category, self.phase_number, op, self.rank, self.step,
+            0, 0, 0, self.layer, 0, group, seq, peer, received, count, dtype, flops, -1, 0,
+        )
+        # fmt: on
+        self.count += 1
+
+    def wrap(self, comm, axis):
+        """`comm` with every call recorded as communication along `axis`."""
+        self.header["groups"].append({"axis": axis, "members": list(comm.members)})
+        return Traced(comm, self, len(self.header["groups"]) - 1)
+
+    def begin_step(self, number):
+        self.step, self.communication, self.started = number, 0, self.clock()
+
+    def end_step(self, pool, tokens, loss, grad_norm, learning_rate, forward_s, backward_s):
+        """Close a step: its row, the memory by kind, and a segment if one is due."""
+        now = self.clock()
+        # fmt: off
+        self.steps.append((
+            self.rank, self.step, self.started, now, tokens, loss, grad_norm, learning_rate,
+            forward_s, backward_s, 0,
+        ))
+        # fmt: on
+        for number, kind in enumerate(MEMORY_KIND):
+            row = (self.rank, self.step, number, pool.live[kind], pool.peak[kind])
+            self.memory.append(row)
+        self.step = -1
+        if 2 * self.count > self.capacity or now - self.flushed > self.every_s * NANOSECONDS:
+            self.flush()
+
+    def flush(self):
+        """Write what there is as a closed segment and begin the next one."""
+        events = np.frombuffer(self.table, record_type(EVENTS), self.count)
+        steps = np.array(self.steps, record_type(STEPS))
+        memory = np.array(self.memory, record_type(MEMORY))
+        path = segment_path(self.run_dir, self.rank, self.segments)
+        header = {**self.header, "dropped": self.dropped}
+        write_segment(path, header, list(self.strings), events, steps, memory)
+        self.steps, self.memory, self.count = [], [], 0
+        self.segments, self.flushed = self.segments + 1, self.clock()
+
+
+class Span:
+    """The context of one compute event."""
+
+    __slots__ = ("flops", "name", "op", "recorder", "start")
+
+    def __init__(self, recorder, name, op, flops):
+        self.recorder, self.name, self.op, self.flops = recorder, name, op, flops
+
+    def __enter__(self):
+        self.start = self.recorder.clock()
+        return self
+
+    def __exit__(self, *exception):
+        recorder = self.recorder
+        category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE
+        duration = recorder.clock() - self.start
+        recorder.put(self.start, duration, self.name, category, self.op, flops=self.flops)
+        return False
+
+
+class Traced:
+    """A communicator whose calls are events: group, sequence number, bytes, time.
+
+    The duration is the time spent in the call and in `wait()`, without what lies between.
+    """
+
+    def __init__(self, comm, recorder, group):
+        self.comm, self.recorder, self.group = comm, recorder, group
+        self.rank, self.size, self.members, self.pool = (
+            comm.rank,
+            comm.size,
+            comm.members,
+            comm.pool,
+        )
+        self.buffer, self.seq = comm.buffer, 0
+
+    def all_gather(self, block, dim=0):
+        received = block.nbytes * (self.size - 1)
+        return self.call("all_gather", block, received, -1, self.comm.all_gather, dim)
+
+    def reduce_scatter(self, block, dim=0):
+        received = block.nbytes * (self.size - 1) // self.size
+        return self.call("reduce_scatter", block, received, -1, self.comm.reduce_scatter, dim)
+
+    def all_reduce(self, block, op="sum"):
+        received = 2 * block.nbytes * (self.size - 1) // self.size
+        return self.call("all_reduce", block, received, -1, self.comm.all_reduce, op)
+
+    def broadcast(self, block, root):
+        """The block, for all but the root."""
+        received = None if self.rank != root else 0
+        return self.call("broadcast", block, received, root, self.comm.broadcast, root)
+
+    def reduce(self, block, root):
+        """The block, for all but the member next to the root, where the chain to it begins."""
+        received = block.nbytes * (self.rank != (root + 1) % self.size)
+        return self.call("reduce", block, received, root, self.comm.reduce, root)
+
+    def all_to_all(self, block):
+        received = block.nbytes * (self.size - 1) // self.size
+        return self.call("all_to_all", block, received, -1, self.comm.all_to_all)
+
+    def send(self, block, peer):
+        return self.call("send", block, block.nbytes, peer, self.comm.send, peer)
+
+    def recv(self, shape, dtype, peer):
+        block = np.empty((0, *shape[1:]), dtype)
+        return self.call(
+            "recv", block, None, peer, lambda _, source: self.comm.recv(shape, dtype, source), peer
+        )
+
+    def call(self, op, block, received, peer, method, *arguments):
+        """Make the call; `received` None stands for the bytes of what comes back."""
+        recorder, seq = self.recorder, self.seq
+        self.seq += 1
+        start = recorder.clock()
+        pending = method(block, *arguments)
+        posting = recorder.clock() - start
+
+        def finish():
+            begin = recorder.clock()
+            result = pending.wait()
+            duration = recorder.clock() - begin + posting
+            recorder.communication += duration
+            number = OP_NUMBER[op]
+            recorder.put(
+                start,
+                duration,
+                recorder.name(op),
+                COMM,
+                number,
+                group=self.group,
+                seq=seq,
+                peer=-1 if peer < 0 else self.members[peer],
+                received=result.nbytes if received is None else received,
+                count=block.size,
+                dtype=DTYPE_NUMBER.get(block.dtype.name, 0),
+            )
+            return result
+
+        return Pending(finish)

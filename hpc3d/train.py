@@ -1,0 +1,159 @@
+"""Train a Transformer on a mesh of ranks.
+
+    mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...]
+
+Without INPUT: the default model on the best cuboid of N ranks.  Any value of the input file can be
+given as an option (--train.steps 100).  The run is kept in results/<name>-<stamp>/: configuration,
+environment, train.log and trace.h5, which `python -m hpc3d.report` reads.
+
+Exit codes: 0 done, 2 bad input (one line each, nothing started), 1 a rank failed (the job ends).
+"""
+
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc3d.cluster import launch
+
+
+class Plan(NamedTuple):
+    """What rank 0 tells the others before the first step."""
+
+    config: object
+    vocabulary: int
+    folder: Path
+    git: str
+
+
+def main(argv=None):
+    words = sys.argv[1:] if argv is None else argv
+    return launch.run("train", lambda job: train(job, list(words)))
+
+
+def train(job, words):
+    """The whole run on one rank."""
+    began = time.perf_counter()
+    if {"-h", "--help"} & set(words):
+        job.rank == 0 and print(__doc__)
+        return
+    reader = {}
+    plan = job.agree(lambda: prepare(job, words, reader))
+    from hpc3d.cluster.cart import build
+    from hpc3d.training.loop import Trainer
+
+    mesh = build(plan.config.mesh.sizes(), transport=plan.config.mesh.transport)
+    mesh = traced(job, mesh, plan)
+    log = Log(plan.folder / "train.log", job.rank == 0)
+    log.header(plan, mesh, job)
+    trainer = Trainer(mesh, plan.config, plan.vocabulary, reader.get("batches"))
+    for number in range(plan.config.train.steps):
+        launch.watch(plan.config.run.watchdog_s)
+        log.step(trainer.step(number), time.perf_counter() - began)
+    launch.unwatch()
+    launch.finish(job)
+    job.barrier()
+    if job.rank == 0 and plan.config.trace.enabled:
+        from hpc3d.trace.merge import merge
+
+        merge(plan.folder)
+    log.say(f"run kept in {plan.folder}")
+    job.barrier()
+
+
+def prepare(job, words, reader):
+    """Rank 0: read the input, open the text, make the folder; ValueError for what is wrong."""
+    from hpc3d import config as values
+    from hpc3d.rules import settle
+    from hpc3d.training import folder
+    from hpc3d.training.data import Batches
+    from hpc3d.training.tokens import open_tokens
+
+    path = words.pop(0) if words and not words[0].startswith("-") else None
+    config = settle(values.load(path, words), job.size, default=path is None)
+    tokens = open_tokens(find(config.data.path), config.data.tokenizer)
+    vocabulary = config.model.vocabulary or tokens.vocabulary
+    if vocabulary < tokens.vocabulary:
+        raise ValueError(
+            f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens; "
+            f"use at least that, or leave the key out"
+        )
+    train = config.train
+    reader["batches"] = Batches(tokens, config.model.sequence, train.batch, config.seed)
+    where = folder.create(config, values.to_toml(config))
+    return Plan(config, vocabulary, where, folder.git_revision())
+
+
+def find(path):
+    """`path` from here, or from the source tree, where the shipped corpus lies."""
+    shipped = Path(__file__).parent.parent / path
+    return shipped if not Path(path).exists() and shipped.exists() else path
+
+
+def traced(job, mesh, plan):
+    """The mesh with a recorder, and the environment of the run on disk."""
+    place = job.place()
+    places = job.gather(place)
+    if job.rank == 0:
+        from hpc3d.training.folder import describe
+
+        describe(plan.folder, places, job.library())
+    if not plan.config.trace.enabled:
+        return mesh
+    from hpc3d.config import to_toml
+    from hpc3d.trace.recorder import Recorder
+
+    header = {
+        "rank": job.rank,
+        "world_size": job.size,
+        "axes": list(mesh.sizes),
+        "axis_sizes": list(mesh.sizes.values()),
+        "coords": [mesh.coord(axis) for axis in mesh.sizes],
+        **place,
+        "device": "cpu",
+        "run_id": plan.folder.name,
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time_unit": "ns",
+        "config": to_toml(plan.config),
+        "git": plan.git,
+        "mpi": job.library(),
+        "version": 1,
+    }
+    recorder = Recorder(plan.folder, header)
+    job.at_end.append(recorder.flush)
+    return mesh.traced(recorder)
+
+
+class Log:
+    """The lines of rank 0, on the terminal and in train.log."""
+
+    def __init__(self, path, speaks):
+        self.file = path.open("w") if speaks else None
+
+    def say(self, line):
+        if self.file:
+            print(line, flush=True)
+            print(line, file=self.file, flush=True)
+
+    def header(self, plan, mesh, job):
+        from hpc3d.config import to_toml
+
+        config, split = plan.config, plan.config.split()
+        sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
+        self.say(to_toml(config))
+        self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
+        self.say(f"scheme {config.parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}")
+        self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
+
+    def step(self, done, elapsed):
+        rate = done.tokens / done.seconds
+        self.say(
+            f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
+            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
+            + (f"   first step after {elapsed:.1f} s" if done.number == 0 else "")
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
