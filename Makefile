@@ -1,0 +1,74 @@
+# make setup       .venv with hpc3d and, where no mpirun is on PATH, an MPI
+# make train       NP=64 ranks train the model of INPUT
+# make test        the tests that take seconds
+# make test-slow   the tests that take minutes
+# make lint        ruff
+# make report      tables and figures of RUN (default: the newest run in results/)
+# make bench       what the code itself costs
+# make clean       remove .venv and caches; results/ stays
+#
+# Every target first sets up what it needs in .venv, once. Nothing is installed outside of it.
+
+PYTHON ?= python3
+NP     ?= 64
+INPUT  ?= inputs/gpt-3d-64.toml
+RUN    ?= $(firstword $(shell ls -td results/*/ 2>/dev/null))
+
+# A cluster's own MPI knows its network: it wins over the wheel.
+SITE_MPIRUN := $(filter-out $(CURDIR)/.venv/%,$(shell command -v mpirun 2>/dev/null))
+MPI_EXTRA   := $(if $(SITE_MPIRUN),,[mpi])
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+# More ranks than cores: a site's Open MPI 4 and 5 read these; the wheel has its own file, below.
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+
+# Root's consent: Open MPI reads it from the environment only, so `activate` gives it, too.
+CONSENT := [ "$$(id -u)" -ne 0 ] || \
+           export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: setup train test test-slow lint report bench clean
+
+setup: .venv/setup.stamp
+
+train: .venv/setup.stamp
+	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
+
+test: .venv/test.stamp
+	python -m pytest -q -m "not slow"
+
+test-slow: .venv/test.stamp
+	python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: no test has this mark
+
+lint: .venv/lint.stamp
+	ruff check
+	ruff format --check
+
+report: .venv/report.stamp
+	$(if $(RUN),,$(error results/ holds no run: `make train` makes one, RUN=... names one))
+	python -m hpc3d.report $(RUN)
+
+bench: .venv/setup.stamp
+	python -m hpc3d.bench overhead step trace
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find hpc3d tests -name __pycache__ -type d -exec rm -rf {} +
+
+.venv/setup.stamp: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	python -m pip install -q -e '.$(MPI_EXTRA)'
+ifndef SITE_MPIRUN
+	echo "rmaps_default_mapping_policy = :oversubscribe" > .venv/etc/prte-mca-params.conf
+endif
+	echo '$(CONSENT)' >> .venv/bin/activate
+	touch $@
+
+.venv/%.stamp: .venv/setup.stamp
+	python -m pip install -q -e '.[$*]'
+	touch $@

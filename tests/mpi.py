@@ -1,0 +1,51 @@
+"""Real ranks for a serial pytest: mpirun with a time limit, and nothing left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def mpirun(ranks, *arguments, timeout=120, cwd=None, environment=None):
+    """`mpirun -np ranks python ARGUMENTS`; a hang is a failure, and the whole group is killed.
+
+    Returns a CompletedProcess with text in stdout and stderr.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    command = [launcher, "-np", str(ranks), sys.executable, *map(str, arguments)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"{command} hung for {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def checked(*arguments, **how):
+    """`mpirun`, and its standard output if it exits with 0."""
+    done = mpirun(*arguments, **how)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

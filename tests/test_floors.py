@@ -1,0 +1,104 @@
+"""The house has floors: a module imports from its own folder or from a lower floor."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "hpc3d"
+MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.rglob("*.py"))
+
+FLOORS = [
+    {"__version__"},
+    {"cluster"},
+    {"tensor", "trace"},
+    {"model"},
+    {"pipeline"},
+    {"config"},
+    {"rules"},
+    {"training"},
+    {"analyze", "partition"},
+]
+FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
+
+HOMES = {
+    "mpi4py": {"cluster"},
+    "cupy": {"cluster", "model/kernels"},
+    "h5py": {"trace/file", "training/checkpoint", "training/tokens"},
+    "torch": {"partition", "analyze/peer"},
+    "matplotlib": {"analyze"},
+}
+
+
+def imports(source: str) -> set[str]:
+    """The full dotted name of everything that is imported, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import hides its floor"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def floor(name: str) -> int:
+    """The floor of a folder or of a module beside the folders; the verbs are on top."""
+    return FLOOR.get(name, len(FLOORS))
+
+
+def climbs(module: str, source: str) -> set[str]:
+    """What `source`, the text of `module`, imports from its own floor or from above."""
+    here = module.partition("/")[0]
+    ours = {name: name.split(".")[1] for name in imports(source) if name.startswith("hpc3d.")}
+    above = {name for name, there in ours.items() if floor(there) >= floor(here)}
+    return {name for name in above if ours[name] != here}
+
+
+def strays(module: str, source: str) -> set[str]:
+    """The libraries that `module` imports although they are at home elsewhere."""
+    libraries = {name.partition(".")[0] for name in imports(source)} & HOMES.keys()
+    place = {module, module.partition("/")[0]}
+    return {library for library in libraries if not HOMES[library] & place}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_keeps_to_its_floor(module):
+    source = (ROOT / module).with_suffix(".py").read_text(encoding="utf-8")
+    assert not climbs(module, source)
+    assert not strays(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("tensor/matmul", "from hpc3d.cluster.mesh import Mesh", set()),
+        ("tensor/matmul", "from hpc3d.tensor.layout import Layout", set()),
+        ("tensor/matmul", "from hpc3d.trace import events", {"hpc3d.trace.events"}),
+        ("trace/file", "def f():\n    import hpc3d.tensor.split", {"hpc3d.tensor.split"}),
+        ("pipeline/engine", "from hpc3d import config", {"hpc3d.config"}),
+        ("training/loop", "from hpc3d import __version__, config", set()),
+        ("partition/cut", "from hpc3d.analyze import machine", {"hpc3d.analyze.machine"}),
+        ("train", "from hpc3d.analyze import machine", set()),
+        ("train", "from hpc3d import plan", {"hpc3d.plan"}),
+        ("analyze/search", "from hpc3d import plan", {"hpc3d.plan"}),
+    ],
+)
+def test_a_climb_is_found(module, source, found):
+    assert climbs(module, source) == found
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("cluster/mesh", "from mpi4py import MPI", set()),
+        ("tensor/matmul", "from mpi4py import MPI", {"mpi4py"}),
+        ("trace/file", "def f():\n    import h5py", set()),
+        ("trace/recorder", "def f():\n    import h5py", {"h5py"}),
+        ("training/loop", "import torch.nn.functional", {"torch"}),
+        ("report", "import matplotlib.pyplot as plt", {"matplotlib"}),
+        ("model/kernels", "import cupy", set()),
+    ],
+)
+def test_a_stray_library_is_found(module, source, found):
+    assert strays(module, source) == found
