@@ -43,11 +43,17 @@ class Pool:
     def empty(self, shape, dtype, kind="activation"):
         """An uninitialised array of `shape`; its memory returns here when its last view dies."""
         dtype = np.dtype(dtype)
-        size = size_class(prod(shape) * dtype.itemsize)
-        self.count(kind, size)
+        nbytes = prod(shape) * dtype.itemsize
+        size = size_class(nbytes)
         stock = self.free[size]
         memory = stock.pop() if stock else np.empty(size, np.uint8)
-        return np.asarray(Lease(memory, tuple(shape), dtype, lambda m: self._return(m, kind)))
+        self.count(kind, nbytes)
+
+        def give_back(memory):
+            self.count(kind, -nbytes)
+            self.free[size].append(memory)
+
+        return np.asarray(Lease(memory, tuple(shape), dtype, give_back))
 
     def zeros(self, shape, dtype, kind="activation"):
         array = self.empty(shape, dtype, kind)
@@ -64,10 +70,6 @@ class Pool:
         """Start a new measurement of the peaks, at what is live now."""
         self.peak = Counter(self.live)
         self.peak["all"] = self.live.total()
-
-    def _return(self, memory, kind):
-        self.count(kind, -memory.size)
-        self.free[memory.size].append(memory)
 
 
 def size_class(nbytes):

@@ -23,7 +23,7 @@ class Mpi(Communicator):
         return arriving(self.comm.Iallgather(block, whole), whole, block)
 
     def scatter_rows(self, block):
-        part = self.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         return arriving(self.comm.Ireduce_scatter_block(block, part), part, block)
 
     def sum_all(self, block, op):

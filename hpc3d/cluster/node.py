@@ -178,7 +178,7 @@ class Node(Mpi):
 
     def scatter_rows(self, block):
         block, region = self.placed(block)
-        part = self.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         mine = slice(self.rank * part.size, (self.rank + 1) * part.size)
 
         def finish(block=block):

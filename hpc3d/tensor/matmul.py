@@ -43,7 +43,11 @@ class Matmul:
     def __init__(self, mesh, split, keep=True, transposed=False):
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
         self.w_layout = split.w_transposed if transposed else split.w
-        self.axes = {name: getattr(split, name).split() for name in ("m", "n", "k")}
+        self.axes = {
+            "m": replicas_last(split.m, self.w_layout),
+            "n": replicas_last(split.n, split.x),
+            "k": replicas_last(split.k, split.y),
+        }
         self.deferred = set(split.defer.split())
 
     def forward(self, x, w):
@@ -108,6 +112,12 @@ class Matmul:
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             return np.matmul(a, b, out=out)
+
+
+def replicas_last(axes, layout):
+    """Foreign axes in the order of reductions: sums over replicas when the block is small."""
+    kept = {axis for dim in layout for axis in dim} | set(layout.owned)
+    return sorted(axes.split(), key=lambda axis: axis not in kept)
 
 
 class Summa(Matmul):

@@ -1,0 +1,54 @@
+"""The same GPT-2 in torch, eager: what our gradients and our step time are compared with.
+
+It follows hpc3d.model.gpt2 in sizes, names and the order of a head's columns [q | k | v], and is
+otherwise plain torch: linear, layer_norm, gelu, scaled_dot_product_attention, cross_entropy.
+"""
+
+import torch
+from torch.nn import functional
+
+from hpc3d.model.loss import IGNORE
+
+
+def linear(weights, name, x):
+    return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def norm(weights, name, x):
+    gamma, beta = weights[f"{name}.gamma"], weights[f"{name}.beta"]
+    return functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
+
+
+def attention(qkv, heads):
+    """Causal attention on [B, T, heads*3*D]."""
+    batch, sequence, columns = qkv.shape
+    parts = qkv.view(batch, sequence, heads, 3, columns // (3 * heads))
+    q, k, v = parts.permute(3, 0, 2, 1, 4)
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).reshape(batch, sequence, columns // 3)
+
+
+def block(weights, name, x, shape):
+    gelu = "tanh" if shape.gelu == "tanh" else "none"
+    qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x))
+    x = x + linear(weights, f"{name}.proj", attention(qkv, shape.heads))
+    h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x))
+    return x + linear(weights, f"{name}.down", functional.gelu(h, approximate=gelu))
+
+
+def loss(weights, shape, tokens, targets):
+    """The mean loss of tokens and targets [B, T] under a dict of weights by our names."""
+    table = weights["embedding.token"]
+    x = table[tokens] + weights["embedding.position"]
+    for number in range(shape.layers):
+        x = block(weights, f"layers.{number}", x, shape)
+    head = table if shape.tied else weights["head"]
+    logits = norm(weights, "norm", x) @ head[: shape.vocabulary].T
+    return functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
+    )
+
+
+def from_model(model):
+    """The weights of a serial hpc3d model as leaves that want gradients."""
+    return {item.name: torch.tensor(item.value, requires_grad=True) for item in model.parameters}

@@ -1,0 +1,103 @@
+"""Local kernels against their equations, and gradients against finite differences."""
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.arrays import Pool
+from hpc3d.model import ops
+from hpc3d.model.attention import attend, attend_grad
+from hpc3d.model.layers import scatter_rows
+
+RNG = np.random.default_rng(7)
+
+
+def difference(function, x, dy, step=1e-6):
+    """The gradient of sum(dy function(x)) by central differences."""
+    gradient = np.empty_like(x)
+    for place in np.ndindex(x.shape):
+        old = x[place]
+        x[place] = old + step
+        above = (function(x) * dy).sum()
+        x[place] = old - step
+        gradient[place] = (above - (function(x) * dy).sum()) / (2 * step)
+        x[place] = old
+    return gradient
+
+
+@pytest.fixture(params=[1 << 17, 200], ids=["one block", "many blocks"])
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(ops, "CACHE", request.param)
+
+
+@pytest.mark.parametrize("name", ops.GELU)
+def test_gelu_and_its_gradient(name, blocks):
+    gelu, gradient = ops.GELU[name]
+    h, dy = RNG.normal(size=(7, 9)) * 3, RNG.normal(size=(7, 9))
+
+    def forward(x):
+        return gelu(x, np.empty_like(x))
+
+    assert forward(np.array([[-40.0, 0.0, 40.0]])).tolist() == [[-0.0, 0.0, 40.0]]
+    np.testing.assert_allclose(
+        gradient(h, dy, np.empty_like(h)), difference(forward, h, dy), atol=1e-8
+    )
+
+
+def test_moments_have_no_cancellation(blocks):
+    """Mean 1e8, deviation 1: E[x^2] - E[x]^2 would leave nothing of it."""
+    x = RNG.normal(size=(50, 64)) + 1e8
+    mean, squares = ops.moments(x)
+    exact = x - x.mean(1, keepdims=True)
+    np.testing.assert_allclose(mean, x.mean(1))
+    np.testing.assert_allclose(squares, (exact**2).sum(1), rtol=1e-6)
+
+
+def test_moments_of_parts_are_those_of_the_whole():
+    x = RNG.normal(size=(5, 12)) + 1e6
+    parts = np.stack([ops.moments(np.ascontiguousarray(x[:, at : at + 4])) for at in (0, 4, 8)])
+    for ours, whole in zip(ops.combine_moments(parts, 4), ops.moments(x), strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-9)
+
+
+def causal(q, k, v):
+    """Attention of one head [T, D], row by row."""
+    rows = []
+    for t in range(len(q)):
+        scores = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[1]))
+        rows.append(scores @ v[: t + 1] / scores.sum())
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("scores", [1 << 20, 1], ids=["a sample a chunk", "a head a chunk"])
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_attention_and_its_gradient(scores, rate, monkeypatch):
+    monkeypatch.setattr("hpc3d.model.attention.SCORES", scores)
+    empty = Pool().empty
+    batch, heads, sequence, width = 2, 3, 5, 2
+    qkv = RNG.normal(size=(batch * sequence, heads * 3 * width))
+    drop = RNG.random((batch, heads, sequence, sequence)) >= rate if rate else None
+    out, p = attend(qkv, sequence, width, empty, drop)
+    if not rate:
+        parts = qkv.reshape(batch, sequence, heads, 3, width)
+        expected = [
+            [causal(*(parts[b, :, h, i] for i in range(3))) for h in range(heads)]
+            for b in range(batch)
+        ]
+        expected = np.array(expected).swapaxes(1, 2).reshape(out.shape)
+        np.testing.assert_allclose(out, expected, atol=1e-12)
+    dout = RNG.normal(size=out.shape)
+    np.testing.assert_allclose(
+        attend_grad(dout, qkv, p, width, empty, drop),
+        difference(lambda x: attend(x, sequence, width, empty, drop)[0], qkv.copy(), dout),
+        atol=1e-7,
+    )
+
+
+def test_rows_with_the_same_token_are_summed():
+    dy = RNG.normal(size=(6, 3))
+    index = np.array([2, -1, 0, 2, 9, 2])
+    expected = np.zeros((4, 3))
+    for row, at in zip(dy, index, strict=True):
+        if 0 <= at < 4:
+            expected[at] += row
+    np.testing.assert_allclose(scatter_rows(dy, index, (4, 3)), expected)

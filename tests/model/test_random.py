@@ -1,0 +1,41 @@
+"""Random numbers depend on key and global index, not on how a tensor is cut."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc3d.model.random import keep, normal
+
+WIDTH = 23
+
+
+def whole(rows):
+    return slice(0, rows), slice(0, WIDTH)
+
+
+@given(
+    st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted),
+    st.tuples(st.integers(0, WIDTH), st.integers(0, WIDTH)).map(sorted),
+)
+def test_a_block_is_a_slice_of_the_whole(rows, columns):
+    where = slice(*rows), slice(*columns)
+    np.testing.assert_array_equal(
+        normal((1, "w"), where, WIDTH), normal((1, "w"), whole(9), WIDTH)[where]
+    )
+    np.testing.assert_array_equal(
+        keep((1, "w"), 0.3, where, WIDTH), keep((1, "w"), 0.3, whole(9), WIDTH)[where]
+    )
+
+
+def test_numbers_are_normal_and_differ_by_key():
+    a, b = normal((1, "a"), whole(4000), WIDTH), normal((1, "b"), whole(4000), WIDTH)
+    assert abs(a.mean()) < 0.01 and abs(a.std() - 1) < 0.01
+    assert abs((a**4).mean() - 3) < 0.1
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.01
+    assert np.isfinite(a).all()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
+def test_masks_drop_at_the_rate(rate):
+    assert keep((1, "m"), rate, whole(20000), WIDTH).mean() == pytest.approx(1 - rate, abs=0.003)

@@ -1,0 +1,99 @@
+"""The sharded product against NumPy, on every scheme and mesh; on threads and on real ranks."""
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.tensor.matmul import Matmul
+from tests.mpi import checked
+from tests.tensor.cases import CUBOIDS, SPLITS, sizes, splits
+
+M, K, N = 48, 48, 96
+
+
+def operands(integers=False):
+    generator = np.random.default_rng(0)
+    shapes = (M, K), (K, N), (M, N)
+    if integers:
+        return [generator.integers(-8, 9, shape).astype(np.float64) for shape in shapes]
+    return [generator.normal(size=shape) for shape in shapes]
+
+
+def stored(matrix, layout, mesh):
+    return np.ascontiguousarray(matrix[layout.slices(matrix.shape, mesh)])
+
+
+def products(mesh, split, keep, transposed, integers=False):
+    """[(what, ours, expected)] of one rank: its blocks of Y, dX and dW."""
+    x, w, dy = operands(integers)
+    y, dx, dw = x @ w, dy @ w.T, x.T @ dy
+    if transposed:
+        w, dw = w.T, dw.T
+    matmul = Matmul(mesh, split, keep, transposed)
+    ours, saved = matmul.apply(stored(x, split.x, mesh), stored(w, matmul.w_layout, mesh))
+    our_dx, our_dw = matmul.adjoint(saved, stored(dy, split.y, mesh))
+    return [
+        ("Y", ours, stored(y, split.y, mesh)),
+        ("dX", our_dx, stored(dx, split.x, mesh)),
+        ("dW", our_dw, stored(dw, matmul.w_layout, mesh)),
+    ]
+
+
+def compare(mesh, integers=False):
+    """Every way to run both layers of a pair; raises where a block differs."""
+    for split in mesh.splits:
+        for keep in (True, False):
+            for transposed in (False, True) if not split.panels else (False,):
+                for what, ours, expected in products(mesh, split, keep, transposed, integers):
+                    bound = 0 if integers else 1e-12 * max(1, np.abs(expected).max(initial=0))
+                    np.testing.assert_allclose(ours, expected, rtol=0, atol=bound, err_msg=what)
+
+
+@pytest.mark.parametrize("integers", [False, True], ids=["close", "bitwise"])
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("cuboid", CUBOIDS, ids=str)
+@pytest.mark.parametrize("name", SPLITS)
+def test_parallel_is_serial(name, cuboid, data, integers):
+    def rank(mesh):
+        mesh.splits = splits(name, data)
+        compare(mesh, integers)
+
+    run({"d": data, **sizes(name, cuboid)}, rank)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_next_layer_takes_what_this_one_gives(name):
+    split, turned = splits(name)
+    assert turned.x == split.y
+    assert turned.next() == split
+
+
+def test_shards_are_an_equal_part_of_every_matrix():
+    def rank(mesh):
+        split = SPLITS["3d"]
+        shapes = {split.x: (M, K), split.w: (K, N), split.y: (M, N)}
+        return [np.prod(layout.block(shape, mesh)) for layout, shape in shapes.items()]
+
+    blocks = run({"x": 2, "y": 3, "z": 2}, rank)
+    assert blocks == [[M * K // 12, K * N // 12, M * N // 12]] * 12
+
+
+def test_owners_lie_on_the_diagonal():
+    def rank(mesh):
+        shape = SPLITS["3d-broadcast"].x.block((M, K), mesh)
+        return mesh.coord("x"), mesh.coord("y"), shape[0]
+
+    for x, y, rows in run({"x": 2, "y": 2, "z": 2}, rank):
+        assert rows == (M // 2 if x == y else 0)
+
+
+def test_a_size_that_does_not_divide_names_the_axes():
+    with pytest.raises(ValueError, match=r"dim of 10 does not divide .* x 2 x y 2 = 4"):
+        run({"x": 2, "y": 2, "z": 1}, lambda mesh: SPLITS["3d"].x.slices((10, 8), mesh))
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("ranks", [8, 12])
+def test_the_same_on_real_ranks(ranks, transport):
+    out = checked(ranks, "-m", "tests.tensor.on_mpi", transport, timeout=200)
+    assert out.split() == [*SPLITS, "done"]
