@@ -1,0 +1,1 @@
+"""What a run costs: its trace as tables and figures."""

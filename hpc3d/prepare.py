@@ -1,0 +1,160 @@
+"""The verb `prepare`: texts to one token file, or a check of one.
+
+python -m hpc3d.prepare TEXT... -o tokens.h5
+python -m hpc3d.prepare --verify tokens.h5
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hpc3d.training.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
+from hpc3d.training.tokens import SUFFIX, TokenFile, verify, write_tokens
+
+GOOD, BAD_INPUT, FAILED_CHECK = 0, 2, 3
+BPE_VOCABULARY = 8192
+
+
+class Parser(argparse.ArgumentParser):
+    """Leaves it to `main` to report an error, in one line as all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; return 0 good, 2 bad input, 3 a failed check."""
+    try:
+        arguments = parser().parse_args(argv)
+        return check(arguments) if arguments.verify else prepare(arguments)
+    except (ValueError, OSError) as error:
+        complain(error)
+        return BAD_INPUT
+
+
+def parser() -> Parser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m hpc3d.prepare",
+        description="Turn UTF-8 texts into one token file, which data.path then names.",
+        epilog="exit codes: 0 good, 2 bad input (nothing was written), 3 --verify failed",
+    )
+    add = parser.add_argument
+    add("texts", nargs="*", type=Path, metavar="TEXT", help="a text file or a folder of *.txt")
+    add("-o", "--output", type=Path, metavar="FILE.h5", help="the token file to write")
+    add("--tokenizer", choices=("byte", "bpe"), default="byte", help="default: byte")
+    add(
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        help=f"number of ids that bpe learns from the texts (default: {BPE_VOCABULARY}); byte has "
+        f"{ByteTokenizer.vocabulary}",
+    )
+    add("--force", action="store_true", help="replace FILE.h5 where it exists")
+    add("--verify", type=Path, metavar="FILE.h5", help="check a token file against its SHA-256")
+    add("--json", action="store_true", help="print the results as JSON on the last line too")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Write the token file and print what it holds."""
+    start = time.perf_counter()
+    output = new_file(arguments)
+    texts = [text for path in arguments.texts for text in text_files(path)]
+    tokenizer = make_tokenizer(arguments, texts)
+    size = sum(text.stat().st_size for text in texts)
+    write_tokens(output, texts, tokenizer, progress(size))
+    describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
+    return GOOD
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Read a token file as a whole and print what it holds."""
+    if arguments.texts or arguments.output:
+        raise ValueError("--verify takes a token file and neither TEXT nor -o")
+    if not arguments.verify.is_file():
+        raise ValueError(f"--verify {arguments.verify}: there is no such file")
+    start = time.perf_counter()
+    try:
+        verify(arguments.verify)
+    except ValueError as error:
+        complain(error)
+        return FAILED_CHECK
+    describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
+    return GOOD
+
+
+def new_file(arguments: argparse.Namespace) -> Path:
+    """Return the name of the token file; ValueError where it must not be written."""
+    output = arguments.output
+    if not arguments.texts or output is None:
+        raise ValueError("TEXT... and -o FILE.h5 are needed; see --help")
+    if output.suffix != SUFFIX:
+        raise ValueError(f"-o {output}: the name of a token file ends in {SUFFIX}")
+    if not output.parent.is_dir():
+        raise ValueError(f"-o {output}: the folder {output.parent} does not exist; make it first")
+    if output.exists() and not arguments.force:
+        raise ValueError(f"-o {output}: exists; name another file or replace it with --force")
+    return output
+
+
+def make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
+    """Return the tokenizer asked for; bpe is trained on `texts`."""
+    if arguments.tokenizer == "bpe":
+        asked = arguments.vocabulary
+        training = (piece for text in texts for piece in pieces(text))
+        return train_bpe(training, BPE_VOCABULARY if asked is None else asked)
+    if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
+        raise ValueError(
+            f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
+            "it out or take --tokenizer bpe"
+        )
+    return ByteTokenizer()
+
+
+def progress(size: int) -> Callable[[int], None]:
+    """Return what shows, on a terminal only, how much of `size` bytes is done."""
+    done = 0
+
+    def report(piece: int) -> None:
+        nonlocal done
+        done += piece
+        # what is printed next writes over it
+        print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
+
+    return report if sys.stderr.isatty() else lambda piece: None
+
+
+def describe(path: Path, as_json: bool, **results: float) -> None:
+    """Print what a token file holds, and `results`."""
+    with TokenFile(path) as tokens:
+        held = {
+            "file": str(path),
+            "tokens": len(tokens),
+            "documents": tokens.documents,
+            "tokenizer": tokens.tokenizer,
+            "vocabulary": tokens.vocabulary,
+            "sha256": tokens.sha256,
+        }
+    for name, value in (held | results).items():
+        print(f"{name:12}{readable(value)}")
+    if as_json:
+        print(json.dumps(held | results))
+
+
+def readable(value: str | float) -> str:
+    """Group the digits of a count, round a time."""
+    return value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00")
+
+
+def complain(error: Exception) -> None:
+    """Print one line for an error.  The key `data.path` is the input file's, not this verb's."""
+    print(f"hpc3d.prepare: {str(error).removeprefix('data.path: ')}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

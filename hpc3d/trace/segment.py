@@ -1,0 +1,107 @@
+"""A segment: what one rank recorded between two flushes, closed and safe on disk.
+
+    RUN/trace/rank-00003-0000.npz    header and strings (JSON), events, steps, memory of rank 3
+
+A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.file.merge` makes
+one file of all of them.
+"""
+
+import json
+import os
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.trace.events import EVENTS, MEMORY, STEPS, VERSION, record_type
+
+TABLES = {"events": EVENTS, "steps": STEPS, "memory": MEMORY}
+NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
+
+
+class Segment(NamedTuple):
+    """Header and record arrays of a segment; its indices count within the segment."""
+
+    header: dict
+    events: np.ndarray
+    steps: np.ndarray
+    memory: np.ndarray
+
+
+@contextmanager
+def replacing(path):
+    """A temporary name that takes the place of `path`, safe on disk, if the block succeeds."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def segment_path(run_dir, rank, number):
+    """Where the `number`-th segment of a rank lies."""
+    return Path(run_dir) / "trace" / f"rank-{rank:05d}-{number:04d}.npz"
+
+
+def count_segments(run_dir):
+    """{rank: number of segments} of a run, counted to the last one; empty without a trace."""
+    count = {}
+    for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
+        if match := NAME.fullmatch(path.name):
+            rank, number = map(int, match.groups())
+            count[rank] = max(count.get(rank, 0), number + 1)
+    return dict(sorted(count.items()))
+
+
+def write_segment(path, header, strings, events, steps, memory):
+    """Write a segment: afterwards it is whole and on disk, or not there at all.
+
+    `header` is plain data (JSON); the tables are record arrays of `record_type`.
+    `events["name"]` indexes `strings`, `events["group"]` indexes `header["groups"]`, and
+    `events["parent"]` the rows of this segment.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**header, "strings": list(strings)}).encode()
+    tables = {"events": events, "steps": steps, "memory": memory}
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, header=np.frombuffer(text, "u1"), **tables)
+
+
+def read_segment(path, rank):
+    """A segment of `rank`; ValueError if it is truncated, damaged or inconsistent."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            header = json.loads(arrays["header"].tobytes())
+            segment = Segment(header, *(arrays[table] for table in TABLES))
+        _check(segment, rank)
+    except Exception as error:  # on damaged bytes zipfile, NumPy and json raise nearly anything
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{Path(path).name} cannot be read ({reason})") from error
+    return segment
+
+
+def _check(segment, rank):
+    header, events = segment.header, segment.events
+    for columns, table in zip(TABLES.values(), segment[1:]):
+        if table.dtype != record_type(columns):
+            raise ValueError(f"its columns are not those of version {VERSION}")
+        if header["rank"] != rank or (table["rank"] != rank).any():
+            raise ValueError(f"it has rows of other ranks than {rank}")
+    limits = {"name": header["strings"], "group": header["groups"], "parent": events}
+    for column, target in limits.items():
+        if (events[column] < -1).any() or (events[column] >= len(target)).any():
+            raise ValueError(f"its column {column} points outside of the segment")
