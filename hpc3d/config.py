@@ -4,7 +4,7 @@ Plain dataclasses, so that ranks get them by broadcast and need no parser: only 
 the file imports pydantic.
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Literal
 
@@ -102,8 +102,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class TraceConfig:
+    """`clock` "processor" counts the processor time of each rank instead of what the wall clock
+    shows: where ranks outnumber cores, that is what an operation costs."""
+
     __pydantic_config__ = STRICT
     enabled: bool = True
+    clock: Literal["wall", "processor"] = "wall"
 
 
 @dataclass(frozen=True)
@@ -164,12 +168,7 @@ def read(path):
 
 def override(tree, words):
     """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables."""
-    words = [part for word in words for part in split_option(word)]
-    if len(words) % 2:
-        raise ValueError(f"{words[-1]}: no value; write {words[-1]} VALUE")
-    for option, text in zip(words[::2], words[1::2], strict=True):
-        if not option.startswith("--"):
-            raise ValueError(f"{option}: not understood; options are --section.key VALUE")
+    for option, text in options(words):
         *sections, key = option[2:].split(".")
         table = tree
         for section in sections:
@@ -179,8 +178,18 @@ def override(tree, words):
         table[key] = toml_value(text)
 
 
-def split_option(word):
-    return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+def options(words):
+    """Each option of the command line with the text of its value."""
+    words = iter(words)
+    for word in words:
+        if not word.startswith("--"):
+            raise ValueError(f"{word}: not understood; write INPUT.toml --section.key VALUE ...")
+        option, equals, text = word.partition("=")
+        if not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise ValueError(f"{option}: no value; write {option} VALUE")
+        yield option, text
 
 
 def toml_value(text):
@@ -194,32 +203,42 @@ def toml_value(text):
 
 def validate(tree):
     """A tree of tables as a `Config`; all errors at once."""
+    import json
+
     from pydantic import TypeAdapter, ValidationError
 
+    # As JSON a table may stand for a dataclass although types are strict: true is no number.
+    text = json.dumps(tree, default=str)
     try:
-        return TypeAdapter(Config).validate_python(tree, strict=False)
+        return TypeAdapter(Config).validate_json(text, strict=True)
     except ValidationError as errors:
         raise ValueError("\n".join(map(explain, errors.errors()))) from None
 
 
 def explain(error):
     """One line for one of pydantic's errors."""
-    path = [str(part) for part in error["loc"] if part != "dict[str,str]"]
+    path = [str(part) for part in error["loc"]]
     key = ".".join(path)
-    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        names = known_keys(path[:-1])
-        near = get_close_matches(path[-1], names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
-        return f"{key}: unknown key; {hint}"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{key}: unknown key; {hint(path[:-1], path[-1])}"
     return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
 
 
-def known_keys(sections):
-    """The keys of the table that `sections` lead to."""
-    table = Config()
-    for section in sections:
-        table = getattr(table, section, None)
-    return [item.name for item in fields(table)] if is_dataclass(table) else []
+def hint(sections, name):
+    """The key that an unknown one may stand for, here or in another table; or those known here."""
+    here = [key for key in known_keys() if key.split(".")[:-1] == sections]
+    for keys in (here, known_keys()):
+        names = {key.split(".")[-1]: key for key in keys}
+        if near := get_close_matches(name, names, 1):
+            return f"did you mean {names[near[0]]}?"
+    return f"known here: {', '.join(here)}"
+
+
+def known_keys():
+    """Every key of an input file, with its section."""
+    tree = asdict(Config())
+    tables = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    return [*tree, *(f"{key}.{name}" for key, names in tables.items() for name in names)]
 
 
 def to_toml(config):
@@ -240,4 +259,4 @@ def literal(value):
 
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,8 +1,9 @@
 """Every rule about sizes, once, and the mesh that a file leaves open: the best cuboid."""
 
+import re
 from dataclasses import fields, replace
 from itertools import product
-from math import prod
+from math import inf, prod
 
 from hpc3d.config import AXES, ModelConfig, TrainConfig
 from hpc3d.tensor.split import Split
@@ -31,34 +32,49 @@ def misfits(config, ranks):
 
 
 def unknown_values(config):
-    """Numbers out of range, axes that do not exist."""
-    model, train, mesh = config.model, config.train, config.mesh
+    """Numbers out of range, names that do not exist."""
+    yield from too_small(config)
+    yield from out_of_range(config)
+    if not re.fullmatch(r"[\w .+-]+", config.name):
+        yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
+    order = config.mesh.order
+    if sorted(order.split()) != sorted(AXES):
+        yield f"mesh.order = {order!r}: must name each of {' '.join(AXES)} once"
+    yield from unknown_letters(config.parallel.split or {})
+
+
+def too_small(config):
+    model, train = config.model, config.train
     least = {
-        **{f"mesh.{axis}": (size, 1) for axis, size in mesh.sizes().items()},
-        "parallel.microbatches": (config.parallel.microbatches, 1),
-        "parallel.chunks": (config.parallel.chunks, 1),
+        **{f"mesh.{axis}": (getattr(config.mesh, axis), 1) for axis in ("d", "x", "y", "z")},
         "model.layers": (model.layers, 1),
         "model.hidden": (model.hidden, 1),
         "model.heads": (model.heads, 1),
         "model.sequence": (model.sequence, 1),
-        "model.vocabulary": (model.vocabulary or 1, 1),
+        "model.vocabulary": (model.vocabulary, 1),
         "train.steps": (train.steps, 1),
         "train.batch": (train.batch, 1),
         "train.warmup": (train.warmup, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
     }
     for key, (value, lowest) in least.items():
-        if value < lowest:
+        if value is not None and value < lowest:
             yield f"{key} = {value}: must be at least {lowest}"
-    if not 0 <= model.dropout < 1:
-        yield f"model.dropout = {model.dropout}: must be at least 0 and below 1"
-    for key in ("learning_rate", "weight_decay", "clip"):
-        value = getattr(train, key)
-        if not 0 <= value < float("inf"):
-            yield f"train.{key} = {value}: must be a finite number of at least 0"
-    if sorted(mesh.order.split()) != sorted(AXES):
-        yield f"mesh.order = {mesh.order!r}: must name each of {' '.join(AXES)} once"
-    yield from unknown_letters(config.parallel.split or {})
+
+
+def out_of_range(config):
+    model, train = config.model, config.train
+    ranges = {
+        "seed": (config.seed, 0, 2**64),
+        "model.dropout": (model.dropout, 0, 1),
+        "train.learning_rate": (train.learning_rate, 0, inf),
+        "train.weight_decay": (train.weight_decay, 0, inf),
+        "train.clip": (train.clip, 0, inf),
+        "run.watchdog_s": (config.run.watchdog_s, 0.1, 1e9),
+    }
+    for key, (value, lowest, limit) in ranges.items():
+        if not lowest <= value < limit:
+            yield f"{key} = {value}: must be at least {lowest} and below {limit}"
 
 
 def unknown_letters(letters):

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from hpc3d.cluster import launch
 
+CLOCKS = {"wall": time.monotonic_ns, "processor": time.process_time_ns}
+
 
 class Plan(NamedTuple):
     """What rank 0 tells the others before the first step."""
@@ -120,7 +122,7 @@ def traced(job, mesh, plan):
         "mpi": job.library(),
         "version": 1,
     }
-    recorder = Recorder(plan.folder, header)
+    recorder = Recorder(plan.folder, header, clock=CLOCKS[plan.config.trace.clock])
     job.at_end.append(recorder.flush)
     return mesh.traced(recorder)
 

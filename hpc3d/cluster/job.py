@@ -1,9 +1,10 @@
 """The MPI job as a whole: what ranks settle before there is a mesh, and how they end together."""
 
+import errno
 import os
 import socket
 import sys
-import tempfile
+import threading
 
 from mpi4py import MPI
 
@@ -16,9 +17,8 @@ class Job:
     def __init__(self, name):
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.at_end = []
-        marker = f"{tempfile.gettempdir()}/hpc3d-{os.getpid()}-failed" if self.rank == 0 else None
-        self.marker = self.comm.bcast(marker)
+        self.at_end, self.ending = [], threading.Lock()
+        self.id = self.comm.bcast(f"{socket.gethostname()}-{os.getpid()}")
 
     def agree(self, function):
         """The value of `function()`, called on rank 0 alone; its ValueError refuses on all."""
@@ -57,13 +57,15 @@ class Job:
         return MPI.Get_library_version().split(",")[0].split("\n")[0]
 
     def first_to_fail(self):
-        """Whether no other rank of this host has said yet that it failed."""
+        """Whether no other rank of this host has said yet that it failed.
+
+        The first to bind an abstract address has it until its process ends; no file is left.
+        """
         try:
-            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
+            self.failure = socket.socket(socket.AF_UNIX)
+            self.failure.bind(f"\0hpc3d-{self.id}-failed")
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
         return True
 
     def abort(self, code):

@@ -9,35 +9,48 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 
 BAD_INPUT = 2
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
 WORLD_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class Refused(Exception):
     """Bad input that all ranks know of; rank 0 has said what it is."""
 
 
-def number_in(names):
-    """The first number that an environment variable of `names` begins with, or 1."""
+def number_in(names, default):
+    """The first number that an environment variable of `names` begins with."""
     for name in names:
         digits = os.environ.get(name, "").split("(")[0].split(",")[0]
         if digits.isdigit():
             return int(digits)
-    return 1
+    return default
+
+
+def cores_of_node():
+    """How many cores of this node the job may use, whatever the launcher bound this rank to.
+
+    The launcher's own cores are those that it was given; a container may allow fewer.
+    """
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, bound)
+    return len(allowed & (bound | os.sched_getaffinity(os.getppid())))
 
 
 def set_environment():
     """Share the node's cores among its ranks; let waiting ranks yield where cores are fewer."""
-    cores, ranks = len(os.sched_getaffinity(0)), number_in(LOCAL_RANKS)
-    bound = cores < (os.cpu_count() or 1)
-    threads = cores if bound else max(1, cores // ranks)
+    cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
+    threads = min(cores // ranks, len(os.sched_getaffinity(0)))
     for variable in THREAD_VARIABLES:
-        os.environ.setdefault(variable, str(threads))
-    if ranks > (os.cpu_count() or 1):
+        os.environ.setdefault(variable, str(max(1, threads)))
+    if ranks > cores:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
@@ -53,14 +66,16 @@ def run(name, body):
     job = Job(name)
     sys.excepthook = lambda kind, error, trace: die(job, error)
     threading.excepthook = lambda args: die(job, args.exc_value)
-    signal.signal(signal.SIGTERM, lambda *_: leave(job, 128 + signal.SIGTERM))
+    leave_when_told(job)
     try:
-        meant = number_in(WORLD_RANKS)
+        meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:
-            job.refuse(explain_single(meant))
-        code = body(job) or 0
+            job.refuse(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else "")
+        code = body(job)
     except Refused:
         return BAD_INPUT
+    except SystemExit as error:
+        code = error.code
     except BaseException as error:
         die(job, error)
     if code:
@@ -69,39 +84,75 @@ def run(name, body):
 
 
 def explain_single(meant):
-    """Why this process is alone although the launcher started `meant` of them."""
+    """Why this process is alone although the launcher meant `meant` of them."""
     return (
-        f"the launcher started {meant} processes, but MPI sees 1: it was not built for this "
-        "launcher; use `srun --mpi=pmix`, or the mpirun that belongs to mpi4py's MPI"
+        f"{meant} processes were meant, but MPI sees 1: start them with `srun --mpi=pmix` or with "
+        "the mpirun that belongs to mpi4py's MPI (this one alone: `mpirun -np 1`)"
     )
 
 
 def die(job, error):
     """Say what happened on this rank, once for the job, save what can be saved, end the job."""
-    code = error.code if isinstance(error, SystemExit) else 1
+    if job.first_to_fail():
+        line = f"hpc3d.{job.name}: rank {job.rank} {what_happened(error)}"
+        print(line, file=sys.stderr, flush=True)
+    finish(job)
+    job.abort(exit_code(error))
+
+
+def what_happened(error):
+    if isinstance(error, SystemExit):
+        return f"exited with {error.code}"
+    return "failed\n" + "".join(traceback.format_exception(error))
+
+
+def exit_code(error):
     if isinstance(error, KeyboardInterrupt):
-        code = 128 + signal.SIGINT
-    if not isinstance(error, SystemExit) and job.first_to_fail():
-        lines = "".join(traceback.format_exception(error))
-        print(f"hpc3d.{job.name}: rank {job.rank} failed\n{lines}", file=sys.stderr, flush=True)
-    finish(job)
-    job.abort(code if isinstance(code, int) else 1)
+        return 128 + signal.SIGINT
+    code = getattr(error, "code", None)
+    return code if isinstance(error, SystemExit) and isinstance(code, int) else 1
 
 
-def leave(job, code):
-    """End this rank alone: the launcher is already ending the job."""
-    finish(job)
-    os._exit(code)
+def leave_when_told(job):
+    """End this rank alone at SIGTERM, for then the launcher is already ending the job.
+
+    Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
+    the signal writes to a pipe reaches another thread, which acts if the main one does not.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.signal(signal.SIGTERM, lambda *_: leave(job))
+    signal.set_wakeup_fd(tell)
+
+    def listen():
+        while signal.SIGTERM not in os.read(told, 1):
+            pass
+        time.sleep(0.1)
+        leave(job)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def leave(job):
+    """End this process, unless it is ending already."""
+    if job.ending.acquire(blocking=False):
+        call_all(job)
+        os._exit(128 + signal.SIGTERM)
 
 
 def finish(job):
-    """Call what the job wants done at its end; nothing may stop us here."""
-    for function in job.at_end:
+    """Do what the job wants done at its end, once."""
+    with job.ending:
+        call_all(job)
+
+
+def call_all(job):
+    """Call the functions of `job.at_end`; nothing may stop us here."""
+    while job.at_end:
         try:
-            function()
+            job.at_end.pop(0)()
         except Exception as error:
             print(f"hpc3d.{job.name}: rank {job.rank}: at the end: {error}", file=sys.stderr)
-    job.at_end.clear()
 
 
 def watch(seconds):

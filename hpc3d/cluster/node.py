@@ -30,9 +30,9 @@ SEGMENT = 1 << 20
 # A member's line in the flag page, in 8-byte words: its last post, then the regions and the values
 # of its last seven posts.
 LINE, RING = 16, 7
-# While it waits a member yields its core; now and then it sleeps, so that 62 waiting members do not
-# keep two working ones from their caches (64 ranks on 2 cores: 3 s a step, and 10 s with yields
-# alone when other programs run, too).
+# While it waits a member yields its core, and now and then it sleeps, so that the waiting do not
+# keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
+# takes 3 s, and 10 s with yields alone.
 YIELDS, NAP = 8, 200e-6
 # Up to this size every member sums the whole all-reduce itself; above, each sums a slice.
 SMALL = 1 << 14

@@ -1,0 +1,170 @@
+"""Paired measurements: two ways in turn on one machine, and the ratio of their medians."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from hpc3d import trace
+from hpc3d.cluster.threads import meshes
+from hpc3d.trace.recorder import Recorder
+from hpc3d.training.loop import Trainer
+
+OVERSUBSCRIBE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+class Noise:
+    """Batches of random tokens, for measurements that need no text."""
+
+    def __init__(self, config, vocabulary):
+        self.shape = (2, config.train.batch, config.model.sequence)
+        self.vocabulary = vocabulary
+
+    def batch(self, step):
+        return np.random.default_rng(step).integers(0, self.vocabulary, self.shape, np.int32)
+
+
+def in_turn(rounds, *functions):
+    """Seconds of every call, [function, round]; a first round is not counted."""
+    times = np.empty((rounds + 1, len(functions)))
+    for turn in times:
+        for place, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            turn[place] = time.perf_counter() - start
+    return times[1:].T
+
+
+def ratios(ours, theirs):
+    """Medians of both, and minimum, median and maximum of the ratio pair by pair."""
+    pairs = np.asarray(ours) / np.asarray(theirs)
+    return {
+        "ours_s": float(median(ours)),
+        "theirs_s": float(median(theirs)),
+        "ratio": float(median(pairs)),
+        "ratio_min": float(pairs.min()),
+        "ratio_max": float(pairs.max()),
+    }
+
+
+def serial_trainer(config, recorder=None, vocabulary=256):
+    """A trainer on one rank, without MPI."""
+    (mesh,), _ = meshes({})
+    mesh = mesh.traced(recorder) if recorder else mesh
+    return Trainer(mesh, config, vocabulary, Noise(config, vocabulary))
+
+
+def steps_of(trainer):
+    """A function that makes the next step of `trainer`."""
+    numbers = iter(range(sys.maxsize))
+    return lambda: trainer.step(next(numbers))
+
+
+def against_torch(config, rounds):
+    """Our training step and that of torch, eager, in one process with one thread each."""
+    import torch
+
+    from hpc3d.analyze import peer
+
+    torch.set_num_threads(1)
+    trainer = serial_trainer(config)
+    shape, weights = trainer.model.shape, peer.from_model(trainer.model)
+    optimizer = torch.optim.AdamW(weights.values(), lr=config.train.learning_rate)
+    batch = Noise(config, 256).batch(0)
+    tokens, targets = torch.from_numpy(batch[0]).long(), torch.from_numpy(batch[1]).long()
+
+    def their_step():
+        optimizer.zero_grad()
+        peer.loss(weights, shape, tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), config.train.clip)
+        optimizer.step()
+
+    return ratios(*in_turn(rounds, steps_of(trainer), their_step))
+
+
+def tracing(config, rounds):
+    """A step on one rank with and without a recorder, and what an event costs by itself."""
+    with TemporaryDirectory() as folder:
+        recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
+        traced, plain = serial_trainer(config, recorder), serial_trainer(config)
+        result = ratios(*in_turn(rounds, steps_of(traced), steps_of(plain)))
+        events = recorder.count / (rounds + 1)
+        start = time.perf_counter()
+        for _ in range(10_000):
+            with recorder.span("nothing"):
+                pass
+        result["event_us"] = (time.perf_counter() - start) * 100
+    return {**result, "events": events}
+
+
+def overhead(path, options, ranks, rounds):
+    """A step on `ranks` ranks and on one rank with all cores, in turn; and the seconds of
+    processor time of all ranks together, by what they went into."""
+    many, one = [], []
+    with TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            many.append(run(ranks, [path, *options], folder))
+            serial = [path, *options, *["--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]]
+            one.append(run(1, serial, folder))
+        result = ratios([m["step_s"] for m in many], [o["step_s"] for o in one])
+        clock = ["--trace.clock", "processor"]
+        result["processor"] = run(ranks, [path, *options, *clock], folder)["seconds"]
+        result["processor_serial"] = run(1, [*serial, *clock], folder)["seconds"]
+    return {**result, "first_step_s": median(m["first_s"] for m in many)}
+
+
+def run(ranks, arguments, folder, steps=4):
+    """Train; the median step, the seconds until the first is done, and its time by operation."""
+    launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
+    command = [launcher, "-np", str(ranks), sys.executable, "-m", "hpc3d.train", *arguments]
+    command += ["--train.steps", str(steps), "--run.out", folder]
+    cores = str(len(os.sched_getaffinity(0)))
+    settings = {
+        **os.environ,
+        **OVERSUBSCRIBE,
+        **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
+    }
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+    found = re.search(r"first step after ([\d.]+) s", done.stdout)
+    with trace.open(kept(done.stdout) / "trace.h5") as recorded:
+        return {"first_s": float(found[1]), **times(recorded)}
+
+
+def kept(output):
+    """The run folder that a run names at its end."""
+    return Path(re.search(r"run kept in (.*)", output)[1])
+
+
+def times(recorded):
+    """The median of the steps after the first, and seconds a step summed over ranks, by op."""
+    steps, events = recorded.steps, recorded.events
+    counted = steps["step"] > 0
+    spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9
+    names = np.array(recorded.strings)[events["name"]]
+    inside, seconds = events["step"] > 0, {}
+    for name in np.unique(names[inside]):
+        total = events["dur"][inside & (names == name)].sum() * 1e-9
+        seconds[str(name)] = float(total / len(spans))
+    return {"step_s": float(np.median(spans)), "seconds": seconds}
+
+
+def with_sizes(config, **sizes):
+    """`config` with other sizes of the model, on one rank; `batch` counts sequences."""
+    batch = sizes.pop("batch", config.train.batch)
+    model = replace(config.model, **sizes)
+    return replace(config, model=model, train=replace(config.train, batch=batch))

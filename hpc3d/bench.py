@@ -1,0 +1,132 @@
+"""Measure what the code itself costs, in pairs.
+
+    python -m hpc3d.bench NAME ... [--rounds N] [--json]
+
+    overhead   a step on 64 ranks against one rank with all cores
+    step       a step on one rank, one thread, against the same model in torch, eager
+    trace      a step with and without the trace
+    schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
+
+Ratios are medians of pairs that ran one after the other; single times say little on a machine
+that is busy.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from hpc3d.cluster import launch
+
+INPUTS = Path(__file__).parent.parent / "inputs"
+HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
+CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
+OVERHEAD = {
+    "hidden 512, 4 layers, 8,192 tokens, 4 x 4 x 4": HIDDEN_512,
+    "hidden 512, 4 layers, 8,192 tokens, 16 x 4 x 1": [*HIDDEN_512, *CUBOID],
+    "gpt-3d-64.toml, 4 x 4 x 4": [],
+}
+SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc3d.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=0, help="pairs (default: a few)")
+    parser.add_argument("--out", default="results", help="folder of the figure (schemes)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    options = parser.parse_args(argv)
+    single_thread(options.names)
+    try:
+        found = {name: BENCHMARKS[name](options) for name in options.names}
+    except ValueError as error:
+        print(f"hpc3d.bench: {error}", file=sys.stderr)
+        return launch.BAD_INPUT
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+def single_thread(names):
+    """One thread for what runs in this process; it must be settled before NumPy is loaded."""
+    if {"step", "trace"} & set(names):
+        for variable in launch.THREAD_VARIABLES:
+            os.environ[variable] = "1"
+
+
+def overhead(options):
+    from hpc3d.analyze import paired
+
+    results = {}
+    for label, sizes in OVERHEAD.items():
+        path = str(INPUTS / "gpt-3d-64.toml")
+        found = results[label] = paired.overhead(path, sizes, 64, options.rounds or 3)
+        print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {pair(found)}")
+        print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
+        print("    processor seconds a step, all ranks together     64 ranks  one rank")
+        ours, serial = found["processor"], found["processor_serial"]
+        for name in sorted(ours, key=ours.get, reverse=True)[:12]:
+            print(f"    {name:44s} {ours[name]:10.2f} {serial.get(name, 0):9.2f}")
+    return results
+
+
+def step(options):
+    from hpc3d.analyze import paired
+
+    results = {}
+    for label, config in serial_configs().items():
+        found = results[label] = paired.against_torch(config, options.rounds or 5)
+        print(f"{label}: hpc3d {found['ours_s']:.2f} s a step, torch eager {pair(found)}")
+    return results
+
+
+def trace(options):
+    from hpc3d.analyze import paired
+
+    config = serial_configs()["gpt-serial.toml"]
+    small = paired.with_sizes(config, batch=24)
+    found = paired.tracing(small, options.rounds or 20)
+    share = found["events"] * found["event_us"] / (found["theirs_s"] * 1e6)
+    print(f"traced {found['ours_s']:.3f} s a step, not traced {pair(found)}")
+    print(f"{found['events']:.0f} events of {found['event_us']:.2f} us: {share:.2%} of a step")
+    return {**found, "share": share}
+
+
+def schemes(options):
+    from hpc3d import report
+    from hpc3d.analyze import paired
+
+    folders = []
+    for name in SCHEMES:
+        paired.run(64, [str(INPUTS / f"{name}.toml")], options.out, steps=20)
+        folders.append(str(max(Path(options.out).glob(f"{name}-2*"))))
+    report.main([*folders, "--out", str(Path(options.out) / "schemes")])
+    return {"runs": folders}
+
+
+def serial_configs():
+    """The shapes of gpt-serial.toml, and those with hidden 512."""
+    from hpc3d.analyze import paired
+    from hpc3d.config import load
+    from hpc3d.rules import settle
+
+    config = settle(load(INPUTS / "gpt-serial.toml", []), 1)
+    wide = paired.with_sizes(config, hidden=512, layers=4, batch=128)
+    return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
+
+
+def pair(found):
+    """The other side of a pair and the ratio."""
+    low, high = found["ratio_min"], found["ratio_max"]
+    return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"
+
+
+BENCHMARKS = {"overhead": overhead, "step": step, "trace": trace, "schemes": schemes}
+
+if __name__ == "__main__":
+    sys.exit(main())
