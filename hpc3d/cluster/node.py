@@ -189,7 +189,7 @@ class Node(Mpi):
 
         def finish(block=block):
             blocks = region.blocks(block.size, block.dtype)[:, mine]
-            np.add.reduce(blocks, axis=0, out=part.reshape(-1))
+            fold(np.add, blocks, part.reshape(-1))
             return part
 
         return self.after(self.announce(region), finish)
@@ -217,7 +217,7 @@ class Node(Mpi):
         def finish(block=block, total=total):
             mine = slice(*bounds)
             blocks = region.blocks(block.size, block.dtype)[:, mine]
-            REDUCTIONS[op].reduce(blocks, axis=0, out=total.reshape(-1)[mine])
+            fold(REDUCTIONS[op], blocks, total.reshape(-1)[mine])
             total.flags.writeable = False
             self.meet(self.announce(result))
             return total
@@ -244,7 +244,7 @@ class Node(Mpi):
         def finish(block=block):
             if mine:
                 blocks = region.blocks(block.size, block.dtype)
-                np.add.reduce(blocks, axis=0, out=total.reshape(-1))
+                fold(np.add, blocks, total.reshape(-1))
             return total
 
         return self.after(self.announce(region), finish)
@@ -257,3 +257,10 @@ class Node(Mpi):
             return finish()
 
         return Pending(meet_and_finish)
+
+
+def fold(operation, blocks, out):
+    """blocks[0] o blocks[1] o ..., in the order of the members."""
+    operation(blocks[0], blocks[1], out=out)
+    for block in blocks[2:]:
+        operation(out, block, out=out)

@@ -2,6 +2,8 @@
 
 from math import sqrt
 
+import numpy as np
+
 from hpc3d.model import ops
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.model.layers import Dropout, LayerNorm, Linear
@@ -30,7 +32,7 @@ class Block:
         self.up = linear("up", (hidden, model.ffn), split, std)
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
-        self.gelu, self.gelu_grad = ops.GELU[model.gelu]
+        self.gelu = ops.GELU[model.gelu]
 
     def forward(self, x, step, batch):
         """The block of Y and what `backward` needs, for `batch` sequences in all."""
@@ -46,18 +48,18 @@ class Block:
         n2, saved_n2 = self.norm2.forward(x)
         h, saved_up = self.up.forward(n2)
         with self.mesh.trace.span("gelu"):
-            g = self.gelu(h, self.mesh.empty(h.shape, h.dtype))
+            g, slope = self.gelu(h, self.mesh.empty(h.shape, h.dtype)), h
         y, saved_down = self.down.forward(g)
         y = self.add(x, self.drop2.apply(y, step, shape))
-        return y, (saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, h, saved_down)
+        return y, (saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down)
 
     def backward(self, dy, saved, step, batch):
         self.mesh.trace.layer = self.number
         shape = (batch * self.model.sequence, self.model.hidden)
-        saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, h, saved_down = saved
+        saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down = saved
         dg = self.down.backward(self.drop2.apply(dy, step, shape), saved_down)
         with self.mesh.trace.span("gelu"):
-            dh = self.gelu_grad(h, dg, self.mesh.empty(h.shape, h.dtype))
+            dh = np.multiply(slope, dg, out=slope)
         dy = self.norm2.backward(self.up.backward(dh, saved_up), saved_n2, residual=dy)
         da = self.proj.backward(self.drop1.apply(dy, step, shape), saved_proj)
         drop = self.drop_probabilities(step, batch, qkv)

@@ -1,0 +1,29 @@
+"""Bytes of communication of a product on a cube: at its peak, afterwards, and of its blocks."""
+
+import json
+import sys
+
+from hpc3d.cluster import launch
+
+
+def body(job):
+    import numpy as np
+
+    from hpc3d.cluster.cart import build
+    from hpc3d.tensor.matmul import Matmul
+    from hpc3d.tensor.split import SCHEMES
+
+    size, q, split = int(sys.argv[1]), int(sys.argv[2]), SCHEMES["3d"]
+    mesh = build({"x": q, "y": q, "z": q}, transport=sys.argv[3])
+    blocks = [np.ones(at.block((size, size), mesh)) for at in (split.x, split.w, split.y)]
+    y, saved = Matmul(mesh, split).apply(*blocks[:2])
+    assert (y == size).all()
+    counted = mesh.pool.peak["communication"], mesh.pool.live["communication"]
+    found = job.gather((*counted, [block.nbytes for block in blocks]))
+    del saved
+    if job.rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run("test", body))
