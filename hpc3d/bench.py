@@ -103,8 +103,8 @@ def schemes(options):
 
     folders = []
     for name in SCHEMES:
-        paired.run(64, [str(INPUTS / f"{name}.toml")], options.out, steps=20)
-        folders.append(str(max(Path(options.out).glob(f"{name}-2*"))))
+        done = paired.run(64, [str(INPUTS / f"{name}.toml")], options.out, steps=20)
+        folders.append(str(done["folder"]))
     report.main([*folders, "--out", str(Path(options.out) / "schemes")])
     return {"runs": folders}
 

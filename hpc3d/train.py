@@ -36,9 +36,8 @@ def main(argv=None):
 
 def train(job, words):
     """The whole run on one rank."""
-    began = time.perf_counter()
     if {"-h", "--help"} & set(words):
-        job.rank == 0 and print(__doc__)
+        job.agree(explain)
         return
     reader = {}
     plan = job.agree(lambda: prepare(job, words, reader))
@@ -52,7 +51,7 @@ def train(job, words):
     trainer = Trainer(mesh, plan.config, plan.vocabulary, reader.get("batches"))
     for number in range(plan.config.train.steps):
         launch.watch(plan.config.run.watchdog_s)
-        log.step(trainer.step(number), time.perf_counter() - began)
+        log.step(trainer.step(number))
     launch.unwatch()
     launch.finish(job)
     job.barrier()
@@ -62,6 +61,13 @@ def train(job, words):
         merge(plan.folder)
     log.say(f"run kept in {plan.folder}")
     job.barrier()
+
+
+def explain():
+    """Rank 0: what the command does, and every key with its default."""
+    from hpc3d import config
+
+    print(f"{__doc__}\nKeys and defaults:\n\n{config.to_toml(config.Config())}")
 
 
 def prepare(job, words, reader):
@@ -148,12 +154,11 @@ class Log:
         self.say(f"scheme {config.parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}")
         self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
 
-    def step(self, done, elapsed):
+    def step(self, done):
         rate = done.tokens / done.seconds
         self.say(
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
             f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
-            + (f"   first step after {elapsed:.1f} s" if done.number == 0 else "")
         )
 
 

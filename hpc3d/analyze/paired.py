@@ -5,11 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def against_torch(config, rounds):
 
 def tracing(config, rounds):
     """A step on one rank with and without a recorder, and what an event costs by itself."""
-    with TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
         traced, plain = serial_trainer(config, recorder), serial_trainer(config)
         result = ratios(*in_turn(rounds, steps_of(traced), steps_of(plain)))
@@ -114,7 +114,7 @@ def overhead(path, options, ranks, rounds):
     """A step on `ranks` ranks and on one rank with all cores, in turn; and the seconds of
     processor time of all ranks together, by what they went into."""
     many, one = [], []
-    with TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             many.append(run(ranks, [path, *options], folder))
             serial = [path, *options, *["--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]]
@@ -127,7 +127,8 @@ def overhead(path, options, ranks, rounds):
 
 
 def run(ranks, arguments, folder, steps=4):
-    """Train; the median step, the seconds until the first is done, and its time by operation."""
+    """Train; the median step, the seconds from the start of the launcher until the first step is
+    done, the seconds a step of every operation, and the run's folder."""
     launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
     command = [launcher, "-np", str(ranks), sys.executable, "-m", "hpc3d.train", *arguments]
     command += ["--train.steps", str(steps), "--run.out", folder]
@@ -137,17 +138,19 @@ def run(ranks, arguments, folder, steps=4):
         **OVERSUBSCRIBE,
         **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
     }
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-    found = re.search(r"first step after ([\d.]+) s", done.stdout)
-    with trace.open(kept(done.stdout) / "trace.h5") as recorded:
-        return {"first_s": float(found[1]), **times(recorded)}
-
-
-def kept(output):
-    """The run folder that a run names at its end."""
-    return Path(re.search(r"run kept in (.*)", output)[1])
+    with tempfile.TemporaryFile("w+") as errors:
+        start, first = time.perf_counter(), None
+        pipe = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(command, env=settings, **pipe) as process:
+            for line in process.stdout:
+                if first is None and re.match(r" +0 ", line):
+                    first = time.perf_counter() - start
+        if process.returncode:
+            errors.seek(0)
+            raise ValueError(f"{' '.join(command)} failed:\n{errors.read().strip()}")
+    where = Path(line.removeprefix("run kept in ").strip())
+    with trace.open(where / "trace.h5") as recorded:
+        return {"first_s": first, "folder": where, **times(recorded)}
 
 
 def times(recorded):

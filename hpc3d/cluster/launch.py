@@ -117,26 +117,34 @@ def leave_when_told(job):
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
     Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
-    the signal writes to a pipe reaches another thread, which acts if the main one does not.
+    the signal writes to a pipe reaches another thread.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
-    signal.signal(signal.SIGTERM, lambda *_: leave(job))
+    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(tell)
 
     def listen():
         while signal.SIGTERM not in os.read(told, 1):
             pass
-        time.sleep(0.1)
         leave(job)
 
     threading.Thread(target=listen, daemon=True).start()
 
 
 def leave(job):
-    """End this process, unless it is ending already."""
+    """End this process, unless it is ending already.
+
+    Open MPI's launcher kills what is left a quarter of a second after SIGTERM, or as soon as one
+    process has gone; a child with a session of its own has the time to save what can be saved.
+    """
     if job.ending.acquire(blocking=False):
-        call_all(job)
+        os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
+        if os.fork() == 0:
+            os.setsid()
+            call_all(job)
+        else:
+            time.sleep(1)
         os._exit(128 + signal.SIGTERM)
 
 

@@ -1,0 +1,179 @@
+"""What a communicator must do, as functions of one: each compares with NumPy on all blocks.
+
+Operands are integers that every rank draws for all members, so equality is exact in every type.
+"""
+
+import numpy as np
+
+DTYPES = ("float64", "float32", "int32")
+LARGE = (7, 1201)  # above 16 KiB in every type, and an odd number of elements
+
+
+def blocks(comm, shape, dtype, seed=0):
+    """The blocks of all members, in order."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(-99, 99, shape).astype(dtype) for _ in range(comm.size)]
+
+
+def same(ours, expected):
+    assert ours.dtype == expected.dtype
+    np.testing.assert_array_equal(ours, expected)
+
+
+def all_gather(comm, dtype):
+    for shape in ((3, 5), (2, 4, 6), (1, 1), (0, 5)):
+        for dim in (0, 1):
+            parts = blocks(comm, shape, dtype)
+            ours = comm.all_gather(parts[comm.rank], dim).wait()
+            same(ours, np.concatenate(parts, dim))
+
+
+def reduce_scatter(comm, dtype):
+    for shape in ((5 * comm.size, 3 * comm.size), (comm.size, 2 * comm.size, 4)):
+        for dim in (0, 1):
+            partial = blocks(comm, shape, dtype)
+            total = np.sum(partial, 0, dtype)
+            ours = comm.reduce_scatter(partial[comm.rank], dim).wait()
+            same(ours, np.split(total, comm.size, dim)[comm.rank])
+
+
+def all_reduce(comm, dtype):
+    for shape in ((1,), (3, 5), LARGE):
+        partial = blocks(comm, shape, dtype)
+        same(comm.all_reduce(partial[comm.rank]).wait(), np.sum(partial, 0, dtype))
+        same(comm.all_reduce(partial[comm.rank], "max").wait(), np.max(partial, 0))
+
+
+def broadcast(comm, dtype):
+    """Members that are not the owner bring zero rows and do not know how many there are."""
+    for root in range(comm.size):
+        for shape in ((root + 2, 3), LARGE, (0, 3)):
+            whole = blocks(comm, shape, dtype)[root]
+            mine = whole if comm.rank == root else whole[:0]
+            same(comm.broadcast(mine, root).wait(), whole)
+
+
+def reduce(comm, dtype):
+    for root in range(comm.size):
+        for shape in ((4, 3), LARGE):
+            partial = blocks(comm, shape, dtype)
+            total = np.sum(partial, 0, dtype)
+            mine = total if comm.rank == root else total[:0]
+            same(comm.reduce(partial[comm.rank], root).wait(), mine)
+
+
+def all_to_all(comm, dtype):
+    sent = blocks(comm, (2 * comm.size, 3), dtype)
+    parts = [np.split(block, comm.size)[comm.rank] for block in sent]
+    same(comm.all_to_all(sent[comm.rank]).wait(), np.concatenate(parts))
+
+
+def send_and_recv(comm, dtype):
+    """Two messages to the next member; they arrive in the order in which they were sent."""
+    if comm.size == 1:
+        return
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    first, second = (blocks(comm, (3, 4), dtype, seed) for seed in (0, 1))
+    sent = [comm.send(block[comm.rank], after) for block in (first, second)]
+    received = [comm.recv((3, 4), np.dtype(dtype), before) for _ in range(2)]
+    same(received[0].wait(), first[before])
+    same(received[1].wait(), second[before])
+    for pending in sent:
+        pending.wait()
+
+
+def strided(comm, dtype):
+    """A block need not be contiguous."""
+    parts = blocks(comm, (4, 2 * comm.size), dtype)
+    mine = parts[comm.rank].T
+    total = np.sum(parts, 0, dtype).T
+    same(comm.all_gather(mine).wait(), np.concatenate([part.T for part in parts]))
+    same(comm.reduce_scatter(mine).wait(), np.split(total, comm.size)[comm.rank])
+    same(comm.all_reduce(mine[:, ::2]).wait(), total[:, ::2])
+
+
+def in_place(comm, dtype):
+    """A block in the communicator's own buffer gives the same as any other, as does a result."""
+    parts = blocks(comm, (3 * comm.size, 5), dtype)
+    total = np.sum(parts, 0, dtype)
+    buffer = comm.buffer((3 * comm.size, 5), dtype)
+    buffer[...] = parts[comm.rank]
+    mine = comm.reduce_scatter(buffer).wait()
+    del buffer
+    same(mine, np.split(total, comm.size)[comm.rank])
+    whole = comm.all_gather(mine).wait()
+    same(whole, total)
+    same(comm.all_reduce(whole).wait(), total * np.asarray(comm.size, dtype))
+
+
+def in_flight(comm, dtype):
+    """Calls that are posted together may be waited for in any order that all members share."""
+    parts = blocks(comm, (comm.size, 3), dtype)
+    large = blocks(comm, LARGE, dtype)
+    root = comm.size - 1
+    mine = parts[comm.rank]
+    gathered = comm.all_gather(mine)
+    scattered = comm.reduce_scatter(mine)
+    spread = comm.broadcast(mine if comm.rank == root else mine[:0], root)
+    collected = comm.reduce(mine, 0)
+    again = comm.all_gather(large[comm.rank])
+    total = np.sum(parts, 0, dtype)
+    same(again.wait(), np.concatenate(large))
+    same(collected.wait(), total if comm.rank == 0 else total[:0])
+    same(scattered.wait(), np.split(total, comm.size)[comm.rank])
+    same(spread.wait(), parts[root])
+    same(gathered.wait(), np.concatenate(parts))
+
+
+def adjoint(comm, dtype):
+    """<A x, y> = <x, A' y> over all members, for both pairs of adjoint moves."""
+    x, y = (blocks(comm, (3, 4), dtype, 0), blocks(comm, (3 * comm.size, 4), dtype, 1))
+    whole = comm.all_gather(x[comm.rank]).wait()
+    part = comm.reduce_scatter(y[comm.rank]).wait()
+    balanced(comm, np.vdot(whole, y[comm.rank]), np.vdot(x[comm.rank], part))
+    for root in range(comm.size):
+        mine = x[root] if comm.rank == root else x[root][:0]
+        spread = comm.broadcast(mine, root).wait()
+        collected = comm.reduce(x[comm.rank], root).wait()
+        balanced(comm, np.vdot(spread, x[comm.rank]), np.vdot(mine, collected))
+
+
+def balanced(comm, left, right):
+    """Whether two numbers a member have the same sums over all members."""
+    pairs = comm.all_gather(np.array([[left, right]])).wait()
+    assert pairs[:, 0].sum() == pairs[:, 1].sum() != 0
+
+
+def refusal(comm, dtype):
+    """Rows that do not divide are refused on all members before anything is sent."""
+    if comm.size == 1:
+        return
+    try:
+        comm.reduce_scatter(np.zeros((comm.size + 1, 2), dtype))
+    except ValueError as error:
+        assert f"{comm.size + 1} rows do not divide over {comm.size} ranks" in str(error)
+    else:
+        raise AssertionError("accepted")
+
+
+CASES = (
+    all_gather,
+    reduce_scatter,
+    all_reduce,
+    broadcast,
+    reduce,
+    all_to_all,
+    send_and_recv,
+    strided,
+    in_place,
+    in_flight,
+    adjoint,
+    refusal,
+)
+
+
+def every(comm):
+    """All cases in all types."""
+    for case in CASES:
+        for dtype in DTYPES:
+            case(comm, dtype)

@@ -1,0 +1,195 @@
+"""How a job starts and ends: threads, yielding, one line for bad input, no rank left behind."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpc3d.cluster import launch
+from tests.mpi import ENVIRONMENT, ROOT, mpirun
+
+RANKS = "OMPI_COMM_WORLD_LOCAL_SIZE"
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that makes this a rank of another machine, as far as the launch can see."""
+    for name in (*launch.THREAD_VARIABLES, *launch.LOCAL_RANKS, YIELD):
+        monkeypatch.setenv(name, "")  # so that what is set on the way is undone
+        monkeypatch.delenv(name)
+
+    def pretend(cores, own, launcher, allowed):
+        now = {0: set(range(own)), os.getppid(): set(range(launcher))}
+        monkeypatch.setattr(os, "sysconf", lambda name: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: now[pid])
+        monkeypatch.setattr(
+            os,
+            "sched_setaffinity",
+            lambda pid, wish: now.update({pid: {*wish} & {*range(allowed)}}),
+        )
+        return now
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("cores", "own", "launcher", "allowed", "ranks", "threads", "yields"),
+    [
+        pytest.param(8, 8, 8, 8, None, 8, False, id="alone"),
+        pytest.param(8, 8, 8, 8, "4", 2, False, id="two cores a rank"),
+        pytest.param(8, 8, 8, 8, "3", 2, False, id="a core too many"),
+        pytest.param(8, 8, 8, 8, "64", 1, True, id="more ranks than cores"),
+        pytest.param(8, 1, 8, 8, "8", 1, False, id="bound to a core"),
+        pytest.param(8, 4, 8, 8, "2", 4, False, id="bound to a socket"),
+        pytest.param(8, 4, 8, 8, "8", 1, False, id="four ranks bound to a socket"),
+        pytest.param(8, 1, 8, 8, "2", 1, False, id="bound to less than its share"),
+        pytest.param(64, 2, 2, 2, "2", 1, False, id="container"),
+        pytest.param(64, 2, 2, 2, "4", 1, True, id="container, more ranks than cores"),
+        pytest.param(64, 2, 64, 2, "4", 1, True, id="launcher outside of the container"),
+        pytest.param(2, 1, 1, 2, "2", 1, True, id="launcher bound by the user"),
+        pytest.param(8, 8, 8, 8, "4(x2)", 2, False, id="as Slurm writes it"),
+    ],
+)
+def test_cores_are_shared(
+    machine, monkeypatch, cores, own, launcher, allowed, ranks, threads, yields
+):
+    affinity = machine(cores, own, launcher, allowed)
+    if ranks:
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", ranks)
+    launch.set_environment()
+    assert {os.environ[name] for name in launch.THREAD_VARIABLES} == {str(threads)}
+    assert (YIELD in os.environ) == yields
+    assert affinity[0] == set(range(own))
+
+
+def test_what_the_user_set_stays(machine, monkeypatch):
+    machine(8, 8, 8, 8)
+    monkeypatch.setenv(RANKS, "64")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv(YIELD, "0")
+    launch.set_environment()
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert os.environ[YIELD] == "0"
+
+
+def job(ranks, mode, folder, timeout=60, **environment):
+    """The finished job, and the ranks that did at their end what was to be done."""
+    words = ("-m", "tests.cluster.on_launch", mode, folder)
+    done = mpirun(ranks, *words, timeout=timeout, environment=environment)
+    return done, sorted(int(name) for name in os.listdir(folder))
+
+
+def lines(done):
+    """What hpc3d said on standard error, without the launcher's own words."""
+    return [line for line in done.stderr.splitlines() if line.startswith("hpc3d.")]
+
+
+@pytest.fixture
+def one_core():
+    """This process and those that it starts, bound to one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def test_real_ranks_yield_on_one_core(one_core, tmp_path):
+    done, _ = job(2, "environment", tmp_path)
+    assert done.stdout.split() == ["1", "1"] * 2
+
+
+def test_real_ranks_share_the_cores(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    done, _ = job(2, "environment", tmp_path)
+    assert done.stdout.split()[0] == str(max(1, cores // 2))
+    assert ("1" if cores == 1 else "-") == done.stdout.split()[1]
+
+
+def alone(*words, **environment):
+    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(
+        command, env=settings, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE"])
+def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
+    done = alone("hpc3d.train", "--run.out", str(tmp_path), **{name: "64"})
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hpc3d.train: 64 processes were meant, but MPI sees 1: start them with")
+    assert done.returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
+    where = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
+    done = alone("hpc3d.train", "--run.out", str(tmp_path), **where)
+    assert len(done.stderr.splitlines()) == (rank == 0)
+    assert done.returncode == 2
+
+
+def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
+    done, ended = job(1, "agree", tmp_path, SLURM_NTASKS="64")
+    assert (done.returncode, ended) == (0, [0])
+
+
+@pytest.mark.parametrize("mode", ["agree", "leave_well"])
+def test_a_good_end(mode, tmp_path):
+    done, _ = job(3, mode, tmp_path)
+    assert done.returncode == 0
+
+
+def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
+    done, _ = job(4, "refuse", tmp_path)
+    said = ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
+    assert lines(done) == said
+    assert done.returncode == 2
+    assert "MPI_ABORT" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "message"),
+    [
+        ("fail", 1, "RuntimeError: a message of rank 1"),
+        ("fail_in_thread", 1, "RuntimeError: a message of a thread"),
+        ("leave_early", 3, "hpc3d.test: rank 1 exited with 3"),
+        ("return_code", 3, "hpc3d.test: rank 1 exited with 3"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
+    begin = time.monotonic()
+    done, ended = job(4, mode, tmp_path)
+    assert time.monotonic() - begin < 20
+    assert done.returncode == code
+    assert done.stderr.count(message) == 1
+    (line,) = (line for line in lines(done) if "at the end" not in line)
+    assert line.startswith("hpc3d.test: rank 1 ")
+    assert 1 in ended
+
+
+def test_a_failure_of_all_ranks_is_said_once(tmp_path):
+    done, _ = job(4, "fail_all", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("a message of all ranks\n") == 1
+
+
+@pytest.mark.parametrize(
+    "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
+)
+def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
+    done, ended = job(2, mode, tmp_path)
+    assert done.returncode != 0
+    assert 1 in ended
+
+
+def test_what_goes_wrong_at_the_end_is_said_and_does_not_stop_the_rest(tmp_path):
+    done, ended = job(2, "agree", tmp_path)
+    said = [f"hpc3d.test: rank {rank}: at the end: no space left" for rank in range(2)]
+    assert sorted(lines(done)) == said
+    assert (done.returncode, ended) == (0, [0, 1])

@@ -1,0 +1,253 @@
+"""What a rank records: exact rows under a clock of our own, and the bytes that design gives."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster import threads
+from hpc3d.cluster.arrays import Pool
+from hpc3d.cluster.communicator import Communicator, Pending
+from hpc3d.trace.events import CATEGORY, DTYPE, MEMORY_KIND, OP, PHASE
+from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.segment import count_segments, read_segment, segment_path
+
+HEADER = {"rank": 3, "world_size": 8}
+
+
+class Clock:
+    """Nanoseconds that pass by 10 a reading, or by `skip`."""
+
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        self.now += 10
+        return self.now
+
+    def skip(self, duration):
+        self.now += duration
+
+
+class Fake(Communicator):
+    """Member 1 of ranks 3, 5, 7; a call takes 100 ns to post and 1000 ns to wait for."""
+
+    def __init__(self, clock):
+        super().__init__(1, 3, (3, 5, 7))
+        self.clock = clock
+
+    def slow(self, result):
+        self.clock.skip(100)
+
+        def finish():
+            self.clock.skip(1000)
+            return result
+
+        return Pending(finish)
+
+    def gather_rows(self, block):
+        return self.slow(np.concatenate([block] * 3))
+
+    def scatter_rows(self, block):
+        return self.slow(block[: len(block) // 3])
+
+    def sum_all(self, block, op):
+        return self.slow(block)
+
+    def spread(self, block, root):
+        return self.slow(np.zeros((6, 2)))
+
+    def collect(self, block, root):
+        return self.slow(block)
+
+    def exchange(self, block):
+        return self.slow(block)
+
+    def post(self, block, peer):
+        return self.slow(block)
+
+    def take(self, shape, dtype, peer):
+        return self.slow(np.zeros(shape, dtype))
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def recorder(tmp_path, clock):
+    (tmp_path / "trace").mkdir()
+    return Recorder(tmp_path, HEADER, capacity=64, clock=clock)
+
+
+def recorded(recorder):
+    """The first segment, written now if there is none."""
+    if not recorder.segments:
+        recorder.flush()
+    return read_segment(segment_path(recorder.run_dir, 3, 0), 3)
+
+
+def end_step(recorder, pool=None):
+    recorder.end_step(pool or Pool(), 96, 5.5, 2.0, 1e-3, 0.25, 0.5)
+
+
+def test_a_span_is_a_row(recorder, clock):
+    recorder.begin_step(7)
+    recorder.layer, recorder.phase = 2, "backward"
+    with recorder.span("product", "gemm", flops=48):
+        clock.skip(500)
+    recorder.phase = "optimizer"
+    with recorder.span("update"):
+        pass
+    segment = recorded(recorder)
+    first, second = segment.events
+    assert first["dur"] == 510
+    assert first["t_start"] == first["t_global"] == second["t_start"] - 520
+    assert (first["rank"], first["step"], first["layer"], first["flops"]) == (3, 7, 2, 48)
+    assert (first["group"], first["seq"], first["peer"], first["parent"]) == (-1, -1, -1, -1)
+    names = [segment.header["strings"][row["name"]] for row in (first, second)]
+    assert names == ["product", "update"]
+    assert [CATEGORY[row["category"]] for row in (first, second)] == ["compute", "optimizer"]
+    assert [PHASE[row["phase"]] for row in (first, second)] == ["backward", "optimizer"]
+    assert [OP[row["op"]] for row in (first, second)] == ["gemm", "elementwise"]
+
+
+BLOCK = np.zeros((6, 2))  # 96 bytes
+CALLS = {
+    # op: (the call, bytes to receive, peer)
+    "all_gather": (lambda comm: comm.all_gather(BLOCK), 192, -1),
+    "reduce_scatter": (lambda comm: comm.reduce_scatter(BLOCK), 64, -1),
+    "all_reduce": (lambda comm: comm.all_reduce(BLOCK), 128, -1),
+    "broadcast": (lambda comm: comm.broadcast(BLOCK[:0], 2), 96, 7),
+    "reduce": (lambda comm: comm.reduce(BLOCK, 2), 96, 7),
+    "all_to_all": (lambda comm: comm.all_to_all(BLOCK), 64, -1),
+    "send": (lambda comm: comm.send(BLOCK, 0), 96, 3),
+    "recv": (lambda comm: comm.recv((6, 2), np.dtype(float), 0), 96, 3),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_call_is_a_row_with_what_must_be_received(op, recorder, clock):
+    call, received, peer = CALLS[op]
+    comm = recorder.wrap(Fake(clock), "y")
+    recorder.begin_step(0)
+    pending = call(comm)
+    clock.skip(77_000)  # computing, while the block is on its way
+    pending.wait()
+    (row,) = recorded(recorder).events
+    assert OP[row["op"]] == op
+    assert (row["bytes"], row["peer"]) == (received, peer)
+    assert (row["group"], row["seq"], CATEGORY[row["category"]]) == (0, 0, "comm")
+    assert DTYPE[row["dtype"]] == "float64"
+    assert row["dur"] == 1100 + 2 * 10
+    assert recorder.communication == row["dur"]
+
+
+def test_the_root_receives_nothing_of_a_broadcast(recorder, clock):
+    comm = recorder.wrap(Fake(clock), "y")
+    comm.broadcast(BLOCK, 1).wait()
+    comm.reduce(BLOCK, 0).wait()
+    assert recorded(recorder).events["bytes"].tolist() == [0, 0]
+
+
+def test_calls_count_a_group_each_in_the_order_of_posting(recorder, clock):
+    x, y = (recorder.wrap(Fake(clock), axis) for axis in "xy")
+    pending = [x.all_gather(BLOCK), y.all_gather(BLOCK), x.all_reduce(BLOCK)]
+    for one in reversed(pending):
+        one.wait()
+    segment = recorded(recorder)
+    assert segment.events[["group", "seq"]].tolist() == [(0, 1), (1, 0), (0, 0)]
+    groups = [{"axis": axis, "members": [3, 5, 7]} for axis in "xy"]
+    assert segment.header["groups"] == groups
+
+
+def test_a_traced_communicator_gives_what_the_other_gives():
+    def rank(mesh):
+        comm = mesh.comm("x")
+        recorder = Recorder(None, {"rank": mesh.rank})
+        traced = mesh.traced(recorder).comm("x")
+        assert (traced.rank, traced.size, traced.members) == (comm.rank, comm.size, comm.members)
+        block = np.arange(4.0) + comm.rank
+        results = [
+            [
+                one.all_gather(block, 0).wait(),
+                one.reduce_scatter(block).wait(),
+                one.all_reduce(block, "max").wait(),
+                one.broadcast(block if comm.rank else block[:0], 1).wait(),
+            ]
+            for one in (comm, traced)
+        ]
+        for plain, ours in zip(*results, strict=True):
+            np.testing.assert_array_equal(plain, ours)
+        return recorder.count
+
+    assert threads.run({"x": 2}, rank) == [4, 4]
+
+
+def test_a_step_is_a_row_with_its_memory(recorder):
+    pool = Pool()
+    held = pool.empty((10,), "float64", "gradient")
+    recorder.begin_step(4)
+    dropped = pool.empty((100,), "float64", "activation")
+    del dropped
+    end_step(recorder, pool)
+    recorder.phase = "forward"
+    with recorder.span("between steps"):
+        pass
+    del held
+    segment = recorded(recorder)
+    (step,) = segment.steps
+    assert step["t_end"] - step["t_start"] == 10
+    names = ["rank", "step", "tokens", "loss", "grad_norm", "learning_rate"]
+    assert [step[name] for name in names] == [3, 4, 96, 5.5, 2.0, 1e-3]
+    assert (step["forward_s"], step["backward_s"], step["skipped"]) == (0.25, 0.5, 0)
+    memory = {MEMORY_KIND[row["kind"]]: (row["bytes"], row["peak"]) for row in segment.memory}
+    assert memory["gradient"] == (80, 80)
+    assert memory["activation"] == (0, 800)
+    assert segment.events["step"].tolist() == [-1]
+
+
+def test_a_full_table_counts_what_it_drops(recorder):
+    recorder.begin_step(0)
+    for _ in range(70):
+        with recorder.span("event"):
+            pass
+    segment = recorded(recorder)
+    assert len(segment.events) == 64
+    assert segment.header["dropped"] == 6
+
+
+def test_a_segment_is_written_between_steps_only_when_it_is_due(recorder, clock, tmp_path):
+    def step(number, events):
+        recorder.begin_step(number)
+        for _ in range(events):
+            with recorder.span("event"):
+                pass
+        end_step(recorder)
+        return count_segments(tmp_path).get(3, 0)
+
+    assert step(0, 32) == 0  # half full is not yet more than half
+    assert step(1, 1) == 1
+    assert step(2, 1) == 1
+    clock.skip(31_000_000_000)
+    assert step(3, 1) == 2
+    events = [read_segment(segment_path(tmp_path, 3, number), 3).events for number in (0, 1)]
+    assert [part["step"].tolist() for part in events] == [[0] * 32 + [1], [2, 3]]
+
+
+def test_an_event_allocates_nothing_that_stays(recorder):
+    def events():
+        for _ in range(20):
+            with recorder.span("event", "gemm", 1.0):
+                pass
+
+    events()
+    recorder.count = 0
+    tracemalloc.start()
+    before = tracemalloc.take_snapshot()
+    events()
+    after = tracemalloc.take_snapshot()
+    tracemalloc.stop()
+    grown = [line for line in after.compare_to(before, "filename") if "recorder" in str(line)]
+    assert sum(line.size_diff for line in grown) < 1000
