@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 
 from mpi4py import MPI
 
@@ -45,7 +46,10 @@ class Job:
         return self.comm.gather(value)
 
     def barrier(self):
-        self.comm.Barrier()
+        """Wait for all ranks, asleep: rank 0 may have work that takes seconds."""
+        request = self.comm.Ibarrier()
+        while not request.Test():
+            time.sleep(0.005)
 
     def place(self):
         """This rank's host, process and number on its node."""

@@ -48,8 +48,9 @@ def set_environment():
     """Share the node's cores among its ranks; let waiting ranks yield where cores are fewer."""
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))
+    chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))
     for variable in THREAD_VARIABLES:
-        os.environ.setdefault(variable, str(max(1, threads)))
+        os.environ.setdefault(variable, chosen)
     if ranks > cores:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
