@@ -14,7 +14,6 @@ that disagree stop with an error.
 import mmap
 import os
 import platform
-import tempfile
 from collections import defaultdict, deque
 from math import prod
 from time import sleep
@@ -27,9 +26,10 @@ from hpc3d.cluster.mpi import Mpi
 
 SHARED = "/dev/shm"
 SEGMENT = 1 << 20
-# A member's line in the flag page, in 8-byte words: its last post, then the regions and the values
-# of its last seven posts.
-LINE, RING = 16, 7
+# A member's line in the flag page, in 8-byte words: its last post, then what its last RING posts
+# were about: region, and a value.
+RING = 63
+LINE = 1 + 2 * RING
 # While it waits a member yields its core, and now and then it sleeps, so that the waiting do not
 # keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
 # takes 3 s, and 10 s with yields alone.
@@ -53,8 +53,8 @@ class Region:
     """`size` slots of shared memory, one a member."""
 
     def __init__(self, number, memory, size):
-        self.number, self.memory = number, memory
-        self.slot = memory.size // size
+        self.memory, self.slot = memory, memory.size // size
+        self.signature = number << 40 | memory.size
         self.freed_at = -1
 
     def blocks(self, count, dtype):
@@ -64,13 +64,13 @@ class Region:
 
 
 class SharedLease(Lease):
-    """A lease on part of a region."""
+    """A lease on part of a region; `slot_of` is the communicator whose own slot it is, if any."""
 
-    __slots__ = ("region",)
+    __slots__ = ("region", "slot_of")
 
     def __init__(self, region, memory, shape, dtype, give_back):
         super().__init__(memory, shape, np.dtype(dtype), give_back)
-        self.region = region
+        self.region, self.slot_of = region, None
 
 
 class Node(Mpi):
@@ -84,18 +84,17 @@ class Node(Mpi):
         self.posted = self.seen = 0
 
     def segment(self, size):
-        """`size` bytes that all members map; the file is gone from the folder before we return."""
+        """`size` bytes that all members map, in a file that has no name and so cannot be left."""
         handle = path = None
         if self.rank == 0:
-            handle, path = tempfile.mkstemp(prefix="hpc3d-", dir=SHARED)
+            handle = os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.posix_fallocate(handle, 0, size)
+            path = f"/proc/{os.getpid()}/fd/{handle}"
         path = self.comm.bcast(path)
         handle = os.open(path, os.O_RDWR) if handle is None else handle
         memory = np.frombuffer(mmap.mmap(handle, size), np.uint8)
-        os.close(handle)
         self.comm.Barrier()
-        if self.rank == 0:
-            os.unlink(path)
+        os.close(handle)
         return memory
 
     def region(self, nbytes):
@@ -128,21 +127,24 @@ class Node(Mpi):
     def announce(self, region=None, value=0):
         """Raise this member's flag: what it wrote so far may be read.  The number of the post."""
         self.posted += 1
-        line, place = self.rank * LINE, self.posted % RING
-        self.flags[line + 1 + place] = region.number if region else -1
-        self.flags[line + 1 + RING + place] = value
+        if self.posted - self.seen >= RING:
+            self.meet(self.posted - RING + 1)
+        line, place = self.rank * LINE, 1 + self.posted % RING
+        self.flags[line + place] = region.signature if region else -1
+        self.flags[line + RING + place] = value
         self.flags[line] = self.posted
         return self.posted
 
     def meet(self, post):
         """Wait until every member has made this post."""
-        flags, mine, tries = self.flags, 1 + post % RING, 0
-        region = flags[self.rank * LINE + mine]
+        flags, place, tries = self.flags, 1 + post % RING, 0
+        region = flags[self.rank * LINE + place]
         for line in range(0, self.size * LINE, LINE):
             while flags[line] < post:
                 tries += 1
                 sleep(NAP) if tries % YIELDS == 0 else os.sched_yield()
-            if flags[line + mine] != region and flags[line] < post + RING:
+            # A member that is RING - 1 posts ahead may be writing over its note of this one.
+            if flags[line + place] != region and flags[line] < post + RING - 1:
                 raise RuntimeError(
                     f"members {self.members} no longer agree on their shared memory: they made "
                     "different calls, or one kept an array that the others dropped"
@@ -152,23 +154,19 @@ class Node(Mpi):
     def buffer(self, shape, dtype):
         region = self.region(prod(shape) * np.dtype(dtype).itemsize)
         memory = region.memory[self.rank * region.slot : (self.rank + 1) * region.slot]
-        return self.lend(region, memory, shape, dtype)
+        array = self.lend(region, memory, shape, dtype)
+        array.base.slot_of = self
+        return array
 
     def placed(self, block):
-        """`block` in a `buffer` of this communicator: itself, or a copy."""
+        """`block` in a `buffer` of this communicator, and the region: itself, or a copy."""
         lease = lease_of(block)
-        if isinstance(lease, SharedLease) and self.owns(lease, block):
+        ours = isinstance(lease, SharedLease) and lease.slot_of is self
+        if ours and block.ctypes.data == lease.memory.ctypes.data:
             return block, lease.region
         copy = self.buffer(block.shape, block.dtype)
         copy[...] = block
-        return copy, lease_of(copy).region
-
-    def owns(self, lease, block):
-        """Whether `block` is the start of this member's slot of one of our regions."""
-        number = lease.region.number
-        ours = number < len(self.regions) and self.regions[number] is lease.region
-        start = lease.region.memory.ctypes.data + self.rank * lease.region.slot
-        return ours and block.ctypes.data == start
+        return copy, copy.base.region
 
     def gather_rows(self, block):
         region = self.region(block.nbytes) if block.nbytes else None
@@ -226,7 +224,7 @@ class Node(Mpi):
 
     def spread(self, block, root):
         self.meet(header := self.announce(value=block.shape[0]))
-        rows = self.flags[root * LINE + 1 + RING + header % RING]
+        rows = self.flags[root * LINE + RING + 1 + header % RING]
         shape = (rows, *block.shape[1:])
         region = self.region(max(1, prod(shape) * block.itemsize) // self.size + 64)
         packed = region.memory[: max(1, prod(shape) * block.itemsize)]
