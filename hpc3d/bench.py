@@ -14,6 +14,7 @@ that is busy.
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,14 +99,14 @@ def trace(options):
 
 
 def schemes(options):
-    from hpc3d import report
     from hpc3d.analyze import paired
 
     folders = []
     for name in SCHEMES:
         done = paired.run(64, [str(INPUTS / f"{name}.toml")], options.out, steps=20)
         folders.append(str(done["folder"]))
-    report.main([*folders, "--out", str(Path(options.out) / "schemes")])
+    report = [sys.executable, "-m", "hpc3d.report", *folders]
+    subprocess.run([*report, "--out", str(Path(options.out) / "schemes")], check=True)
     return {"runs": folders}
 
 

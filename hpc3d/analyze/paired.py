@@ -75,24 +75,11 @@ def steps_of(trainer):
 
 def against_torch(config, rounds):
     """Our training step and that of torch, eager, in one process with one thread each."""
-    import torch
-
     from hpc3d.analyze import peer
 
-    torch.set_num_threads(1)
     trainer = serial_trainer(config)
-    shape, weights = trainer.model.shape, peer.from_model(trainer.model)
-    optimizer = torch.optim.AdamW(weights.values(), lr=config.train.learning_rate)
-    batch = Noise(config, 256).batch(0)
-    tokens, targets = torch.from_numpy(batch[0]).long(), torch.from_numpy(batch[1]).long()
-
-    def their_step():
-        optimizer.zero_grad()
-        peer.loss(weights, shape, tokens, targets).backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), config.train.clip)
-        optimizer.step()
-
-    return ratios(*in_turn(rounds, steps_of(trainer), their_step))
+    theirs = peer.training_step(trainer.model, config.train, *Noise(config, 256).batch(0))
+    return ratios(*in_turn(rounds, steps_of(trainer), theirs))
 
 
 def tracing(config, rounds):

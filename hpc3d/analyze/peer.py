@@ -52,3 +52,19 @@ def loss(weights, shape, tokens, targets):
 def from_model(model):
     """The weights of a serial hpc3d model as leaves that want gradients."""
     return {item.name: torch.tensor(item.value, requires_grad=True) for item in model.parameters}
+
+
+def training_step(model, train, tokens, targets):
+    """A function that trains torch's copy of `model` for a step, with one thread."""
+    torch.set_num_threads(1)
+    weights = from_model(model)
+    optimizer = torch.optim.AdamW(weights.values(), lr=train.learning_rate)
+    tokens, targets = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
+
+    def step():
+        optimizer.zero_grad()
+        loss(weights, model.shape, tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), train.clip)
+        optimizer.step()
+
+    return step

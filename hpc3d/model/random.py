@@ -28,8 +28,8 @@ def by_rows(slices, width, make):
     count = columns.stop - columns.start
     if count == width:
         return make(rows.start * width, (rows.stop - rows.start) * width).reshape(-1, width)
-    starts = range(rows.start * width + columns.start, rows.stop * width, width)
-    parts = [make(start, count) for start in starts]
+    numbers = range(rows.start, rows.stop)
+    parts = [make(row * width + columns.start, count) for row in numbers]
     return np.stack(parts) if parts else np.empty((0, count), make(0, 0).dtype)
 
 
