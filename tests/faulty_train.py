@@ -1,10 +1,14 @@
-"""`faulty_train.py FAULT [train's own words]`: training in which one rank fails in step 2."""
+"""Training in which one rank fails in step 2: `faulty_train.py FAULT FILE [train's own words]`.
+
+The time of the fault is written to FILE.
+"""
 
 import functools
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from hpc3d import train
 from hpc3d.trace import recorder
@@ -18,17 +22,20 @@ FAULTS = {
 }
 
 
-def main(fault, *words):
+def main(fault, file, *words):
     step = loop.Trainer.step
 
     def faulty(self, number):
         if number == 2 and self.mesh.rank == self.mesh.ranks - 1:
-            print(f"fault at {time.time()}", flush=True)
+            Path(file).write_text(str(time.time()))
             FAULTS[fault]()
         return step(self, number)
 
     loop.Trainer.step = faulty
-    if fault == "kill":  # nothing can be written then: have a segment of every step
+    if fault not in (
+        "raise",
+        "exit",
+    ):  # the launcher may leave no time: have segments of all steps
         recorder.Recorder = functools.partial(recorder.Recorder, every_s=0)
     return train.main(words)
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +39,8 @@ def mpirun(ranks, *arguments, timeout=120, cwd=None, environment=None):
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # the launcher ends its ranks, which have own groups
+        time.sleep(2)
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"{command} hung for {timeout} s\n{out}\n{err}") from None

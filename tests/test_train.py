@@ -1,11 +1,10 @@
-"""The verb `train` from the command line: bad input, faults, what a run leaves, equal losses."""
+"""The verb `train` from the command line: bad input, what a run leaves, equal losses."""
 
 import json
 import re
 import threading
 import time
 import tomllib
-import uuid
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,45 +15,12 @@ import hpc3d.trace
 from hpc3d.config import Config, load
 from hpc3d.rules import settle
 from hpc3d.tensor.split import SCHEMES
-from hpc3d.trace.merge import merge
 from hpc3d.training import folder as run_folder
 from tests.mpi import checked, mpirun
+from tests.runs import losses, newest, said, train, words
 
 slow = pytest.mark.slow
-EIGHT_AND_64 = [8, pytest.param(64, marks=slow)]
 FOUR_AND_64 = [4, pytest.param(64, marks=slow)]
-
-# Divides over 2 x 2 x 2, 2 x 3 x 2, 3 x 3 x 3 and 4 x 4 x 4, and over 8 ranks in every scheme.
-SMALL = {
-    "model.hidden": 144,
-    "model.heads": 24,
-    "model.sequence": 4,
-    "train.batch": 144,
-    "train.decay": "constant",  # so that a shorter run has the first losses of a longer one
-    "train.dtype": "float64",
-}
-
-
-def words(out, **values):
-    """The command line of a small run under `out`; a section's dot is written `__`."""
-    given = {key.replace("__", "."): value for key, value in values.items()}
-    options = {**SMALL, "run.out": out, **given}
-    return [str(word) for key, value in options.items() for word in (f"--{key}", value)]
-
-
-def train(ranks, out, timeout=120, **values):
-    """The folder of a run that must go well."""
-    checked(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=timeout)
-    return newest(out)
-
-
-def newest(out):
-    return max(Path(out).iterdir(), key=lambda path: path.stat().st_mtime_ns)
-
-
-def said(done):
-    return [line for line in done.stderr.splitlines() if line.startswith("hpc3d.")]
-
 
 # Bad input
 
@@ -136,95 +102,6 @@ def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     assert not out.exists()
 
 
-# Faults
-
-
-def processes(word):
-    """The command lines of all processes that hold `word`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        found += [command] if word in command else []
-    return found
-
-
-def gone(word, within=3):
-    """Whether all processes that hold `word` are gone after a moment."""
-    end = time.monotonic() + within
-    while processes(word) and time.monotonic() < end:
-        time.sleep(0.1)
-    return not processes(word)
-
-
-def faulty(fault, ranks, out, **values):
-    """A job with a fault, how long it lived on after it, and what its trace says."""
-    name = f"fault-{uuid.uuid4().hex}"
-    line = words(out, name=name, train__steps=1000, **values)
-    done = mpirun(ranks, "-m", "tests.faulty_train", fault, *line, timeout=200)
-    ended = time.time()
-    begin = float(re.search(r"fault at ([\d.]+)", done.stdout)[1])
-    assert gone(name)
-    with hpc3d.trace.open(merge(newest(out))) as trace:
-        steps = {rank: trace.steps["step"][trace.steps["rank"] == rank] for rank in range(ranks)}
-        present = set(np.unique(trace.events["rank"]).tolist())
-        missing = trace.attrs["missing"]
-    return done, ended - begin, steps, present, missing
-
-
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
-@pytest.mark.parametrize("ranks", EIGHT_AND_64)
-@pytest.mark.parametrize(
-    ("fault", "code", "message"),
-    [
-        ("raise", 1, "KeyError: 'a message of one rank'\n"),
-        ("exit", 3, "hpc3d.train: rank {last} exited with 3\n"),
-    ],
-)
-def test_a_rank_that_fails_ends_the_job_and_leaves_a_trace(
-    fault, code, message, ranks, transport, tmp_path
-):
-    done, lasted, steps, present, missing = faulty(
-        fault, ranks, tmp_path, mesh__transport=transport
-    )
-    last = ranks - 1
-    assert lasted < 10
-    assert done.returncode == code
-    (line,) = said(done)
-    assert line.startswith(f"hpc3d.train: rank {last} ")
-    assert done.stderr.count(message.format(last=last)) == 1
-    assert last in present
-    assert steps[last].tolist() == [0, 1]
-    assert_all_accounted_for(ranks, present, missing)
-
-
-@pytest.mark.parametrize("ranks", EIGHT_AND_64)
-def test_a_rank_that_is_killed_ends_the_job_and_leaves_a_trace(ranks, tmp_path):
-    done, lasted, steps, present, missing = faulty("kill", ranks, tmp_path)
-    assert lasted < 10
-    assert done.returncode == 128 + 9
-    assert steps[ranks - 1].tolist() == [0, 1]
-    assert present == set(range(ranks))
-    assert_all_accounted_for(ranks, present, missing)
-
-
-def assert_all_accounted_for(ranks, present, missing):
-    """Every rank is in the trace, or the trace says that it is not."""
-    absent = {int(rank) for rank in re.findall(r"rank (\d+): no segment", missing)}
-    assert present | absent == set(range(ranks))
-    assert not present & absent
-
-
-def test_ranks_write_what_they_have_when_the_launcher_is_told_to_end(tmp_path):
-    done, lasted, steps, present, _ = faulty("end the launcher", 2, tmp_path)
-    assert lasted < 10
-    assert done.returncode != 0
-    assert present == {0, 1}
-    assert all(len(steps[rank]) >= 2 for rank in range(2))
-
-
 # What a run leaves
 
 
@@ -271,7 +148,6 @@ def test_the_log_has_a_line_a_step(run):
     lines = (path / "train.log").read_text().splitlines()
     steps = [line.split() for line in lines if re.match(r" +\d+ ", line)]
     assert [line[0] for line in steps] == ["0", "1", "2"]
-    assert "first step after" in lines[-4]
     assert lines[-1] == f"run kept in {path}"
     with hpc3d.trace.open(path / "trace.h5") as trace:
         losses = trace.steps["loss"][:3]
@@ -358,13 +234,6 @@ def test_the_defaults_are_those_of_the_shipped_input():
 
 
 # Equal losses
-
-
-def losses(path):
-    with hpc3d.trace.open(path / "trace.h5") as trace:
-        mine = trace.steps["rank"] == 0
-        assert (np.diff(trace.steps["step"][mine]) == 1).all()
-        return trace.steps["loss"][mine]
 
 
 @pytest.fixture(scope="module")

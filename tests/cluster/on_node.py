@@ -6,6 +6,7 @@ Shared memory is made in FOLDER, so that what is left of it can be seen.
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -38,6 +39,17 @@ def steady(comm):
     assert len(comm.regions) == regions
     assert comm.pool.live["communication"] == live
     return "steady"
+
+
+def slow(comm):
+    """One member reads late what the others have dropped already."""
+    for number in range(6):
+        whole = comm.all_gather(np.full(4, 10 * number + comm.rank)).wait()
+        if comm.rank == 1:
+            time.sleep(0.1)
+        np.testing.assert_array_equal(whole, np.repeat(10 * number + np.arange(comm.size), 4))
+        del whole
+    return "slow"
 
 
 def kept(comm):
@@ -100,6 +112,7 @@ def body(job):
     comm = build({"x": job.size}).comm("x")
     job.barrier()
     assert mode is kind or not os.listdir(node.SHARED)
+    job.barrier()
     try:
         said = mode(comm)
     except RuntimeError as error:

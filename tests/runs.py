@@ -1,0 +1,48 @@
+"""Small runs of `train` on real ranks, and what they leave."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+import hpc3d.trace
+from tests.mpi import checked
+
+# Divides over 2 x 2 x 2, 2 x 3 x 2, 3 x 3 x 3 and 4 x 4 x 4, and over 8 ranks in every scheme.
+SMALL = {
+    "model.hidden": 144,
+    "model.heads": 24,
+    "model.sequence": 4,
+    "train.batch": 144,
+    "train.decay": "constant",  # so that a shorter run has the first losses of a longer one
+    "train.dtype": "float64",
+}
+
+
+def words(out, **values):
+    """The command line of a small run under `out`; a section's dot is written `__`."""
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    options = {**SMALL, "run.out": out, **given}
+    return [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+
+
+def train(ranks, out, timeout=120, **values):
+    """The folder of a run that must go well."""
+    checked(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=timeout)
+    return newest(out)
+
+
+def newest(out):
+    return max(Path(out).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def said(done):
+    """What hpc3d said on standard error; the launcher's own words may stand on the same line."""
+    return re.findall(r"hpc3d\.\w+: .*", done.stderr)
+
+
+def losses(path):
+    with hpc3d.trace.open(path / "trace.h5") as trace:
+        mine = trace.steps["rank"] == 0
+        assert (np.diff(trace.steps["step"][mine]) == 1).all()
+        return trace.steps["loss"][mine]
