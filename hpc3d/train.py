@@ -9,6 +9,7 @@ environment, train.log and trace.h5, which `python -m hpc3d.report` reads.
 Exit codes: 0 done, 2 bad input (one line each, nothing started), 1 a rank failed (the job ends).
 """
 
+import json
 import sys
 import time
 from datetime import UTC, datetime
@@ -53,6 +54,7 @@ def train(job, words):
         launch.watch(plan.config.run.watchdog_s)
         log.step(trainer.step(number))
     launch.unwatch()
+    save_position(plan, reader.get("batches"))
     launch.finish(job)
     job.barrier()
     if job.rank == 0 and plan.config.trace.enabled:
@@ -91,6 +93,14 @@ def prepare(job, words, reader):
     reader["batches"] = Batches(tokens, config.model.sequence, train.batch, config.seed)
     where = folder.create(config, values.to_toml(config))
     return Plan(config, vocabulary, where, folder.git_revision())
+
+
+def save_position(plan, batches):
+    """Rank 0: where in the data the run ended, for one that goes on from here."""
+    if batches is not None:
+        done = plan.config.train.steps
+        position = {"step": done, **batches.position(done)}
+        (plan.folder / "position.json").write_text(json.dumps(position) + "\n")
 
 
 def find(path):

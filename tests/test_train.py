@@ -123,6 +123,7 @@ def test_a_run_folder_says_what_was_run(run):
         "command.txt",
         "environment.json",
         "train.log",
+        "position.json",
         "trace",
         "trace.h5",
     }
@@ -130,6 +131,8 @@ def test_a_run_folder_says_what_was_run(run):
     assert config == settle(load(None, words(path.parent, name="eight", train__steps=3)), 8)
     assert "--train.steps 3" in (path / "command.txt").read_text()
     assert (path / "train.log").read_text() == stdout
+    position = json.loads((path / "position.json").read_text())
+    assert position == {"step": 3, "epoch": 0, "offset": 432, "sequences": 432}
 
 
 def test_the_environment_has_versions_and_ranks_and_no_secret(run):

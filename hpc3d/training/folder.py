@@ -1,7 +1,7 @@
 """The folder of a run: everything that says what was run, and what came out.
 
 results/<name>-<stamp>/
-    config.toml  command.txt  environment.json  train.log  trace/  trace.h5  report/
+    config.toml  command.txt  environment.json  train.log  position.json  trace.h5  report/
 """
 
 import json
