@@ -53,7 +53,7 @@ report: .venv/report.stamp
 	$(if $(RUN),,$(error results/ holds no run: `make train` makes one, RUN=... names one))
 	python -m hpc3d.report $(RUN)
 
-bench: .venv/setup.stamp
+bench: .venv/test.stamp
 	python -m hpc3d.bench overhead step trace
 
 clean:
