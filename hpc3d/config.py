@@ -6,6 +6,7 @@ the file imports pydantic.
 
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from hpc3d.tensor.split import SCHEMES, Split
@@ -36,17 +37,25 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Which loop each axis splits, and what is kept."""
+    """Which loop each axis splits, what is kept, and in which order microbatches run.
+
+    `stages` are the layers of each part of a pipeline, in model order (absent: even); `schedule`
+    absent is "none" on one stage and else "1f1b"; gradients are summed over the data axis in
+    buckets of `bucket_mb` megabytes, with `overlap` while backward still runs.
+    """
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
     split: dict[str, str] | None = None
     keep_gathered: bool = True
-    zero: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
+    bucket_mb: float = 25.0
+    overlap: bool = True
     microbatches: int = 1
     chunks: int = 1
+    stages: tuple[int, ...] | None = None
     recompute: str = "none"
-    schedule: str = "none"
+    schedule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,33 @@ class Config:
         """The split of the first product of a block, over the data axis where there is one."""
         letters = self.parallel.split
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
-        return split.over_data("d") if self.mesh.d > 1 else split
+        return split.over_data("d", self.parallel.zero) if self.mesh.d > 1 else split
+
+    @property
+    def alone(self):
+        """Whether every microbatch is a minibatch with an update of its own."""
+        return self.parallel.schedule == "pipedream"
+
+    def updates(self):
+        """Updates in a training step."""
+        return self.parallel.microbatches if self.alone else 1
+
+    def keep(self):
+        """The operands of products whose working blocks are kept for backward.
+
+        ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
+        """
+        kept = "x" if self.parallel.zero == 3 and self.mesh.d > 1 else "xw"
+        return kept if self.parallel.keep_gathered else ""
+
+    def layers(self):
+        """The blocks of each part of the pipeline, in model order, as ranges."""
+        parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
+        counts = self.parallel.stages or [
+            layers * (part + 1) // parts - layers * part // parts for part in range(parts)
+        ]
+        ends = [*accumulate(counts, initial=0)]
+        return [range(*ends) for ends in pairwise(ends)]
 
 
 def load(path, overrides):

@@ -6,6 +6,7 @@ from itertools import product
 from math import inf, prod
 
 from hpc3d.config import AXES, ModelConfig, TrainConfig
+from hpc3d.pipeline.schedule import find
 from hpc3d.tensor.split import Split
 
 
@@ -15,6 +16,7 @@ def settle(config, ranks, default=False):
     Raises ValueError with one line for every rule that is broken, each with key and remedy.
     """
     refuse([*unknown_values(config), *not_there_yet(config)])
+    config = with_schedule(config)
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
         config = grown(config, ranks)
     config = with_cuboid(config, ranks)
@@ -27,8 +29,15 @@ def refuse(problems):
         raise ValueError("\n".join(problems))
 
 
+def with_schedule(config):
+    """`config` with its schedule settled."""
+    usual = "none" if config.mesh.p == 1 else "1f1b"
+    parallel = replace(config.parallel, schedule=config.parallel.schedule or usual)
+    return replace(config, parallel=parallel)
+
+
 def misfits(config, ranks):
-    return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
+    return [*wrong_ranks(config, ranks), *wrong_sizes(config), *wrong_pipeline(config)]
 
 
 def unknown_values(config):
@@ -46,7 +55,9 @@ def unknown_values(config):
 def too_small(config):
     model, train = config.model, config.train
     least = {
-        **{f"mesh.{axis}": (getattr(config.mesh, axis), 1) for axis in ("d", "x", "y", "z")},
+        **{f"mesh.{axis}": (getattr(config.mesh, axis), 1) for axis in ("p", "d", "x", "y", "z")},
+        "parallel.microbatches": (config.parallel.microbatches, 1),
+        "parallel.chunks": (config.parallel.chunks, 1),
         "model.layers": (model.layers, 1),
         "model.hidden": (model.hidden, 1),
         "model.heads": (model.heads, 1),
@@ -66,6 +77,7 @@ def out_of_range(config):
     model, train = config.model, config.train
     ranges = {
         "seed": (config.seed, 0, 2**64),
+        "parallel.bucket_mb": (config.parallel.bucket_mb, 0, inf),
         "model.dropout": (model.dropout, 0, 1),
         "train.learning_rate": (train.learning_rate, 0, inf),
         "train.weight_decay": (train.weight_decay, 0, inf),
@@ -92,16 +104,10 @@ def unknown_letters(letters):
 
 def not_there_yet(config):
     """Values of the input format that this version does not run."""
-    parallel = config.parallel
     fixed = {
-        "mesh.p": (config.mesh.p, 1),
         "mesh.c": (config.mesh.c, 1),
         "mesh.e": (config.mesh.e, 1),
-        "parallel.zero": (parallel.zero, 0),
-        "parallel.microbatches": (parallel.microbatches, 1),
-        "parallel.chunks": (parallel.chunks, 1),
-        "parallel.recompute": (parallel.recompute, "none"),
-        "parallel.schedule": (parallel.schedule, "none"),
+        "parallel.recompute": (config.parallel.recompute, "none"),
         "train.backend": (config.train.backend, "numpy"),
         "checkpoint.every": (config.checkpoint.every, 0),
     }
@@ -134,26 +140,88 @@ def wrong_sizes(config):
             "change one of them"
         )
     turned, outer = split.next(), split.whole()
+    sequences, micros = config.train.batch, config.parallel.microbatches
+    if sequences % micros:
+        yield (
+            f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
+            f"use a multiple of {micros}, or other parallel.microbatches"
+        )
+    batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     needs = {
-        ("train.batch", config.train.batch): [split.x[0], split.y[0], outer.y[0], turned.y[0]],
+        (batch, sequences // micros): [split.x[0], split.y[0], outer.y[0], turned.y[0]],
         ("model.heads", model.heads): [split.y[1], turned.x[1]],
         ("model.hidden", model.hidden): [
             split.x[1],
-            split.w[0],
+            split.sharded.w[0],
             turned.w[1],
             outer.next().w[1],
         ],
-        ("4 x model.hidden", 4 * model.hidden): [turned.w[0]],
+        ("4 x model.hidden", 4 * model.hidden): [turned.sharded.w[0]],
     }
+    sizes = config.mesh.sizes()
     for (key, value), places in needs.items():
-        for axes in dict.fromkeys(places):
-            yield from indivisible(key, value, axes, config.mesh.sizes())
+        used = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in places)
+        for axes in dict.fromkeys(used):
+            yield from indivisible(key, value, axes, sizes)
+
+
+def wrong_pipeline(config):
+    """Schedules, parts of the model and data parallelism that do not go together."""
+    parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
+    parts *= parallel.chunks
+    if parts > layers:
+        chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
+        yield (
+            f"mesh.p = {config.mesh.p}{chunks}: {parts} parts, but model.layers = {layers}: "
+            f"use at most {layers} parts or more layers"
+        )
+    elif parallel.stages is not None:
+        yield from wrong_stages(parallel.stages, parts, layers)
+    try:
+        schedule = find(parallel.schedule)
+    except ValueError as error:
+        yield str(error)
+    else:
+        problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
+        yield from [problem] if problem else wrong_updates(config)
+    if parallel.zero > 1 and config.split().own and config.mesh.d > 1:
+        yield (
+            f"parallel.zero = {parallel.zero}: not where a weight is on the diagonal only "
+            f"(scheme {parallel.scheme}); use parallel.zero = 1 or scheme 3d"
+        )
+
+
+def wrong_stages(stages, parts, layers):
+    """An uneven distribution of the layers that is none."""
+    if len(stages) != parts:
+        yield f"parallel.stages has {len(stages)} numbers for {parts} parts: give one a part"
+    if sum(stages) != layers or min(stages, default=0) < 0:
+        yield (
+            f"parallel.stages = {list(stages)}: {sum(stages)} layers, but model.layers = "
+            f"{layers}: give each part its layers"
+        )
+
+
+def wrong_updates(config):
+    """What needs all stages at one time, under a schedule where each updates on its own."""
+    if config.parallel.schedule != "pipedream":
+        return
+    if config.train.clip:
+        yield (
+            f"train.clip = {config.train.clip}: under schedule pipedream every stage updates on "
+            "its own, and no stage knows the norm of the whole gradient; use train.clip = 0"
+        )
+    if config.model.tied and config.mesh.p > 1:
+        yield (
+            "model.tied = true: under schedule pipedream the two copies of the table would part; "
+            "use model.tied = false"
+        )
 
 
 def indivisible(key, value, axes, sizes):
     count = prod(sizes[axis] for axis in axes)
     if value % count:
-        names = " x ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
+        names = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
         yield (
             f"{key} = {value} does not divide over mesh axes {names} = {count}: "
             f"use a multiple of {count}, or other [mesh] sizes"

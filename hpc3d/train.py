@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     """What rank 0 tells the others before the first step."""
 
     config: object
+    program: object
     vocabulary: int
     folder: Path
     git: str
@@ -49,12 +50,13 @@ def train(job, words):
     mesh = traced(job, mesh, plan)
     log = Log(plan.folder / "train.log", job.rank == 0)
     log.header(plan, mesh, job)
-    trainer = Trainer(mesh, plan.config, plan.vocabulary, reader.get("batches"))
+    batches = reader.get("batches")
+    trainer = Trainer(mesh, plan.config, plan.vocabulary, batches, plan.program)
     for number in range(plan.config.train.steps):
         launch.watch(plan.config.run.watchdog_s)
         log.step(trainer.step(number))
     launch.unwatch()
-    save_position(plan, reader.get("batches"))
+    save_position(plan, batches)
     launch.finish(job)
     job.barrier()
     if job.rank == 0 and plan.config.trace.enabled:
@@ -78,6 +80,7 @@ def prepare(job, words, reader):
     from hpc3d.rules import settle
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
+    from hpc3d.training.program import program
     from hpc3d.training.tokens import open_tokens
 
     path = words.pop(0) if words and not words[0].startswith("-") else None
@@ -91,8 +94,9 @@ def prepare(job, words, reader):
         )
     train = config.train
     reader["batches"] = Batches(tokens, config.model.sequence, train.batch, config.seed)
+    instructions = program(config)
     where = folder.create(config, values.to_toml(config))
-    return Plan(config, vocabulary, where, folder.git_revision())
+    return Plan(config, instructions, vocabulary, where, folder.git_revision())
 
 
 def save_position(plan, batches):
@@ -162,6 +166,11 @@ class Log:
         self.say(to_toml(config))
         self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
         self.say(f"scheme {config.parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}")
+        parallel, layers = config.parallel, [len(part) for part in config.layers()]
+        self.say(
+            f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
+            f"{' '.join(map(str, layers))} layers; ZeRO {parallel.zero}"
+        )
         self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
 
     def step(self, done):

@@ -59,8 +59,8 @@ def test_all_errors_are_said_at_once(tmp_path):
         "train.batch",
         "train.steps",
     ]
-    said = problems("--seed", "-1", "--train.steps", "0", "--mesh.p", "2")
-    assert [line.split(" = ")[0] for line in said] == ["train.steps", "seed", "mesh.p"]
+    said = problems("--seed", "-1", "--train.steps", "0", "--mesh.c", "2")
+    assert [line.split(" = ")[0] for line in said] == ["train.steps", "seed", "mesh.c"]
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,17 @@ RULES = {
     "name": ("a/b", "name = 'a/b': names a folder; use letters"),
     "mesh.x": ("0", "mesh.x = 0: must be at least 1"),
     "mesh.d": ("-2", "mesh.d = -2: must be at least 1"),
-    "mesh.p": ("2", "mesh.p = 2: not there yet; use 1"),
+    "mesh.p": ("0", "mesh.p = 0: must be at least 1"),
     "mesh.c": ("2", "mesh.c = 2: not there yet; use 1"),
     "mesh.e": ("2", "mesh.e = 2: not there yet; use 1"),
     "mesh.order": ("x y z", "mesh.order = 'x y z': must name each of p d c e x y z once"),
     "mesh.transport": ("tcp", "mesh.transport: input should be 'auto' or 'mpi', not 'tcp'"),
     "parallel.scheme": ("4d", "parallel.scheme: input should be '1d', '1d-sequence',"),
-    "parallel.zero": ("1", "parallel.zero = 1: not there yet; use 0"),
-    "parallel.microbatches": ("2", "parallel.microbatches = 2: not there yet; use 1"),
-    "parallel.chunks": ("0", "parallel.chunks = 0: not there yet; use 1"),
+    "parallel.zero": ("4", "parallel.zero: input should be 0, 1, 2 or 3, not 4"),
+    "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: must be at least 0 and below inf"),
+    "parallel.microbatches": ("0", "parallel.microbatches = 0: must be at least 1"),
+    "parallel.chunks": ("0", "parallel.chunks = 0: must be at least 1"),
     "parallel.recompute": ("full", "parallel.recompute = 'full': not there yet; use 'none'"),
-    "parallel.schedule": ("1f1b", "parallel.schedule = '1f1b': not there yet; use 'none'"),
     "model.layers": ("0", "model.layers = 0: must be at least 1"),
     "model.hidden": ("0", "model.hidden = 0: must be at least 1"),
     "model.heads": ("0", "model.heads = 0: must be at least 1"),
@@ -98,6 +98,82 @@ def test_a_size_that_does_not_divide_names_key_and_axes(changes, mesh, lines):
     assert all(
         one.split(" = ")[0] in ("train.batch", "model.heads", "model.hidden") for one in said
     )
+
+
+PIPELINES = [
+    ({"mesh.p": 4}, "mesh.p = 4: 4 parts, but model.layers = 3: use at most 3 parts or more"),
+    (
+        {"mesh.p": 2, "parallel.chunks": 2, "parallel.schedule": "zb-v"},
+        "mesh.p = 2 x parallel.chunks = 2: 4 parts, but model.layers = 3: use at most 3 parts",
+    ),
+    (
+        {"mesh.p": 2, "parallel.stages": "[1, 1, 1]"},
+        "parallel.stages has 3 numbers for 2 parts: give one a part",
+    ),
+    (
+        {"mesh.p": 2, "parallel.stages": "[1, 1]"},
+        "parallel.stages = [1, 1]: 2 layers, but model.layers = 3: give each part its layers",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "none"},
+        "mesh.p = 2: schedule none is for one stage; use 1f1b or mesh.p = 1",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "1f2b"},
+        "parallel.schedule = '1f2b': did you mean 1f1b? known are none, gpipe",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "csv:nowhere.csv"},
+        "nowhere.csv: No such file or directory; name a CSV file",
+    ),
+    (
+        {"mesh.p": 2, "parallel.chunks": 2, "model.layers": 4},
+        "parallel.chunks = 2: schedule 1f1b wants 1",
+    ),
+    (
+        {"mesh.p": 3, "parallel.microbatches": 2, "parallel.schedule": "interleaved"},
+        "parallel.microbatches = 2: schedule interleaved needs at least one a stage; use 3",
+    ),
+    (
+        {"mesh.p": 2, "parallel.microbatches": 5},
+        "train.batch = 144 does not divide into parallel.microbatches = 5: use a multiple of 5",
+    ),
+    (
+        {"mesh.p": 2, "mesh.d": 4, "parallel.microbatches": 48},
+        "train.batch / parallel.microbatches = 3 does not divide over mesh axes d 4 = 4",
+    ),
+    (
+        {"mesh.d": 2, "parallel.zero": 2, "parallel.scheme": "3d-broadcast"},
+        "parallel.zero = 2: not where a weight is on the diagonal only (scheme 3d-broadcast)",
+    ),
+    (
+        {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160},
+        "model.hidden = 144 does not divide over mesh axes d 32 = 32: use a multiple of 32",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "pipedream", "model.tied": "false"},
+        "train.clip = 1.0: under schedule pipedream every stage updates on its own",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "pipedream", "train.clip": 0},
+        "model.tied = true: under schedule pipedream the two copies of the table would part",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), PIPELINES)
+def test_a_pipeline_that_does_not_fit_is_refused(changes, line):
+    changes = {"model.layers": 3, "mesh.x": 1, "mesh.y": 1, "mesh.z": 1, **changes}
+    ranks = changes.get("mesh.p", 1) * changes.get("mesh.d", 1)
+    said = problems(*sized({f"--{key}": value for key, value in changes.items()}), ranks=ranks)
+    assert len(said) == 1 and said[0].startswith(line)
+
+
+def test_the_schedule_is_1f1b_on_several_stages():
+    sizes = ["--model.layers", "3", "--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]
+    one, two = (settle(load(None, [*sizes, "--mesh.p", str(p)]), p) for p in (1, 2))
+    assert (one.parallel.schedule, two.parallel.schedule) == ("none", "1f1b")
+    assert two.layers() == [range(1), range(1, 3)]
 
 
 def test_a_wrong_number_of_ranks_names_each_factor():

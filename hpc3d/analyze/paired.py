@@ -78,7 +78,8 @@ def against_torch(config, rounds):
     from hpc3d.analyze import peer
 
     trainer = serial_trainer(config)
-    theirs = peer.training_step(trainer.model, config.train, *Noise(config, 256).batch(0))
+    ours = trainer.parameters, trainer.shape
+    theirs = peer.training_step(*ours, config.train, *Noise(config, 256).batch(0))
     return ratios(*in_turn(rounds, steps_of(trainer), theirs))
 
 

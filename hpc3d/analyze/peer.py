@@ -42,28 +42,28 @@ def loss(weights, shape, tokens, targets):
     x = table[tokens] + weights["embedding.position"]
     for number in range(shape.layers):
         x = block(weights, f"layers.{number}", x, shape)
-    head = table if shape.tied else weights["head"]
-    logits = norm(weights, "norm", x) @ head[: shape.vocabulary].T
+    head = table if shape.tied else weights["head.table"]
+    logits = norm(weights, "head.norm", x) @ head[: shape.vocabulary].T
     return functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
     )
 
 
-def from_model(model):
+def weights_of(parameters):
     """The weights of a serial hpc3d model as leaves that want gradients."""
-    return {item.name: torch.tensor(item.value, requires_grad=True) for item in model.parameters}
+    return {item.name: torch.tensor(item.value, requires_grad=True) for item in parameters}
 
 
-def training_step(model, train, tokens, targets):
-    """A function that trains torch's copy of `model` for a step, with one thread."""
+def training_step(parameters, shape, train, tokens, targets):
+    """A function that trains torch's copy of a serial model for a step, with one thread."""
     torch.set_num_threads(1)
-    weights = from_model(model)
+    weights = weights_of(parameters)
     optimizer = torch.optim.AdamW(weights.values(), lr=train.learning_rate)
     tokens, targets = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
 
     def step():
         optimizer.zero_grad()
-        loss(weights, model.shape, tokens, targets).backward()
+        loss(weights, shape, tokens, targets).backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), train.clip)
         optimizer.step()
 

@@ -16,13 +16,12 @@ import os
 import platform
 from collections import defaultdict, deque
 from math import prod
-from time import sleep
 
 import numpy as np
 
 from hpc3d.cluster.arrays import Lease, lease_of, size_class
 from hpc3d.cluster.communicator import REDUCTIONS, Pending
-from hpc3d.cluster.mpi import Mpi
+from hpc3d.cluster.mpi import Mpi, wait_until
 
 SHARED = "/dev/shm"
 SEGMENT = 1 << 20
@@ -30,10 +29,6 @@ SEGMENT = 1 << 20
 # were about: region, and a value.
 RING = 63
 LINE = 1 + 2 * RING
-# While it waits a member yields its core, and now and then it sleeps, so that the waiting do not
-# keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
-# takes 3 s, and 10 s with yields alone.
-YIELDS, NAP = 8, 200e-6
 # Up to this size every member sums the whole all-reduce itself; above, each sums a slice.
 SMALL = 1 << 14
 
@@ -137,12 +132,11 @@ class Node(Mpi):
 
     def meet(self, post):
         """Wait until every member has made this post."""
-        flags, place, tries = self.flags, 1 + post % RING, 0
+        flags, place = self.flags, 1 + post % RING
         region = flags[self.rank * LINE + place]
         for line in range(0, self.size * LINE, LINE):
-            while flags[line] < post:
-                tries += 1
-                sleep(NAP) if tries % YIELDS == 0 else os.sched_yield()
+            if flags[line] < post:
+                wait_until(lambda line=line: flags[line] >= post)
             # A member that is RING - 1 posts ahead may be writing over its note of this one.
             if flags[line + place] != region and flags[line] < post + RING - 1:
                 raise RuntimeError(

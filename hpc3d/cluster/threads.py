@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Threads(Communicator):
 
     def __init__(self, group, rank, pool):
         super().__init__(rank, len(group.members), group.members, pool)
-        self.group = group
+        self.group, self.sent, self.awaited = group, Counter(), Counter()
 
     def share(self, block):
         """The blocks of all members; they stay valid until `leave`."""
@@ -61,21 +62,25 @@ class Threads(Communicator):
         return self.leave(np.concatenate(parts))
 
     def post(self, block, peer):
+        letter = (self.rank, peer, self.sent[peer])
+        self.sent[peer] += 1
         with self.group.arrived:
-            self.group.mail.setdefault((self.rank, peer), []).append(block.copy())
+            self.group.mail[letter] = block.copy()
             self.group.arrived.notify_all()
         return ready(block)
 
     def take(self, shape, dtype, peer):
-        return Pending(lambda: self.pick_up(peer))
+        letter = (peer, self.rank, self.awaited[peer])
+        self.awaited[peer] += 1
+        return Pending(lambda: self.pick_up(letter))
 
-    def pick_up(self, peer):
+    def pick_up(self, letter):
         with self.group.arrived:
-            box = self.group.mail.setdefault((peer, self.rank), [])
-            self.group.arrived.wait_for(lambda: box or self.group.barrier.broken)
-            if not box:
+            here = self.group.mail
+            self.group.arrived.wait_for(lambda: letter in here or self.group.barrier.broken)
+            if letter not in here:
                 raise threading.BrokenBarrierError
-            return box.pop(0)
+            return here.pop(letter)
 
 
 def sum_of(blocks, op="sum"):

@@ -12,13 +12,14 @@ from hpc3d.model.layers import Dropout, LayerNorm, Linear
 class Block:
     """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X."""
 
-    def __init__(self, mesh, parameters, model, split, number, keep_gathered, seed):
+    def __init__(self, mesh, parameters, model, split, number, keep="xw", seed=0):
         self.mesh, self.model, self.number = mesh, model, number
-        hidden, name = model.hidden, f"layers.{number}"
+        self.name = name = f"layers.{number}"
+        hidden = model.hidden
         std, last = model.std, model.std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std):
-            return Linear(mesh, parameters, f"{name}.{part}", shape, split, std, keep_gathered)
+            return Linear(mesh, parameters, f"{name}.{part}", shape, split, std, keep)
 
         def dropout(part, layout):
             return Dropout(mesh, f"{name}.{part}", layout, model.dropout, seed)
@@ -34,49 +35,52 @@ class Block:
         self.drop2 = dropout("drop2", split.x)
         self.gelu = ops.GELU[model.gelu]
 
-    def forward(self, x, step, batch):
-        """The block of Y and what `backward` needs, for `batch` sequences in all."""
+    def forward(self, x, micro):
+        """The block of Y and what `backward` needs."""
         self.mesh.trace.layer = self.number
-        shape = (batch * self.model.sequence, self.model.hidden)
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
-        drop = self.drop_probabilities(step, batch, qkv)
+        drop = self.drop_probabilities(micro, qkv)
         with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
             a, p = attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
         a, saved_proj = self.proj.forward(a)
-        x = self.add(x, self.drop1.apply(a, step, shape))
+        x = self.add(x, self.drop(self.drop1, a, micro))
         n2, saved_n2 = self.norm2.forward(x)
         h, saved_up = self.up.forward(n2)
         with self.mesh.trace.span("gelu"):
             g, slope = self.gelu(h, self.mesh.empty(h.shape, h.dtype)), h
         y, saved_down = self.down.forward(g)
-        y = self.add(x, self.drop2.apply(y, step, shape))
+        y = self.add(x, self.drop(self.drop2, y, micro))
         return y, (saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down)
 
-    def backward(self, dy, saved, step, batch):
+    def backward(self, dy, saved, micro, later):
         self.mesh.trace.layer = self.number
-        shape = (batch * self.model.sequence, self.model.hidden)
         saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down = saved
-        dg = self.down.backward(self.drop2.apply(dy, step, shape), saved_down)
+        dg = self.down.backward(self.drop(self.drop2, dy, micro), saved_down, later)
         with self.mesh.trace.span("gelu"):
             dh = np.multiply(slope, dg, out=slope)
-        dy = self.norm2.backward(self.up.backward(dh, saved_up), saved_n2, residual=dy)
-        da = self.proj.backward(self.drop1.apply(dy, step, shape), saved_proj)
-        drop = self.drop_probabilities(step, batch, qkv)
+        dy = self.norm2.backward(self.up.backward(dh, saved_up, later), saved_n2, residual=dy)
+        da = self.proj.backward(self.drop(self.drop1, dy, micro), saved_proj, later)
+        drop = self.drop_probabilities(micro, qkv)
         with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
             dqkv = attend_grad(da, qkv, p, self.model.width, self.mesh.empty, drop)
-        return self.norm1.backward(self.qkv.backward(dqkv, saved_qkv), saved_n1, residual=dy)
+        return self.norm1.backward(
+            self.qkv.backward(dqkv, saved_qkv, later), saved_n1, residual=dy
+        )
 
     def add(self, x, y):
         with self.mesh.trace.span("residual"):
             return ops.add_bias(x, y, self.mesh.empty(x.shape, x.dtype))
 
-    def drop_probabilities(self, step, batch, qkv):
+    def drop(self, dropout, x, micro):
+        return dropout.apply(x, micro, self.model.sequence, self.model.hidden)
+
+    def drop_probabilities(self, micro, qkv):
         """The factors of this rank's attention probabilities [B, heads, T, T], or None."""
         if not self.model.dropout:
             return None
         square = self.model.sequence**2
-        scale = self.drop_p.scale(step, (batch, self.model.heads * square), qkv.dtype)
+        scale = self.drop_p.scale(micro, 1, self.model.heads * square, qkv.dtype)
         return scale.reshape(len(scale), scale.shape[1] // square, *[self.model.sequence] * 2)
 
     def flops(self, qkv):

@@ -1,11 +1,13 @@
-"""GPT-2: embeddings, blocks, final norm, tied head, loss (Radford et al. 2019)."""
+"""GPT-2's two ends: token and position embeddings; final norm, tied head and loss.
+
+Radford et al. 2019.  Between them lie the blocks (hpc3d.model.block); hpc3d.model.stage puts the
+three together.
+"""
 
 from dataclasses import dataclass
 
-from hpc3d.model.block import Block
-from hpc3d.model.layers import Dropout, Embedding, LayerNorm, deferred, row_axes
-from hpc3d.model.loss import IGNORE, CrossEntropy
-from hpc3d.model.parameters import Parameters
+from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
+from hpc3d.model.loss import CrossEntropy
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
 
@@ -33,103 +35,86 @@ class Shape:
         return 4 * self.hidden
 
 
-class GPT2:
-    """The model on a mesh, split by `split`."""
+def add_table(mesh, parameters, shape, split, name, **how):
+    """A table W[v, h]: a row a token, padded so that the vocabulary divides over its axes."""
+    matmul = Matmul(mesh, split.whole().next())
+    count = mesh.count(matmul.dw_layout[0])
+    size = (-(-shape.vocabulary // count) * count, shape.hidden)
+    how |= {"std": shape.std, "decay": True, "rows": shape.vocabulary, **gradient(matmul)}
+    return parameters.add(name, size, matmul.w_layout, **how)
 
-    def __init__(self, mesh, shape, split, dtype="float32", seed=0, keep_gathered=True):
-        self.mesh, self.shape, self.split = mesh, shape, split
-        self.parameters = Parameters(mesh, dtype)
-        self.lookup, self.head_split = split.whole().next(), split.whole()
-        rows = mesh.count(self.lookup.w[0])
-        self.padded = -(-shape.vocabulary // rows) * rows
-        self.table = self.add_table("embedding.token", self.lookup.w)
-        self.embedding = Embedding(mesh, self.table, self.lookup)
-        self.position = self.add_position()
+
+class Embeddings:
+    """X[m, h] = table[token] + positions, and dropout."""
+
+    name = "embedding"
+
+    def __init__(self, mesh, parameters, shape, split, table, seed):
+        self.mesh, self.shape = mesh, shape
+        self.lookup = Embedding(mesh, table, split.whole().next())
+        self.position = parameters.add(
+            "embedding.position",
+            (shape.sequence, shape.hidden),
+            Layout("", " ".join(split.x[1])),
+            std=shape.std,
+            decay=True,
+            partial=row_axes(split.x),
+        )
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, seed)
-        self.blocks = [
-            Block(mesh, self.parameters, shape, split, number, keep_gathered, seed)
-            for number in range(shape.layers)
-        ]
-        self.norm = LayerNorm(mesh, self.parameters, "norm", shape.hidden, split.x)
-        self.head = Matmul(mesh, self.head_split, keep_gathered, transposed=True)
-        self.head_table = self.table if shape.tied else self.add_table("head", self.lookup.w)
-        self.loss = CrossEntropy(mesh, self.head_split.y[1], shape.vocabulary)
-        self.parameters.allocate(seed)
 
-    def add_table(self, name, layout):
-        shape, model = (self.padded, self.shape.hidden), self.shape
-        partial = deferred(self.mesh, self.lookup)
-        how = {"std": model.std, "decay": True, "rows": model.vocabulary, "partial": partial}
-        return self.parameters.add(name, shape, layout, **how)
-
-    def add_position(self):
-        shape = (self.shape.sequence, self.shape.hidden)
-        layout = Layout("", " ".join(self.split.x[1]))
-        how = {"std": self.shape.std, "decay": True, "partial": row_axes(self.split.x)}
-        return self.parameters.add("embedding.position", shape, layout, **how)
-
-    def forward_loss(self, tokens, targets, number=0):
-        """This rank's share of the mean loss of a batch [sequences, T], and what backward needs.
-
-        All ranks bring the whole batch of step `number`.  The sum of the shares over all ranks is
-        the mean over the tokens whose target is not IGNORE.
-        """
-        valid = max(1, int((targets != IGNORE).sum()))
-        self.mesh.trace.phase = "forward"
-        logits, saved = self.forward(tokens, number)
-        mine = self.rows(targets, self.head_split.y).ravel()
-        loss, saved_loss = self.loss.forward(logits, mine)
-        share = loss / valid if self.counts_loss() else 0.0
-        return share, [saved, saved_loss, valid, number, len(tokens)]
-
-    def backward_loss(self, saved):
-        """Add the gradients of the mean loss to the parameters'; empties `saved` on the way."""
-        self.mesh.trace.phase = "backward"
-        number, batch = saved[3:]
-        dlogits = self.loss.backward(saved[1], 1 / saved[2])
-        passed = saved[0]
-        saved.clear()
-        self.backward(dlogits, passed, number, batch)
-
-    def forward(self, tokens, number=0):
-        """The logits Y[m, v] of a batch and what `backward` needs."""
+    def forward(self, micro):
         self.mesh.trace.layer = -1
-        shape = (tokens.size, self.shape.hidden)
-        x, saved_embedding = self.embedding.forward(self.rows(tokens, Layout(self.lookup.m)))
+        tokens = micro.rows(micro.tokens, Layout(self.lookup.split.m), self.mesh)
+        x, saved = self.lookup.forward(tokens)
         with self.mesh.trace.span("embedding", "lookup"):
             sequences = x.reshape(-1, self.shape.sequence, x.shape[1])
             x = (sequences + self.position.value).reshape(x.shape)
-        x, saved_blocks = self.drop.apply(x, number, shape), []
-        for block in self.blocks:
-            x, saved = block.forward(x, number, len(tokens))
-            saved_blocks.append(saved)
-        self.mesh.trace.layer = -1
-        x, saved_norm = self.norm.forward(x)
-        logits, saved_head = self.head.apply(x, self.head_table.value)
-        return logits, (saved_embedding, saved_blocks, saved_norm, saved_head)
+        return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
-    def backward(self, dlogits, saved, number, batch):
-        """Add the gradients of all parameters; what was saved is let go on the way."""
+    def backward(self, dx, saved, micro, later):
         self.mesh.trace.layer = -1
-        saved_embedding, saved_blocks, saved_norm, saved_head = saved
-        dx, dtable = self.head.adjoint(saved_head, dlogits)
-        self.head_table.grad += dtable
-        dx = self.norm.backward(dx, saved_norm, residual=None)
-        for block in reversed(self.blocks):
-            dx = block.backward(dx, saved_blocks.pop(), number, batch)
-        self.mesh.trace.layer = -1
-        dx = self.drop.apply(dx, number, (batch * self.shape.sequence, self.shape.hidden))
+        dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
+        later(self.weigh, dx, saved)
+
+    def weigh(self, dx, saved):
         with self.mesh.trace.span("embedding", "lookup"):
             sequences = dx.reshape(-1, self.shape.sequence, dx.shape[1])
             self.position.grad += sequences.sum(0)
-        self.embedding.backward(dx, saved_embedding)
+        self.lookup.backward(dx, saved)
 
-    def rows(self, batch, layout):
-        """This rank's sequences of a batch, for rows that lie as in `layout`."""
-        rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
-        return batch[rows.slices(batch.shape[:1], self.mesh)]
 
-    def counts_loss(self):
+class Head:
+    """Logits Y[m, v] = norm(X) table' and their cross-entropy."""
+
+    name = "head"
+
+    def __init__(self, mesh, parameters, shape, split, table, keep):
+        self.mesh, self.table, self.layout = mesh, table, split.whole().y
+        self.norm = LayerNorm(mesh, parameters, "head.norm", shape.hidden, split.x)
+        self.matmul = Matmul(mesh, split.whole(), keep, transposed=True)
+        self.loss = CrossEntropy(mesh, self.layout[1], shape.vocabulary)
+
+    def forward(self, x, micro):
+        """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
+        self.mesh.trace.layer = -1
+        x, saved_norm = self.norm.forward(x)
+        logits, saved = self.matmul.apply(x, self.table.value)
+        targets = micro.rows(micro.targets, self.layout, self.mesh).ravel()
+        loss, saved_loss = self.loss.forward(logits, targets)
+        return loss if self.counts() else 0.0, (saved_norm, saved, saved_loss)
+
+    def backward(self, scale, saved, later):
+        """The gradient of X, of the summed loss times `scale`."""
+        self.mesh.trace.layer = -1
+        saved_norm, saved, saved_loss = saved
+        dx, rest = self.matmul.adjoint_x(saved, self.loss.backward(saved_loss, scale))
+        later(self.weigh, rest)
+        return self.norm.backward(dx.wait(), saved_norm, residual=None)
+
+    def weigh(self, rest):
+        self.table.grad += self.matmul.adjoint_w(rest).wait()
+
+    def counts(self):
         """Whether this rank's rows of the loss are the copy that counts."""
-        split = row_axes(self.head_split.y)
+        split = (*row_axes(self.layout), "p")
         return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

@@ -1,7 +1,8 @@
-"""Layers: `forward(x)` returns y and what `backward(dy, saved)` needs of it.
+"""Layers: `forward(x)` returns y and what `backward(dy, saved, later)` needs of it.
 
 A layer holds parameters and its axes, and nothing of a pass, so it may be used twice, in parallel
-branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`.
+branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`: those of
+matrices by a call that is handed to `later`, which makes it at once or when their turn comes.
 """
 
 import numpy as np
@@ -17,14 +18,19 @@ def row_axes(layout):
     return (*layout[0], *layout.owned)
 
 
+def at_once(function, *arguments):
+    """The `later` of a backward pass that leaves nothing for later."""
+    function(*arguments)
+
+
 class Linear:
     """Y = X W + b on a split."""
 
-    def __init__(self, mesh, parameters, name, shape, split, std, keep_gathered=True):
+    def __init__(self, mesh, parameters, name, shape, split, std, keep="xw"):
         self.mesh = mesh
-        self.matmul = Matmul(mesh, split, keep_gathered)
+        self.matmul = Matmul(mesh, split, keep)
         self.weight = parameters.add(
-            f"{name}.weight", shape, split.w, std=std, decay=True, partial=deferred(mesh, split)
+            f"{name}.weight", shape, split.w, std=std, decay=True, **gradient(self.matmul)
         )
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
@@ -35,17 +41,22 @@ class Linear:
         with self.mesh.trace.span("bias"):
             return ops.add_bias(y, self.bias.value, out), saved
 
-    def backward(self, dy, saved):
-        dx, dw = self.matmul.adjoint(saved, dy)
+    def backward(self, dy, saved, later=at_once):
+        dx, rest = self.matmul.adjoint_x(saved, dy)
+        later(self.weigh, dy, rest)
+        return dx.wait()
+
+    def weigh(self, dy, rest):
+        """The gradients of weight and bias."""
+        dw = self.matmul.adjoint_w(rest).wait()
         with self.mesh.trace.span("gradient"):
             self.weight.grad += dw
             self.bias.grad += ops.sum_rows(dy)
-        return dx
 
 
-def deferred(mesh, split):
-    """The axes over which a weight's gradient is summed at the end of the step."""
-    return tuple(axis for axis in split.defer.split() if mesh.size(axis) > 1)
+def gradient(matmul):
+    """How a weight's gradient lies, and the axes over which it is summed when the step ends."""
+    return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
 
 class LayerNorm:
@@ -72,13 +83,13 @@ class LayerNorm:
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
             ops.normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
-        return y, (n, rstd)
+        return y, (n, rstd, self.gamma.value)
 
     def backward(self, dy, saved, residual):
         """The gradient of x, plus `residual` where there is one."""
-        n, rstd = saved
+        n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
-            sums, dgamma, dbeta = ops.normalise_sums(n, dy, self.gamma.value)
+            sums, dgamma, dbeta = ops.normalise_sums(n, dy, gamma)
         self.gamma.grad += dgamma
         self.beta.grad += dbeta
         for axis in self.axes:
@@ -86,33 +97,36 @@ class LayerNorm:
         dx = self.mesh.empty(n.shape, n.dtype)
         means = sums / self.width
         with self.mesh.trace.span("norm", "norm"):
-            ops.normalise_grad(n, rstd, dy, self.gamma.value, means, residual, dx)
+            ops.normalise_grad(n, rstd, dy, gamma, means, residual, dx)
         return dx
 
 
 class Dropout:
     """Scales each element by 0 or 1 / (1 - rate); the mask is drawn again in backward.
 
-    Element e of the tensor is dropped by draw e of the key (seed, name, step): every mesh drops
-    the same ones.
+    Element e of the batch's tensor is dropped by draw e of the key (seed, name, step): every mesh
+    drops the same ones, however the batch is cut into microbatches.
     """
 
     def __init__(self, mesh, name, layout, rate, seed):
         self.mesh, self.name, self.layout = mesh, name, layout
         self.rate, self.seed = rate, seed
 
-    def scale(self, step, shape, dtype):
-        """The factors of this rank's block of a tensor of `shape` (2-D)."""
-        block = self.layout.slices(shape, self.mesh)
-        kept = keep((self.seed, self.name, step), self.rate, block, shape[1])
+    def scale(self, micro, rows, columns, dtype):
+        """The factors of this rank's block of a tensor with `rows` rows a sequence."""
+        shape = (micro.sequences * rows, columns)
+        where, block = self.layout.slices(shape, self.mesh)
+        before = micro.first * rows
+        where = slice(before + where.start, before + where.stop)
+        kept = keep((self.seed, self.name, micro.step), self.rate, (where, block), columns)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 
-    def apply(self, x, step, shape):
+    def apply(self, x, micro, rows, columns):
         """x times the factors; the same for a gradient."""
         if not self.rate:
             return x
         with self.mesh.trace.span("dropout"):
-            return np.multiply(x, self.scale(step, shape, x.dtype))
+            return np.multiply(x, self.scale(micro, rows, columns, x.dtype))
 
 
 class Embedding:
@@ -122,10 +136,8 @@ class Embedding:
     """
 
     def __init__(self, mesh, table, split):
-        self.mesh, self.table = mesh, table
+        self.mesh, self.table, self.split = mesh, table, split
         self.matmul = Matmul(mesh, split)
-        self.split = split
-        self.rows_layout = Layout(split.m)
 
     def forward(self, tokens):
         """[sequences, T] of this rank's working rows -> Y, saved."""
@@ -144,8 +156,8 @@ class Embedding:
         dy = self.matmul.gather(dy, self.split.y, k).wait()
         with self.mesh.trace.span("embedding", "lookup"):
             partial = scatter_rows(dy, index, shape)
-        dtable = self.matmul.reduce(partial, self.split.w, m, self.matmul.deferred).wait()
-        self.table.grad += dtable
+        dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
+        self.table.grad += dtable.wait()
 
 
 def scatter_rows(dy, index, shape):

@@ -1,11 +1,24 @@
-"""The parameters of a model: blocks of flat arrays that the optimiser walks through once.
+"""The parameters of a rank: blocks of flat arrays that the optimiser walks through once.
 
-A parameter knows its global shape, its layout, how it starts, and the axes along which each rank's
-gradient is only a partial sum (the axes that split the tokens it acted on).
+A parameter knows its global shape, how its value and its gradient lie on the mesh, how it starts,
+and the axes along which each rank's gradient is only a partial sum when a step ends.
+
+On the data axis d the replicas hold the same parameters.  With ZeRO (arXiv:1910.02054) each of
+them updates one of d equal parts of every parameter, its *own* part, and keeps the optimiser's
+state of that part only:
+
+    zero    value     gradient   at the end of a step
+    0       whole     whole      all-reduce of gradients; every replica updates everything
+    1       whole     whole      reduce-scatter of gradients, update, all-gather of values
+    2       whole     own part   reduced in every pass; update, all-gather of values
+    3       own part  own part   values gathered and gradients reduced in every pass; update
+
+2 and 3 hold for matrices and the token table; vectors and positions, 13 of 12 h + 13 columns a
+layer, are treated as in 1.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
 from math import prod
 from typing import NamedTuple
 
@@ -14,10 +27,16 @@ import numpy as np
 from hpc3d.model.random import normal
 from hpc3d.tensor.layout import Layout
 
+DATA = "d"
 
-@dataclass
+
+@dataclass(eq=False)
 class Parameter:
-    """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays."""
+    """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
+
+    `twin` is the pipeline stage that holds the other copy of a tied table; the gradient of a
+    `late` one, such as that, is complete only when the step ends.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -27,8 +46,17 @@ class Parameter:
     partial: tuple[str, ...] = ()
     decay: bool = False
     rows: int | None = None  # rows that are drawn; the padding below them starts at 0
+    grad_layout: Layout | None = None
+    twin: int | None = None
+    late: bool = False
     value: np.ndarray | None = field(default=None, repr=False)
     grad: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def unit(self):
+        """The part of the model whose backward pass completes the gradient: layer, norm, ..."""
+        words = self.name.split(".")
+        return ".".join(words[:2]) if words[0] == "layers" else words[0]
 
     def start(self, seed, mesh):
         """Set `value` to this rank's block of the initial tensor."""
@@ -41,69 +69,145 @@ class Parameter:
             self.value[drawn.stop - drawn.start :] = 0
 
 
-class Group(NamedTuple):
-    """What the parameters of one stretch of the flat arrays have in common."""
+class Place(NamedTuple):
+    """Where a parameter lies in the flat arrays: blocks, padded to `parts` equal parts, and this
+    rank's own part of each; `state` in the arrays of the optimiser."""
 
-    partial: tuple[str, ...]
-    copies: tuple[str, ...]  # the axes along which every rank holds the same block
+    value: slice
+    grad: slice
+    own_value: slice
+    own_grad: slice
+    state: slice
+
+
+class Piece(NamedTuple):
+    """A stretch that the optimiser updates: slices of value, gradient and state."""
+
+    value: slice
+    grad: slice
+    state: slice
     decay: bool
 
 
 class Parameters:
     """All parameters of this rank on flat arrays `value` and `grad`."""
 
-    def __init__(self, mesh, dtype):
-        self.mesh, self.dtype = mesh, np.dtype(dtype)
-        self.items, self.parts = [], {}
+    def __init__(self, mesh, dtype, zero=0):
+        self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
+        self.parts = mesh.size(DATA) if zero else 1
+        self.items, self.places, self.pieces = [], {}, []
 
-    def add(self, name, shape, layout, **how):
+    def add(self, name, shape, layout, partial=(), **how):
         """A new parameter; its arrays exist after `allocate`."""
-        self.items.append(Parameter(name, shape, layout, **how))
+        summed = [axis for axis in partial if self.mesh.size(axis) > 1]
+        partial = tuple(sorted(summed, key=lambda axis: axis == DATA))
+        self.items.append(Parameter(name, shape, layout, partial=partial, **how))
         return self.items[-1]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Parameter]:
         return iter(self.items)
 
     def allocate(self, seed):
-        """Lay the parameters out, a group after the other, and give them their initial values."""
-        self.items.sort(key=self.group)
-        shapes = [item.layout.block(item.shape, self.mesh) for item in self.items]
-        total = sum(map(prod, shapes))
-        self.value = self.mesh.zeros((total,), self.dtype, "parameter")
-        self.grad = self.mesh.zeros((total,), self.dtype, "gradient")
-        stop = 0
-        for item, shape in zip(self.items, shapes, strict=True):
-            part = slice(stop, stop := stop + prod(shape))
-            item.value, item.grad = (a[part].reshape(shape) for a in (self.value, self.grad))
+        """Lay the parameters out and give them their initial values.
+
+        Those that are summed over the same axes lie together, in the order in which a backward
+        pass completes them, so that a bucket of gradients is one stretch.
+        """
+        self.items.reverse()
+        self.items.sort(key=lambda item: (item.late, item.partial))
+        values = grads = states = 0
+        for item in self.items:
+            place = self.place(item, values, grads, states)
+            values, grads, states = place.value.stop, place.grad.stop, place.state.stop
+            self.places[item] = place
+        self.value = self.mesh.zeros((values,), self.dtype, "parameter")
+        self.grad = self.mesh.zeros((grads,), self.dtype, "gradient")
+        self.states = states
+        self.point()
+        for item in self.items:
             item.start(seed, self.mesh)
-        ends = accumulate(map(prod, shapes))
-        for group, of_group in groupby(
-            zip(self.items, ends, strict=True), lambda i: self.group(i[0])
-        ):
-            start = self.parts[next(reversed(self.parts))].stop if self.parts else 0
-            self.parts[group] = slice(start, list(of_group)[-1][1])
+        self.pieces = merged(self.items, self.places)
 
-    def group(self, item):
-        sharded = {axis for dim in item.layout for axis in dim} | set(item.layout.owned)
-        copies = tuple(axis for axis in self.mesh.sizes if axis not in sharded)
-        return Group(item.partial, copies, item.decay)
+    def place(self, item, values, grads, states):
+        """The place of a parameter behind those that take up the first `values`, ... elements."""
+        value = prod(item.layout.block(item.shape, self.mesh))
+        grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
+        own = min(value, grad)
+        if self.whole(item):
+            own = -(-own // self.parts)
+            value = grad = own * self.parts
+        return Place(
+            slice(values, values + value),
+            slice(grads, grads + grad),
+            self.own(values, value, own),
+            self.own(grads, grad, own),
+            slice(states, states + own),
+        )
 
-    def reduce_gradients(self):
-        """Sum the partial gradients, one collective an axis for all parameters alike."""
-        for partial in dict.fromkeys(group.partial for group in self.parts):
-            parts = [part for group, part in self.parts.items() if group.partial == partial]
-            block = self.grad[parts[0].start : parts[-1].stop]
-            total = block
-            for axis in partial:
-                total = self.mesh.comm(axis).all_reduce(total).wait()
-            if total is not block:
-                block[...] = total
+    def whole(self, item):
+        """Whether every replica stores all of value and gradient."""
+        layouts = (item.layout, item.grad_layout or item.layout)
+        return all(layout.dim_of(DATA) is None for layout in layouts)
+
+    def own(self, start, size, own):
+        """This rank's `own` elements of the `size` from `start` on."""
+        start += self.mesh.coord(DATA) * own if own < size else 0
+        return slice(start, start + own)
+
+    def point(self):
+        """Let the parameters show the flat arrays."""
+        for item, place in self.places.items():
+            item.value = view(self.value, place.value, item.layout.block(item.shape, self.mesh))
+            layout = item.grad_layout or item.layout
+            item.grad = view(self.grad, place.grad, layout.block(item.shape, self.mesh))
+
+    def renew(self):
+        """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
+        old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
+        self.value[...] = old
+        self.point()
+
+    def show(self, value):
+        """Let the parameters show the flat array `value`."""
+        if value is not self.value:
+            self.value = value
+            self.point()
 
     def sum_of_squares(self):
         """The sum of this rank's share of the gradient's squares, each parameter counted once."""
-        shares = [
-            self.grad[part]
-            for group, part in self.parts.items()
-            if all(self.mesh.coord(axis) == 0 for axis in group.copies)
-        ]
-        return sum(float(np.dot(share, share)) for share in shares)
+        places = [place for item, place in self.places.items() if self.counts(item)]
+        shares = [self.grad[place.own_grad] for place in places]
+        return sum((float(np.dot(share, share)) for share in shares), 0.0)
+
+    def counts(self, item):
+        """Whether this rank's own part of a parameter is the copy that counts."""
+        layout = item.grad_layout or item.layout
+        sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
+        sharded |= {DATA} if self.parts > 1 else set()
+        first = item.twin is None or self.mesh.coord("p") < item.twin
+        return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
+
+
+def view(flat, part, shape):
+    """The block of `shape` at the beginning of a padded part."""
+    return flat[part][: prod(shape)].reshape(shape)
+
+
+def merged(items, places):
+    """The pieces to update: neighbours in all arrays that decay alike are one."""
+    pieces = []
+    for item in items:
+        place = places[item]
+        piece = Piece(place.own_value, place.own_grad, place.state, item.decay)
+        if pieces and follows(pieces[-1], piece):
+            last = pieces.pop()
+            joined = (slice(a.start, b.stop) for a, b in zip(last[:3], piece[:3], strict=True))
+            piece = Piece(*joined, item.decay)
+        pieces.append(piece)
+    return pieces
+
+
+def follows(last, piece):
+    """Whether `piece` begins where `last` ends."""
+    touch = all(a.stop == b.start for a, b in zip(last[:3], piece[:3], strict=True))
+    return touch and last.decay == piece.decay

@@ -20,31 +20,40 @@ The 3-D scheme is that of Bian, Xu, Wang and You, arXiv:2105.14450, on any cuboi
 """
 
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.cluster.communicator import ready
 from hpc3d.tensor.split import Split
 
-__all__ = ["Matmul", "Split", "Summa"]
+__all__ = ["Matmul", "Saved", "Split", "Summa"]
+
+
+class Saved(NamedTuple):
+    """X and W as forward leaves them: those of `kept` as working blocks, the others as stored."""
+
+    x: np.ndarray
+    w: np.ndarray
+    kept: str
 
 
 class Matmul:
     """The product of a `split` on a `mesh`.
 
-    `keep` saves the working blocks of X and W for backward: six collectives for forward and
-    backward instead of eight, and 1/q^2 of the matrices instead of 1/q^3 in between.
-    A `transposed` weight is stored as [n, k].
+    `keep` names the operands whose working blocks are saved for backward.  "xw": six collectives
+    for forward and backward instead of eight, and 1/q^2 of the matrices instead of 1/q^3 in
+    between.  A `transposed` weight is stored as [n, k].
     """
 
-    def __new__(cls, mesh, split, keep=True, transposed=False):
+    def __new__(cls, mesh, split, keep="xw", transposed=False):
         return object.__new__(Summa if split.panels else cls)
 
-    def __init__(self, mesh, split, keep=True, transposed=False):
+    def __init__(self, mesh, split, keep="xw", transposed=False):
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
-        self.w_layout = split.w_transposed if transposed else split.w
+        self.w_layout, self.dw_layout = weight_layouts(split, transposed)
         self.axes = {
-            "m": replicas_last(split.m, self.w_layout),
+            "m": replicas_last(split.m, self.dw_layout),
             "n": replicas_last(split.n, split.x),
             "k": replicas_last(split.k, split.y),
         }
@@ -56,33 +65,41 @@ class Matmul:
 
     def backward(self, x, w, dy):
         """The stored blocks of dX and dW."""
-        return self.adjoint((x, w, False), dy)
+        return self.adjoint(Saved(x, w, ""), dy)
 
     def apply(self, x, w):
         """Y and what `adjoint` needs of X and W."""
-        working = self.operands(x, w)
-        a, b = working
+        pending = self.gather_x(x), self.gather_w(w)
+        a, b = (block.wait() for block in pending)
         y = self.multiply(a, b.T if self.transposed else b, self.axes["k"])
-        saved = (*working, True) if self.keep else (x, w, False)
+        saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
         return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
 
     def adjoint(self, saved, dy):
-        """dX = dY W' and dW = X' dY, each reduced the way its operand was gathered."""
-        a, b, working = saved
-        dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
-        a, b = (a, b) if working else self.operands(a, b)
-        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"])
-        dx = self.reduce(dx, self.split.x, self.axes["n"])
-        left, right = (dy, a) if self.transposed else (a, dy)
-        dw = self.multiply(left.T, right, self.axes["m"])
-        dw = self.reduce(dw, self.w_layout, self.axes["m"], self.deferred)
+        """dX and dW."""
+        dx, rest = self.adjoint_x(saved, dy)
+        dw = self.adjoint_w(rest)
         return dx.wait(), dw.wait()
 
-    def operands(self, x, w):
-        """The working blocks of X and W."""
-        x = self.gather(x, self.split.x, self.axes["n"])
-        w = self.gather(w, self.w_layout, self.axes["m"])
-        return x.wait(), w.wait()
+    def adjoint_x(self, saved, dy):
+        """The pending dX = dY W', reduced the way X was gathered, and what `adjoint_w` needs."""
+        dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
+        b = saved.w if "w" in saved.kept else self.gather_w(saved.w).wait()
+        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"])
+        return self.reduce(dx, self.split.x, self.axes["n"]), saved._replace(w=dy)
+
+    def adjoint_w(self, rest):
+        """The pending dW = X' dY, reduced the way W was gathered; any time after `adjoint_x`."""
+        a, dy = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait(), rest.w
+        left, right = (dy, a) if self.transposed else (a, dy)
+        dw = self.multiply(left.T, right, self.axes["m"])
+        return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
+
+    def gather_x(self, x):
+        return self.gather(x, self.split.x, self.axes["n"])
+
+    def gather_w(self, w):
+        return self.gather(w, self.w_layout, self.axes["m"])
 
     def gather(self, block, layout, foreign):
         pending = ready(block)
@@ -114,6 +131,12 @@ class Matmul:
             return np.matmul(a, b, out=out)
 
 
+def weight_layouts(split, transposed):
+    """How W and dW are stored; they differ where dW alone is sharded over a data axis."""
+    splits = split, split.sharded
+    return [each.w_transposed if transposed else each.w for each in splits]
+
+
 def replicas_last(axes, layout):
     """Foreign axes in the order of reductions: sums over replicas when the block is small."""
     kept = {axis for dim in layout for axis in dim} | set(layout.owned)
@@ -125,35 +148,43 @@ class Summa(Matmul):
 
     A panel of X is owned by one member along y and a panel of W by one member along x: broadcast
     forward, reduce backward (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  No more
-    than one panel of X and of W is ever gathered, so there is nothing to keep.
+    than one panel of X and of W is ever gathered, so there is nothing to keep.  Other axes that
+    shard W, such as ZeRO-3's, are gathered before.
     """
 
-    def __init__(self, mesh, split, keep=True, transposed=False):
-        super().__init__(mesh, split, False, transposed)
-        stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
-        if self.axes["k"] or transposed or len(self.axes["n"]) != 1 or len(stored) > 1:
-            raise ValueError("SUMMA wants one axis on n, one stored axis on m and none on k")
+    def __init__(self, mesh, split, keep="", transposed=False):
+        super().__init__(mesh, split, "", transposed)
+        stored = [axis for axis in self.axes["m"] if self.dw_layout.dim_of(axis) is not None]
+        if self.axes["k"] or transposed or len(self.axes["n"]) != 1:
+            raise ValueError("SUMMA wants one axis on n and none on k")
         self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else None
+        self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
-        self.rows = self.w_layout[0]
 
     def apply(self, x, w):
         y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
+        whole = self.gather(w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
-            a, b = self.panel_of_x(x, panel), self.panel_of_w(w, panel)
+            a, b = self.panel_of_x(x, panel), self.panel_of_w(whole, panel)
             y += self.multiply(a.wait(), b.wait(), ())
-        return y, (x, w, False)
+        return y, Saved(x, w, "")
 
-    def adjoint(self, saved, dy):
-        x, w, _ = saved
-        dx, dw = np.empty_like(x), np.empty_like(w)
+    def adjoint_x(self, saved, dy):
+        dx = np.empty_like(saved.x)
+        w = self.gather(saved.w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
             b = self.panel_of_w(w, panel).wait()
             self.give_back(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
+        return ready(dx), saved._replace(w=dy)
+
+    def adjoint_w(self, rest):
+        x, dy, _ = rest
+        rows = x.shape[1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
+        dw = np.empty((rows, dy.shape[1]), dy.dtype)
+        for panel in range(self.panels):
             a = self.panel_of_x(x, panel).wait()
             self.give_back(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
-        replicas = [axis for axis in self.axes["m"] if axis != self.along_w]
-        return dx, self.reduce(dw, self.w_layout, replicas, self.deferred).wait()
+        return self.reduce(dw, self.dw_layout, self.others, self.deferred)
 
     def panel_of_x(self, x, panel):
         owner, part = self.place(self.along_x, x.shape[1], panel)

@@ -13,7 +13,8 @@ class Split:
     block's rows, unless it is named in `replicate` (every rank stores the block) or in `own`
     (the rank on the diagonal stores it).  An axis of n in `panels` shards X's columns instead,
     and the product runs panel by panel of k (SUMMA).  The sum of a weight gradient over an axis
-    in `defer` is left to the end of the step.
+    in `defer` is left to the end of the step; over an axis in `scatter` the gradient is sharded
+    although the weight is replicated.
     """
 
     m: str = ""
@@ -23,6 +24,7 @@ class Split:
     own: str = ""
     panels: str = ""
     defer: str = ""
+    scatter: str = ""
 
     def next(self):
         """The split of the layer that follows: its k is this layer's n, so its X is this Y."""
@@ -36,13 +38,18 @@ class Split:
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
-    def over_data(self, axis):
-        """This split on every replica of a data axis, which is the outermost on m."""
+    def over_data(self, axis, zero=0):
+        """This split on every replica of a data axis, which is the innermost on m.
+
+        The replicas store the weights (`zero` < 3) or a shard each (ZeRO-3, arXiv:1910.02054);
+        they sum the gradients when the step ends (`zero` < 2) or a shard each in every pass.
+        """
         return replace(
             self,
-            m=f"{axis} {self.m}".strip(),
-            replicate=f"{self.replicate} {axis}".strip(),
-            defer=f"{self.defer} {axis}".strip(),
+            m=f"{self.m} {axis}".strip(),
+            replicate=f"{self.replicate} {axis}".strip() if zero < 3 else self.replicate,
+            defer=f"{self.defer} {axis}".strip() if zero < 2 else self.defer,
+            scatter=f"{self.scatter} {axis}".strip() if zero == 2 else self.scatter,
         )
 
     @property
@@ -58,6 +65,12 @@ class Split:
     def w_transposed(self):
         """The layout of a weight stored as [n, k]: the embedding table that is also the head."""
         return self._store(self.n, self.k, self.m)
+
+    @property
+    def sharded(self):
+        """The split whose W is stored as this one's dW is."""
+        stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
+        return replace(self, replicate=" ".join(stay))
 
     @property
     def y(self):

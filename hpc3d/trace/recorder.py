@@ -6,6 +6,7 @@ when it is half full or old.
 
 import struct
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -18,6 +19,7 @@ ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
 COMPUTE, COMM, OPTIMIZER = 0, 1, 4
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 DTYPE_NUMBER = {name: number for number, name in enumerate(DTYPE)}
+MESSAGES = ("send", "recv")
 NANOSECONDS = 1_000_000_000
 
 
@@ -25,7 +27,8 @@ class Recorder:
     """Events, steps and memory of a rank.
 
     `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `step`,
-    `layer` and `phase` are set by the code that runs and stamped on every event.
+    `layer`, `phase` and the place in the pipeline are set by the code that runs and stamped on
+    every event: on a call as they were when it was posted.
     """
 
     def __init__(self, run_dir, header, capacity=1 << 15, every_s=30, clock=time.monotonic_ns):
@@ -35,6 +38,7 @@ class Recorder:
         self.count = self.dropped = self.segments = 0
         self.strings, self.steps, self.memory = {}, [], []
         self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
+        self.at(0, 0, -1)
         self.communication = 0  # nanoseconds in calls since the step began
         self.flushed = self.started = clock()
 
@@ -45,6 +49,15 @@ class Recorder:
     @phase.setter
     def phase(self, name):
         self.phase_number = PHASE.index(name)
+
+    def at(self, stage, chunk, microbatch):
+        """What runs now is this microbatch (-1: none) on this chunk of this stage."""
+        self.stage, self.chunk, self.microbatch = stage, chunk, microbatch
+
+    @property
+    def context(self):
+        """What `put` stamps on an event."""
+        return self.phase_number, self.microbatch, self.stage, self.chunk, self.layer
 
     def name(self, text):
         return self.strings.setdefault(text, len(self.strings))
@@ -60,6 +73,7 @@ class Recorder:
         name,
         category,
         op,
+        context,
         group=-1,
         seq=-1,
         peer=-1,
@@ -72,11 +86,12 @@ class Recorder:
         if self.count == self.capacity:
             self.dropped += 1
             return
+        phase, microbatch, stage, chunk, layer = context
         # fmt: off
         ROW.pack_into(
             self.table, self.count * ROW.size,
-            start, start, duration, name, category, self.phase_number, op, self.rank, self.step,
-            0, 0, 0, self.layer, 0, group, seq, peer, received, count, dtype, flops, -1, 0,
+            start, start, duration, name, category, phase, op, self.rank, self.step, microbatch,
+            stage, chunk, layer, 0, group, seq, peer, received, count, dtype, flops, -1, 0,
         )
         # fmt: on
         self.count += 1
@@ -133,14 +148,17 @@ class Span:
         recorder = self.recorder
         category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE
         duration = recorder.clock() - self.start
-        recorder.put(self.start, duration, self.name, category, self.op, flops=self.flops)
+        context, flops = recorder.context, self.flops
+        recorder.put(self.start, duration, self.name, category, self.op, context, flops=flops)
         return False
 
 
 class Traced:
     """A communicator whose calls are events: group, sequence number, bytes, time.
 
-    The duration is the time spent in the call and in `wait()`, without what lies between.
+    The duration is the time spent in the call and in `wait()`, without what lies between.  The
+    collectives of a group are numbered; messages are numbered by themselves from each sender to
+    each receiver, so that (group, sender, receiver, number) names the two ends of one.
     """
 
     def __init__(self, comm, recorder, group):
@@ -151,7 +169,7 @@ class Traced:
             comm.members,
             comm.pool,
         )
-        self.buffer, self.seq = comm.buffer, 0
+        self.buffer, self.sequence = comm.buffer, Counter()
 
     def all_gather(self, block, dim=0):
         received = block.nbytes * (self.size - 1)
@@ -188,10 +206,15 @@ class Traced:
             "recv", block, None, peer, lambda _, source: self.comm.recv(shape, dtype, source), peer
         )
 
+    def number(self, op, peer):
+        """The number of this call in its sequence."""
+        key = (op, peer) if op in MESSAGES else "collective"
+        self.sequence[key] += 1
+        return self.sequence[key] - 1
+
     def call(self, op, block, received, peer, method, *arguments):
         """Make the call; `received` None stands for the bytes of what comes back."""
-        recorder, seq = self.recorder, self.seq
-        self.seq += 1
+        recorder, seq, context = self.recorder, self.number(op, peer), self.recorder.context
         start = recorder.clock()
         pending = method(block, *arguments)
         posting = recorder.clock() - start
@@ -201,13 +224,13 @@ class Traced:
             result = pending.wait()
             duration = recorder.clock() - begin + posting
             recorder.communication += duration
-            number = OP_NUMBER[op]
             recorder.put(
                 start,
                 duration,
                 recorder.name(op),
                 COMM,
-                number,
+                OP_NUMBER[op],
+                context,
                 group=self.group,
                 seq=seq,
                 peer=-1 if peer < 0 else self.members[peer],

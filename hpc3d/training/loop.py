@@ -5,8 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.model.gpt2 import GPT2, Shape
+from hpc3d.model.buckets import Buckets
+from hpc3d.model.gpt2 import Shape
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import Part, build
+from hpc3d.pipeline.engine import Engine
+from hpc3d.pipeline.weights import WEIGHTS, InPlace
+from hpc3d.training.feed import Feed
 from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
+from hpc3d.training.program import program
 
 
 class Step(NamedTuple):
@@ -26,71 +33,78 @@ class Step(NamedTuple):
 class Trainer:
     """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0."""
 
-    def __init__(self, mesh, config, vocabulary, batches):
-        model, train = config.model, config.train
-        self.mesh, self.config, self.batches = mesh, config, batches
-        shape = Shape(
-            model.layers,
-            model.hidden,
-            model.heads,
-            model.sequence,
-            vocabulary,
-            tied=model.tied,
-            gelu=model.gelu,
-            dropout=model.dropout,
-        )
-        keep = config.parallel.keep_gathered
-        self.model = GPT2(mesh, shape, config.split(), train.dtype, config.seed, keep)
-        self.optimizer = OPTIMIZERS[train.optimizer](self.model.parameters, train.weight_decay)
+    def __init__(self, mesh, config, vocabulary, batches, plan=None):
+        self.mesh, self.config, train = mesh, config, config.train
+        plan = plan or program(config)
+        self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
+        self.shape = shape_of(config.model, vocabulary)
+        stages = self.stages(plan.placement)
+        self.parameters.allocate(config.seed)
+        self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
+        self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
+        self.weights = WEIGHTS.get(config.parallel.schedule, InPlace)(self.parameters)
+        self.engine = Engine(mesh, stages, plan.placement, self.buckets, self.weights, self.update)
+        self.feed = Feed(mesh, config, batches, plan.asynchronous, plan.ahead)
+        self.groups = plan.steps(mesh.coord("p"), config.updates())
+        self.number, self.loss, self.norm, self.squares = -1, 0.0, 0.0, 0.0
+
+    def stages(self, placement):
+        """The stages of this rank, a chunk each."""
+        config, stage, layers = self.config, self.mesh.coord("p"), self.config.layers()
+        here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
+        parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
+        ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
+        twin = next(iter(ends - {stage}), None) if stage in ends else None
+        how = config.keep(), config.seed, twin
+        return build(self.mesh, self.parameters, self.shape, config.split(), parts, *how)
 
     def step(self, number):
-        """Step `number`: forward, backward, sums over ranks, clipping, update."""
+        """Step `number`: forward and backward of its microbatches, sums over ranks, update."""
         trace, start = self.mesh.trace, time.perf_counter()
         trace.begin_step(number)
         self.mesh.pool.reset_peak()
-        tokens, targets = self.batch(number)
-        self.model.parameters.grad.fill(0)
-        begin = time.perf_counter()
-        loss, saved = self.model.forward_loss(tokens, targets, number)
-        middle = time.perf_counter()
-        self.model.backward_loss(saved)
-        trace.phase = "optimizer"
-        end = time.perf_counter()
-        loss, norm = self.totals(loss)
-        rate = learning_rate(self.config.train, number)
-        self.update(number, loss, norm, rate)
+        self.number = number
+        micros = self.feed.fetch(number)
+        self.engine.run(next(self.groups), micros)
+        if self.config.alone:
+            self.total()
         trace.phase = "other"
         seconds = time.perf_counter() - start
         share, peak = self.worst(trace.communication / 1e9 / seconds)
-        trace.end_step(self.mesh.pool, tokens.size, loss, norm, rate, middle - begin, end - middle)
-        return Step(number, loss, rate, norm, tokens.size, seconds, share, peak)
+        spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
+        forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
+        rate = learning_rate(self.config.train, number)
+        trace.end_step(self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward)
+        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak)
 
-    def batch(self, number):
-        """Inputs and targets of the whole batch, read on rank 0 and broadcast."""
-        sequence = self.config.model.sequence
-        pair = np.empty((0, self.config.train.batch, sequence), np.int32)
-        if self.batches is not None:
-            pair = np.stack(self.batches.batch(number))
-        tokens, targets = self.mesh.world.broadcast(pair, 0).wait()
-        return tokens, targets
-
-    def totals(self, loss):
-        """The mean loss and the norm of the gradient, over all ranks."""
-        parameters = self.model.parameters
-        parameters.reduce_gradients()
+    def update(self):
+        """Sum the gradients, clip them to the global norm, update and start new ones."""
+        self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
-            mine = np.array([loss, parameters.sum_of_squares()])
-        loss, squares = self.mesh.world.all_reduce(mine).wait()
-        return float(loss), float(np.sqrt(squares))
-
-    def update(self, number, loss, norm, rate):
-        """Clip to the global norm and update; all ranks see the same sums, so all stop or none."""
-        if not np.isfinite(loss + norm):
-            raise FloatingPointError(f"step {number}: loss {loss}, gradient norm {norm}")
-        clip = self.config.train.clip
-        scale = min(1.0, clip / norm) if clip and norm else 1.0
+            self.squares = self.parameters.sum_of_squares()
+        scale, clip = 1.0, self.config.train.clip
+        if not self.config.alone:
+            self.total()
+            scale = min(1.0, clip / self.norm) if clip and self.norm else 1.0
+        self.weights.before_update()
         with self.mesh.trace.span("update"):
-            self.optimizer.update(rate, scale)
+            self.optimizer.update(learning_rate(self.config.train, self.number), scale)
+        self.buckets.gather()
+        self.buckets.begin()
+
+    def total(self):
+        """The mean loss of the step and the norm of the gradient, over all ranks.
+
+        All ranks see the same sums, so all of them stop or none.
+        """
+        mine = np.array([self.engine.losses.pop(self.number, 0.0), self.squares])
+        loss, squares = self.mesh.world.all_reduce(mine).wait()
+        self.loss = float(loss) / self.feed.valid[self.number]
+        self.norm = float(np.sqrt(squares))
+        if not np.isfinite(self.loss + self.norm):
+            raise FloatingPointError(
+                f"step {self.number}: loss {self.loss}, gradient norm {self.norm}"
+            )
 
     def worst(self, communication):
         """The mean share of communication and the highest peak of array bytes."""
@@ -98,3 +112,16 @@ class Trainer:
         world = self.mesh.world
         share = world.all_reduce(mine[:1]).wait()[0] / self.mesh.ranks
         return float(share), int(world.all_reduce(mine[1:], "max").wait()[0])
+
+
+def shape_of(model, vocabulary):
+    return Shape(
+        model.layers,
+        model.hidden,
+        model.heads,
+        model.sequence,
+        vocabulary,
+        tied=model.tied,
+        gelu=model.gelu,
+        dropout=model.dropout,
+    )

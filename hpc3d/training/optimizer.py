@@ -15,9 +15,9 @@ class AdamW:
 
     def __init__(self, parameters, weight_decay):
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
-        mesh, like = parameters.mesh, parameters.value
-        self.first = mesh.zeros(like.shape, like.dtype, "optimizer")
-        self.second = mesh.zeros(like.shape, like.dtype, "optimizer")
+        mesh, shape = parameters.mesh, (parameters.states,)
+        self.first = mesh.zeros(shape, parameters.dtype, "optimizer")
+        self.second = mesh.zeros(shape, parameters.dtype, "optimizer")
 
     def update(self, learning_rate, scale):
         """One step with the gradients times `scale`.
@@ -28,9 +28,9 @@ class AdamW:
         self.steps += 1
         rate = learning_rate / (1 - self.BETA1**self.steps)
         root = 1 / sqrt(1 - self.BETA2**self.steps)
-        for part, keep in chunks(self.parameters, learning_rate * self.weight_decay):
-            w, m, v = self.parameters.value[part], self.first[part], self.second[part]
-            g = self.parameters.grad[part] * scale
+        for w, g, state, keep in chunks(self.parameters, learning_rate * self.weight_decay):
+            m, v = self.first[state], self.second[state]
+            g = g * scale
             m *= self.BETA1
             m += g * (1 - self.BETA1)
             v *= self.BETA2
@@ -53,21 +53,25 @@ class SGD:
         self.parameters, self.weight_decay = parameters, weight_decay
 
     def update(self, learning_rate, scale):
-        for part, keep in chunks(self.parameters, learning_rate * self.weight_decay):
-            w = self.parameters.value[part]
+        for w, g, _, keep in chunks(self.parameters, learning_rate * self.weight_decay):
             w *= keep
-            w -= self.parameters.grad[part] * (learning_rate * scale)
+            w -= g * (learning_rate * scale)
 
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 
 
 def chunks(parameters, decay):
-    """Slices of the flat arrays that fit the cache, each with the part of a weight that stays."""
-    for group, part in parameters.parts.items():
-        keep = 1 - decay if group.decay else 1.0
-        for start in range(part.start, part.stop, CHUNK):
-            yield slice(start, min(start + CHUNK, part.stop)), keep
+    """Values, gradients and the slice of their state, in stretches that fit the cache; and the
+    part of the value that stays."""
+    for piece in parameters.pieces:
+        keep = 1 - decay if piece.decay else 1.0
+        value, grad = parameters.value[piece.value], parameters.grad[piece.grad]
+        for start in range(0, value.size, CHUNK):
+            part = slice(start, start + CHUNK)
+            first = piece.state.start + start
+            state = slice(first, min(first + CHUNK, piece.state.stop))
+            yield value[part], grad[part], state, keep
 
 
 def learning_rate(train, step):

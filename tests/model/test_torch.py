@@ -6,10 +6,11 @@ import torch
 
 from hpc3d.analyze import peer
 from hpc3d.cluster.threads import run
-from hpc3d.model.gpt2 import GPT2, Shape
+from hpc3d.model.gpt2 import Shape
 from hpc3d.model.loss import IGNORE
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import AdamW
+from tests.model.whole import Model
 
 SHAPE = {"layers": 3, "hidden": 24, "heads": 4, "sequence": 7, "vocabulary": 29}
 
@@ -23,7 +24,7 @@ def batch(shape, sequences=5, seed=3):
 
 
 def serial(shape):
-    return run({}, lambda mesh: GPT2(mesh, shape, Split(), "float64", seed=5))[0]
+    return run({}, lambda mesh: Model(mesh, shape, Split()))[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -32,10 +33,9 @@ def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
     shape = Shape(**SHAPE, tied=tied, gelu=gelu, std=0.3)
     model = serial(shape)
     tokens, targets = batch(shape)
-    loss, saved = model.forward_loss(tokens, targets)
-    model.backward_loss(saved)
+    loss = model.gradients(tokens, targets)
 
-    weights = peer.from_model(model)
+    weights = peer.weights_of(model.parameters)
     expected = peer.loss(weights, shape, torch.tensor(tokens), torch.tensor(targets))
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
@@ -50,7 +50,7 @@ def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
 def test_five_adamw_steps_are_those_of_torch():
     shape = Shape(**SHAPE, std=0.3)
     model = serial(shape)
-    weights = peer.from_model(model)
+    weights = peer.weights_of(model.parameters)
     decayed = [weights[item.name] for item in model.parameters if item.decay]
     others = [weights[item.name] for item in model.parameters if not item.decay]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -58,8 +58,7 @@ def test_five_adamw_steps_are_those_of_torch():
     ours = AdamW(model.parameters, 0.1)
     for step in range(5):
         tokens, targets = batch(shape, seed=step)
-        model.parameters.grad.fill(0)
-        model.backward_loss(model.forward_loss(tokens, targets)[1])
+        model.gradients(tokens, targets)
         ours.update(3e-3, 1.0)
         reference.zero_grad()
         peer.loss(weights, shape, torch.tensor(tokens), torch.tensor(targets)).backward()

@@ -54,7 +54,7 @@ def counted(recorder):
     return int(events["bytes"].sum()) // 4, dict(calls)
 
 
-def linear(split, sizes, shape, keep=True, backward=True, coords=None):
+def linear(split, sizes, shape, keep="xw", backward=True, coords=None):
     """Words and calls of a linear layer [M, K, N] on one rank of a mesh."""
     m, k, n = shape
     mesh, recorder = still_mesh(sizes, coords)
@@ -98,13 +98,13 @@ def test_3d_moves_the_words_of_the_cuboid(grid):
     assert linear(SCHEMES["3d"], sizes, SHAPE)[0] == 2 * once
     m, k, n = SHAPE
     again = (m * k * (pn - 1) + k * n * (pm - 1)) / (pm * pk * pn)
-    assert linear(SCHEMES["3d"], sizes, SHAPE, keep=False)[0] == 2 * once + again
+    assert linear(SCHEMES["3d"], sizes, SHAPE, keep="")[0] == 2 * once + again
 
 
 def test_3d_makes_six_calls_or_eight():
     cube = {"x": 2, "y": 2, "z": 2}
     assert linear(SCHEMES["3d"], cube, SHAPE)[1] == {"all_gather": 3, "reduce_scatter": 3}
-    lean = linear(SCHEMES["3d"], cube, SHAPE, keep=False)[1]
+    lean = linear(SCHEMES["3d"], cube, SHAPE, keep="")[1]
     assert lean == {"all_gather": 5, "reduce_scatter": 3}
 
 
@@ -126,7 +126,7 @@ def test_1d_with_sequence_parallelism(ranks):
     calls = {"all_gather": 1, "reduce_scatter": 1}
     assert linear(column, {"x": ranks}, SHAPE) == (2 * part * m * k, calls)
     assert linear(row, {"x": ranks}, SHAPE) == (2 * part * m * n, calls)
-    assert linear(column, {"x": ranks}, SHAPE, keep=False)[0] == 3 * part * m * k
+    assert linear(column, {"x": ranks}, SHAPE, keep="")[0] == 3 * part * m * k
 
 
 @pytest.mark.parametrize("q", [2, 3, 4])
@@ -155,7 +155,7 @@ def test_25d_sums_weight_gradients_over_its_depth(q, depth):
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_fsdp_gathers_weights_twice(ranks):
     _, k, n = SHAPE
-    words, calls = linear(Split(m="x"), {"x": ranks}, SHAPE, keep=False)
+    words, calls = linear(Split(m="x"), {"x": ranks}, SHAPE, keep="")
     assert words == 3 * (ranks - 1) / ranks * k * n
     assert calls == {"all_gather": 2, "reduce_scatter": 1}
 
@@ -168,7 +168,7 @@ def test_broadcast_and_reduce_move_a_whole_block_to_all_but_one(q):
 
     def rank(mesh):
         recorder = Recorder("unused", {"rank": mesh.rank})
-        matmul = Matmul(mesh.traced(recorder), split, keep=False)
+        matmul = Matmul(mesh.traced(recorder), split, keep="")
         x = np.zeros(split.x.block((m, k), mesh), np.float32)
         w = np.zeros(split.w.block((k, n), mesh), np.float32)
         dy = np.zeros(split.y.block((m, n), mesh), np.float32)

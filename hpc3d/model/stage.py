@@ -1,0 +1,144 @@
+"""A stage's part of the model: some of its blocks, and perhaps one of its ends.
+
+Forward and backward keep nothing in the stage, so any number of microbatches may be in flight.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.model.block import Block
+from hpc3d.model.gpt2 import Embeddings, Head, add_table
+from hpc3d.model.layers import at_once
+from hpc3d.model.loss import IGNORE
+from hpc3d.tensor.layout import Layout
+
+
+class Micro(NamedTuple):
+    """A microbatch: tokens and targets [sequences, T], the same on all ranks.
+
+    `first` is the number of its first sequence in the batch of training step `step`; the gradient
+    is that of its summed loss times `scale`.
+    """
+
+    step: int
+    first: int
+    tokens: np.ndarray
+    targets: np.ndarray
+    scale: float
+
+    @property
+    def sequences(self):
+        return len(self.tokens)
+
+    def rows(self, batch, layout, mesh):
+        """This rank's sequences, for rows that lie as in `layout`."""
+        rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
+        return batch[rows.slices(batch.shape[:1], mesh)]
+
+
+def microbatches(step, tokens, targets, count, alone=False):
+    """A batch [sequences, T] cut into `count` microbatches.
+
+    The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
+    over the tokens whose target is not IGNORE, so that uneven microbatches weigh what they hold.
+    """
+    ends = [len(tokens) * number // count for number in range(count + 1)]
+    whole = valid_tokens(targets)
+    for first, stop in pairwise(ends):
+        part = slice(first, stop)
+        valid = valid_tokens(targets[part]) if alone else whole
+        yield Micro(step, first, tokens[part], targets[part], 1 / valid)
+
+
+def valid_tokens(targets):
+    return max(1, int((targets != IGNORE).sum()))
+
+
+def ignore(unit):
+    """The `finished` of a backward pass that nobody waits for."""
+
+
+class Part(NamedTuple):
+    """Which blocks of the model, with which of its ends."""
+
+    layers: range
+    first: bool
+    last: bool
+
+
+def build(mesh, parameters, shape, split, parts, keep="xw", seed=0, twin=None):
+    """The stages of this rank, one a part, their parameters added to `parameters`.
+
+    A rank with the first part has the token table, as has, of a tied model, one with the last;
+    `twin` is the pipeline stage of the other where these are two.
+    """
+    table = None
+    if any(part.first or (part.last and shape.tied) for part in parts):
+        late = shape.tied and (twin is not None or len(parts) > 1)
+        how = {"twin": twin if shape.tied else None, "late": late}
+        table = add_table(mesh, parameters, shape, split, "embedding.token", **how)
+    return [Stage(mesh, parameters, shape, split, part, table, keep, seed) for part in parts]
+
+
+class Stage:
+    """The part of a model that a rank runs in one go."""
+
+    def __init__(self, mesh, parameters, shape, split, part, table, keep="xw", seed=0):
+        self.mesh, self.shape, self.layout = mesh, shape, split.x
+        self.embeddings = self.head = None
+        if part.first:
+            self.embeddings = Embeddings(mesh, parameters, shape, split, table, seed)
+        self.blocks = [
+            Block(mesh, parameters, shape, split, number, keep, seed) for number in part.layers
+        ]
+        if part.last:
+            own = None if shape.tied else add_table(mesh, parameters, shape, split, "head.table")
+            self.head = Head(mesh, parameters, shape, split, own or table, keep)
+
+    def forward(self, x, micro):
+        """Y, or of the last part this rank's share of the summed loss; and what backward needs.
+
+        x is None where the part has the embeddings.
+        """
+        saved = []
+        if self.embeddings:
+            x = self.collect(saved, self.embeddings.forward(micro))
+        for block in self.blocks:
+            x = self.collect(saved, block.forward(x, micro))
+        if self.head:
+            x = self.collect(saved, self.head.forward(x, micro))
+        return x, saved
+
+    def collect(self, saved, result):
+        y, kept = result
+        saved.append(kept)
+        return y
+
+    def backward(self, dy, saved, micro, later=at_once, finished=ignore):
+        """The gradient of x; that of matrices goes through `later`, which then calls
+        `finished(unit)` for every part of the model that is through.  Empties `saved`.
+
+        dy is None where the part has the head.
+        """
+        if self.head:
+            dy = self.head.backward(micro.scale, saved.pop(), later)
+            later(finished, self.head.name)
+        for block in reversed(self.blocks):
+            dy = block.backward(dy, saved.pop(), micro, later)
+            later(finished, block.name)
+        if self.embeddings:
+            dy = self.embeddings.backward(dy, saved.pop(), micro, later)
+            later(finished, self.embeddings.name)
+        return dy
+
+    @property
+    def units(self):
+        """What `finished` is called with."""
+        ends = [end.name for end in (self.embeddings, self.head) if end]
+        return [*ends, *(block.name for block in self.blocks)]
+
+    def block_of(self, sequences):
+        """The shape of this rank's block of the activations between stages."""
+        return self.layout.block((sequences * self.shape.sequence, self.shape.hidden), self.mesh)

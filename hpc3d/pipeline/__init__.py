@@ -1,0 +1,1 @@
+"""Pipelines: schedules as streams of instructions, passes that lower them, the engine."""

@@ -1,0 +1,265 @@
+"""Passes from schedules to what an engine runs: stream in, stream out.
+
+    whole          a B that has no W is the whole backward pass, BW
+    add_steps      the optimiser, where the schedule does not say when
+    add_messages   between stages, in an order that cannot deadlock
+    fuse           what stands between two passes becomes one group
+    add_reductions the gradients' sums over the data axis, under the last backward pass
+
+The contract of a lowered schedule: the messages of a group are posted together, and the group is
+complete when all of them are; a message is complete when both ends have posted it; a stage runs
+its groups in order; nothing else orders them.  So no order may rely on a buffer.  `check` holds a
+schedule to it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby, product
+from typing import NamedTuple
+
+from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, whole
+from hpc3d.pipeline.timeline import Cost, refuse_deadlock, timeline
+
+Group = tuple[Instruction, ...]
+
+
+def lower(
+    streams: Iterable[Iterable[Instruction]], placement: Placement, overlap: bool = True
+) -> list[list[Group]]:
+    """The groups of each stage: all passes, one after the other.
+
+    Raises ValueError if the streams wait for each other.
+    """
+    complete = [add_steps(whole(stream)) for stream in streams]
+    moved = add_messages(complete, placement)
+    return [list(add_reductions(fuse(stream), overlap)) for stream in moved]
+
+
+def add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
+    """The stream with a Step at its end, unless it has steps of its own."""
+    stream, step = list(stream), Instruction("Step")
+    return stream if step in stream else [*stream, step]
+
+
+def add_messages(
+    streams: Iterable[Iterable[Instruction]], placement: Placement
+) -> list[list[Instruction]]:
+    """The streams with the messages that their passes need from other stages and owe to them.
+
+    A message has a time: the end of the pass that makes it, on an ideal clock where every pass
+    takes 1 and messages nothing.  Both ends post it after the passes that end by then and before
+    those that start then or later: the sender right after the pass, the receiver no later than the
+    pass that needs it.  Messages of one time are ordered by what they carry, alike on both sides.
+
+    So the messages of a stage are a part of one order of all messages, and no schedule can
+    deadlock.  Proof: suppose all stages that are not done are stuck, each at a message that its
+    peer has not posted; take the first of these in the order of all.  Its peer is stuck at an
+    earlier group, so at an earlier message: a contradiction.  Fused groups change nothing, as a
+    group is a run of this order.  Two stages see their messages in one order, so they also keep it
+    where messages have no tags.
+    """
+    rows = timeline(streams, placement, Cost(*[placement.chunks] * 3))
+    posts = [[] for _ in rows]
+    for time, stage, send in _sends(rows, placement):
+        peer, receive = placement.other(stage, send)
+        posts[stage].append((time, send))
+        posts[peer].append((time, receive))
+    return [list(_merged(row, post)) for row, post in zip(rows, posts)]
+
+
+def _sends(rows, placement):
+    """(time, stage, send) of all messages, in the order of all."""
+    return sorted(
+        (time, stage, Instruction(f"Send{op[0]}", mb, chunk))
+        for stage, row in enumerate(rows)
+        for _, time, (op, mb, chunk) in row
+        if op in ("F", "B", "BW") and _goes_on(placement, stage, op, chunk)
+    )
+
+
+def _goes_on(placement, stage, op, chunk):
+    """Whether another stage has the part that works on the result of a pass."""
+    part = placement.part(stage, chunk) + (1 if op == "F" else -1)
+    return 0 <= part < placement.parts and placement.place(part)[0] != stage
+
+
+def _merged(row, posts):
+    """The instructions of a row, each after the messages of the time when it starts."""
+    posts = iter([*posts, (float("inf"), None)])
+    time, message = next(posts)
+    for start, _, instruction in row:
+        while time <= start:
+            yield message
+            time, message = next(posts)
+        yield instruction
+    while message:
+        yield message
+        time, message = next(posts)
+
+
+def fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
+    """Groups: the messages between two other instructions are one, each of the others is one."""
+    for moves, run in groupby(stream, key=_is_message):
+        group = tuple(run)
+        yield from [group] if moves else zip(group)
+
+
+def _is_message(instruction):
+    return instruction.op in MESSAGES
+
+
+def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
+    """The groups with a Reduce of each chunk that has new gradients before each Step.
+
+    With `overlap` it joins the last W or BW of the chunk, so that sums run while this pass still
+    computes; without, it stands alone before the Step.
+    """
+    return _reduced_early(groups) if overlap else _reduced_late(groups)
+
+
+def _reduced_early(groups):
+    reduced, found = set(), []
+    for group in reversed(list(groups)):
+        op, _, chunk = group[0]
+        if op == "Step":
+            reduced.clear()
+        elif op in ("W", "BW") and chunk not in reduced:
+            reduced.add(chunk)
+            group += (Instruction("Reduce", chunk=chunk),)
+        found.append(group)
+    return reversed(found)
+
+
+def _reduced_late(groups):
+    chunks = set()
+    for group in groups:
+        op, _, chunk = group[0]
+        if op in ("W", "BW"):
+            chunks.add(chunk)
+        elif op == "Step":
+            yield from ((Instruction("Reduce", chunk=chunk),) for chunk in sorted(chunks))
+            chunks.clear()
+        yield group
+
+
+class InFlight(NamedTuple):
+    """Peaks of a stage, in microbatches of one chunk.
+
+    `activations` kept for B: from the start of F to the end of B or BW.  `weight_inputs`, the
+    inputs and gradients kept for W: from the end of B to the end of W.
+    """
+
+    activations: int
+    weight_inputs: int
+
+
+def in_flight(stream: Iterable[Instruction]) -> InFlight:
+    """The peaks of a stream of passes."""
+    live, kept, peak, peak_kept = 0, 0, 0, 0
+    for op, _, _ in whole(stream):
+        live += (op == "F") - (op in ("B", "BW"))
+        kept += (op == "B") - (op == "W")
+        peak, peak_kept = max(peak, live), max(peak_kept, kept)
+    return InFlight(peak, peak_kept)
+
+
+def check(programs: Sequence[Sequence[Group]], placement: Placement, micros: int) -> None:
+    """Run the lowered streams of all stages by the contract; ValueError for the first fault.
+
+    Every stage does F, B and W, or BW, of all `micros` microbatches (of all steps together) and
+    chunks once and in this order, none before its input has come; every receive has its send and
+    every send its receive; both ends of a pair of stages name its messages in one order; and no
+    stage waits for ever.
+    """
+    streams = [list(chain.from_iterable(groups)) for groups in programs]
+    for stage, stream in enumerate(streams):
+        _check_passes(stage, stream, placement, micros)
+    _check_pairs(streams, placement)
+    _check_rendezvous(programs, placement)
+
+
+def _check_passes(stage, stream, placement, micros):
+    """All passes of a stage once, after what they need from this stage and after its receives."""
+    done = set()
+    for instruction in stream:
+        for need in _needs_here(stage, instruction, placement):
+            if need not in done:
+                raise ValueError(f"stage {stage}: {instruction} before {need}")
+        for each in _results(instruction):
+            if each in done:
+                raise ValueError(f"stage {stage}: {instruction} does {each} a second time")
+            done.add(each)
+    every = product("FBW", range(micros), range(placement.chunks))
+    wanted = {Instruction(*each) for each in every}
+    for missing in sorted(wanted - done):
+        raise ValueError(f"stage {stage}: {missing} is missing")
+    for extra in sorted(each for each in done - wanted if each.op in COMPUTE):
+        raise ValueError(f"stage {stage}: {extra} is of none of the {micros} microbatches")
+
+
+def _needs_here(stage, instruction, placement):
+    """What must come before on the same stage: passes, or the receive of what others made."""
+    op, mb, chunk = instruction
+    if op.startswith("Send"):
+        return [Instruction(op[-1], mb, chunk)]
+    return [
+        need if peer == stage else Instruction(f"Recv{op[0]}", mb, chunk)
+        for peer, need in placement.needs(stage, instruction)
+    ]
+
+
+def _results(instruction):
+    """What may be done once only, with BW as B and W."""
+    op, mb, chunk = instruction
+    if op in ("Reduce", "Step"):
+        return []
+    return [Instruction(part, mb, chunk) for part in ("BW" if op == "BW" else [op])]
+
+
+def _check_pairs(streams, placement):
+    """Sends and receives of each pair of stages: the same messages in the same order."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for stage, stream in enumerate(streams):
+        for instruction in filter(_is_message, stream):
+            peer, other = placement.other(stage, instruction)
+            if instruction.op in ("SendF", "SendB"):
+                sent[stage, peer].append((instruction, other))
+            else:
+                received[peer, stage].append((other, instruction))
+    for pair in sorted(sent.keys() | received.keys()):
+        _check_pair(*pair, sent[pair], received[pair])
+
+
+def _check_pair(sender, receiver, sent, received):
+    for send, receive in sorted(set(sent) - set(received)):
+        raise ValueError(f"stage {sender}: {send} has no {receive} on stage {receiver}")
+    for send, receive in sorted(set(received) - set(sent)):
+        raise ValueError(f"stage {receiver}: {receive} has no {send} on stage {sender}")
+    for (send, due), (_, receive) in zip(sent, received):
+        if due != receive:
+            raise ValueError(
+                f"stage {sender} sends {send} when stage {receiver} expects {receive}: "
+                "the messages of a pair must have one order"
+            )
+
+
+def _check_rendezvous(programs, placement):
+    """Run the groups until nothing moves; raise if this is not the end."""
+    heads, posted, moved = [0] * len(programs), set(), True
+    while moved:
+        moved = False
+        for stage, groups in enumerate(programs):
+            while heads[stage] < len(groups):
+                messages = list(filter(_is_message, groups[heads[stage]]))
+                posted.update((stage, message) for message in messages)
+                if not all(placement.other(stage, message) in posted for message in messages):
+                    break
+                heads[stage] += 1
+                moved = True
+    refuse_deadlock(
+        {
+            stage: "+".join(map(str, groups[head]))
+            for stage, (groups, head) in enumerate(zip(programs, heads))
+            if head < len(groups)
+        }
+    )

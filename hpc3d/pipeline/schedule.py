@@ -1,0 +1,225 @@
+"""Pipeline schedules: for each stage the order of its passes, as a stream of instructions.
+
+A schedule says nothing of messages, reductions or the optimiser: `hpc3d.pipeline.passes` adds
+them.  A B of which the stream has no W is the whole backward pass.  docs/schedules.md draws all of
+them.  In the texts p is the number of stages, i a stage from 0, m the microbatches of a step,
+v the chunks of a stage, t_f and t_b the times of a forward and a whole backward pass of a stage;
+"bubble" is the time of a step that a stage waits, messages not counted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from hpc3d.pipeline.instruction import Instruction, Placement, numbered
+from hpc3d.pipeline.table import from_csv
+from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
+
+
+def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
+    """One stage: forward and backward of one microbatch after the other.
+
+    Gradients accumulate, and the activations of one microbatch are in flight.
+    """
+    return numbered("FB" * micros)
+
+
+def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
+    """All forward passes, then all backward passes, the last microbatch first.
+
+    GPipe, arXiv:1811.06965.  The bubble is (p-1)(t_f + t_b), (p-1)/(m+p-1) of the step; the
+    activations of all m microbatches are in flight.
+    """
+    yield from (Instruction("F", mb) for mb in range(micros))
+    yield from (Instruction("B", mb) for mb in reversed(range(micros)))
+
+
+def one_f_one_b(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
+    """p-1-i forwards on stage i, then a forward and a backward by turns, then the backwards left.
+
+    PipeDream-flush, arXiv:2006.09503; "1F1B" in arXiv:2104.04473.  The bubble is that of GPipe,
+    (p-1)(t_f + t_b), but only min(m, p-i) activations are in flight.
+    """
+    warmup = min(stages - 1 - stage, micros)
+    return numbered("F" * warmup + "FB" * (micros - warmup) + "B" * warmup)
+
+
+def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[Instruction]:
+    """1F1B of v chunks a stage: a group of microbatches passes chunk 0, then chunk 1, ...
+
+    arXiv:2104.04473, section 2.2.  The bubble is (p-1)(t_f + t_b)/v, because the pipeline fills
+    with passes of a v-th of a stage.  The warm-up of stage i is 2(p-1-i) + (v-1)g forward passes
+    of chunks, g the size of a group: up to 2p-1 + (v-1)g chunks are in flight, against p v of
+    1F1B.  A group has p microbatches; where p does not divide m, there are as many groups as p
+    goes into m, of even sizes, the large ones first.
+    """
+    edges = _group_edges(micros, max(1, micros // stages))
+    groups = [range(*edge) for edge in pairwise(edges)]
+    ahead = 2 * (stages - 1 - stage) + (chunks - 1) * len(groups[0])
+    forward = [(mb, c) for group in groups for c in range(chunks) for mb in group]
+    backward = [(mb, chunks - 1 - c) for group in groups for c in range(chunks) for mb in group]
+    ahead = min(ahead, len(forward))
+    yield from (Instruction("F", *place) for place in forward[:ahead])
+    for here, back in zip(forward[ahead:], backward):
+        yield Instruction("F", *here)
+        yield Instruction("B", *back)
+    yield from (Instruction("B", *place) for place in backward[len(forward) - ahead :])
+
+
+def _group_edges(micros, groups):
+    """Where groups of even sizes begin and end, the large ones first."""
+    size, larger = divmod(micros, groups)
+    return accumulate((size + (group < larger) for group in range(groups)), initial=0)
+
+
+def pipedream(stage: int, stages: int, micros: int, steps: int = 1) -> Iterator[Instruction]:
+    """1F1B over the microbatches of all steps without a drain; an update after each backward.
+
+    PipeDream, arXiv:1806.03377.  Each microbatch is a minibatch of its own.  Its backward pass
+    uses the weights of its forward pass, so stage i keeps p-i versions of its weights and the
+    activations of p-i microbatches, and its gradients are of weights that are p-1-i updates old.
+    There is no bubble but the fill at the start and the drain at the end of the run.
+    """
+    return _updated(one_f_one_b(stage, stages, steps * micros), every=1)
+
+
+def pipedream_2bw(stage: int, stages: int, micros: int, steps: int = 1) -> Iterator[Instruction]:
+    """1F1B over the microbatches of all steps without a drain; an update after each m backwards.
+
+    PipeDream-2BW, arXiv:2006.09503.  The m microbatches of a step are a generation: their
+    gradients accumulate, and all of them use the weights before the last update,
+    W(t+1) = W(t) - rate dL(W(t-1)), so that with m >= p every stage keeps two versions of its
+    weights.  Activations in flight: p-i on stage i.  No bubble but at the start and the end of
+    the run.
+    """
+    return _updated(one_f_one_b(stage, stages, steps * micros), every=micros)
+
+
+def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]:
+    """The stream with a Step after each `every`-th backward pass."""
+    for instruction in stream:
+        yield instruction
+        if instruction.op == "B" and (instruction.mb + 1) % every == 0:
+            yield Instruction("Step")
+
+
+def _anything(stages, micros, chunks):
+    """The rule of schedules that take all sizes."""
+
+
+def _one_stage(stages, micros, chunks):
+    if stages > 1:
+        return f"mesh.p = {stages}: schedule none is for one stage; use 1f1b or mesh.p = 1"
+
+
+def _fills_the_stages(name, stages, micros, chunks):
+    if micros < stages:
+        return (
+            f"parallel.microbatches = {micros}: schedule {name} needs at least one a stage; use "
+            f"{stages} or more, or mesh.p = {micros}"
+        )
+
+
+class Schedule(NamedTuple):
+    """A schedule and the sizes that it runs with.
+
+    `generate` makes the stream of a stage from (stage, stages, micros), and from the number of
+    chunks where `chunks` is None, which allows any.  Where it is `asynchronous` one stream runs
+    through all training steps, whose number `generate` also takes.  `turn` is that of `Placement`.
+    `rule` gives a line against (stages, micros, chunks), or None.
+    """
+
+    name: str
+    generate: Callable[..., Iterator[Instruction]]
+    chunks: int | None = 1
+    asynchronous: bool = False
+    turn: bool = False
+    rule: Callable[[int, int, int], str | None] = _anything
+
+    def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
+        """One line, with key and remedy, if the schedule does not run with these sizes."""
+        sizes = {"mesh.p": stages, "parallel.microbatches": micros, "parallel.chunks": chunks}
+        for key, size in sizes.items():
+            if size < 1:
+                return f"{key} = {size}: must be at least 1"
+        if chunks != (self.chunks or chunks):
+            return f"parallel.chunks = {chunks}: schedule {self.name} wants {self.chunks}"
+        return self.rule(stages, micros, chunks)
+
+    def stream(self, stage: int, placement: Placement, micros: int, steps: int):
+        """The stream of a stage, as a list."""
+        extra = [steps] if self.asynchronous else [placement.chunks] if not self.chunks else []
+        return list(self.generate(stage, placement.stages, micros, *extra))
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("none", none, rule=_one_stage),
+        Schedule("gpipe", gpipe),
+        Schedule("1f1b", one_f_one_b),
+        Schedule(
+            "interleaved", interleaved, chunks=None, rule=partial(_fills_the_stages, "interleaved")
+        ),
+        Schedule("zb-h1", zb_h1),
+        Schedule("zb-h2", zb_h2),
+        Schedule("zb-v", zb_v, chunks=2, turn=True),
+        Schedule("pipedream", pipedream, asynchronous=True),
+        Schedule(
+            "pipedream-2bw",
+            pipedream_2bw,
+            asynchronous=True,
+            rule=partial(_fills_the_stages, "pipedream-2bw"),
+        ),
+    )
+}
+
+
+def find(name: str) -> Schedule:
+    """The schedule of that name; csv:FILE is the one that a file holds.
+
+    Raises ValueError for names that are not known and files that are no schedules.
+    """
+    if name.startswith("csv:"):
+        return _from_table(name, from_csv(name.removeprefix("csv:")))
+    if name not in SCHEDULES:
+        near = get_close_matches(name, SCHEDULES, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(SCHEDULES)
+        raise ValueError(f"parallel.schedule = {name!r}: {hint}known are {known} and csv:FILE")
+    return SCHEDULES[name]
+
+
+def _from_table(name, table):
+    """The schedule of a file, which has the sizes of the file only."""
+
+    def rule(stages, micros, chunks):
+        if stages != table.placement.stages:
+            return f"mesh.p = {stages}: {name} is for {table.placement.stages} stages; use as many"
+        if micros != table.micros:
+            return f"parallel.microbatches = {micros}: {name} has {table.micros}; use as many"
+
+    def generate(stage, stages, micros):
+        return iter(table.streams[stage])
+
+    return Schedule(name, generate, table.placement.chunks, turn=table.placement.turn, rule=rule)
+
+
+def streams(
+    name: str, stages: int, micros: int, chunks: int = 1, steps: int = 1
+) -> tuple[list[list[Instruction]], Placement]:
+    """The stream of each stage, and where the parts of the model lie.
+
+    A synchronous schedule is one step, which is run again in each; an asynchronous one is `steps`
+    steps, whose microbatches count on.  Raises ValueError for sizes that the schedule forbids.
+    """
+    schedule = find(name)
+    problem = schedule.forbids(stages, micros, chunks)
+    if steps != 1 and not schedule.asynchronous:
+        problem = f"steps = {steps}: schedule {name} is one step, which is run again; use 1"
+    if problem:
+        raise ValueError(problem)
+    placement = Placement(stages, chunks, schedule.turn)
+    return [schedule.stream(stage, placement, micros, steps) for stage in range(stages)], placement

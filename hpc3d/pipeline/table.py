@@ -1,0 +1,106 @@
+"""Schedules as CSV files: a row a stage, a cell an instruction."""
+
+import csv
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, parse
+
+TURN = "turn"
+
+
+class Table(NamedTuple):
+    """The streams of all stages, where their parts lie, and the number of microbatches."""
+
+    streams: list[list[Instruction]]
+    placement: Placement
+    micros: int
+
+
+def from_csv(path: str) -> Table:
+    """The schedule of a file.
+
+    Cells hold F, B, W and BW only: passes add the rest.  A first row of the one word `turn` says
+    that the parts of chunk 1 come back up the stages.  Blank cells and rows count for nothing, and
+    rows may have any length.  Raises ValueError with the row and the column, from 1, of what is
+    wrong.
+    """
+    try:
+        return _table(_rows(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Placement) -> None:
+    """Write a synchronous schedule as a file that `from_csv` reads."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerows([[TURN]] if placement.turn else [])
+        writer.writerows(streams)
+
+
+def _rows(path):
+    """(row, [(column, text)]) of all rows and cells that are not blank."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
+    except OSError as error:
+        raise ValueError(f"{error.strerror}; name a CSV file with a row for each stage") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"not a CSV file in UTF-8: {error}") from None
+    rows = [(row, [cell for cell in cells if cell[1]]) for row, cells in rows]
+    return [(row, cells) for row, cells in rows if cells]
+
+
+def _table(rows):
+    turn = bool(rows) and [text for _, text in rows[0][1]] == [TURN]
+    streams = {row: _stream(row, cells) for row, cells in rows[turn:]}
+    passes = [instruction for stream in streams.values() for instruction in stream]
+    if not passes:
+        raise ValueError("no instructions; write a row of them for each stage")
+    micros, chunks = (1 + max(numbers) for numbers in list(zip(*passes))[1:])
+    if turn and chunks != 2:
+        raise ValueError(f"row {rows[0][0]}: a turn wants chunks 0 and 1, the file has {chunks}")
+    for row, stream in streams.items():
+        _refuse_gaps(row, stream, micros, chunks)
+    return Table([*streams.values()], Placement(len(streams), chunks, turn), micros)
+
+
+def _stream(row, cells):
+    stream, done = [], set()
+    for column, text in cells:
+        try:
+            stream.append(_pass(text, done))
+        except ValueError as error:
+            raise ValueError(f"row {row}, column {column}: {error}") from None
+    return stream
+
+
+def _pass(text, done):
+    """The instruction of a cell; `done` are the passes F, B, W of the cells to its left."""
+    instruction = parse(text)
+    op, mb, chunk = instruction
+    if op not in COMPUTE:
+        raise ValueError(f"{text} is added by the passes; a file holds F, B, W and BW only")
+    for letter in op:
+        before = {"F": None, "B": "F", "W": "B"}[letter]
+        if before and (before, mb, chunk) not in done:
+            raise ValueError(f"{text} comes before {Instruction(before, mb, chunk)}; swap them")
+        if (letter, mb, chunk) in done:
+            raise ValueError(f"{text} comes twice; delete one")
+        done.add((letter, mb, chunk))
+    return instruction
+
+
+def _refuse_gaps(row, stream, micros, chunks):
+    """Every microbatch passes every chunk forward and backward, and from 0 without gaps."""
+    done = {(op[0], mb, chunk) for op, mb, chunk in stream}
+    for letter, chunk, mb in (
+        (x, c, m) for x in "FB" for c in range(chunks) for m in range(micros)
+    ):
+        if (letter, mb, chunk) not in done:
+            missing = Instruction(letter, mb, chunk)
+            raise ValueError(
+                f"row {row}: no {missing}, but other cells have its microbatch or chunk"
+            )

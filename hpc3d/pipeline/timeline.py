@@ -1,0 +1,112 @@
+"""A schedule on an ideal clock: when each pass of each stage starts and ends."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from hpc3d.pipeline.instruction import Instruction, Placement, whole
+
+Row = list[tuple[float, float, Instruction]]
+
+
+class Cost(NamedTuple):
+    """Seconds of a microbatch in a whole stage, all chunks together, and of a message."""
+
+    forward: float
+    backward: float
+    weight: float
+    comm: float = 0.0
+
+    def of(self, chunks: int) -> dict[str, float]:
+        """The seconds of each operation on one of `chunks` equal chunks; others take none."""
+        passes = {"F": self.forward, "B": self.backward, "W": self.weight}
+        passes["BW"] = self.backward + self.weight
+        return {op: seconds / chunks for op, seconds in passes.items()}
+
+
+def timeline(
+    streams: Iterable[Iterable[Instruction]], placement: Placement, cost: Cost
+) -> list[Row]:
+    """(start, end, instruction) of each stage, in seconds from the start of the run.
+
+    The streams hold passes, and Reduce and Step, which take no time; a B that has no W comes out
+    as BW.  An instruction starts when the one before it on its stage has ended and its inputs are
+    there: results of its own stage at once, those of another `cost.comm` after they were ready.
+    Sends never block.  Raises ValueError if the streams wait for each other.
+    """
+    return _Clock(streams, placement, cost).run()
+
+
+def makespan(rows: Iterable[Row]) -> float:
+    """Seconds from the first start to the last end of all stages."""
+    return max(row[-1][1] for row in rows) - min(row[0][0] for row in rows)
+
+
+def bubble(rows: Iterable[Row]) -> float:
+    """(cost - m (T_F + T_B + T_W)) / cost: the share of its time that the worst stage waits.
+
+    `cost` is the longest time from the first start to the last end of a stage: arXiv:2401.10241,
+    section 5.3.
+    """
+    cost = max(row[-1][1] - row[0][0] for row in rows)
+    work = max(sum(end - start for start, end, _ in row) for row in rows)
+    return (cost - work) / cost if cost else 0.0
+
+
+def refuse_deadlock(stuck: dict[int, str]) -> None:
+    """Raise ValueError if there are stages that are `stuck`, at the text given for each."""
+    if stuck:
+        where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
+        raise ValueError(f"deadlock: {where}; each waits for another: change their order")
+
+
+class _Clock:
+    """Stages that run until they need a result that is not there, and go on when it is.
+
+    Every instruction is looked at once when it is reached and once when its input comes, so the
+    time is linear in their number.
+    """
+
+    def __init__(self, streams, placement, cost):
+        self.placement, self.comm = placement, cost.comm
+        self.seconds = cost.of(placement.chunks)
+        self.streams = [list(whole(stream)) for stream in streams]
+        self.rows = [[] for _ in self.streams]
+        self.ends = {}  # (stage, pass) -> when it ended
+        self.waiting = {}  # (stage, pass) -> the stages that wait for it
+
+    def run(self):
+        ready = list(range(len(self.streams)))
+        while ready:
+            ready += self.advance(ready.pop())
+        refuse_deadlock(
+            {
+                stage: str(stream[len(row)])
+                for stage, (stream, row) in enumerate(zip(self.streams, self.rows))
+                if len(row) < len(stream)
+            }
+        )
+        return self.rows
+
+    def advance(self, stage) -> Iterator[int]:
+        """Run a stage as far as it goes; yields the stages that wait for what it has done."""
+        row = self.rows[stage]
+        clock = row[-1][1] if row else 0.0
+        while len(row) < len(self.streams[stage]):
+            instruction = self.streams[stage][len(row)]
+            needs = self.placement.needs(stage, instruction)
+            missing = [need for need in needs if need not in self.ends]
+            if missing:
+                self.waiting.setdefault(missing[0], []).append(stage)
+                return
+            start = max([clock, *(self.arrival(stage, need) for need in needs)])
+            clock = start + self.seconds.get(instruction.op, 0.0)
+            row.append((start, clock, instruction))
+            yield from self.finish(stage, instruction, clock)
+
+    def arrival(self, stage, need):
+        return self.ends[need] + (self.comm if need[0] != stage else 0.0)
+
+    def finish(self, stage, instruction, clock):
+        done = (stage, instruction._replace(op=instruction.op[0]))
+        self.ends[done] = clock
+        return self.waiting.pop(done, [])

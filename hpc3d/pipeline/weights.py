@@ -1,0 +1,52 @@
+"""Which weights a microbatch meets: what pipelines that do not drain between updates must keep.
+
+A layer saves the weights of its forward for its backward.  So a microbatch keeps the version that
+it met for as long as an update writes its result elsewhere: that is all of weight stashing.
+"""
+
+
+class InPlace:
+    """Synchronous schedules: no microbatch is in flight while the weights change."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def before_forward(self, generation):
+        """Show the weights for a microbatch of this generation (a batch, counted from 0)."""
+
+    def before_update(self):
+        """Make room for the next version."""
+
+
+class Stashed(InPlace):
+    """PipeDream (arXiv:1806.03377): forward takes the newest weights of its stage.
+
+    Stage i of p updates after every backward, so microbatch k meets k - (p - 1 - i) updates.
+    """
+
+    def before_update(self):
+        self.parameters.renew()
+
+
+class DoubleBuffered(InPlace):
+    """PipeDream-2BW (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)), two versions in all.
+
+    Generation t takes W(t-1) on every stage; those before the first are the first.
+    """
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.updates, self.versions = 0, {0: parameters.value}
+
+    def before_forward(self, generation):
+        self.parameters.show(self.versions[max(0, generation - 1)])
+
+    def before_update(self):
+        self.parameters.show(self.versions[self.updates])
+        self.parameters.renew()
+        self.updates += 1
+        self.versions[self.updates] = self.parameters.value
+        self.versions.pop(self.updates - 2, None)
+
+
+WEIGHTS = {"pipedream": Stashed, "pipedream-2bw": DoubleBuffered}

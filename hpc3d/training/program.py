@@ -1,0 +1,43 @@
+"""What the stages of a run execute: the schedule of its input file, lowered."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from hpc3d.pipeline.instruction import Instruction, Placement
+from hpc3d.pipeline.passes import lower
+from hpc3d.pipeline.schedule import find, streams
+
+STEP = (Instruction("Step"),)
+
+
+class Program(NamedTuple):
+    """The groups of instructions of every stage, and where the parts of the model lie.
+
+    They are those of one training step, or under an asynchronous schedule those of all steps,
+    where microbatches of up to `ahead` steps more are in flight before a step is over.
+    """
+
+    stages: list
+    placement: Placement
+    asynchronous: bool
+    ahead: int
+
+    def steps(self, stage, updates):
+        """The groups of a stage, training step by training step, with `updates` Steps each."""
+        groups = self.stages[stage]
+        while not self.asynchronous:
+            yield groups
+        ends = [place for place, group in enumerate(groups, 1) if group == STEP]
+        ends = [0, *ends[updates - 1 : -1 : updates], len(groups)]
+        yield from (groups[slice(*edge)] for edge in pairwise(ends))
+
+
+def program(config):
+    """The program of a run; ValueError for what the schedule forbids."""
+    parallel, stages = config.parallel, config.mesh.p
+    asynchronous = find(parallel.schedule).asynchronous
+    steps = config.train.steps if asynchronous else 1
+    sizes = stages, parallel.microbatches, parallel.chunks, steps
+    compute, placement = streams(parallel.schedule, *sizes)
+    ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0
+    return Program(lower(compute, placement, parallel.overlap), placement, asynchronous, ahead)

@@ -1,0 +1,32 @@
+"""The whole model as one stage, for tests of what one pass does."""
+
+import numpy as np
+
+from hpc3d.model.buckets import Buckets
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import Part, build, microbatches
+
+
+class Model:
+    """A stage with all layers and both ends, and its parameters."""
+
+    def __init__(self, mesh, shape, split, dtype="float64", seed=5, zero=0):
+        self.mesh = mesh
+        self.parameters = Parameters(mesh, dtype, zero)
+        part = Part(range(shape.layers), True, True)
+        (self.stage,) = build(mesh, self.parameters, shape, split, [part], seed=seed)
+        self.parameters.allocate(seed)
+        self.buckets = Buckets(self.parameters, 1e4)
+
+    def gradients(self, tokens, targets, step=0):
+        """Mean loss of the batch over all ranks; the gradients are in the parameters."""
+        self.buckets.begin()
+        (micro,) = microbatches(step, tokens, targets, 1)
+        loss, saved = self.stage.forward(None, micro)
+        self.stage.backward(None, saved, micro, finished=self.buckets.finished)
+        self.buckets.wait()
+        return float(self.mesh.world.all_reduce(np.array([loss * micro.scale])).wait()[0])
+
+    def norm(self):
+        squares = np.array([self.parameters.sum_of_squares()])
+        return float(np.sqrt(self.mesh.world.all_reduce(squares).wait()[0]))

@@ -1,0 +1,83 @@
+"""The drawn diagram is the test: small ones here, all of them in docs/schedules.md."""
+
+from pathlib import Path
+
+from hpc3d.pipeline.draw import draw
+from hpc3d.pipeline.page import page
+from hpc3d.pipeline.schedule import SCHEDULES, streams
+from hpc3d.pipeline.timeline import Cost, timeline
+
+DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
+EQUAL = Cost(1, 1, 1)
+
+
+def drawn(*sizes, cost=EQUAL, steps=1, **how):
+    return draw(timeline(*streams(*sizes, steps=steps), cost), **how).splitlines()
+
+
+def test_the_page_of_diagrams_is_up_to_date():
+    text = DOCS.read_text(encoding="utf-8")
+    assert text == page(), "run: python -m hpc3d.pipeline.page > docs/schedules.md"
+    assert all(f"## {name}\n" in text for name in SCHEDULES)
+
+
+def test_1f1b():
+    assert drawn("1f1b", 2, 3) == [
+        "0 |F0 F1       B0--- F2 B1---    B2---",
+        "1 |   F0 B0--- F1 B1--- F2 B2---",
+    ]
+
+
+def test_small_letters_are_chunk_1_and_a_number_before_the_letter_a_later_one():
+    assert drawn("zb-v", 2, 2, 2) == [
+        "0 |F0 F1    f0 b0 w0 f1 b1 w1 B0 W0    B1 W1",
+        "1 |   F0 f0 F1 f1 b0 w0 B0 W0 b1 w1 B1 W1",
+    ]
+    assert drawn("interleaved", 1, 1, 3) == ["0 |F0  f0  2F0 2B0---- b0----- B0-----"]
+
+
+def test_a_bar_is_an_update():
+    assert drawn("pipedream", 2, 2, columns=30) == [
+        "0 |F0 F1       B0---|   B1---|",
+        "1 |   F0 B0---|F1 B1---|",
+    ]
+
+
+def test_what_is_too_wide_loses_its_gaps_and_is_then_cut():
+    assert drawn("zb-h1", 2, 3, columns=34) == [
+        "0 |F0 F1    B0 W0 F2 B1 W1 B2 W2",
+        "1 |   F0 B0 F1 B1 W0 F2 B2 W1 W2",
+    ]
+    assert drawn("zb-h1", 2, 3, columns=24) == [
+        "0 |F0F1  B0W0F2B1W1B2W2",
+        "1 |  F0B0F1B1W0F2B2W1W2",
+    ]
+    assert drawn("zb-h1", 2, 3, columns=14) == [
+        "0 |F0F1  B0W0",
+        "1 |  F0B0F1B1",
+        "cut after 5 of 10 cells of 1 s",
+    ]
+
+
+def test_no_line_is_wider_than_the_columns():
+    for columns in (20, 50, 99):
+        for name, v in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("pipedream", 1)):
+            lines = drawn(name, 4, 12, v, columns=columns, cost=Cost(1.1, 1.7, 0.9, 0.3))
+            assert len(lines) == 5
+            assert max(map(len, lines[:4])) <= columns
+            assert max(map(len, lines[:4])) > columns - 6
+
+
+def test_cells_are_those_of_the_shortest_pass_or_of_the_unit():
+    cost = Cost(0.02, 0.04, 0.02, comm=0.01)
+    assert drawn("1f1b", 2, 1, cost=cost) == [
+        "0 |F0                B0------",
+        "1 |      F0 B0------",
+    ]
+    assert drawn("1f1b", 2, 1, cost=cost, unit=0.01) == [
+        "0 |F0---                               B0---------------",
+        "1 |         F0--- B0---------------",
+    ]
+    assert drawn("1f1b", 1, 1, cost=Cost(1, 1e-9, 0), columns=20)[1:] == [
+        "cut after 8 of 1000000001 cells of 1e-09 s"
+    ]

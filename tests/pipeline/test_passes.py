@@ -1,0 +1,164 @@
+"""Lowered schedules: as strings, on all sizes by the contract, and with faults planted."""
+
+from itertools import pairwise, product
+
+import pytest
+
+from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, parse, whole
+from hpc3d.pipeline.passes import check, lower
+from hpc3d.pipeline.schedule import SCHEDULES, streams
+
+
+def text(programs):
+    return [" ".join("+".join(map(str, group)) for group in groups) for groups in programs]
+
+
+def programs(*texts):
+    """The groups of stages from texts such as "F0 SendF0+RecvB0"."""
+    return [
+        [tuple(map(parse, group.split("+"))) for group in stage_text.split()]
+        for stage_text in texts
+    ]
+
+
+def lowered(name, p, m, v=1, steps=1, overlap=True):
+    return lower(*streams(name, p, m, v, steps), overlap)
+
+
+def test_1f1b_with_its_messages():
+    assert text(lowered("1f1b", 3, 3)) == [
+        "F0 SendF0 F1 SendF1 F2 SendF2+RecvB0 BW0 RecvB1 BW1 RecvB2 BW2+Reduce Step",
+        "RecvF0 F0 RecvF1+SendF0 F1 RecvF2+SendF1+RecvB0 BW0 SendB0 F2 SendF2+RecvB1 BW1 "
+        "SendB1+RecvB2 BW2+Reduce SendB2 Step",
+        "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 RecvF2+SendB1 F2 BW2+Reduce SendB2 Step",
+    ]
+
+
+def test_a_reduction_alone_or_under_the_last_weight_gradient_of_its_chunk():
+    early, late = (text(lowered("zb-v", 1, 1, 2, overlap=overlap))[0] for overlap in (True, False))
+    assert early == "F0 1F0 1B0 1W0+1Reduce B0 W0+Reduce Step"
+    assert late == "F0 1F0 1B0 1W0 B0 W0 Reduce 1Reduce Step"
+
+
+def test_reductions_of_each_step_of_an_asynchronous_schedule():
+    early, late = (
+        text(lowered("pipedream-2bw", 2, 2, steps=2, overlap=overlap)) for overlap in (True, False)
+    )
+    assert early[1] == (
+        "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1+Reduce RecvF2+SendB1 Step F2 BW2 "
+        "RecvF3+SendB2 F3 BW3+Reduce SendB3 Step"
+    )
+    assert late[0] == (
+        "F0 SendF0 F1 SendF1+RecvB0 BW0 F2 SendF2+RecvB1 BW1 Reduce Step F3 SendF3+RecvB2 BW2 "
+        "RecvB3 BW3 Reduce Step"
+    )
+
+
+def cases():
+    for name, schedule in SCHEDULES.items():
+        for p, m, v in product(range(1, 9), range(1, 17), (1, 2, 3)):
+            if schedule.forbids(p, m, v) is None:
+                yield name, p, m, v, 2 if schedule.asynchronous else 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_keeps_the_contract(name):
+    mine = [case for case in cases() if case[0] == name]
+    assert len(mine) >= 16
+    for _, p, m, v, steps in mine:
+        passes, placement = streams(name, p, m, v, steps)
+        check(lower(passes, placement, overlap=m % 2 == 0), placement, m * steps)
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_lowering_keeps_the_order_of_passes_and_fuses_all_between_two(name, v):
+    passes, placement = streams(name, 4, 8, v)
+    for stream, groups in zip(passes, lower(passes, placement)):
+        first = [group[0] for group in groups]
+        assert [one for one in first if one.op in COMPUTE] == list(whole(stream))
+        moves = [one.op in MESSAGES for one in first]
+        assert not any(one and other for one, other in pairwise(moves))
+        assert first[-1] == ("Step", -1, 0)
+
+
+TWO = Placement(2, 1)
+GOOD = (
+    "F0 SendF0 F1 SendF1+RecvB0 BW0 RecvB1 BW1 Step",
+    "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 SendB1 Step",
+)
+
+
+def test_the_schedule_without_a_fault():
+    check(programs(*GOOD), TWO, 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "fault"),
+    [
+        # A send that waits for its receive, which waits for the send behind it.
+        (
+            0,
+            ("SendF1+RecvB0 BW0", "RecvB0 BW0 SendF1"),
+            "deadlock: stage 0 at RecvB0, stage 1 at RecvF1; .* order",
+        ),
+        (0, ("SendF0 ", ""), "stage 1: RecvF0 has no SendF0 on stage 0"),
+        (1, ("BW1 SendB1", "BW1"), "stage 0: RecvB1 has no SendB1 on stage 1"),
+        (0, ("+RecvB0", ""), "stage 0: BW0 before RecvB0"),
+        (1, ("BW0", "B0"), "stage 1: W0 is missing"),
+        (1, ("F1 BW1", "BW1 F1"), "stage 1: BW1 before F1"),
+        (1, ("F0 RecvF1", "F0 F0 RecvF1"), "stage 1: F0 does F0 a second time"),
+        (0, ("BW0", "BW0 W0"), "stage 0: W0 does W0 a second time"),
+        (0, ("BW0", "W0 B0"), "stage 0: W0 before B0"),
+        (0, ("F0 SendF0", "SendF0 F0"), "stage 0: SendF0 before F0"),
+        (1, ("BW1 SendB1", ""), "stage 1: B1 is missing"),
+        (0, ("Step", "SendB0 Step"), "stage 0: SendB0: no other stage has the other end"),
+        (
+            1,
+            ("RecvF0 F0 RecvF1 BW0", "RecvF1+RecvF0 F0 BW0"),
+            "stage 0 sends SendF0 when stage 1 expects RecvF1",
+        ),
+    ],
+)
+def test_a_planted_fault_is_named(stage, change, fault):
+    texts = list(GOOD)
+    assert change[0] in texts[stage]
+    texts[stage] = texts[stage].replace(*change, 1)
+    with pytest.raises(ValueError, match=fault):
+        check(programs(*texts), TWO, 2)
+
+
+def test_a_send_without_its_receive():
+    texts = "F0 SendF0 F1 SendF1 RecvB0 BW0", "RecvF0 F0 BW0 SendB0"
+    with pytest.raises(ValueError, match="stage 0: F1 is of none of the 1 microbatches"):
+        check(programs(*texts), TWO, 1)
+    texts = "F0 SendF0+RecvB0 BW0", "F0 BW0 SendB0"
+    with pytest.raises(ValueError, match="stage 1: F0 before RecvF0"):
+        check(programs(*texts), TWO, 1)
+    texts = "F0 SendF0 RecvB0 BW0", "RecvF0 F0 BW0 SendB0 RecvF1"
+    with pytest.raises(ValueError, match="stage 1: RecvF1 has no SendF1 on stage 0"):
+        check(programs(*texts), TWO, 1)
+
+
+def test_sends_that_block_need_their_group():
+    """1F1B whose messages are posted one by one deadlocks where the fused one does not."""
+    passes, placement = streams("1f1b", 2, 4)
+    fused = lower(passes, placement)
+    check(fused, placement, 4)
+    alone = [[(one,) for group in groups for one in reversed(group)] for groups in fused]
+    with pytest.raises(ValueError, match=r"deadlock: stage 0 at RecvB0, stage 1 at RecvF1"):
+        check(alone, placement, 4)
+
+
+def test_the_turn_of_a_v_hands_over_in_order():
+    turn = Placement(1, 2, turn=True)
+    check(programs("F0 1F0 1BW0 BW0"), turn, 1)
+    with pytest.raises(ValueError, match="stage 0: 1F0 before F0"):
+        check(programs("1F0 F0 1BW0 BW0"), turn, 1)
+    with pytest.raises(ValueError, match="stage 0: BW0 before 1B0"):
+        check(programs("F0 1F0 BW0 1BW0"), turn, 1)
+
+
+def test_a_lowered_stream_is_made_of_named_parts():
+    step, reduction = lowered("1f1b", 1, 1)[0][-1:-3:-1]
+    assert step == (Instruction("Step"),)
+    assert reduction == (Instruction("BW", 0), Instruction("Reduce"))

@@ -1,0 +1,102 @@
+"""Bubbles on the ideal clock against published numbers and closed forms."""
+
+import pytest
+
+from hpc3d.pipeline.instruction import Placement, parse
+from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
+
+# Zero Bubble, arXiv:2401.10241: times of table 6 [ms], bubble rates of table 5.
+PUBLISHED = [
+    # p, m, T_F, T_B, T_W, T_comm, 1F1B, ZB-H1, ZB-H2
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242, 0.0837),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0444),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323, 0.0698),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045, 0.0559),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554, 0.0294),
+]
+
+
+EQUAL = Cost(1, 1, 1)
+
+
+def run(name, p, m, v=1, cost=EQUAL, **steps):
+    return timeline(*streams(name, p, m, v, **steps), cost)
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_published_bubble_rates(row):
+    p, m, *times = row[:6]
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), row[6:]):
+        assert abs(bubble(run(name, p, m, cost=Cost(*times))) - rate) <= 0.00005 + 1e-9, name
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8), (8, 4), (5, 16)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
+def test_bubble_of_whole_backward_passes(name, p, m):
+    rows = run(name, p, m, cost=Cost(2, 3, 1))
+    assert bubble(rows) == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+    assert makespan(rows) == (m + p - 1) * 6
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 12), (8, 16)])
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_bubble_of_interleaved(p, m, v):
+    rows = run("interleaved", p, m, v)
+    assert makespan(rows) / (3 * m) - 1 == pytest.approx((p - 1) / (v * m), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 16), (8, 32)])
+@pytest.mark.parametrize("cost", [Cost(1, 1, 1), Cost(3, 3, 2), Cost(4, 5, 3)])
+def test_bubble_of_late_weights(p, m, cost):
+    """(p-1)(T_F + T_B - T_W) and (p-1)(T_F + T_B - 2 T_W): table 2 of arXiv:2401.10241."""
+    for name, weights in (("zb-h1", 1), ("zb-h2", 2)):
+        rows = run(name, p, m, cost=cost)
+        wait = max(row[-1][1] - row[0][0] for row in rows) - m * sum(cost[:3])
+        assert wait == (p - 1) * (cost.forward + cost.backward - weights * cost.weight), name
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_no_bubble_in_the_v(p):
+    for m in (2 * p - 1, 2 * p, 3 * p + 1):
+        assert bubble(run("zb-v", p, m, 2)) == 0.0
+    short = [bubble(run("zb-v", p, m, 2)) for m in range(1, 2 * p - 1)]
+    assert all(rate > 0 for rate in short)
+
+
+def test_two_steps_of_an_asynchronous_schedule_fill_and_drain_once():
+    one = makespan(run("1f1b", 4, 8))
+    assert makespan(run("pipedream-2bw", 4, 8, steps=2)) == 2 * one - 3 * 3
+
+
+def test_times_of_a_small_pipeline():
+    rows = run("1f1b", 2, 2, cost=Cost(1.0, 2.0, 4.0, comm=0.5))
+    assert [[(start, end, str(what)) for start, end, what in row] for row in rows] == [
+        [(0, 1, "F0"), (1, 2, "F1"), (9, 15, "BW0"), (16, 22, "BW1")],
+        [(1.5, 2.5, "F0"), (2.5, 8.5, "BW0"), (8.5, 9.5, "F1"), (9.5, 15.5, "BW1")],
+    ]
+
+
+def test_parts_on_one_stage_need_no_message():
+    rows = run("zb-v", 1, 1, 2, cost=Cost(2, 2, 2, comm=9))
+    assert [(start, str(what)) for start, _, what in rows[0]] == [
+        (0, "F0"),
+        (1, "1F0"),
+        (2, "1B0"),
+        (3, "1W0"),
+        (4, "B0"),
+        (5, "W0"),
+    ]
+
+
+def test_streams_that_wait_for_each_other():
+    orders = [list(map(parse, text.split())) for text in ("F0 B0 F1 B1", "F1 B1 F0 B0")]
+    with pytest.raises(ValueError, match=r"^deadlock: stage 0 at BW0, stage 1 at F1; .* order$"):
+        timeline(orders, Placement(2, 1), EQUAL)
+
+
+def test_a_pass_before_its_own_input():
+    for text in ("W0 F0 B0", "B0 F0", "F0 W0 B0"):
+        with pytest.raises(ValueError, match="deadlock: stage 0 at"):
+            timeline([[parse(word) for word in text.split()]], Placement(1, 1), EQUAL)
