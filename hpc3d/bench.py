@@ -5,6 +5,7 @@
     overhead   a step on 64 ranks against one rank with all cores
     step       a step on one rank, one thread, against the same model in torch, eager
     trace      a step with and without the trace
+    overlap    the sums of gradients over the data axis, while backward runs and after it
     schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
 
 Ratios are medians of pairs that ran one after the other; single times say little on a machine
@@ -27,6 +28,11 @@ OVERHEAD = {
     "hidden 512, 4 layers, 8,192 tokens, 4 x 4 x 4": HIDDEN_512,
     "hidden 512, 4 layers, 8,192 tokens, 16 x 4 x 1": [*HIDDEN_512, *CUBOID],
     "gpt-3d-64.toml, 4 x 4 x 4": [],
+}
+REPLICAS = ["--mesh.d", "2", "--parallel.bucket_mb", "1", "--train.batch", "32"]
+OVERLAP = {
+    "2 replicas, MPI": [*REPLICAS, "--mesh.transport", "mpi"],
+    "2 replicas, shared memory": REPLICAS,
 }
 SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
 
@@ -98,6 +104,21 @@ def trace(options):
     return {**found, "share": share}
 
 
+def overlap(options):
+    from hpc3d.analyze import paired
+
+    results = {}
+    for label, sizes in OVERLAP.items():
+        path = str(INPUTS / "gpt-dp-vs-pp.toml")
+        found = results[label] = paired.overlap(path, sizes, 2, options.rounds or 7)
+        times = (
+            f"{found['ours_s'] * 1e3:.1f} ms a step with overlap, {found['theirs_s'] * 1e3:.1f}"
+        )
+        spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
+        print(f"{label}: exposed {times} ms without, ratio {spread}; bytes {found['bytes']}")
+    return results
+
+
 def schemes(options):
     from hpc3d.analyze import paired
 
@@ -127,7 +148,13 @@ def pair(found):
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
-BENCHMARKS = {"overhead": overhead, "step": step, "trace": trace, "schemes": schemes}
+BENCHMARKS = {
+    "overhead": overhead,
+    "step": step,
+    "trace": trace,
+    "overlap": overlap,
+    "schemes": schemes,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -114,9 +114,25 @@ def overhead(path, options, ranks, rounds):
     return {**result, "first_step_s": median(m["first_s"] for m in many)}
 
 
+def overlap(path, options, ranks, rounds):
+    """Seconds a step that a rank spends in the sums of gradients over the data axis, with and
+    without overlap, and the bytes that it receives there: the same both ways."""
+    found = {"true": [], "false": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for value, runs in found.items():
+                how = [path, *options, "--parallel.overlap", value]
+                runs.append(run(ranks, how, folder, steps=6)["data"])
+    ours, theirs = found.values()
+    result = ratios([one["seconds"] for one in ours], [one["seconds"] for one in theirs])
+    received = sorted({one["bytes"] for one in [*ours, *theirs]})
+    return {**result, "bytes": received}
+
+
 def run(ranks, arguments, folder, steps=4):
     """Train; the median step, the seconds from the start of the launcher until the first step is
-    done, the seconds a step of every operation, and the run's folder."""
+    done, the seconds a step of every operation, what a rank spends and receives a step along the
+    data axis, and the run's folder."""
     launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
     command = [launcher, "-np", str(ranks), sys.executable, "-m", "hpc3d.train", *arguments]
     command += ["--train.steps", str(steps), "--run.out", folder]
@@ -151,7 +167,18 @@ def times(recorded):
     for name in np.unique(names[inside]):
         total = events["dur"][inside & (names == name)].sum() * 1e-9
         seconds[str(name)] = float(total / len(spans))
-    return {"step_s": float(np.median(spans)), "seconds": seconds}
+    data = along(recorded, "d", len(spans))
+    return {"step_s": float(np.median(spans)), "seconds": seconds, "data": data}
+
+
+def along(recorded, axis, steps):
+    """Seconds and bytes a rank and step, after the first, in calls along a mesh axis."""
+    groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
+    events = recorded.events
+    calls = np.isin(events["group"], groups) & (events["step"] > 0)
+    count = steps * recorded.attrs["world_size"]
+    seconds, received = (float(events[key][calls].sum()) / count for key in ("dur", "bytes"))
+    return {"seconds": seconds * 1e-9, "bytes": received}
 
 
 def with_sizes(config, **sizes):

@@ -106,6 +106,11 @@ class Placement(NamedTuple):
     def last(self, stage: int, chunk: int) -> bool:
         return self.part(stage, chunk) == self.parts - 1
 
+    def neighbour(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
+        """The (stage, chunk) of the part that is `further` in model order; None at its ends."""
+        part = self.part(stage, chunk) + further
+        return self.place(part) if 0 <= part < self.parts else None
+
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """The stage at the other end of a message, and the message as that stage names it.
 
@@ -113,11 +118,10 @@ class Placement(NamedTuple):
         between two parts on one stage.
         """
         op, further = MESSAGES[instruction.op]
-        part = self.part(stage, instruction.chunk) + further
-        peer, chunk = self.place(part) if 0 <= part < self.parts else (stage, 0)
-        if peer == stage:
+        place = self.neighbour(stage, instruction.chunk, further)
+        if place is None or place[0] == stage:
             raise ValueError(f"stage {stage}: {instruction}: no other stage has the other end")
-        return peer, Instruction(op, instruction.mb, chunk)
+        return place[0], Instruction(op, instruction.mb, place[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
         """The passes, each with its stage, whose results a pass works on.
@@ -131,8 +135,5 @@ class Placement(NamedTuple):
         if op not in COMPUTE:
             return []
         own = [] if op == "F" else [(stage, Instruction("F", mb, chunk))]
-        part = self.part(stage, chunk) + (-1 if op == "F" else 1)
-        if not 0 <= part < self.parts:
-            return own
-        peer, chunk = self.place(part)
-        return [*own, (peer, Instruction(op[0], mb, chunk))]
+        place = self.neighbour(stage, chunk, -1 if op == "F" else 1)
+        return [*own, (place[0], Instruction(op[0], mb, place[1]))] if place else own

@@ -68,8 +68,8 @@ def _section(schedule: Schedule) -> str:
     return (
         f"## {schedule.name}\n\n{getdoc(schedule.generate)}\n\n"
         f"```text\n{draw(rows, columns=125)}\n```\n\n"
-        f"Bubble {bubble(rows):.4f} of the time. In flight on stages 0 to {stages - 1}: "
-        f"{activations}{waiting}.\n"
+        f"Bubble {bubble(rows):.4f} of the time. "
+        f"In flight from stage 0 on: {activations}{waiting}.\n"
     )
 
 

@@ -46,17 +46,18 @@ def add_messages(
 ) -> list[list[Instruction]]:
     """The streams with the messages that their passes need from other stages and owe to them.
 
-    A message has a time: the end of the pass that makes it, on an ideal clock where every pass
-    takes 1 and messages nothing.  Both ends post it after the passes that end by then and before
-    those that start then or later: the sender right after the pass, the receiver no later than the
-    pass that needs it.  Messages of one time are ordered by what they carry, alike on both sides.
+    A message has a time: the end of the pass that makes it, on an ideal clock where F, B and W
+    take 1 and messages nothing.  Both ends post it before the first pass that starts then or
+    later: the sender right after the pass that makes it, the receiver no later than right before
+    the pass that needs it.  Messages of one time are ordered by sender and content, which both
+    ends know.
 
-    So the messages of a stage are a part of one order of all messages, and no schedule can
-    deadlock.  Proof: suppose all stages that are not done are stuck, each at a message that its
-    peer has not posted; take the first of these in the order of all.  Its peer is stuck at an
-    earlier group, so at an earlier message: a contradiction.  Fused groups change nothing, as a
-    group is a run of this order.  Two stages see their messages in one order, so they also keep it
-    where messages have no tags.
+    So all messages have one order, each stage posts its own in this order, and no schedule can
+    deadlock.  Proof: suppose that nothing moves.  Each stage that is not done stands at a group
+    with a message that its peer has not posted; let m be the first of all these messages.  The
+    peer stands at a group before m, all of whose messages come before m, and one of them is not
+    posted by its own peer either: then m was not the first.  It also follows that a pair of
+    stages has one order for its messages, which can do without tags.
     """
     rows = timeline(streams, placement, Cost(*[placement.chunks] * 3))
     posts = [[] for _ in rows]
@@ -79,8 +80,8 @@ def _sends(rows, placement):
 
 def _goes_on(placement, stage, op, chunk):
     """Whether another stage has the part that works on the result of a pass."""
-    part = placement.part(stage, chunk) + (1 if op == "F" else -1)
-    return 0 <= part < placement.parts and placement.place(part)[0] != stage
+    place = placement.neighbour(stage, chunk, 1 if op == "F" else -1)
+    return place is not None and place[0] != stage
 
 
 def _merged(row, posts):
@@ -231,8 +232,7 @@ def _check_pairs(streams, placement):
 
 
 def _check_pair(sender, receiver, sent, received):
-    for send, receive in sorted(set(sent) - set(received)):
-        raise ValueError(f"stage {sender}: {send} has no {receive} on stage {receiver}")
+    # Each send has its receive, or a pass of the receiver would have come before its input.
     for send, receive in sorted(set(received) - set(sent)):
         raise ValueError(f"stage {receiver}: {receive} has no {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):

@@ -9,7 +9,6 @@ v the chunks of a stage, t_f and t_b the times of a forward and a whole backward
 
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -105,16 +104,16 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
             yield Instruction("Step")
 
 
-def _anything(stages, micros, chunks):
+def _anything(name, stages, micros):
     """The rule of schedules that take all sizes."""
 
 
-def _one_stage(stages, micros, chunks):
+def _one_stage(name, stages, micros):
     if stages > 1:
-        return f"mesh.p = {stages}: schedule none is for one stage; use 1f1b or mesh.p = 1"
+        return f"mesh.p = {stages}: schedule {name} is for one stage; use 1f1b or mesh.p = 1"
 
 
-def _fills_the_stages(name, stages, micros, chunks):
+def _one_a_stage(name, stages, micros):
     if micros < stages:
         return (
             f"parallel.microbatches = {micros}: schedule {name} needs at least one a stage; use "
@@ -128,7 +127,7 @@ class Schedule(NamedTuple):
     `generate` makes the stream of a stage from (stage, stages, micros), and from the number of
     chunks where `chunks` is None, which allows any.  Where it is `asynchronous` one stream runs
     through all training steps, whose number `generate` also takes.  `turn` is that of `Placement`.
-    `rule` gives a line against (stages, micros, chunks), or None.
+    `rule` gives a line against (name, stages, micros), or None.
     """
 
     name: str
@@ -136,7 +135,7 @@ class Schedule(NamedTuple):
     chunks: int | None = 1
     asynchronous: bool = False
     turn: bool = False
-    rule: Callable[[int, int, int], str | None] = _anything
+    rule: Callable[[str, int, int], str | None] = _anything
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
         """One line, with key and remedy, if the schedule does not run with these sizes."""
@@ -146,7 +145,7 @@ class Schedule(NamedTuple):
                 return f"{key} = {size}: must be at least 1"
         if chunks != (self.chunks or chunks):
             return f"parallel.chunks = {chunks}: schedule {self.name} wants {self.chunks}"
-        return self.rule(stages, micros, chunks)
+        return self.rule(self.name, stages, micros)
 
     def stream(self, stage: int, placement: Placement, micros: int, steps: int):
         """The stream of a stage, as a list."""
@@ -160,19 +159,12 @@ SCHEDULES = {
         Schedule("none", none, rule=_one_stage),
         Schedule("gpipe", gpipe),
         Schedule("1f1b", one_f_one_b),
-        Schedule(
-            "interleaved", interleaved, chunks=None, rule=partial(_fills_the_stages, "interleaved")
-        ),
+        Schedule("interleaved", interleaved, chunks=None, rule=_one_a_stage),
         Schedule("zb-h1", zb_h1),
         Schedule("zb-h2", zb_h2),
         Schedule("zb-v", zb_v, chunks=2, turn=True),
         Schedule("pipedream", pipedream, asynchronous=True),
-        Schedule(
-            "pipedream-2bw",
-            pipedream_2bw,
-            asynchronous=True,
-            rule=partial(_fills_the_stages, "pipedream-2bw"),
-        ),
+        Schedule("pipedream-2bw", pipedream_2bw, asynchronous=True, rule=_one_a_stage),
     )
 }
 
@@ -195,7 +187,7 @@ def find(name: str) -> Schedule:
 def _from_table(name, table):
     """The schedule of a file, which has the sizes of the file only."""
 
-    def rule(stages, micros, chunks):
+    def rule(name, stages, micros):
         if stages != table.placement.stages:
             return f"mesh.p = {stages}: {name} is for {table.placement.stages} stages; use as many"
         if micros != table.micros:
@@ -217,7 +209,9 @@ def streams(
     """
     schedule = find(name)
     problem = schedule.forbids(stages, micros, chunks)
-    if steps != 1 and not schedule.asynchronous:
+    if steps < 1:
+        problem = f"steps = {steps}: must be at least 1"
+    elif steps > 1 and not schedule.asynchronous:
         problem = f"steps = {steps}: schedule {name} is one step, which is run again; use 1"
     if problem:
         raise ValueError(problem)

@@ -13,9 +13,10 @@ from hpc3d.pipeline.instruction import Instruction, numbered
 def zb_h1(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """1F1B whose stage i does W of a microbatch i backward passes late, the rest at the end.
 
-    So stage 0, for which the others wait, has its drain to itself, and theirs are full of W.  The
-    bubble is (p-1)(T_F + T_B - T_W).  Before a B, stage i has min(m, p-i) activations in flight,
-    those of 1F1B, and beside them the inputs of W of i microbatches (arXiv:2401.10241, table 2).
+    The stage before gets its gradient without waiting for W, and the W that were put off fill the
+    drain: the bubble is (p-1)(T_F + T_B - T_W).  Before a B, stage i has min(m, p-i) activations
+    in flight, those of 1F1B, and beside them the inputs of W of i microbatches (arXiv:2401.10241,
+    table 2).
     """
     return _late_weights(stages - 1 - stage, stage, micros)
 

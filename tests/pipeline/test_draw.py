@@ -41,6 +41,11 @@ def test_a_bar_is_an_update():
         "0 |F0 F1       B0---|   B1---|",
         "1 |   F0 B0---|F1 B1---|",
     ]
+    assert drawn("pipedream", 2, 2, columns=29) == [
+        "0 |F0 F1       B0---|   B1",
+        "1 |   F0 B0---|F1 B1---|",
+        "cut after 8 of 9 cells of 1 s",
+    ]
 
 
 def test_what_is_too_wide_loses_its_gaps_and_is_then_cut():
@@ -78,6 +83,6 @@ def test_cells_are_those_of_the_shortest_pass_or_of_the_unit():
         "0 |F0---                               B0---------------",
         "1 |         F0--- B0---------------",
     ]
-    assert drawn("1f1b", 1, 1, cost=Cost(1, 1e-9, 0), columns=20)[1:] == [
-        "cut after 8 of 1000000001 cells of 1e-09 s"
+    assert drawn("1f1b", 1, 1, cost=Cost(1, 2**-20, 0), columns=20)[1:] == [
+        "cut after 8 of 1048577 cells of 9.54e-07 s"
     ]

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, parse, whole
-from hpc3d.pipeline.passes import check, lower
+from hpc3d.pipeline.passes import add_reductions, check, lower
 from hpc3d.pipeline.schedule import SCHEDULES, streams
 
 
@@ -38,6 +38,13 @@ def test_a_reduction_alone_or_under_the_last_weight_gradient_of_its_chunk():
     early, late = (text(lowered("zb-v", 1, 1, 2, overlap=overlap))[0] for overlap in (True, False))
     assert early == "F0 1F0 1B0 1W0+1Reduce B0 W0+Reduce Step"
     assert late == "F0 1F0 1B0 1W0 B0 W0 Reduce 1Reduce Step"
+
+
+def test_only_chunks_with_new_gradients_are_reduced():
+    (groups,) = programs("BW0 Step 1B0 1W0 F1 Step")
+    early, late = (text([add_reductions(groups, overlap)])[0] for overlap in (True, False))
+    assert early == "BW0+Reduce Step 1B0 1W0+1Reduce F1 Step"
+    assert late == "BW0 Reduce Step 1B0 1W0 F1 1Reduce Step"
 
 
 def test_reductions_of_each_step_of_an_asynchronous_schedule():

@@ -1,0 +1,127 @@
+"""`python -m hpc3d.simulate schedule`: what it prints, writes and refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hpc3d.pipeline.schedule import SCHEDULES
+from hpc3d.simulate import main
+
+SMALL = ["--stages", "2", "--microbatches", "3"]
+
+
+def simulate(capsys, *words):
+    code = main(["schedule", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_schedule_is_drawn_and_measured(capsys):
+    code, out, err = simulate(capsys, "--name", "1f1b", *SMALL, "--forward", "2", "--weight", "0")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step",
+        "",
+        "0 |F0--- F1---    B0 F2--- B1       B2",
+        "1 |      F0--- B0 F1--- B1 F2--- B2",
+        "",
+        "makespan        12 s",
+        "bubble          0.2500",
+        "in flight       2 1   (stage 0 first)",
+        "waiting for W   0 0",
+    ]
+
+
+def test_json_is_one_object_on_the_last_line(capsys):
+    times = ["--forward", "18.522", "--backward", "18.086", "--weight", "9.337", "--comm", "0.601"]
+    sizes = ["--stages", "8", "--microbatches", "24"]
+    _, out, _ = simulate(capsys, "--name", "zb-h1", *sizes, *times, "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert found["bubble"] == pytest.approx(0.1585, abs=5e-5)
+    assert found["in_flight"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert found["weight_inputs"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert found["makespan"] > 24 * (18.522 + 18.086 + 9.337)
+    given = {"name": "zb-h1", "stages": 8, "microbatches": 24, "chunks": 1, "steps": 1}
+    assert given.items() <= found.items()
+    assert {"forward": 18.522, "comm": 0.601}.items() <= found.items()
+
+
+def test_chunks_and_steps(capsys):
+    _, out, _ = simulate(capsys, "--name", "interleaved", *SMALL, "--chunks", "3", "--json")
+    assert json.loads(out.splitlines()[-1])["chunks"] == 3
+    _, out, _ = simulate(capsys, "--name", "zb-v", *SMALL, "--json")
+    assert json.loads(out.splitlines()[-1])["chunks"] == 2
+    _, out, _ = simulate(capsys, "--name", "pipedream", *SMALL, "--steps", "2", "--json")
+    assert json.loads(out.splitlines()[-1])["makespan"] == (6 + 1) * 3
+
+
+@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if not s.asynchronous])
+def test_a_schedule_written_as_csv_is_the_same_when_read(capsys, tmp_path, name):
+    sizes = ["--stages", "1" if name == "none" else "3", "--microbatches", "5"]
+    file = tmp_path / "schedule.csv"
+    code, first, _ = simulate(capsys, "--name", name, *sizes, "--comm", "0.5", "--csv", str(file))
+    assert code == 0
+    code, second, err = simulate(capsys, "--name", f"csv:{file}", *sizes, "--comm", "0.5")
+    assert (code, err) == (0, "")
+    assert second.splitlines()[1:] == first.splitlines()[1:]
+
+
+def test_a_picture_is_written(capsys, tmp_path):
+    file = tmp_path / "schedule.png"
+    code, _, _ = simulate(capsys, "--name", "pipedream", *SMALL, "--png", str(file))
+    assert code == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--name", "1f1c", *SMALL], "'1f1c': did you mean 1f1b"),
+        (["--name", "none", *SMALL], "mesh.p = 2: schedule none is for one stage"),
+        (["--name", "1f1b", *SMALL, "--chunks", "0"], "parallel.chunks = 0: must be at least 1"),
+        (["--name", "1f1b", *SMALL, "--steps", "2"], "steps = 2: schedule 1f1b is one step"),
+        (["--name", "pipedream", *SMALL, "--steps", "0"], "steps = 0: must be at least 1"),
+        (["--name", "pipedream", *SMALL, "--csv", "x.csv"], "--csv x.csv: pipedream runs on"),
+        (["--name", "csv:nowhere.csv", *SMALL], "nowhere.csv: No such file"),
+        (["--name", "1f1b", *SMALL, "--csv", "no/where.csv"], "No such file"),
+        (
+            ["--name", "1f1b", *SMALL, "--forward", "0", "--backward", "0", "--weight", "0"],
+            "are all 0",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_2(capsys, words, line):
+    code, out, err = simulate(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("hpc3d.simulate: ")
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_deadlocks_is_refused(capsys, tmp_path):
+    file = tmp_path / "schedule.csv"
+    file.write_text("F0,B0,F1,B1\nF1,B1,F0,B0\n", encoding="utf-8")
+    code, _, err = simulate(
+        capsys, "--name", f"csv:{file}", "--stages", "2", "--microbatches", "2"
+    )
+    assert code == 2
+    assert "deadlock: stage 0 at BW0, stage 1 at F1" in err
+
+
+@pytest.mark.parametrize("words", [[], ["schedule"], ["--forward=-1"], ["--comm", "nan"]])
+def test_what_the_parser_refuses(capsys, words):
+    prefix = ["schedule", "--name", "1f1b", *SMALL] if words and words[0] != "schedule" else []
+    with pytest.raises(SystemExit) as exit:
+        main([*prefix, *words])
+    assert exit.value.code == 2
+
+
+def test_help_names_all_options_and_costs_no_numpy():
+    command = [sys.executable, "-X", "importtime", "-m", "hpc3d.simulate", "schedule", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    options = "name stages microbatches forward backward weight comm chunks steps png csv json"
+    assert all(f"--{option}" in done.stdout for option in options.split())
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"numpy", "matplotlib", "mpi4py", "pydantic"}
