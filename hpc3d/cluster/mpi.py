@@ -11,7 +11,8 @@ from hpc3d.cluster.communicator import Communicator, Pending
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 # While it waits a rank yields its core, and now and then it sleeps, so that the waiting do not
 # keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
-# takes 3 s, and 10 s with yields alone.
+# takes 3 s, and 10 s with yields alone.  Naps get longer with the wait, up to ten times: stages of
+# a pipeline wait for long.
 YIELDS, NAP = 8, 200e-6
 
 
@@ -28,7 +29,7 @@ def wait_until(done):
             os.sched_yield()
         else:
             MPI.COMM_SELF.Iprobe()
-            sleep(NAP)
+            sleep(NAP * min(10, 1 + tries / 64))
 
 
 class Mpi(Communicator):

@@ -65,6 +65,7 @@ EVENTS = (
     Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),
     Column("t_global", "i8", "ns", "start on rank 0's clock, corrected by /clock/model"),
     Column("dur", "i8", "ns", "duration on the rank's own clock"),
+    Column("posted", "i8", "ns", "when a call was made, raw; t_start is when it was waited for"),
     Column("name", "u4", "index", "index into /strings/name"),
     Column("category", "u1", "enum", "what the time went into"),
     Column("phase", "u1", "enum", "part of the training step"),

@@ -11,12 +11,25 @@ from collections import Counter
 import numpy as np
 
 from hpc3d.cluster.communicator import Pending
-from hpc3d.trace.events import DTYPE, EVENTS, MEMORY, MEMORY_KIND, OP, PHASE, STEPS, record_type
+from hpc3d.trace.events import (
+    CATEGORY,
+    DTYPE,
+    EVENTS,
+    MEMORY,
+    MEMORY_KIND,
+    OP,
+    PHASE,
+    STEPS,
+    record_type,
+)
 from hpc3d.trace.segment import segment_path, write_segment
 
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
-COMPUTE, COMM, OPTIMIZER = 0, 1, 4
+COMPUTE, COMM, COPY, OPTIMIZER = (
+    CATEGORY.index(n) for n in ("compute", "comm", "copy", "optimizer")
+)
+AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 DTYPE_NUMBER = {name: number for number, name in enumerate(DTYPE)}
 MESSAGES = ("send", "recv")
@@ -81,6 +94,7 @@ class Recorder:
         count=0,
         dtype=0,
         flops=0.0,
+        posted=None,
     ):
         """One row, for a span of `duration` ns that began at `start`."""
         if self.count == self.capacity:
@@ -90,8 +104,9 @@ class Recorder:
         # fmt: off
         ROW.pack_into(
             self.table, self.count * ROW.size,
-            start, start, duration, name, category, phase, op, self.rank, self.step, microbatch,
-            stage, chunk, layer, 0, group, seq, peer, received, count, dtype, flops, -1, 0,
+            start, start, duration, start if posted is None else posted, name, category, phase, op,
+            self.rank, self.step, microbatch, stage, chunk, layer, 0, group, seq, peer, received,
+            count, dtype, flops, -1, 0,
         )
         # fmt: on
         self.count += 1
@@ -156,9 +171,11 @@ class Span:
 class Traced:
     """A communicator whose calls are events: group, sequence number, bytes, time.
 
-    The duration is the time spent in the call and in `wait()`, without what lies between.  The
-    collectives of a group are numbered; messages are numbered by themselves from each sender to
-    each receiver, so that (group, sender, receiver, number) names the two ends of one.
+    A row spans the wait for a block; it begins with the call where nothing lies between the two.
+    Otherwise the call is a row of its own, of category copy, without number and bytes, and the rank
+    was free in between.  The collectives of a group are numbered; messages are numbered by themselves
+    from each sender to each receiver, so that (group, sender, receiver, number) names the two ends
+    of one.
     """
 
     def __init__(self, comm, recorder, group):
@@ -215,22 +232,29 @@ class Traced:
     def call(self, op, block, received, peer, method, *arguments):
         """Make the call; `received` None stands for the bytes of what comes back."""
         recorder, seq, context = self.recorder, self.number(op, peer), self.recorder.context
-        start = recorder.clock()
+        posted = recorder.clock()
         pending = method(block, *arguments)
-        posting = recorder.clock() - start
+        free = recorder.clock()
 
         def finish():
             begin = recorder.clock()
             result = pending.wait()
-            duration = recorder.clock() - begin + posting
-            recorder.communication += duration
+            end = recorder.clock()
+            name, number = recorder.name(op), OP_NUMBER[op]
+            if begin - free > AT_ONCE:
+                recorder.put(posted, free - posted, name, COPY, number, context, self.group)
+                recorder.communication += free - posted
+            else:
+                begin = posted
+            recorder.communication += end - begin
             recorder.put(
-                start,
-                duration,
-                recorder.name(op),
+                begin,
+                end - begin,
+                name,
                 COMM,
-                OP_NUMBER[op],
+                number,
                 context,
+                posted=posted,
                 group=self.group,
                 seq=seq,
                 peer=-1 if peer < 0 else self.members[peer],

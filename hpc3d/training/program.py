@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
-from hpc3d.pipeline.passes import lower
+from hpc3d.pipeline.passes import check, lower
 from hpc3d.pipeline.schedule import find, streams
 
 STEP = (Instruction("Step"),)
@@ -33,11 +33,13 @@ class Program(NamedTuple):
 
 
 def program(config):
-    """The program of a run; ValueError for what the schedule forbids."""
+    """The program of a run; ValueError for what the schedule forbids or `check` finds."""
     parallel, stages = config.parallel, config.mesh.p
     asynchronous = find(parallel.schedule).asynchronous
     steps = config.train.steps if asynchronous else 1
     sizes = stages, parallel.microbatches, parallel.chunks, steps
     compute, placement = streams(parallel.schedule, *sizes)
     ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0
-    return Program(lower(compute, placement, parallel.overlap), placement, asynchronous, ahead)
+    lowered = lower(compute, placement, parallel.overlap)
+    check(lowered, placement, steps * parallel.microbatches)
+    return Program(lowered, placement, asynchronous, ahead)

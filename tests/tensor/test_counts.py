@@ -49,7 +49,7 @@ def still_mesh(sizes, coords=None):
 def counted(recorder):
     """Elements received in all, and the number of calls of every op."""
     events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
-    events = events[events["group"] >= 0]
+    events = events[events["seq"] >= 0]
     calls = Counter(OP[op] for op in events["op"])
     return int(events["bytes"].sum()) // 4, dict(calls)
 

@@ -59,6 +59,7 @@ def rows_of(rank, number):
             "t_start": int(starts[i]),
             "t_global": int(starts[i]) + 7,
             "dur": int(generator.integers(1, 90)),
+            "posted": int(starts[i]) - 5,
             "name": f"event {generator.integers(3)} of rank {rank}",
             "category": i % 8,
             "phase": i % 7,

@@ -135,13 +135,22 @@ def test_a_call_is_a_row_with_what_must_be_received(op, recorder, clock):
     pending = call(comm)
     clock.skip(77_000)  # computing, while the block is on its way
     pending.wait()
-    (row,) = recorded(recorder).events
-    assert OP[row["op"]] == op
+    copy, row = recorded(recorder).events
+    assert OP[row["op"]] == OP[copy["op"]] == op
     assert (row["bytes"], row["peer"]) == (received, peer)
     assert (row["group"], row["seq"], CATEGORY[row["category"]]) == (0, 0, "comm")
+    assert (copy["group"], copy["seq"], CATEGORY[copy["category"]]) == (0, -1, "copy")
     assert DTYPE[row["dtype"]] == "float64"
-    assert row["dur"] == 1100 + 2 * 10
-    assert recorder.communication == row["dur"]
+    assert copy["dur"] + row["dur"] == 1100 + 2 * 10 == recorder.communication
+    assert row["posted"] == copy["t_start"] == row["t_start"] - copy["dur"] - 77_000 - 10
+
+
+def test_a_call_that_is_waited_for_at_once_is_one_row(recorder, clock):
+    comm = recorder.wrap(Fake(clock), "y")
+    comm.all_gather(BLOCK).wait()
+    (row,) = recorded(recorder).events
+    assert row["posted"] == row["t_start"]
+    assert row["dur"] == recorder.communication == 1100 + 3 * 10
 
 
 def test_the_root_receives_nothing_of_a_broadcast(recorder, clock):
