@@ -112,10 +112,12 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class TraceConfig:
     """`clock` "processor" counts the processor time of each rank instead of what the wall clock
-    shows: where ranks outnumber cores, that is what an operation costs."""
+    shows: where ranks outnumber cores, that is what an operation costs.  The clocks of several
+    hosts are compared at the start, every `sync_every` steps and at the end."""
 
     __pydantic_config__ = STRICT
     enabled: bool = True
+    sync_every: int = 100
     clock: Literal["wall", "processor"] = "wall"
 
 

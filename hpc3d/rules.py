@@ -67,6 +67,7 @@ def too_small(config):
         "train.batch": (train.batch, 1),
         "train.warmup": (train.warmup, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
+        "trace.sync_every": (config.trace.sync_every, 1),
     }
     for key, (value, lowest) in least.items():
         if value is not None and value < lowest:

@@ -54,7 +54,10 @@ def train(job, words):
     trainer = Trainer(mesh, plan.config, plan.vocabulary, batches, plan.program)
     for number in range(plan.config.train.steps):
         launch.watch(plan.config.run.watchdog_s)
+        if number % plan.config.trace.sync_every == 0:
+            mesh.trace.synchronise()
         log.step(trainer.step(number))
+    mesh.trace.synchronise()
     launch.unwatch()
     save_position(plan, batches)
     launch.finish(job)
@@ -124,6 +127,7 @@ def traced(job, mesh, plan):
     if not plan.config.trace.enabled:
         return mesh
     from hpc3d.config import to_toml
+    from hpc3d.trace.clock import Clocks
     from hpc3d.trace.recorder import Recorder
 
     header = {
@@ -143,6 +147,9 @@ def traced(job, mesh, plan):
         "version": 1,
     }
     recorder = Recorder(plan.folder, header, clock=CLOCKS[plan.config.trace.clock])
+    if plan.config.trace.clock == "wall":
+        hosts = [place["host"] for place in places]
+        recorder.clocks = Clocks(mesh.world, hosts, recorder.clock)
     job.at_end.append(recorder.flush)
     return mesh.traced(recorder)
 

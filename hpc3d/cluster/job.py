@@ -42,8 +42,8 @@ class Job:
         raise Refused
 
     def gather(self, value):
-        """The values of all ranks, on rank 0."""
-        return self.comm.gather(value)
+        """The values of all ranks."""
+        return self.comm.allgather(value)
 
     def barrier(self):
         """Wait for all ranks, asleep: rank 0 may have work that takes seconds."""

@@ -18,6 +18,9 @@ class Silent:
     def at(self, stage, chunk, microbatch):
         pass
 
+    def synchronise(self):
+        pass
+
     def begin_step(self, number):
         self.step = number
 

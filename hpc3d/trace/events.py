@@ -130,9 +130,10 @@ GROUPS = (
 CLOCK_SAMPLES = (
     Column("rank", "i4", "1", "rank in the mesh"),
     Column("t_local", "i8", "ns", "time of the exchange on the rank's own clock"),
-    Column("offset_ns", "f8", "ns", "rank 0's clock minus the rank's own"),
+    Column("offset_ns", "f8", "ns", "the peer's clock minus the rank's own"),
     Column("rtt_ns", "i8", "ns", "round-trip time of the exchange"),
     Column("round", "i4", "1", "counter of the synchronisations"),
+    Column("peer", "i4", "1", "rank that was asked: rank 0, or one nearer to it in the tree"),
 )
 
 # t_global = t + offset_ns + drift * (t - t0)

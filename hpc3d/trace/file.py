@@ -163,6 +163,16 @@ class Trace:
         return self._table("memory", schema.MEMORY)
 
     @cached_property
+    def clock_model(self):
+        """Pieces of the clocks' offsets from rank 0's: columns `schema.CLOCK_MODEL`."""
+        return self._table("clock/model", schema.CLOCK_MODEL)
+
+    @cached_property
+    def clock_samples(self):
+        """Exchanges between clocks: columns `schema.CLOCK_SAMPLES`."""
+        return self._table("clock/samples", schema.CLOCK_SAMPLES)
+
+    @cached_property
     def ranks(self):
         """A row a rank: columns `schema.RANKS`."""
         return self._table("ranks", schema.RANKS)
@@ -187,7 +197,9 @@ class Trace:
 
     def _table(self, name, columns):
         with _explained(self.path):
-            group = _child(self._file, name)
+            group = self._file
+            for part in name.split("/"):
+                group = _child(group, part)
             present = [column for column in columns if _has(group, column.name)]
             return Table(self.path, {c.name: _sound_column(group, c) for c in present})
 

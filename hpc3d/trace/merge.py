@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.trace import events as schema
+from hpc3d.trace.clock import IDENTITY, fit
 from hpc3d.trace.file import append_rows, create, write_table
 from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing, segment_path
+
+WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
 
 
 def merge(run_dir):
@@ -38,8 +41,9 @@ class _Merge:
         self.file = file
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.last_step, self.missing = {}, {}, {}, []
+        self.clocks, self.leaders = {}, {}  # host -> Model, first rank of a host -> Model
         for table, columns in TABLES.items():
-            write_table(file, table, columns)
+            write_table(file, WHERE.get(table, table), columns)
 
     def add(self, rank, paths):
         parts = list(self._read(rank, paths))
@@ -47,6 +51,7 @@ class _Merge:
             return
         for part in parts:
             self._renumber(part)
+        self._add_clock(parts)
         events = [part.events for part in parts]
         order = _nesting_order(events)
         _move_parents(events, order, first_row=sum(self.n_events.values()))
@@ -56,6 +61,20 @@ class _Merge:
         self.headers[rank] = parts[-1].header
         self.n_events[rank] = len(order)
         self.last_step[rank] = max(part.steps["step"].max(initial=-1) for part in parts)
+
+    def _add_clock(self, parts):
+        """Give the events of a rank the time of rank 0.
+
+        The leader of a host, who has the samples, is its first rank.
+        """
+        header, samples = parts[-1].header, np.concatenate([part.samples for part in parts])
+        append_rows(self.file, WHERE["samples"], [samples])
+        if len(samples):
+            above = self.leaders.get(samples["peer"][0], IDENTITY)
+            self.leaders[header["rank"]] = self.clocks[header["host"]] = fit(samples, above)
+        clock = self.clocks.setdefault(header["host"], IDENTITY)
+        for part in parts:
+            part.events["t_global"] = clock.to_global(part.events["t_start"])
 
     def _read(self, rank, paths):
         for path in paths:
@@ -89,7 +108,7 @@ class _Merge:
         self._find_missing(ranks)
         self._write_ranks(ranks, axes=len(first["axes"]))
         self._write_groups()
-        self._write_clock(ranks)
+        self._write_clock()
         write_table(self.file, "strings", schema.STRINGS, {"name": list(self.strings)})
         self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
 
@@ -101,6 +120,11 @@ class _Merge:
                 continue
             if self.last_step[rank] < end:
                 self.missing.append(f"rank {rank}: nothing after step {self.last_step[rank]}")
+            host = self.headers[rank]["host"]
+            if self.clocks[host] is IDENTITY and host != self.headers[min(self.headers)]["host"]:
+                self.missing.append(
+                    f"rank {rank}: its clock, which was not compared with rank 0's"
+                )
             if dropped := self.headers[rank]["dropped"]:
                 self.missing.append(f"rank {rank}: {dropped} events, its buffer was full")
 
@@ -127,11 +151,10 @@ class _Merge:
         }
         write_table(self.file, "groups", [*schema.GROUPS, schema.MEMBERS], columns)
 
-    def _write_clock(self, ranks):
-        """The identity: t_global is what the segments say, and nothing was sampled."""
-        model = {column.name: np.zeros(len(ranks)) for column in schema.CLOCK_MODEL}
-        write_table(self.file, "clock/model", schema.CLOCK_MODEL, model | {"rank": ranks})
-        write_table(self.file, "clock/samples", schema.CLOCK_SAMPLES)
+    def _write_clock(self):
+        hosts = [(rank, header["host"]) for rank, header in self.headers.items()]
+        rows = np.concatenate([self.clocks[host].rows(rank) for rank, host in hosts])
+        write_table(self.file, "clock/model", schema.CLOCK_MODEL, rows)
 
 
 def _numbers(table, keys):

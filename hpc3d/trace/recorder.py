@@ -13,6 +13,7 @@ import numpy as np
 from hpc3d.cluster.communicator import Pending
 from hpc3d.trace.events import (
     CATEGORY,
+    CLOCK_SAMPLES,
     DTYPE,
     EVENTS,
     MEMORY,
@@ -39,17 +40,19 @@ NANOSECONDS = 1_000_000_000
 class Recorder:
     """Events, steps and memory of a rank.
 
-    `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `step`,
+    `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `clocks`
+    compares the hosts' clocks (hpc3d.trace.clock), unless there is but one time; `step`,
     `layer`, `phase` and the place in the pipeline are set by the code that runs and stamped on
     every event: on a call as they were when it was posted.
     """
 
     def __init__(self, run_dir, header, capacity=1 << 15, every_s=30, clock=time.monotonic_ns):
+        self.clocks = None
         self.run_dir, self.header, self.clock = run_dir, {**header, "groups": []}, clock
         self.rank, self.every_s = header["rank"], every_s
         self.capacity, self.table = capacity, bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
-        self.strings, self.steps, self.memory = {}, [], []
+        self.strings, self.steps, self.memory, self.samples = {}, [], [], []
         self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
         self.at(0, 0, -1)
         self.communication = 0  # nanoseconds in calls since the step began
@@ -116,6 +119,11 @@ class Recorder:
         self.header["groups"].append({"axis": axis, "members": list(comm.members)})
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
+    def synchronise(self):
+        """Compare the clocks of the hosts; collective over all ranks, between steps."""
+        if self.clocks:
+            self.samples += self.clocks.synchronise()
+
     def begin_step(self, number):
         self.step, self.communication, self.started = number, 0, self.clock()
 
@@ -140,10 +148,11 @@ class Recorder:
         events = np.frombuffer(self.table, record_type(EVENTS), self.count)
         steps = np.array(self.steps, record_type(STEPS))
         memory = np.array(self.memory, record_type(MEMORY))
+        samples = np.array(self.samples, record_type(CLOCK_SAMPLES))
         path = segment_path(self.run_dir, self.rank, self.segments)
         header = {**self.header, "dropped": self.dropped}
-        write_segment(path, header, list(self.strings), events, steps, memory)
-        self.steps, self.memory, self.count = [], [], 0
+        write_segment(path, header, list(self.strings), events, steps, memory, samples)
+        self.steps, self.memory, self.samples, self.count = [], [], [], 0
         self.segments, self.flushed = self.segments + 1, self.clock()
 
 

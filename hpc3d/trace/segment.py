@@ -1,6 +1,7 @@
 """A segment: what one rank recorded between two flushes, closed and safe on disk.
 
-    RUN/trace/rank-00003-0000.npz    header and strings (JSON), events, steps, memory of rank 3
+    RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
+                                     samples of its host's clock
 
 A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.file.merge` makes
 one file of all of them.
@@ -15,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.trace.events import EVENTS, MEMORY, STEPS, VERSION, record_type
+from hpc3d.trace.events import CLOCK_SAMPLES, EVENTS, MEMORY, STEPS, VERSION, record_type
 
-TABLES = {"events": EVENTS, "steps": STEPS, "memory": MEMORY}
+TABLES = {"events": EVENTS, "steps": STEPS, "memory": MEMORY, "samples": CLOCK_SAMPLES}
 NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
@@ -28,6 +29,7 @@ class Segment(NamedTuple):
     events: np.ndarray
     steps: np.ndarray
     memory: np.ndarray
+    samples: np.ndarray
 
 
 @contextmanager
@@ -66,19 +68,19 @@ def count_segments(run_dir):
     return dict(sorted(count.items()))
 
 
-def write_segment(path, header, strings, events, steps, memory):
+def write_segment(path, header, strings, *tables):
     """Write a segment: afterwards it is whole and on disk, or not there at all.
 
-    `header` is plain data (JSON); the tables are record arrays of `record_type`.
+    `header` is plain data (JSON); the tables are record arrays, those of `TABLES` in their order.
     `events["name"]` indexes `strings`, `events["group"]` indexes `header["groups"]`, and
     `events["parent"]` the rows of this segment.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**header, "strings": list(strings)}).encode()
-    tables = {"events": events, "steps": steps, "memory": memory}
+    named = dict(zip(TABLES, tables, strict=True))
     with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, header=np.frombuffer(text, "u1"), **tables)
+        np.savez(file, header=np.frombuffer(text, "u1"), **named)
 
 
 def read_segment(path, rank):

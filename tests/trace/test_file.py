@@ -11,11 +11,12 @@ import pytest
 import hpc3d.trace
 from hpc3d.trace import events as schema
 from hpc3d.trace.merge import merge
-from hpc3d.trace.segment import replacing, segment_path, write_segment
+from hpc3d.trace.segment import TABLES, replacing, segment_path, write_segment
 
 RANKS = 4
 SEGMENTS = 2
 ROWS = 6
+AHEAD = 7  # ns
 
 
 def header(rank):
@@ -57,7 +58,7 @@ def rows_of(rank, number):
     return [
         {
             "t_start": int(starts[i]),
-            "t_global": int(starts[i]) + 7,
+            "t_global": int(starts[i]) + AHEAD * (rank >= 2),
             "dur": int(generator.integers(1, 90)),
             "posted": int(starts[i]) - 5,
             "name": f"event {generator.integers(3)} of rank {rank}",
@@ -106,6 +107,12 @@ def memory_of(rank, number):
     ]
 
 
+def samples_of(rank, number):
+    """Rank 2 is the first of its host, whose clock is behind by AHEAD."""
+    middle = {"t_local": 500, "offset_ns": AHEAD, "rtt_ns": 10, "round": number + 1, "peer": 0}
+    return [{**middle, "rank": 2}] if rank == 2 else []
+
+
 def write(run, rank, number, changes=None):
     """A segment whose table of names is its own: in the order of its own events."""
     rows = rows_of(rank, number)
@@ -118,6 +125,7 @@ def write(run, rank, number, changes=None):
         records(schema.EVENTS, numbered),
         records(schema.STEPS, steps_of(rank, number)),
         records(schema.MEMORY, memory_of(rank, number)),
+        records(schema.CLOCK_SAMPLES, samples_of(rank, number)),
     )
 
 
@@ -174,7 +182,7 @@ def test_of_two_events_with_one_start_the_enclosing_comes_first(tmp_path):
         {"t_start": 5, "dur": 9, "group": -1, "parent": -1},
     ]
     events = records(schema.EVENTS, rows)
-    empty = records(schema.STEPS, []), records(schema.MEMORY, [])
+    empty = [records(columns, []) for columns in list(TABLES.values())[1:]]
     write_segment(segment_path(tmp_path, 0, 0), header(0), ["a"], events, *empty)
     events = opened_events(tmp_path)
     assert (events["dur"], events["parent"]) == ([9, 2], [-1, 0])
@@ -215,8 +223,8 @@ def test_attributes_ranks_and_index(run):
         assert trace.rank_ptr.tolist() == [0, 12, 24, 36, 48]
     with h5py.File(run / "trace.h5") as file:
         assert file["ranks/coords"][:].tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
-        assert file["clock/model/offset_ns"][:].tolist() == [0.0] * 4
-        assert len(file["clock/samples/rtt_ns"]) == 0
+        assert file["clock/model/offset_ns"][:].tolist() == [0.0, 0.0, AHEAD, AHEAD]
+        assert file["clock/samples/rank"][:].tolist() == [2] * SEGMENTS
 
 
 def test_every_column_explains_itself_and_is_checked(run):

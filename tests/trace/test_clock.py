@@ -1,0 +1,80 @@
+"""Clocks of several hosts: the tree, the model, and a skew that is found again."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.trace.clock import IDENTITY, as_rows, children, fit, knot, parent
+from tests.mpi import checked
+from tests.trace.skewed import errors
+
+BOUND = 50_000  # ns
+
+
+def test_every_host_but_the_first_has_one_parent_that_knows_it():
+    for hosts in range(1, 40):
+        asked = [(place, child) for place in range(hosts) for child in children(place, hosts)]
+        assert sorted(child for _, child in asked) == list(range(1, hosts))
+        assert all(parent(child) == place < child for place, child in asked)
+
+
+def test_the_bounds_of_a_round_meet_in_a_knot():
+    """Bounds [660, 760], [640, 740] and [0, 1000]; then two without anything in common."""
+    first = as_rows(
+        [(1, 900, 710.0, 100, 1, 0), (1, 1000, 690.0, 100, 1, 0), (1, 1400, 500.0, 1000, 1, 0)]
+    )
+    assert knot(first) == (1100, 700, 80)
+    assert knot(as_rows([(1, 5000, 900.0, 80, 2, 0), (1, 5100, 1700.0, 20, 2, 0)])) == (
+        5100,
+        1700,
+        20,
+    )
+
+
+def test_the_model_goes_through_the_knots():
+    samples = [
+        (1, 1000, 710.0, 100, 1, 0),
+        (1, 1200, 690.0, 100, 1, 0),
+        (1, 5100, 1700.0, 20, 2, 0),
+        (1, 5000, 900.0, 80, 2, 0),
+        (1, 9100, 1700.0, 30, 3, 0),
+    ]
+    model = fit(samples)
+    assert model.t0.tolist() == [1100, 5100] and model.offset.tolist() == [700, 1700]
+    times = np.array([100, 1100, 3100, 5100, 9100, 10100])
+    assert (model.to_global(times) - times).tolist() == [450, 700, 1200, 1700, 1700, 1700]
+    assert model.rows(7)[["rank", "t0", "offset_ns", "drift"]].tolist() == [
+        (7, 1100, 700.0, 0.25),
+        (7, 5100, 1700.0, 0.0),
+    ]
+    # The exchange at 5000 is 775 ns away from the model, 735 beyond its half trip.
+    assert 640 < model.residual < 735
+
+
+def test_without_samples_and_with_one_there_is_no_drift():
+    times = np.array([3, 10**18])
+    assert IDENTITY.to_global(times).tolist() == fit([]).to_global(times).tolist() == [3, 10**18]
+    one = fit([(0, 50, -20.0, 5, 1, 0)])
+    assert one.to_global(times).tolist() == [-17, 10**18 - 20]
+
+
+def test_a_drift_above_does_not_add_up():
+    """Host 1 runs 1 % fast; host 3 is 100 ns behind it whenever it asks."""
+    above = fit([(2, 1000, -10.0, 0, 1, 0), (2, 11000, -110.0, 0, 2, 0)])
+    below = fit([(6, 5900, 100.0, 0, 1, 2), (6, 9900, 100.0, 0, 2, 2)], above)
+    times = np.array([5900, 7900, 9900])
+    assert (below.to_global(times) - times).tolist() == [40, 20, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 6, 8])
+def test_a_skew_is_found_again_on_threads(ranks):
+    start = time.monotonic_ns()
+    found = run({"x": ranks}, lambda mesh: errors(mesh.world, start))
+    assert max(map(max, filter(None, found))) < BOUND
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["in a node", "between nodes"])
+def test_a_skew_is_found_again_on_real_ranks(transport):
+    assert float(checked(8, "-m", "tests.trace.skewed", transport).split()[-1]) < BOUND
