@@ -1,9 +1,9 @@
 """One time for all hosts: how far each host's clock is from that of rank 0, and how it drifts.
 
-Ranks of a host share its monotonic clock, so one rank a host, its leader, exchanges messages.  Host
-i > 0 asks the host whose number is i without its highest bit: a tree of log2(hosts) rounds, as in
-HCA3 (Hunold and Carpen-Amarie, CLUSTER'18).  An exchange stamps t1 when it asks and t3 when the
-answer t2 is there; then the other clock is ahead by
+Ranks of a host share its monotonic clock, so one rank a host, its leader, exchanges messages.
+Host i > 0 asks the host whose number is i without its highest bit: a tree of log2(hosts) rounds,
+as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18).  An exchange stamps t1 when it asks and t3 when
+the answer t2 is there; then the other clock is ahead by
 
     offset = t2 - (t1 + t3) / 2,    within half of the round trip t3 - t1
 

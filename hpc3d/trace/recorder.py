@@ -181,10 +181,10 @@ class Traced:
     """A communicator whose calls are events: group, sequence number, bytes, time.
 
     A row spans the wait for a block; it begins with the call where nothing lies between the two.
-    Otherwise the call is a row of its own, of category copy, without number and bytes, and the rank
-    was free in between.  The collectives of a group are numbered; messages are numbered by themselves
-    from each sender to each receiver, so that (group, sender, receiver, number) names the two ends
-    of one.
+    Otherwise the call is a row of its own, of category copy, without number and bytes, and the
+    rank was free in between.  The collectives of a group are numbered; messages are numbered by
+    themselves from each sender to each receiver, so that (group, sender, receiver, number) names
+    the two ends of one.
     """
 
     def __init__(self, comm, recorder, group):
