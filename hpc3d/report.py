@@ -9,21 +9,25 @@ import csv
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d import trace
 from hpc3d.analyze.figures import draw_loss
-from hpc3d.analyze.tables import comparison_rows, distinct, summarize
+from hpc3d.analyze.gantt import draw_gantt
+from hpc3d.analyze.pipeline import observe
+from hpc3d.analyze.tables import comparison_rows, distinct, median_step, summarize
 from hpc3d.trace.merge import merge
 
 DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
-axis and operation, memory by kind, and the loss. Several runs are also compared with each other.
+axis and operation, memory by kind, and the loss; of a pipeline also what each stage did. Several
+runs are also compared with each other.
 
-The report is printed and written to the output folder: report.md, loss.png, and every table as
-CSV in SI units. The trace is merged first if the run has only its ranks' segments yet."""
+The report is printed and written to the output folder: report.md, loss.png, pipeline.png (a step
+above its schedule on an ideal clock), and every table as CSV in SI units. The trace is merged
+first if the run has only its ranks' segments yet."""
 
 
 class Field(NamedTuple):
@@ -86,6 +90,22 @@ TIME = (
     Field("bytes", "received [B]", _prefixed),
     Field("flop_per_s", "rate [flop/s]", _prefixed),
 )
+PASSES = """\
+Step {step}, which took the median time, on the first rank of each stage; simulated is its schedule
+on an ideal clock. In flight: microbatches and chunks from F to the end of B."""
+PIPELINE = (
+    Field("stage", "stage", "{:d}".format),
+    Field("ranks", "ranks", "{:d}".format),
+    Field("passes", "passes", "{:d}".format),
+    Field("forward_s", "F [ms]", _milliseconds),
+    Field("backward_s", "BW [ms]", _milliseconds),
+    Field("input_s", "B [ms]", _milliseconds),
+    Field("weight_s", "W [ms]", _milliseconds),
+    Field("idle_share", "idle", _percent),
+    Field("idle_share_simulated", "idle, simulated", _percent),
+    Field("in_flight", "in flight", "{:d}".format),
+    Field("in_flight_simulated", "in flight, simulated", "{:d}".format),
+)
 MEMORY = (
     Field("kind", "kind"),
     Field("peak", "highest peak [B]", _prefixed),
@@ -124,19 +144,21 @@ def _parser():
 
 
 def _report(options):
-    runs = distinct([_read(path, options.merge) for path in options.runs])
+    found, panels = zip(*(_read(path, options.merge) for path in options.runs))
+    runs = distinct(found)
     comparison = comparison_rows(runs)
     out = options.out or _run_dir(options.runs[0]) / "report"
     out.mkdir(parents=True, exist_ok=True)
     text = markdown(runs, comparison)
     print(text)
-    page = f"{text}\n![Loss by training step](loss.png)\n"
+    figures = _draw(runs, panels, out)
+    page = "\n".join([text, *(f"![{title}]({name})\n" for name, title in figures.items())])
     (out / "report.md").write_text(page, encoding="utf-8")
     _write_csv(out / "runs.csv", comparison)
-    for table in ("time", "memory", "loss"):
+    for table in ("time", "memory", "loss", "pipeline"):
         rows = [{"run": run.label} | row for run in runs for row in getattr(run, table)]
-        _write_csv(out / f"{table}.csv", rows)
-    draw_loss(runs, out / "loss.png")
+        if rows or table != "pipeline":
+            _write_csv(out / f"{table}.csv", rows)
     print(f"written to {out}")
     if options.json:
         tables = {"runs": [asdict(run) for run in runs], "comparison": comparison}
@@ -144,8 +166,23 @@ def _report(options):
 
 
 def _read(path, again):
+    """The Run of a trace, and the panels of its pipeline if it is one."""
     with trace.open(_trace_path(path, again)) as opened:
-        return summarize(opened)
+        run = summarize(opened)
+        rows, panels = observe(opened, median_step(opened))
+        return replace(run, pipeline=rows), panels
+
+
+def _draw(runs, panels, out):
+    """Draw the loss, and the pipeline of each run that is one; {file: title}."""
+    draw_loss(runs, out / "loss.png")
+    figures = {"loss.png": "Loss by training step"}
+    for number, (run, above) in enumerate(zip(runs, panels), 1):
+        if above:
+            name = f"pipeline-{number}.png" if len(runs) > 1 else "pipeline.png"
+            figures[name] = f"Pipeline of {run.label}"
+            draw_gantt(above, out / name)
+    return figures
 
 
 def _trace_path(path, again):
@@ -170,13 +207,21 @@ def markdown(runs, comparison):
         sections += [f"## {run.label}", f"Run {run.run_id}.", *_incomplete(run)]
         sections += ["### Step", _table(STEP, run.step)]
         sections += ["### Time of a step", _table(TIME, run.time)]
-        sections += ["### Memory", _table(MEMORY, run.memory)]
+        sections += [*_pipeline(run), "### Memory", _table(MEMORY, run.memory)]
     return "\n\n".join(sections) + "\n"
 
 
 def _incomplete(run):
     lines = [f"* {line}" for line in run.missing]
     return ["The trace is incomplete; missing are:", "\n".join(lines)] if lines else []
+
+
+def _pipeline(run):
+    if not run.pipeline:
+        return []
+    rows = run.pipeline
+    known = [field for field in PIPELINE if any(row[field.key] is not None for row in rows)]
+    return ["### Pipeline", PASSES.format(step=rows[0]["step"]), _table(known, rows)]
 
 
 def _table(fields, rows):

@@ -105,7 +105,9 @@ def _legend(figure, kinds):
         Patch(facecolor=_colour(kind), edgecolor="black", linewidth=0.3, label=_name(kind))
         for kind in sorted(kinds, key=_order)
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    columns = len({_split(kind)[1] for kind in kinds})
+    how = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
+    figure.legend(handles=patches, ncols=columns, **how)
 
 
 def _order(kind):

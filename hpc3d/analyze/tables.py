@@ -7,7 +7,7 @@ is not known is None.
 """
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,8 @@ class Run:
     """A run and its tables.
 
     `step` has one row, `time` a row a category, phase, axis and operation, `memory` a row a kind
-    and `loss` a row a step.  `missing` says what the trace lacks, a line each.
+    and `loss` a row a step; `pipeline` has a row a stage, or none.  `missing` says what the trace
+    lacks, a line each.
     """
 
     label: str
@@ -29,6 +30,7 @@ class Run:
     time: list
     memory: list
     loss: list
+    pipeline: list = field(default_factory=list)
 
 
 def summarize(trace):
@@ -140,8 +142,7 @@ def _indices(trace, column, size):
 def step_row(trace, time):
     """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    slowest = np.zeros(len(steps))
-    np.maximum.at(slowest, step, _step_seconds(trace))
+    slowest = _slowest(trace)
     median = float(np.median(slowest))
     communication = [row for row in time if row["category"] in ("comm", "wait")]
     calls = [row for row in communication if row["category"] == "comm"]
@@ -160,6 +161,22 @@ def step_row(trace, time):
         "communication_calls": sum(row["calls"] for row in calls),
         "communication_bytes": sum(row["bytes"] for row in calls),
     }
+
+
+def _slowest(trace):
+    """Seconds of each completed step on its slowest rank."""
+    steps, step = np.unique(trace.steps["step"], return_inverse=True)
+    seconds = np.zeros(len(steps))
+    np.maximum.at(seconds, step, _step_seconds(trace))
+    return seconds
+
+
+def median_step(trace):
+    """A step that took the median time of all, but for step 0 where there are others."""
+    steps = np.unique(trace.steps["step"])
+    order = _slowest(trace).argsort(kind="stable")
+    warm = order[steps[order] > 0] if steps[-1] > 0 else order
+    return int(steps[warm[(len(warm) - 1) // 2]])
 
 
 def memory_rows(trace):

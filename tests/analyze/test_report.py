@@ -131,6 +131,7 @@ def write_run(run, scheme="3d", losses=(3.5, 3.25)):
             records(schema.EVENTS, rank, events),
             records(schema.STEPS, rank, steps_of(rank, losses)),
             records(schema.MEMORY, rank, memory_of(rank)),
+            records(schema.CLOCK_SAMPLES, rank, []),
         )
     return run
 
@@ -208,7 +209,7 @@ def test_tables_are_printed_and_written(run, capsys):
         "| compute    | backward |      | gemm           |      0.40 | 24.2% |   2.0 |",
     ):
         assert line in printed and line in text
-    assert "incomplete" not in text
+    assert "incomplete" not in text and "Pipeline" not in text
     with (run / "report" / "time.csv").open(newline="") as file:
         rows = {(row["category"], row["axis"]): row for row in csv.DictReader(file)}
     assert rows["comm", "x"]["run"] == "3d, x=2 y=2"

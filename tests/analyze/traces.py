@@ -1,0 +1,130 @@
+"""Traces of pipelines: of tiny runs on threads, and with times written by hand."""
+
+import h5py
+import numpy as np
+
+from hpc3d import trace
+from hpc3d.analyze.paired import Noise
+from hpc3d.cluster import threads
+from hpc3d.config import load, to_toml
+from hpc3d.pipeline.instruction import parse
+from hpc3d.rules import settle
+from hpc3d.trace import events as schema
+from hpc3d.trace.merge import merge
+from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.segment import TABLES, segment_path, write_segment
+from hpc3d.training.loop import Trainer
+
+STEPS = 3
+TINY = {
+    "model.layers": 8,
+    "model.hidden": 8,
+    "model.heads": 2,
+    "model.sequence": 4,
+    "train.batch": 24,
+    "train.steps": STEPS,
+}
+
+
+def config_of(ranks, **values):
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    words = [str(word) for key, value in (TINY | given).items() for word in (f"--{key}", value)]
+    return settle(load(None, words), ranks)
+
+
+def header(config, rank, ranks):
+    sizes = config.mesh.sizes()
+    return {
+        "rank": rank,
+        "world_size": ranks,
+        "axes": list(sizes),
+        "axis_sizes": list(sizes.values()),
+        "coords": [0] * len(sizes),
+        "host": "node0",
+        "local_rank": rank,
+        "device": "cpu",
+        "pid": rank,
+        "run_id": "tiny",
+        "created_utc": "2025-01-02T03:04:05Z",
+        "time_unit": "ns",
+        "config": to_toml(config),
+        "git": "",
+        "mpi": "",
+        "version": 1,
+        "dropped": 0,
+    }
+
+
+def trained(folder, ranks, **values):
+    """A run of all its steps on threads, and its trace."""
+    config = config_of(ranks, **values)
+
+    def rank(mesh):
+        recorder = Recorder(folder, header(config, mesh.rank, ranks))
+        batches = Noise(config, 17) if mesh.rank == 0 else None
+        trainer = Trainer(mesh.traced(recorder), config, 17, batches)
+        for number in range(config.train.steps):
+            trainer.step(number)
+        recorder.flush()
+
+    folder.mkdir(exist_ok=True)
+    threads.run(config.mesh.sizes(), rank)
+    merge(folder)
+    return folder
+
+
+def opened(folder):
+    return trace.open(folder / "trace.h5")
+
+
+MS = 1_000_000
+CODES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "BW": "backward"}
+COMPUTE, COMM = (schema.CATEGORY.index(name) for name in ("compute", "comm"))
+BEHIND = 1000 * MS
+
+
+def event(text, start, dur, op="gemm", phase=None, **values):
+    """An event of the pass that is written as `text`, from `start` for `dur` milliseconds."""
+    what = parse(text)
+    found = {
+        "phase": schema.PHASE.index(phase or CODES[what.op]),
+        "op": schema.OP.index(op),
+        "category": COMM if op in ("send", "recv", "all_reduce") else COMPUTE,
+        "t_start": start * MS,
+        "dur": dur * MS,
+        "microbatch": what.mb,
+        "chunk": what.chunk,
+    }
+    return {"group": -1, "parent": -1, "step": 1, **found, **values}
+
+
+def by_hand(folder, events, steps=(0, 1), durations=(0, 50), **values):
+    """A run of events {rank: list}, each rank a stage unless the event says otherwise, and of
+    steps that take `durations` [ms] on all ranks.  Every rank's own clock is a second behind that
+    of the rank before."""
+    ranks = len(events)
+    config = config_of(ranks, **{"mesh__p": ranks, **values})
+    for rank, rows in events.items():
+        own = [{"stage": rank, **row, "t_start": row["t_start"] - rank * BEHIND} for row in rows]
+        ends = [
+            {"step": step, "t_end": dur * MS, "loss": 2} for step, dur in zip(steps, durations)
+        ]
+        tables = {"events": own, "steps": ends, "memory": [{}], "samples": []}
+        top = {**header(config, rank, ranks), "groups": []}
+        path = segment_path(folder, rank, 0)
+        write_segment(path, top, ["event"], *(records(rank, *table) for table in tables.items()))
+    merge(folder)
+    with h5py.File(folder / "trace.h5", "r+") as file:
+        ahead = file["events/rank"][:].astype("i8") * BEHIND
+        file["events/t_global"][:] = file["events/t_start"][:] + ahead
+    return folder
+
+
+def records(rank, name, rows):
+    """The table of a segment with rows of these values, the others 0."""
+    table = np.zeros(len(rows), schema.record_type(TABLES[name]))
+    table["rank"] = rank
+    for place, row in enumerate(rows):
+        for key, value in row.items():
+            table[key][place] = value
+    return table
