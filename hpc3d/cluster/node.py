@@ -132,6 +132,8 @@ class Node(Mpi):
 
     def meet(self, post):
         """Wait until every member has made this post."""
+        if post <= self.seen:
+            return
         flags, place = self.flags, 1 + post % RING
         region = flags[self.rank * LINE + place]
         for line in range(0, self.size * LINE, LINE):

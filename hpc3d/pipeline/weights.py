@@ -43,10 +43,10 @@ class DoubleBuffered(InPlace):
 
     def before_update(self):
         self.parameters.show(self.versions[self.updates])
+        self.versions.pop(self.updates - 1, None)
         self.parameters.renew()
         self.updates += 1
         self.versions[self.updates] = self.parameters.value
-        self.versions.pop(self.updates - 2, None)
 
 
 WEIGHTS = {"pipedream": Stashed, "pipedream-2bw": DoubleBuffered}

@@ -1,0 +1,190 @@
+"""Where parameters lie in the flat arrays, and which part of each a replica owns."""
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.communicator import Self
+from hpc3d.cluster.mesh import Mesh
+from hpc3d.cluster.threads import run
+from hpc3d.model.parameters import Parameters
+from hpc3d.tensor.layout import Layout
+
+SUMMED = {"partial": ("d",)}
+WHOLE = Layout("", "")
+
+
+def replica(data, rank, zero, add, **sizes):
+    """The parameters that `add(parameters)` adds, on one of `data` replicas; nothing is sent."""
+    mesh = Mesh({"d": data, **sizes}, {"d": rank}, {}, Self())
+    parameters = Parameters(mesh, "float64", zero)
+    add(parameters)
+    parameters.allocate(seed=3)
+    return parameters
+
+
+def replicas(data, zero, add):
+    return [replica(data, rank, zero, add) for rank in range(data)]
+
+
+def two_vectors(parameters):
+    parameters.add("a", (6,), Layout(""), **SUMMED)
+    parameters.add("b", (5,), Layout(""), mean=1.0, **SUMMED)
+
+
+def spans(part):
+    return [(place.start, place.stop) for place in part]
+
+
+def test_without_zero_every_replica_owns_everything():
+    for parameters in replicas(2, 0, two_vectors):
+        b, a = (parameters.places[item] for item in parameters)
+        assert spans(b) == [(0, 5)] * 5
+        assert spans(a) == [(5, 11)] * 5
+
+
+def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
+    """The last parameter comes first; 5 elements are padded to two parts of 3."""
+    own = [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
+    for parameters, (of_b, of_a) in zip(replicas(2, 1, two_vectors), own):
+        b, a = (parameters.places[item] for item in parameters)
+        assert spans(b) == [(0, 6), (0, 6), of_b, of_b, (0, 3)]
+        assert spans(a) == [(6, 12), (6, 12), of_a, of_a, (3, 6)]
+        assert (parameters.value.size, parameters.grad.size, parameters.states) == (12, 12, 6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_own_part_of_a_matrix_is_the_block_of_its_gradient(zero, rank):
+    """ZeRO-2 shards the gradient and ZeRO-3 also the value, in blocks of rows."""
+
+    def add(parameters):
+        blocks = Layout("d", "")
+        parameters.add("w", (4, 3), WHOLE if zero == 2 else blocks, grad_layout=blocks)
+
+    parameters = replica(2, rank, zero, add)
+    (item,) = parameters
+    value, own = ((0, 12), (6 * rank, 6 * rank + 6)) if zero == 2 else ((0, 6), (0, 6))
+    assert spans(parameters.places[item]) == [value, (0, 6), own, (0, 6), (0, 6)]
+    assert item.value.shape == ((4, 3) if zero == 2 else (2, 3))
+    assert item.grad.shape == (2, 3)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("data", [1, 2, 3, 5])
+def test_own_parts_are_all_of_a_parameter_once(data, zero):
+    def add(parameters):
+        for number, size in enumerate((7, 1, 30)):
+            parameters.add(str(number), (size,), Layout(""), **SUMMED)
+
+    count = 0
+    for parameters in replicas(data, zero, add):
+        owned = np.zeros(parameters.value.size, int)
+        states = np.zeros(parameters.states, int)
+        for place in parameters.places.values():
+            owned[place.own_value] += 1
+            states[place.state] += 1
+        assert (states == 1).all()
+        count = count + owned
+    assert (count == (1 if zero else data)).all()
+
+
+def test_values_and_padding_of_all_replicas_start_alike():
+    def add(parameters):
+        parameters.add("w", (5, 3), WHOLE, std=0.5, **SUMMED)
+
+    first, second = (parameters.value for parameters in replicas(2, 1, add))
+    np.testing.assert_array_equal(first, second)
+    assert first.size == 16 and first[15] == 0 and first[:15].all()
+
+
+def test_parameters_that_are_summed_alike_lie_together_last_first_and_the_late_at_the_end():
+    def add(parameters):
+        parameters.add("table", (4, 2), WHOLE, late=True, **SUMMED)
+        for number in range(2):
+            parameters.add(f"layers.{number}.w", (4, 2), WHOLE)
+            parameters.add(f"layers.{number}.b", (2,), Layout(""), **SUMMED)
+
+    parameters = replica(2, 0, 0, add)
+    names = [item.name for item in parameters]
+    assert names == ["layers.1.w", "layers.0.w", "layers.1.b", "layers.0.b", "table"]
+    starts = [parameters.places[item].value.start for item in parameters]
+    assert starts == [0, 8, 16, 18, 20]
+
+
+def test_axes_of_one_rank_are_not_summed_over_and_the_data_axis_comes_last():
+    def add(parameters):
+        parameters.add("a", (2,), Layout(""), partial=("d", "x", "y"))
+
+    (item,) = replica(2, 0, 0, add, x=1, y=3)
+    assert item.partial == ("y", "d")
+
+
+def test_the_unit_of_a_parameter_is_the_part_whose_backward_pass_completes_it():
+    names = "layers.12.qkv.weight", "head.norm.gamma", "embedding.token"
+
+    def add(parameters):
+        for name in names:
+            parameters.add(name, (2,), Layout(""))
+
+    units = {item.name: item.unit for item in replica(1, 0, 0, add)}
+    assert [units[name] for name in names] == ["layers.12", "head", "embedding"]
+
+
+def pieces(zero):
+    def add(parameters):
+        for name, decay in (("a", True), ("b", True), ("c", False), ("d", False)):
+            parameters.add(name, (4,), Layout(""), decay=decay, **SUMMED)
+
+    return [(*spans(piece[:3]), piece.decay) for piece in replica(2, 1, zero, add).pieces]
+
+
+def test_neighbours_that_decay_alike_are_updated_in_one_piece():
+    assert pieces(0) == [((0, 8),) * 3 + (False,), ((8, 16),) * 3 + (True,)]
+    # A replica's own parts do not touch each other.
+    assert pieces(1) == [
+        ((2, 4), (2, 4), (0, 2), False),
+        ((6, 8), (6, 8), (2, 4), False),
+        ((10, 12), (10, 12), (4, 6), True),
+        ((14, 16), (14, 16), (6, 8), True),
+    ]
+
+
+def test_matrices_of_zero_3_are_updated_in_one_piece():
+    def add(parameters):
+        for name in "ab":
+            parameters.add(name, (4, 3), Layout("d", ""), decay=True)
+
+    (piece,) = replica(2, 1, 3, add).pieces
+    assert piece == (slice(0, 12), slice(0, 12), slice(0, 12), True)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_each_square_counts_once_over_all_ranks(zero):
+    """Gradients of 1: as many as there are elements, the twin of a table not among them."""
+
+    def rank(mesh):
+        parameters = Parameters(mesh, "float64", zero)
+        rows = Layout("d" if zero == 3 else "", "x")
+        grad = Layout("d" if zero > 1 else "", "x")
+        parameters.add("w", (6, 4), rows, grad_layout=grad)
+        parameters.add("b", (8,), Layout(""), partial=("d", "x"))
+        parameters.add("table", (4, 2), WHOLE, twin=1 - mesh.coord("p"), late=True, **SUMMED)
+        parameters.allocate(1)
+        for item in parameters:
+            item.grad[...] = 1
+        return parameters.sum_of_squares()
+
+    squares = run({"p": 2, "d": 2, "x": 2}, rank)
+    assert sum(squares) == 2 * 24 + 2 * 8 + 8
+
+
+def test_old_values_stay_with_those_who_keep_them():
+    parameters = replica(1, 0, 0, two_vectors)
+    old = parameters.value
+    kept = {item.name: item.value for item in parameters}
+    parameters.renew()
+    parameters.value += 7
+    assert (kept["a"] == 0).all() and (kept["b"] == 1).all()
+    assert {item.name: item.value[0] for item in parameters} == {"a": 7, "b": 8}
+    parameters.show(old)
+    assert all(np.shares_memory(item.value, old) for item in parameters)

@@ -1,0 +1,193 @@
+"""Mixes of mesh, scheme, schedule and ZeRO that must all train one model alike.
+
+A mix is a line of words `key=value`, where `key` is the last word of a key of the input file.  The
+whole trainer runs five steps of it in float64: warm-up, clipping, AdamW.
+"""
+
+import shlex
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.cluster.threads import run
+from hpc3d.config import known_keys, load
+from hpc3d.model.loss import IGNORE
+from hpc3d.rules import settle
+from hpc3d.training.loop import Trainer
+from tests.model.test_parallel import padded
+
+# Every schedule with every stage of ZeRO, every scheme, on 1 to 16 ranks.
+MIXES = """
+p=1 schedule=none microbatches=12
+p=2 schedule=gpipe microbatches=4 overlap=false
+p=4 schedule=gpipe microbatches=6 dropout=0.25
+p=2 schedule=1f1b microbatches=1
+p=4 schedule=1f1b microbatches=2 tied=false gelu=exact
+p=4 schedule=1f1b microbatches=12 stages=[0,3,0,1]
+p=2 schedule=interleaved chunks=2 microbatches=4 clip=0
+p=2 schedule=interleaved chunks=4 microbatches=4 layers=8 overlap=false
+p=4 schedule=interleaved chunks=2 microbatches=6 layers=8 dropout=0.25
+p=4 schedule=zb-h1 microbatches=8 optimizer=sgd learning_rate=0.1
+p=4 schedule=zb-h2 microbatches=16 stages=[1,1,2,0]
+p=1 schedule=zb-v chunks=2 microbatches=3
+p=2 schedule=zb-v chunks=2 microbatches=2 tied=false gelu=exact
+p=4 schedule=zb-v chunks=2 microbatches=8 layers=8
+p=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 stages=[1,2,1,0]
+d=2 schedule=none microbatches=1 zero=0 bucket_mb=0
+d=2 schedule=none microbatches=6 zero=1 overlap=false
+d=4 schedule=none microbatches=3 zero=2 bucket_mb=0.01
+d=4 schedule=none microbatches=2 zero=1 layers=8 bucket_mb=0
+d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d
+p=2 d=2 schedule=gpipe microbatches=4 zero=0 bucket_mb=0
+p=2 d=4 schedule=gpipe microbatches=3 zero=1 bucket_mb=0.02
+p=2 d=2 schedule=gpipe microbatches=4 zero=2 tied=false gelu=exact
+p=2 d=2 x=2 schedule=gpipe microbatches=4 zero=3 scheme=1d-sequence
+p=2 d=2 schedule=1f1b microbatches=8 zero=0 overlap=false
+p=4 d=2 schedule=1f1b microbatches=4 zero=1 stages=[2,0,1,1]
+p=2 d=3 x=2 schedule=1f1b microbatches=4 zero=2 dropout=0.25
+p=2 d=2 x=2 z=2 schedule=1f1b microbatches=3 zero=3 keep_gathered=false
+p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=3 zero=0 scheme=1d
+p=3 d=2 schedule=interleaved chunks=2 microbatches=4 zero=1 layers=8 overlap=false
+p=2 d=2 schedule=interleaved chunks=2 microbatches=4 zero=2 bucket_mb=0
+p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=4 zero=3 layers=8
+p=2 d=2 x=2 y=2 schedule=zb-h1 microbatches=3 zero=0 scheme=2d-summa
+p=4 d=2 x=2 schedule=zb-h1 microbatches=4 zero=1 tied=false gelu=exact
+p=4 d=2 schedule=zb-h1 microbatches=6 zero=2 bucket_mb=0.01
+p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 overlap=false
+p=4 d=2 schedule=zb-h2 microbatches=8 zero=0 bucket_mb=0.01
+p=2 d=2 x=2 z=2 schedule=zb-h2 microbatches=3 zero=1 scheme=2.5d
+p=2 d=2 y=2 z=2 schedule=zb-h2 microbatches=3 zero=2 keep_gathered=false
+p=4 d=2 schedule=zb-h2 microbatches=4 zero=3 dropout=0.25
+p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=0 clip=0
+p=4 d=2 schedule=zb-v chunks=2 microbatches=8 zero=1 layers=8
+p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=2 overlap=false
+p=2 d=3 x=2 schedule=zb-v chunks=2 microbatches=4 zero=3 stages=[0,1,2,1]
+p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=0
+p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=1 bucket_mb=0
+p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=2 dropout=0.25
+p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=3 tied=false gelu=exact
+p=2 x=2 y=2 z=2 schedule=1f1b microbatches=3 scheme=3d-broadcast
+p=2 d=2 x=2 y=2 schedule=zb-h1 microbatches=2 zero=1 scheme=3d-broadcast
+p=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=3 scheme=3d
+p=2 x=2 y=3 schedule=1f1b microbatches=4 scheme=2d
+p=3 d=2 z=2 schedule=gpipe microbatches=4 zero=3
+p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d
+p=2 d=2 x=2 z=2 schedule=interleaved chunks=2 microbatches=3 zero=3 scheme=2.5d
+p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa
+p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 order="x d p y z c e"
+""".strip().splitlines()
+
+# Four axes at once, for real ranks only.
+LARGE = """
+p=4 d=2 x=2 y=2 z=2 schedule=gpipe microbatches=3 zero=1
+p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=0
+p=4 d=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=6 zero=3 layers=8
+p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=2
+p=4 d=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=6 zero=1 layers=8 dropout=0.25
+p=4 d=2 x=2 y=2 z=2 schedule=zb-h2 microbatches=6 zero=3 tied=false gelu=exact
+""".strip().splitlines()
+
+SMALL = {
+    "layers": 4,
+    "hidden": 24,
+    "heads": 12,
+    "sequence": 3,
+    "vocabulary": 29,
+    "steps": 5,
+    "batch": 48,
+    "clip": 0.5,  # less than the norm of any step
+    "dtype": "float64",
+}
+KEYS = {key.rpartition(".")[2]: key for key in known_keys()}
+# The usual matrices, of std 0.02, hardly disturb the identity: 0.2 lets every gradient matter.
+WIDER = 10
+
+
+def words_of(line):
+    """Key -> value of a mix; {here} is the folder of the tests."""
+    words = shlex.split(line.format(here=Path(__file__).parent))
+    return dict(word.split("=", 1) for word in words)
+
+
+def config_of(line):
+    values = {**SMALL, **words_of(line)}
+    options = [str(word) for key, value in values.items() for word in (f"--{KEYS[key]}", value)]
+    config = load(None, options)
+    return settle(config, prod(config.mesh.sizes().values()))
+
+
+def ranks(line):
+    return prod(config_of(line).mesh.sizes().values())
+
+
+def alone(line):
+    """The words of a mix that a serial model has, too."""
+    words = words_of(line).items()
+    return " ".join(f"{k}={v}" for k, v in words if KEYS[k].startswith(("model.", "train.")))
+
+
+class Tokens:
+    """Random batches whose targets count the less the later the sequence, the last not at all."""
+
+    def __init__(self, config):
+        self.shape = config.train.batch, config.model.sequence
+        self.vocabulary = config.model.vocabulary
+
+    def batch(self, step):
+        draw = np.random.default_rng(step)
+        tokens, targets = draw.integers(0, self.vocabulary, (2, *self.shape), np.int32)
+        ignored = draw.random(self.shape) < np.linspace(0, 1.1, self.shape[0])[:, None]
+        return tokens, np.where(ignored, np.int32(IGNORE), targets)
+
+
+class Trained(NamedTuple):
+    """Loss and norm of every step; name -> (slices, block) of the weights after the last."""
+
+    totals: list
+    weights: dict
+
+
+def trainer_of(mesh, config):
+    """A trainer with random batches and wide matrices."""
+    batches = Tokens(config) if mesh.rank == 0 else None
+    trainer = Trainer(mesh, config, config.model.vocabulary, batches)
+    for item in trainer.parameters:
+        if item.std:
+            item.value *= WIDER
+    return trainer
+
+
+def train(mesh, config):
+    trainer = trainer_of(mesh, config)
+    steps = [trainer.step(number) for number in range(config.train.steps)]
+    weights = {
+        item.name: (item.layout.slices(item.shape, mesh), item.value.copy())
+        for item in trainer.parameters
+    }
+    return Trained([(step.loss, step.grad_norm) for step in steps], weights)
+
+
+@cache
+def serial(line):
+    """A mix of no words of mesh and parallel, on one rank."""
+    return run({}, lambda mesh: train(mesh, config_of(line)))[0]
+
+
+def same(found, expected):
+    """The blocks of a rank are slices of the serial weights, with zeros as padding."""
+    np.testing.assert_allclose(found.totals, expected.totals, rtol=1e-10)
+    for name, (where, block) in found.weights.items():
+        whole = padded(expected.weights[name][1], where)
+        np.testing.assert_allclose(block, whole[where], rtol=0, atol=1e-10, err_msg=name)
+
+
+def cover(found, expected):
+    """The blocks of all ranks leave no weight out."""
+    missing = {name: np.ones(whole.shape, bool) for name, (_, whole) in expected.weights.items()}
+    for trained in found:
+        for name, (where, _) in trained.weights.items():
+            missing[name][where] = False
+    assert not [name for name, places in missing.items() if places.any()]

@@ -1,0 +1,254 @@
+"""Counted bytes and calls of a training step against the closed forms, a rank and axis at a time.
+
+Sizes are such that every part of every parameter is whole: nothing is padded.
+"""
+
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.trace.events import EVENTS, OP, record_type
+from hpc3d.trace.recorder import Recorder
+from tests.pipeline.mixes import config_of, trainer_of, words_of
+
+BATCH, SEQUENCE, HIDDEN, VOCABULARY, ITEM = 48, 3, 24, 48, 8
+TABLE = VOCABULARY * HIDDEN
+
+
+class Counted(NamedTuple):
+    """Of one rank: (axis, op) -> bytes of each call, and when it was posted; the elements of its
+    parameters by kind; when the last product began."""
+
+    stage: int
+    calls: dict
+    posted: dict
+    elements: dict
+    last_product: int
+
+    def bytes(self, axis, op):
+        return sum(self.calls[axis, op])
+
+    def ops(self, axis):
+        return {op for along, op in self.calls if along == axis}
+
+
+def counted(line):
+    """The first step of a mix: `Counted` of every rank."""
+    config = config_of(f"steps=1 vocabulary={VOCABULARY} {line}")
+    return run(config.mesh.sizes(), lambda mesh: first_step(mesh, config))
+
+
+def first_step(mesh, config):
+    recorder = Recorder("unused", {"rank": mesh.rank})
+    trainer = trainer_of(mesh.traced(recorder), config)
+    trainer.step(0)
+    assert recorder.dropped == 0
+    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    events = events[events["step"] == 0]
+    elements = Counter()
+    for item in trainer.parameters:
+        elements[kind_of(item)] += item.value.size
+    last_product = events["t_start"][events["op"] == OP.index("gemm")].max(initial=0)
+    return Counted(mesh.coord("p"), *calls(recorder, events), elements, last_product)
+
+
+def calls(recorder, events):
+    groups, received, posted = recorder.header["groups"], defaultdict(list), defaultdict(list)
+    for event in events[events["seq"] >= 0]:
+        key = groups[event["group"]]["axis"], OP[event["op"]]
+        received[key].append(int(event["bytes"]))
+        posted[key].append(int(event["posted"]))
+    return received, posted
+
+
+def kind_of(item):
+    if item.name in ("embedding.token", "head.table"):
+        return item.name
+    return "matrices" if item.name.endswith("weight") else "vectors"
+
+
+# A mix, and over how many ranks the block between two stages is spread.
+BETWEEN = {
+    "p=2 schedule=gpipe microbatches=3": 1,
+    "p=4 schedule=1f1b microbatches=8": 1,
+    "p=4 schedule=zb-h1 microbatches=8": 1,
+    "p=4 schedule=zb-h2 microbatches=4 stages=[1,0,2,1]": 1,
+    "p=2 schedule=interleaved chunks=2 microbatches=4": 1,
+    "p=4 schedule=interleaved chunks=2 microbatches=6 layers=8": 1,
+    "p=2 schedule=zb-v chunks=2 microbatches=4": 1,
+    "p=4 schedule=zb-v chunks=2 microbatches=8 layers=8": 1,
+    "p=2 d=3 schedule=1f1b microbatches=4 zero=3": 3,
+    "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d": 2,
+    "p=3 x=2 schedule=1f1b microbatches=4 scheme=1d-sequence": 2,
+    "p=2 x=2 y=2 schedule=zb-h1 microbatches=3 scheme=2d": 4,
+    "p=2 d=2 x=2 z=2 schedule=1f1b microbatches=3 scheme=2.5d": 8,
+    "p=2 x=2 y=2 z=2 schedule=1f1b microbatches=3 scheme=3d": 8,
+}
+
+
+@pytest.mark.parametrize("line", BETWEEN)
+def test_stages_hand_over_activations_and_their_gradients(line):
+    """2 v M b s h e / ranks sent and received by a stage of v chunks, less at the ends.
+
+    A chunk sends every microbatch forward, but the last chunk does not, and back, but the first
+    does not; at the turn of a V both chunks are on one stage.
+    """
+    words = words_of(line)
+    stages, chunks, micros = (int(words.get(k, 1)) for k in ("p", "chunks", "microbatches"))
+    block = BATCH // micros * SEQUENCE * HIDDEN * ITEM // BETWEEN[line]
+    turn = words["schedule"] == "zb-v"
+    first, last = 0, 0 if turn else stages - 1
+    for rank in counted(line):
+        moves = 2 * chunks - (rank.stage == first) - (rank.stage == last)
+        moves -= 2 * (turn and rank.stage == stages - 1)
+        assert rank.ops("p") == {"send", "recv"}
+        assert rank.calls["p", "send"] == rank.calls["p", "recv"] == [block] * moves * micros
+
+
+# On the data axis (d - 1) / d of the elements are moved, times this:
+#   op, zero -> of vectors; of matrices; of the table of the embedding; of that of the head
+MICROS = 4
+ON_DATA = {
+    ("all_reduce", 0): (2, 2, 2, 2),
+    ("reduce_scatter", 1): (1, 1, 1, 1),
+    ("all_gather", 1): (1, 1, 1, 1),
+    ("reduce_scatter", 2): (1, MICROS, MICROS, MICROS),
+    ("all_gather", 2): (1, 1, 1, 1),
+    ("reduce_scatter", 3): (1, MICROS, MICROS, MICROS),
+    ("all_gather", 3): (1, 2 * MICROS, MICROS, 2 * MICROS),  # no backward pass reads a lookup's W
+}
+
+
+def on_data(zero, data, elements):
+    """op -> bytes that a replica moves in a step."""
+    kinds = "vectors", "matrices", "embedding.token", "head.table"
+    totals = {}
+    for (op, stage), factors in ON_DATA.items():
+        if stage == zero:
+            moved = sum(factor * elements[kind] for factor, kind in zip(factors, kinds))
+            totals[op] = moved * ITEM * (data - 1) // data
+    return totals
+
+
+def elements_of(stage, stages, layers):
+    """Elements of an untied model's stage by kind: 12 h^2 + 13 h a layer, and the ends."""
+    first, last = stage == 0, stage == stages - 1
+    return {
+        "matrices": 12 * HIDDEN**2 * layers,
+        "vectors": 13 * HIDDEN * layers + SEQUENCE * HIDDEN * first + 2 * HIDDEN * last,
+        "embedding.token": TABLE * first,
+        "head.table": TABLE * last,
+    }
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("data", [2, 4])
+@pytest.mark.parametrize("zero", range(4))
+def test_replicas_move_their_parameters(zero, data, overlap):
+    """2 psi e (d-1)/d with ZeRO 0 and 1; psi e (d-1)/d more for every microbatch with 2, and twice
+    that with 3."""
+    pipeline = f"p=2 schedule=1f1b microbatches={MICROS} stages=[1,3] tied=false"
+    for rank in counted(f"{pipeline} d={data} zero={zero} overlap={overlap}"):
+        elements = elements_of(rank.stage, 2, (1, 3)[rank.stage])
+        expected = on_data(zero, data, elements)
+        assert {op: rank.bytes("d", op) for op in rank.ops("d")} == expected
+
+
+@pytest.mark.parametrize("bucket", [0, 0.001, 25])
+@pytest.mark.parametrize("zero", range(4))
+def test_bytes_of_any_tensor_scheme_schedule_and_bucket(zero, bucket):
+    """The elements are those of the rank's own blocks, which ZeRO-3 stores in d parts."""
+    line = f"p=2 d=2 x=2 microbatches={MICROS} tied=false schedule=zb-h1 bucket_mb={bucket}"
+    whole = counted(line)
+    for rank, stored in zip(counted(f"{line} zero={zero}"), whole):
+        expected = on_data(zero, 2, stored.elements)
+        assert {op: rank.bytes("d", op) for op in rank.ops("d")} == expected
+
+
+def test_a_table_that_serves_both_ends_is_reduced_for_each_of_them():
+    (rank, *_) = counted(f"d=2 zero=2 microbatches={MICROS}")
+    both = elements_of(0, 1, 4) | {"head.table": TABLE}
+    assert rank.bytes("d", "reduce_scatter") == on_data(2, 2, both)["reduce_scatter"]
+    values = {**both, "head.table": 0}
+    assert rank.bytes("d", "all_gather") == on_data(2, 2, values)["all_gather"]
+
+
+WEIGHTS, VECTORS = 2 * 4 + 1, 2 * 8 + 1  # of a stage of two layers and the embedding
+
+
+@pytest.mark.parametrize(
+    ("zero", "op", "one", "many"),
+    [
+        (0, "all_reduce", 1, WEIGHTS + VECTORS),
+        (1, "reduce_scatter", 1, WEIGHTS + VECTORS),
+        (1, "all_gather", 1, WEIGHTS + VECTORS),
+        # In the passes of two microbatches every weight is reduced or gathered by itself.
+        (2, "reduce_scatter", 1 + 2 * WEIGHTS, VECTORS + 2 * WEIGHTS),
+        (2, "all_gather", 2, WEIGHTS + VECTORS),
+        (3, "reduce_scatter", 1 + 2 * WEIGHTS, VECTORS + 2 * WEIGHTS),
+        (3, "all_gather", 1 + 2 * (2 * WEIGHTS - 1), VECTORS + 2 * (2 * WEIGHTS - 1)),
+    ],
+)
+def test_a_call_a_bucket(zero, op, one, many):
+    """One bucket holds all that is summed alike; without bytes a bucket is a parameter."""
+    line = f"p=2 d=2 microbatches=2 tied=false zero={zero}"
+    for size, number in ((25, one), (0, many)):
+        stage = counted(f"{line} bucket_mb={size}")[0]
+        assert len(stage.calls["d", op]) == number
+
+
+@pytest.mark.parametrize(("zero", "op"), [(0, "all_reduce"), (1, "reduce_scatter")])
+def test_a_bucket_is_full_before_the_next_begins(zero, op):
+    """About as many calls as buckets of 20 kB fit into the gradients, of which some are larger."""
+    line = f"p=2 d=2 microbatches=2 tied=false zero={zero}"
+    parameters, buckets = (counted(f"{line} bucket_mb={size}")[0] for size in (0, 0.02))
+    size = 20_000 if op == "all_reduce" else 20_000 // 2  # of two replicas each moves a half
+    sizes = buckets.calls["d", op]
+    assert all(moved <= size or moved in parameters.calls["d", op] for moved in sizes)
+    fit = -(-sum(sizes) // size)
+    assert 3 < fit <= len(sizes) < 2 * fit < len(parameters.calls["d", op])
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    "pipeline",
+    ["p=2 schedule=1f1b", "p=4 schedule=zb-h2", "p=2 schedule=interleaved chunks=2"],
+)
+def test_the_ends_exchange_a_tied_table_once(pipeline, zero):
+    """Its gradient, or with ZeRO a rank's part of it, on the communicator of all ranks."""
+    part = TABLE * ITEM // (2 if zero else 1)
+    ranks = counted(f"{pipeline} d=2 microbatches=4 zero={zero}")
+    last = max(rank.stage for rank in ranks)
+    for rank in ranks:
+        exchanged = [part] if rank.stage in (0, last) else []
+        assert rank.calls["world", "send"] == rank.calls["world", "recv"] == exchanged
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["p=2 schedule=1f1b tied=false", "p=2 schedule=zb-v chunks=2", "d=2 schedule=none"],
+)
+def test_where_there_is_one_table_nothing_is_exchanged(line):
+    for rank in counted(f"{line} microbatches=4"):
+        assert not {"send", "recv"} & rank.ops("world")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_sums_begin_under_the_last_backward_pass(schedule):
+    """A bucket a parameter: those of all but a stage's first layer are posted while it runs."""
+    line = f"p=2 d=2 microbatches=4 schedule={schedule} tied=false bucket_mb=0"
+    layer, embedding, head = 12, 2, 3
+    early = {0: (layer, layer + embedding), 1: (head + layer, layer)}
+    for rank in counted(f"{line} overlap=true"):
+        assert posted_around_the_last_product(rank) == early[rank.stage]
+    for rank in counted(f"{line} overlap=false"):
+        assert posted_around_the_last_product(rank) == (0, sum(early[rank.stage]))
+
+
+def posted_around_the_last_product(rank):
+    """The number of sums over replicas that are posted before the last product, and after."""
+    early = [posted < rank.last_product for posted in rank.posted["d", "all_reduce"]]
+    return early.count(True), early.count(False)

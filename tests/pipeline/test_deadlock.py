@@ -1,0 +1,60 @@
+"""No schedule relies on a buffer: real ranks whose messages wait for their receives."""
+
+import pytest
+
+from tests.mpi import checked
+from tests.pipeline.mixes import config_of, ranks
+from tests.pipeline.on_mpi import BLOCK
+
+# Messages of all sizes wait for their receives; Open MPI 4 and 5 name it each in its way.
+UNBUFFERED = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,vader",
+    "OMPI_MCA_btl_sm_eager_limit": "128",
+    "OMPI_MCA_btl_vader_eager_limit": "128",
+}
+
+LINES = """
+p=4 schedule=gpipe microbatches=4 steps=2
+p=4 schedule=gpipe microbatches=4 batch=480 steps=2
+p=4 schedule=1f1b microbatches=8 steps=2
+p=4 schedule=1f1b microbatches=4 batch=480 steps=2
+p=2 d=2 schedule=interleaved chunks=2 microbatches=4 steps=2
+p=4 schedule=interleaved chunks=2 microbatches=8 layers=8 steps=2
+p=4 schedule=zb-h1 microbatches=8 steps=2
+p=4 schedule=zb-h2 microbatches=8 steps=2
+p=2 d=2 schedule=zb-v chunks=2 microbatches=4 steps=2 zero=3
+p=4 schedule=zb-v chunks=2 microbatches=8 layers=8 steps=2
+p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 steps=2 zero=2
+p=4 schedule=pipedream microbatches=4 steps=3 tied=false clip=0
+p=4 schedule=pipedream-2bw microbatches=4 steps=3
+""".strip().splitlines()
+
+
+def run(transport, lines, environment=None):
+    """How the ranks send, and the mixes that they trained as the serial model is trained."""
+    where = "-m", "tests.pipeline.on_mpi", transport
+    return checked(4, *where, *lines, timeout=120, environment=environment).splitlines()
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["shared memory", "messages"])
+def test_schedules_run_although_nothing_is_buffered(transport):
+    how, *done = run(transport, LINES, UNBUFFERED)
+    assert (how, done) == ("not buffered", LINES)
+
+
+def test_small_messages_are_buffered_otherwise():
+    assert run("mpi", []) == ["buffered"]
+
+
+def test_the_blocks_are_of_all_sizes():
+    """Larger than the message whose buffer is looked for, and some larger than 64 KiB."""
+    sizes = [block(config_of(line)) for line in LINES]
+    assert {ranks(line) for line in LINES} == {4}
+    assert min(sizes) > BLOCK and max(sizes) > 1 << 16
+
+
+def block(config):
+    """Bytes between two stages, which d replicas share."""
+    rows = config.train.batch // config.parallel.microbatches * config.model.sequence
+    return rows * config.model.hidden * 8 // config.mesh.d

@@ -1,0 +1,124 @@
+"""What a stage holds while it runs a schedule: microbatches in flight, versions, parts of ZeRO."""
+
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.pipeline.passes import in_flight
+from hpc3d.pipeline.schedule import streams
+from tests.pipeline.mixes import config_of, trainer_of
+
+FLIGHTS = [
+    "p=1 schedule=none microbatches=4",
+    "p=4 schedule=gpipe microbatches=8",
+    "p=2 schedule=gpipe microbatches=1",
+    "p=4 schedule=1f1b microbatches=8",
+    "p=4 schedule=1f1b microbatches=2",
+    "p=2 d=2 schedule=1f1b microbatches=3",
+    "p=2 schedule=interleaved chunks=4 microbatches=6 layers=8",
+    "p=4 schedule=interleaved chunks=2 microbatches=6 layers=8",
+    "p=4 schedule=zb-h1 microbatches=8",
+    "p=4 schedule=zb-h2 microbatches=8",
+    "p=1 schedule=zb-v chunks=2 microbatches=3",
+    "p=4 schedule=zb-v chunks=2 microbatches=8 layers=8",
+    "p=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4",
+    "p=4 schedule=pipedream microbatches=4 tied=false clip=0",
+    "p=4 schedule=pipedream-2bw microbatches=6",
+]
+
+
+def held(line, look):
+    """`look(mesh, trainer)` on every rank after three steps of a mix."""
+    config = config_of(f"steps=3 vocabulary=48 {line}")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        for number in range(config.train.steps):
+            trainer.step(number)
+        return look(mesh, trainer)
+
+    return config, run(config.mesh.sizes(), rank)
+
+
+@pytest.mark.parametrize("line", FLIGHTS)
+def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
+    config, peaks = held(line, lambda mesh, trainer: trainer.engine.peak)
+    parallel, stages = config.parallel, config.mesh.p
+    steps = 3 if parallel.schedule.startswith("pipedream") else 1
+    sizes = stages, parallel.microbatches, parallel.chunks, steps
+    expected = [in_flight(stream).activations for stream in streams(parallel.schedule, *sizes)[0]]
+    assert peaks == [peak for peak in expected for _ in range(config.mesh.d)]
+
+
+def test_the_published_numbers_of_activations():
+    """GPipe m; 1F1B and PipeDream min(m, p - i); ZB-H2 2p - 2i - 1; ZB-V 2p chunks."""
+    published = {
+        "gpipe microbatches=8": [8, 8, 8, 8],
+        "1f1b microbatches=8": [4, 3, 2, 1],
+        "1f1b microbatches=2": [2, 2, 2, 1],
+        "zb-h1 microbatches=8": [4, 3, 2, 1],
+        "zb-h2 microbatches=8": [7, 5, 3, 1],
+        "zb-v microbatches=8 chunks=2 layers=8": [8, 8, 8, 8],
+        "pipedream microbatches=4 tied=false clip=0": [4, 3, 2, 1],
+    }
+    for words, peaks in published.items():
+        line = f"p=4 schedule={words}"
+        assert held(line, lambda mesh, trainer: trainer.engine.peak)[1] == peaks
+
+
+def activations(schedule, micros):
+    """The peak of each stage in bytes, for microbatches of six sequences."""
+    line = f"p=4 schedule={schedule} microbatches={micros} batch={6 * micros}"
+    return held(line, lambda mesh, trainer: mesh.pool.peak["activation"])[1]
+
+
+def test_bytes_of_activations_follow_the_microbatches_in_flight():
+    two, four, eight = (activations("gpipe", micros) for micros in (2, 4, 8))
+    grown = [(b - a, c - b) for a, b, c in zip(two, four, eight)]
+    assert all(later == 2 * first > 0 for first, later in grown)
+    short, long = (activations("1f1b", micros) for micros in (4, 8))
+    assert short == long
+    # Stages 1 and 2 are alike, but stage 1 has one more microbatch in flight.
+    assert long[1] - long[2] == grown[1][0] // 2
+
+
+def bytes_by_kind(line):
+    """Of rank 0: kind -> bytes; the elements of matrices and tables, and of all parameters."""
+
+    def look(mesh, trainer):
+        sizes = {item.name: item.value.size for item in trainer.parameters}
+        matrices = sum(n for name, n in sizes.items() if name.endswith(("weight", "token")))
+        return dict(mesh.pool.live), 8 * matrices, 8 * sum(sizes.values())
+
+    return held(line, look)[1][0]
+
+
+@pytest.mark.parametrize("pipeline", ["schedule=none", "p=2 schedule=zb-h1"])
+@pytest.mark.parametrize("data", [2, 4])
+def test_zero_keeps_a_part_of_state_gradients_and_values(data, pipeline):
+    line = f"{pipeline} d={data} microbatches=3"
+    found = [bytes_by_kind(f"{line} zero={zero}") for zero in range(4)]
+    whole, matrices, every = found[0]
+    part = every - matrices + matrices // data
+    assert whole["parameter"] == whole["gradient"] == every == whole["optimizer"] // 2
+    for zero, (live, _, _) in enumerate(found[1:], 1):
+        assert live["optimizer"] == whole["optimizer"] // data
+        assert live["gradient"] == (part if zero >= 2 else every)
+        assert live["parameter"] == (part if zero == 3 else every)
+
+
+def versions(line):
+    """Of each stage of four: copies of its weights at the peak of a step, and after it."""
+
+    def look(mesh, trainer):
+        size, pool = trainer.parameters.value.nbytes, mesh.pool
+        return pool.peak["parameter"] / size, pool.live["parameter"] / size
+
+    return held(f"p=4 microbatches=8 {line}", look)[1]
+
+
+def test_copies_of_weights():
+    """PipeDream: p - i on stage i, though an update makes the new copy beside the old one."""
+    assert versions("schedule=1f1b") == [(1, 1)] * 4
+    stashed = versions("schedule=pipedream tied=false clip=0")
+    assert stashed == [(4, 1), (3, 1), (2, 1), (2, 1)]
+    assert versions("schedule=pipedream-2bw") == [(2, 2)] * 4

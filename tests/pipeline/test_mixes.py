@@ -1,0 +1,98 @@
+"""Every mix of pipeline, data parallelism, ZeRO and tensor scheme trains the serial model."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.pipeline.schedule import SCHEDULES
+from hpc3d.tensor.split import SCHEMES
+from tests.mpi import checked
+from tests.pipeline.in_torch import RULES
+from tests.pipeline.mixes import (
+    LARGE,
+    MIXES,
+    Tokens,
+    alone,
+    config_of,
+    cover,
+    ranks,
+    same,
+    serial,
+    train,
+    words_of,
+)
+
+SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
+# Of the mixes of so many ranks, `make test` runs one in so many on each transport.
+STRIDE = {4: 4, 8: 4, 12: 2, 16: 4}
+
+
+@pytest.mark.parametrize("line", MIXES)
+def test_a_mix_is_serial(line):
+    config, expected = config_of(line), serial(alone(line))
+    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    for trained in found:
+        same(trained, expected)
+    cover(found, expected)
+
+
+KINDS = dict.fromkeys(line for line in map(alone, MIXES) if "dropout" not in line)
+
+
+@pytest.mark.parametrize("line", KINDS, ids=lambda line: line or "plain")
+def test_serial_is_torch(line):
+    config, found = config_of(line), serial(line)
+    same(found, RULES["none"](config))
+
+
+def test_clipping_and_uneven_microbatches_matter():
+    config, expected = config_of(""), serial("")
+    assert min(norm for _, norm in expected.totals) > config.train.clip
+    _, targets = Tokens(config).batch(0)
+    valid = [int((part >= 0).sum()) for part in np.split(targets, 12)]
+    assert valid[0] > valid[4] > valid[8] > valid[11] == 0
+
+
+def test_the_table_has_every_schedule_with_every_zero_and_every_scheme():
+    words = [words_of(line) for line in MIXES]
+    piped = {(w.get("schedule"), w.get("zero")) for w in words if {"p", "d"} <= w.keys()}
+    csv = next(name for name, _ in piped if name.startswith("csv:"))
+    names = [*SYNCHRONOUS, csv]
+    names.remove("none")
+    assert set(product(names, "0123")) <= piped
+    assert {("none", zero) for zero in "0123"} <= {(w["schedule"], w.get("zero")) for w in words}
+    schemes = {w.get("scheme", "3d") for w in words if "p" in w and w.keys() & {"x", "y", "z"}}
+    assert schemes == set(SCHEMES)
+    assert {ranks(line) for line in MIXES} >= {1, 2, *STRIDE}
+
+
+def on_mpi(transport, lines, timeout):
+    (count,) = {ranks(line) for line in lines}
+    where = "-m", "tests.pipeline.on_mpi", transport
+    _, *done = checked(count, *where, *lines, timeout=timeout).splitlines()
+    assert done == lines
+
+
+def of_size(count):
+    return [line for line in MIXES if ranks(line) == count]
+
+
+@pytest.mark.parametrize(("transport", "first"), [("auto", 0), ("mpi", 1)])
+@pytest.mark.parametrize("count", STRIDE)
+def test_a_mix_on_real_ranks_is_serial(count, transport, first):
+    on_mpi(transport, of_size(count)[first :: STRIDE[count]], timeout=250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("count", STRIDE)
+def test_every_mix_on_real_ranks_is_serial(count, transport):
+    on_mpi(transport, of_size(count), timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mix_on_64_ranks_is_serial():
+    on_mpi("auto", LARGE, timeout=880)
