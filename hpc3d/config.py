@@ -40,8 +40,9 @@ class ParallelConfig:
     """Which loop each axis splits, what is kept, and in which order microbatches run.
 
     `stages` are the layers of each part of a pipeline, in model order (absent: even); `schedule`
-    absent is "none" on one stage and else "1f1b"; gradients are summed over the data axis in
-    buckets of `bucket_mb` megabytes, with `overlap` while backward still runs.
+    absent is "none" on one stage and else "1f1b", `chunks` absent what the schedule wants.
+    Gradients are summed over the data axis in buckets of `bucket_mb` megabytes, with `overlap`
+    while backward still runs.
     """
 
     __pydantic_config__ = STRICT
@@ -52,7 +53,7 @@ class ParallelConfig:
     bucket_mb: float = 25.0
     overlap: bool = True
     microbatches: int = 1
-    chunks: int = 1
+    chunks: int | None = None
     stages: tuple[int, ...] | None = None
     recompute: str = "none"
     schedule: str | None = None

@@ -9,6 +9,8 @@ from hpc3d.config import AXES, ModelConfig, TrainConfig
 from hpc3d.pipeline.schedule import find
 from hpc3d.tensor.split import Split
 
+MOST_PASSES = 50_000  # of a schedule that is laid out at once
+
 
 def settle(config, ranks, default=False):
     """`config` with its mesh settled for `ranks`; a `default` model may grow to fit them.
@@ -17,6 +19,7 @@ def settle(config, ranks, default=False):
     """
     refuse([*unknown_values(config), *not_there_yet(config)])
     config = with_schedule(config)
+    refuse([*wrong_parts(config), *wrong_pipeline(config)])
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
         config = grown(config, ranks)
     config = with_cuboid(config, ranks)
@@ -30,14 +33,15 @@ def refuse(problems):
 
 
 def with_schedule(config):
-    """`config` with its schedule settled."""
-    usual = "none" if config.mesh.p == 1 else "1f1b"
-    parallel = replace(config.parallel, schedule=config.parallel.schedule or usual)
-    return replace(config, parallel=parallel)
+    """`config` with its schedule and the number of chunks settled."""
+    name = config.parallel.schedule or ("none" if config.mesh.p == 1 else "1f1b")
+    usual = find(name).chunks or 2
+    chunks = usual if config.parallel.chunks is None else config.parallel.chunks
+    return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
 
 
 def misfits(config, ranks):
-    return [*wrong_ranks(config, ranks), *wrong_sizes(config), *wrong_pipeline(config)]
+    return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
 
 
 def unknown_values(config):
@@ -132,21 +136,27 @@ def wrong_ranks(config, ranks):
             yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
 
 
-def wrong_sizes(config):
-    """Sizes of the model that do not divide over the axes that split them."""
-    model, split = config.model, config.split()
+def wrong_parts(config):
+    """Sizes that do not divide on any mesh."""
+    model, sequences = config.model, config.train.batch
+    micros = config.parallel.microbatches
     if model.hidden % model.heads:
         yield (
             f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
             "change one of them"
         )
-    turned, outer = split.next(), split.whole()
-    sequences, micros = config.train.batch, config.parallel.microbatches
     if sequences % micros:
         yield (
             f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
             f"use a multiple of {micros}, or other parallel.microbatches"
         )
+
+
+def wrong_sizes(config):
+    """Sizes of the model that do not divide over the axes that split them."""
+    model, split = config.model, config.split()
+    turned, outer = split.next(), split.whole()
+    sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     needs = {
         (batch, sequences // micros): [split.x[0], split.y[0], outer.y[0], turned.y[0]],
@@ -178,13 +188,16 @@ def wrong_pipeline(config):
         )
     elif parallel.stages is not None:
         yield from wrong_stages(parallel.stages, parts, layers)
-    try:
-        schedule = find(parallel.schedule)
-    except ValueError as error:
-        yield str(error)
-    else:
-        problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
-        yield from [problem] if problem else wrong_updates(config)
+    schedule = find(parallel.schedule)
+    problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
+    yield from [problem] if problem else wrong_updates(config)
+    passes = config.train.steps * config.mesh.p * parallel.microbatches
+    if schedule.asynchronous and passes > MOST_PASSES:
+        yield (
+            f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
+            f"whole run, here {passes} forward passes; use at most "
+            f"{MOST_PASSES // (config.mesh.p * parallel.microbatches)} steps"
+        )
     if parallel.zero > 1 and config.split().own and config.mesh.d > 1:
         yield (
             f"parallel.zero = {parallel.zero}: not where a weight is on the diagonal only "
@@ -196,7 +209,9 @@ def wrong_stages(stages, parts, layers):
     """An uneven distribution of the layers that is none."""
     if len(stages) != parts:
         yield f"parallel.stages has {len(stages)} numbers for {parts} parts: give one a part"
-    if sum(stages) != layers or min(stages, default=0) < 0:
+    elif min(stages) < 0:
+        yield f"parallel.stages = {list(stages)}: a part with {min(stages)} layers; use 0 or more"
+    elif sum(stages) != layers:
         yield (
             f"parallel.stages = {list(stages)}: {sum(stages)} layers, but model.layers = "
             f"{layers}: give each part its layers"
@@ -236,6 +251,8 @@ def with_cuboid(config, ranks):
     if given or others < 1 or ranks % others:
         sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz" if axis not in given}
         return replace(config, mesh=replace(config.mesh, **sizes))
+    if ranks == others:
+        return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
     best = min(cuboids(config, ranks // others), key=words, default=None)
     if best is None:
         raise ValueError(

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from datetime import UTC, datetime
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ class Plan(NamedTuple):
     """What rank 0 tells the others before the first step."""
 
     config: object
-    program: object
     vocabulary: int
     folder: Path
     git: str
@@ -43,6 +43,7 @@ def train(job, words):
         return
     reader = {}
     plan = job.agree(lambda: prepare(job, words, reader))
+    program = job.deal(lambda: programs(plan.config, reader["program"]))
     from hpc3d.cluster.cart import build
     from hpc3d.training.loop import Trainer
 
@@ -51,7 +52,7 @@ def train(job, words):
     log = Log(plan.folder / "train.log", job.rank == 0)
     log.header(plan, mesh, job)
     batches = reader.get("batches")
-    trainer = Trainer(mesh, plan.config, plan.vocabulary, batches, plan.program)
+    trainer = Trainer(mesh, plan.config, plan.vocabulary, batches, program)
     for number in range(plan.config.train.steps):
         launch.watch(plan.config.run.watchdog_s)
         if number % plan.config.trace.sync_every == 0:
@@ -83,7 +84,7 @@ def prepare(job, words, reader):
     from hpc3d.rules import settle
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
-    from hpc3d.training.program import program
+    from hpc3d.training.program import program_of
     from hpc3d.training.tokens import open_tokens
 
     path = words.pop(0) if words and not words[0].startswith("-") else None
@@ -97,9 +98,18 @@ def prepare(job, words, reader):
         )
     train = config.train
     reader["batches"] = Batches(tokens, config.model.sequence, train.batch, config.seed)
-    instructions = program(config)
+    reader["program"] = program_of(config)
     where = folder.create(config, values.to_toml(config))
-    return Plan(config, instructions, vocabulary, where, folder.git_revision())
+    return Plan(config, vocabulary, where, folder.git_revision())
+
+
+def programs(config, program):
+    """Rank 0: what each rank runs, the part of its pipeline stage."""
+    sizes = config.mesh.sizes()
+    axes, shape = list(sizes), list(sizes.values())
+    inner = prod(shape[axes.index("p") + 1 :])
+    stages = [rank // inner % config.mesh.p for rank in range(prod(shape))]
+    return [program.of(stage) for stage in stages]
 
 
 def save_position(plan, batches):

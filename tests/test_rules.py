@@ -124,14 +124,19 @@ PIPELINES = [
     ),
     (
         {"mesh.p": 2, "parallel.schedule": "csv:nowhere.csv"},
-        "nowhere.csv: No such file or directory; name a CSV file",
+        "parallel.schedule = csv:nowhere.csv: nowhere.csv: No such file or directory; name a CSV",
     ),
     (
         {"mesh.p": 2, "parallel.chunks": 2, "model.layers": 4},
         "parallel.chunks = 2: schedule 1f1b wants 1",
     ),
     (
-        {"mesh.p": 3, "parallel.microbatches": 2, "parallel.schedule": "interleaved"},
+        {
+            "mesh.p": 3,
+            "parallel.microbatches": 2,
+            "parallel.schedule": "interleaved",
+            "model.layers": 6,
+        },
         "parallel.microbatches = 2: schedule interleaved needs at least one a stage; use 3",
     ),
     (
@@ -167,6 +172,38 @@ def test_a_pipeline_that_does_not_fit_is_refused(changes, line):
     ranks = changes.get("mesh.p", 1) * changes.get("mesh.d", 1)
     said = problems(*sized({f"--{key}": value for key, value in changes.items()}), ranks=ranks)
     assert len(said) == 1 and said[0].startswith(line)
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize(("changes", "line"), PIPELINES)
+def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner):
+    if "divide over mesh axes" in line:
+        return  # another cuboid might do
+    sizes = {"model.layers": 3, **changes}
+    ranks = sizes.get("mesh.p", 1) * sizes.get("mesh.d", 1) * inner
+    said = problems(*sized({f"--{key}": value for key, value in sizes.items()}), ranks=ranks)
+    assert len(said) == 1 and said[0].startswith(line)
+
+
+def test_a_stage_of_less_than_no_layers_is_refused():
+    (said,) = problems("--mesh.p", "2", "--parallel.stages", "[3, -1]", ranks=2)
+    assert said == "parallel.stages = [3, -1]: a part with -1 layers; use 0 or more"
+
+
+def test_an_asynchronous_run_has_a_longest():
+    how = "--mesh.p 2 --parallel.schedule pipedream-2bw --parallel.microbatches 2 --train.steps"
+    settle(load(None, [*how.split(), "12500"]), 2)
+    (said,) = problems(*how.split(), "12501", ranks=2)
+    assert said.startswith("train.steps = 12501: schedule pipedream-2bw") and "12500" in said
+
+
+def test_chunks_are_what_the_schedule_wants():
+    def chunks(schedule, *more):
+        how = ["--model.layers", "8", "--mesh.p", "2", "--parallel.microbatches", "2", *more]
+        return settle(load(None, [*how, "--parallel.schedule", schedule]), 2).parallel.chunks
+
+    assert [chunks(name) for name in ("1f1b", "zb-v", "interleaved")] == [1, 2, 2]
+    assert chunks("interleaved", "--parallel.chunks", "4") == 4
 
 
 def test_the_schedule_is_1f1b_on_several_stages():

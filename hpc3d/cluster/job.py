@@ -41,6 +41,10 @@ class Job:
                 print(f"hpc3d.{self.name}: {line}", file=sys.stderr, flush=True)
         raise Refused
 
+    def deal(self, function):
+        """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
+        return self.comm.scatter(function() if self.rank == 0 else None)
+
     def gather(self, value):
         """The values of all ranks."""
         return self.comm.allgather(value)

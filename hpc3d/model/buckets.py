@@ -95,7 +95,11 @@ class Bucket:
 
 
 class Sum(Bucket):
-    """A bucket of gradients, summed over the axes where they are partial, the data axis last."""
+    """A bucket of gradients, summed over the axes where they are partial, the data axis last.
+
+    The sum over the first axis is on its way from `post` on; those over others, of vectors only,
+    begin when it is waited for.
+    """
 
     def __init__(self, parameters, items):
         super().__init__(parameters, items)

@@ -43,9 +43,9 @@ class Later:
 class Engine:
     """The stages of this rank, a chunk each, and what is in flight between them.
 
-    `update()` is called for every `Step`.  After `run`, `losses` has the summed loss by training
-    step (this rank's share), `seconds` the time by operation, and `peak` the largest number of
-    microbatches and chunks between F and the end of their B.
+    `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
+    training step, `seconds` the time of a run by operation, and `peak` the largest number of
+    microbatches and chunks that ever were between F and the end of their B.
     """
 
     def __init__(self, mesh, stages, placement, buckets, weights, update):
@@ -98,7 +98,7 @@ class Engine:
             self.hand_over("F", key, y)
 
     def backward(self, instruction, later=at_once):
-        """The gradient of the stage's input; `later` does what is left for W."""
+        """The gradient of the stage's input, and those of its weights where `later` lets them."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()

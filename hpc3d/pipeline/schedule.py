@@ -175,7 +175,10 @@ def find(name: str) -> Schedule:
     Raises ValueError for names that are not known and files that are no schedules.
     """
     if name.startswith("csv:"):
-        return _from_table(name, from_csv(name.removeprefix("csv:")))
+        try:
+            return _from_table(name, from_csv(name.removeprefix("csv:")))
+        except ValueError as error:
+            raise ValueError(f"parallel.schedule = {name}: {error}") from None
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, 1)
         hint = f"did you mean {near[0]}? " if near else ""

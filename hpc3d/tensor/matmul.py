@@ -38,6 +38,14 @@ class Saved(NamedTuple):
     kept: str
 
 
+class Rest(NamedTuple):
+    """What the gradient of W is made of: X as in `Saved`, and the working block of dY."""
+
+    x: np.ndarray
+    dy: np.ndarray
+    kept: str
+
+
 class Matmul:
     """The product of a `split` on a `mesh`.
 
@@ -86,12 +94,12 @@ class Matmul:
         dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
         b = saved.w if "w" in saved.kept else self.gather_w(saved.w).wait()
         dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"])
-        return self.reduce(dx, self.split.x, self.axes["n"]), saved._replace(w=dy)
+        return self.reduce(dx, self.split.x, self.axes["n"]), Rest(saved.x, dy, saved.kept)
 
     def adjoint_w(self, rest):
         """The pending dW = X' dY, reduced the way W was gathered; any time after `adjoint_x`."""
-        a, dy = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait(), rest.w
-        left, right = (dy, a) if self.transposed else (a, dy)
+        a = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
+        left, right = (rest.dy, a) if self.transposed else (a, rest.dy)
         dw = self.multiply(left.T, right, self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
@@ -156,7 +164,9 @@ class Summa(Matmul):
         super().__init__(mesh, split, "", transposed)
         stored = [axis for axis in self.axes["m"] if self.dw_layout.dim_of(axis) is not None]
         if self.axes["k"] or transposed or len(self.axes["n"]) != 1:
-            raise ValueError("SUMMA wants one axis on n and none on k")
+            raise ValueError(
+                "parallel.split: panels want one axis on n and none on k, or leave panels out"
+            )
         self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else None
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
@@ -175,7 +185,7 @@ class Summa(Matmul):
         for panel in range(self.panels):
             b = self.panel_of_w(w, panel).wait()
             self.give_back(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
-        return ready(dx), saved._replace(w=dy)
+        return ready(dx), Rest(saved.x, dy, "")
 
     def adjoint_w(self, rest):
         x, dy, _ = rest

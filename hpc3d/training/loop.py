@@ -13,7 +13,7 @@ from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.weights import WEIGHTS, InPlace
 from hpc3d.training.feed import Feed
 from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
-from hpc3d.training.program import program
+from hpc3d.training.program import program_of
 
 
 class Step(NamedTuple):
@@ -33,19 +33,21 @@ class Step(NamedTuple):
 class Trainer:
     """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0."""
 
-    def __init__(self, mesh, config, vocabulary, batches, plan=None):
+    def __init__(self, mesh, config, vocabulary, batches, program=None):
         self.mesh, self.config, train = mesh, config, config.train
-        plan = plan or program(config)
+        program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
         self.shape = shape_of(config.model, vocabulary)
-        stages = self.stages(plan.placement)
+        stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
         self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
         self.weights = WEIGHTS.get(config.parallel.schedule, InPlace)(self.parameters)
-        self.engine = Engine(mesh, stages, plan.placement, self.buckets, self.weights, self.update)
-        self.feed = Feed(mesh, config, batches, plan.asynchronous, plan.ahead)
-        self.groups = plan.steps(mesh.coord("p"), config.updates())
+        self.engine = Engine(
+            mesh, stages, program.placement, self.buckets, self.weights, self.update
+        )
+        self.feed = Feed(mesh, config, batches, program.asynchronous, program.ahead)
+        self.groups = program.steps(mesh.coord("p"), config.updates())
         self.number, self.loss, self.norm, self.squares = -1, 0.0, 0.0, 0.0
 
     def stages(self, placement):

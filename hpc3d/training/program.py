@@ -1,6 +1,6 @@
 """What the stages of a run execute: the schedule of its input file, lowered."""
 
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
@@ -17,22 +17,29 @@ class Program(NamedTuple):
     where microbatches of up to `ahead` steps more are in flight before a step is over.
     """
 
-    stages: list
+    stages: list | dict
     placement: Placement
     asynchronous: bool
     ahead: int
 
+    def of(self, stage):
+        """The program without the groups of other stages."""
+        return self._replace(stages={stage: self.stages[stage]})
+
     def steps(self, stage, updates):
         """The groups of a stage, training step by training step, with `updates` Steps each."""
         groups = self.stages[stage]
-        while not self.asynchronous:
-            yield groups
-        ends = [place for place, group in enumerate(groups, 1) if group == STEP]
-        ends = [0, *ends[updates - 1 : -1 : updates], len(groups)]
-        yield from (groups[slice(*edge)] for edge in pairwise(ends))
+        return cut(groups, updates) if self.asynchronous else repeat(groups)
 
 
-def program(config):
+def cut(groups, updates):
+    """Groups cut behind every `updates`-th Step; those behind the last one belong to it."""
+    ends = [place for place, group in enumerate(groups, 1) if group == STEP]
+    edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
+    return (groups[slice(*edge)] for edge in pairwise(edges))
+
+
+def program_of(config):
     """The program of a run; ValueError for what the schedule forbids or `check` finds."""
     parallel, stages = config.parallel, config.mesh.p
     asynchronous = find(parallel.schedule).asynchronous
@@ -40,6 +47,9 @@ def program(config):
     sizes = stages, parallel.microbatches, parallel.chunks, steps
     compute, placement = streams(parallel.schedule, *sizes)
     ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0
-    lowered = lower(compute, placement, parallel.overlap)
-    check(lowered, placement, steps * parallel.microbatches)
+    try:
+        lowered = lower(compute, placement, parallel.overlap)
+        check(lowered, placement, steps * parallel.microbatches)
+    except ValueError as error:
+        raise ValueError(f"parallel.schedule = {parallel.schedule}: {error}") from None
     return Program(lowered, placement, asynchronous, ahead)

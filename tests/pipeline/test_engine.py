@@ -117,7 +117,7 @@ def versions(line):
 
 
 def test_copies_of_weights():
-    """PipeDream: p - i on stage i, though an update makes the new copy beside the old one."""
+    """PipeDream p - i on stage i, and two when it updates; PipeDream-2BW two in all."""
     assert versions("schedule=1f1b") == [(1, 1)] * 4
     stashed = versions("schedule=pipedream tied=false clip=0")
     assert stashed == [(4, 1), (3, 1), (2, 1), (2, 1)]
