@@ -24,6 +24,8 @@ part for the weights; small letters are chunk 1), the makespan, the bubble as Ze
 (arXiv:2401.10241) defines it, and for each stage the peak number of microbatches in flight, and of
 those whose W is still to come."""
 
+MOST_PASSES = 1_000_000
+
 JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
 makespan [s], bubble, in_flight and weight_inputs of each stage"""
@@ -34,7 +36,10 @@ def main(argv=None):
     options = _parser().parse_args(argv)
     try:
         options.run(options)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"hpc3d.simulate: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"hpc3d.simulate: {error}", file=sys.stderr)
         return 2
     return 0
@@ -83,7 +88,10 @@ def _time(what):
 
 
 def _seconds(text):
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or more seconds")
     return value
@@ -95,6 +103,7 @@ def _schedule(options):
         raise ValueError("--forward, --backward and --weight are all 0: give one of them a time")
     if options.chunks is None:
         options.chunks = find(options.name).chunks or 2
+    _refuse_large(options)
     passes, placement = streams(
         options.name, options.stages, options.microbatches, options.chunks, options.steps
     )
@@ -109,6 +118,15 @@ def _schedule(options):
         draw_gantt([(_title(found), spans(rows))], options.png)
     if options.json:
         print(json.dumps(found))
+
+
+def _refuse_large(options):
+    sizes = options.stages, options.microbatches, options.chunks, options.steps
+    if min(sizes) > 0 and math.prod(sizes) > MOST_PASSES:
+        raise ValueError(
+            f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes: "
+            f"at most {MOST_PASSES} are simulated"
+        )
 
 
 def _found(options, passes, rows):

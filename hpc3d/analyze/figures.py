@@ -1,58 +1,158 @@
-"""The figures of a report.  Only they need matplotlib, which the extra `report` installs."""
+"""Figures on paper: the charts of a report with matplotlib, as PNG and as SVG.
+
+Only figures need matplotlib, which the extra `report` installs.
+"""
+
+from functools import singledispatch
 
 import numpy as np
 
-# Okabe and Ito's colours, which the colour-blind tell apart, the light ones first.
-COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#000000")
+from hpc3d.analyze.charts import COLOURS, Bars, Heat, Lines
+from hpc3d.analyze.gantt import Panels, gantt
+from hpc3d.analyze.timeline import KINDS, Timeline, boxes
+
+WIDTH = 7.2  # inches
+NARROW = 48  # bars side by side that have a gap between them, and a label each
 
 
-def draw_loss(runs, path):
-    """Loss by step as PNG, a line a run; of several runs also their distance from the first.
+def save(figure, path):
+    """Write a figure as PATH.png and PATH.svg, the same bytes for the same figure."""
+    from matplotlib import rc_context
 
-    Runs of one model on several meshes have nearly the same loss: the lines get thinner from the
-    first to the last, so that all of them show where they coincide.
-    """
-    figure, axes = _panels(len(runs))
-    first = _losses(runs[0])
-    widths = np.linspace(6.0, 1.2, len(runs)) if len(runs) > 1 else [1.8]
-    for number, (run, width) in enumerate(zip(runs, widths)):
-        colour, losses = COLOURS[number % len(COLOURS)], _losses(run)
-        label = run.label.replace("$", r"\$")
-        axes[0].plot(losses.keys(), losses.values(), label=label, **_line(colour, width))
-        if number > 0:
-            both = [step for step in losses if step in first]
-            axes[1].plot(both, [losses[step] - first[step] for step in both], **_line(colour, 1.4))
-    axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=200)
+    with rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path.with_suffix(".png"), dpi=200)
+        figure.set_layout_engine("none")  # what was laid out for one stays for the other
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
 
 
-def _panels(runs):
-    """A figure with the axes of the loss and, for several runs, of the difference under it."""
+def empty(width, height, rows=1, **values):
+    """A figure in inches, and the axes of its rows."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ValueError("figures need matplotlib: pip install 'hpc3d[report]'") from error
-    rows = min(runs, 2)
-    figure = Figure(figsize=(6.4, 2.4 + 1.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, sharex=True, squeeze=False, height_ratios=(2, 1)[:rows])[:, 0]
-    axes[0].set_ylabel("loss [nat per token]")
-    axes[-1].set_xlabel("training step")
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    if rows == 2:
-        axes[1].set_ylabel("difference from\nthe first run [nat]")
-        axes[1].ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, sharex=True, squeeze=False, **values)[:, 0]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="0.9", linewidth=0.6)
         panel.set_axisbelow(True)
     return figure, axes
 
 
-def _line(colour, width):
-    """A line whose markers, of its own width, show only where a step stands alone."""
+@singledispatch
+def draw(chart):
+    """The figure of a chart."""
+    raise TypeError(chart)
+
+
+@draw.register
+def _lines(chart: Lines):
+    """Lines get thinner from the first to the last, so that all show where they coincide."""
+    rows = 2 if chart.below else 1
+    figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
+    widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
+    colours = {label: COLOURS[at % len(COLOURS)] for at, label in enumerate(chart.lines)}
+    for (label, line), width in zip(chart.lines.items(), widths):
+        axes[0].plot(*line, label=_plain(label), **_style(colours[label], width))
+    for label, line in (chart.below or {}).items():
+        axes[1].plot(*line, **_style(colours[label], 1.4))
+    axes[0].legend(frameon=False)
+    for panel, text in zip(axes, (chart.down, chart.beneath)):
+        panel.set_ylabel(text)
+        panel.grid(color="0.9", linewidth=0.6)
+    if rows == 2:
+        axes[1].ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    axes[-1].set_xlabel(chart.across)
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _style(colour, width):
+    """A line whose markers, of its own width, show only where a number stands alone."""
     return {"color": colour, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 
-def _losses(run):
-    """{step: loss}, not a number where it is not known."""
-    return {row["step"]: np.nan if row["loss"] is None else row["loss"] for row in run.loss}
+def _plain(label):
+    return label.replace("$", r"\$")
+
+
+@draw.register
+def _bars(chart: Bars):
+    if chart.lying:
+        return _lying(chart)
+    figure, (panel,) = empty(WIDTH, 3.2)
+    edges, bottom = np.arange(len(chart.labels) + 1) - 0.5, np.zeros(len(chart.labels))
+    for part, (colour, values) in chart.parts.items():
+        top = bottom + values
+        if len(bottom) <= NARROW:
+            panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=colour, label=part)
+        else:
+            panel.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=part)
+        bottom = top
+    places = range(0, len(bottom), 1 + (len(bottom) - 1) // 32)
+    panel.set_xticks(places, [_plain(chart.labels[place]) for place in places])
+    panel.set_xlim(edges[0], edges[-1])
+    panel.set_xlabel(chart.across)
+    panel.set_ylabel(chart.down)
+    return _explained(figure)
+
+
+def _lying(chart):
+    """Bars one under the other, for labels that are words."""
+    figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
+    left, places = np.zeros(len(chart.labels)), range(len(chart.labels))
+    for part, (colour, values) in chart.parts.items():
+        panel.barh(places, values, left=left, color=colour, label=part)
+        left = left + values
+    panel.set_yticks(places, [_plain(label) for label in chart.labels])
+    panel.invert_yaxis()
+    panel.set_xlabel(chart.down)
+    return _explained(figure)
+
+
+def _explained(figure):
+    """With a legend of the parts above it."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    how = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
+    figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **how)
+    return figure
+
+
+@draw.register
+def _heat(chart: Heat):
+    figure, (panel,) = empty(4.6, 4.0)
+    edge = len(chart.values) * chart.ranks - 0.5
+    how = {"cmap": "viridis", "interpolation": "nearest", "aspect": "equal"}
+    image = panel.imshow(chart.values, extent=(-0.5, edge, edge, -0.5), **how)
+    panel.set_xlabel("receiver [rank]")
+    panel.set_ylabel("sender [rank]")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, label=chart.unit, shrink=0.8)
+    return figure
+
+
+@draw.register
+def _panels(chart: Panels):
+    return gantt(chart.panels)
+
+
+@draw.register
+def _timeline(chart: Timeline):
+    """A row a rank; the boxes are pixels, for a step has too many of them for a drawing."""
+    from matplotlib.collections import PolyCollection
+
+    rows = len(chart.shown)
+    figure, (panel,) = empty(10.0, 1.2 + min(8.0, max(1.0, 0.2 * rows)))
+    for kind, (left, right, row) in boxes(chart).items():
+        top, bottom = row - 0.42, row + 0.42
+        corners = [(left, top), (left, bottom), (right, bottom), (right, top)]
+        how = {"facecolors": KINDS[kind], "linewidths": 0, "rasterized": True, "label": kind}
+        panel.add_collection(PolyCollection(np.moveaxis(np.array(corners), -1, 0), **how))
+    places = range(0, rows, 1 + (rows - 1) // 32)
+    panel.set_yticks(places, [chart.shown[place] for place in places])
+    panel.set_ylim(rows - 0.5, -0.5)
+    panel.set_xlim(0, chart.events["end"].max())
+    panel.set_xlabel("time [ms]")
+    panel.set_ylabel("rank")
+    return _explained(figure)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from hpc3d.analyze.figures import COLOURS
+from hpc3d.analyze.charts import COLOURS
 
 KINDS = {
     "F": "forward",
@@ -24,6 +24,12 @@ class Span(NamedTuple):
     end: float
     kind: str
     label: str
+
+
+class Panels(NamedTuple):
+    """Panels (title, rows) above each other; a row holds the spans of a stage."""
+
+    panels: list
 
 
 def spans(timeline):

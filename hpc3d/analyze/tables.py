@@ -7,46 +7,10 @@ is not known is None.
 """
 
 import tomllib
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 KEYS = ("category", "phase", "axis", "op")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run and its tables.
-
-    `step` has one row, `time` a row a category, phase, axis and operation, `memory` a row a kind
-    and `loss` a row a step; `pipeline` has a row a stage, or none.  `missing` says what the trace
-    lacks, a line each.
-    """
-
-    label: str
-    run_id: str
-    missing: list
-    step: list
-    time: list
-    memory: list
-    loss: list
-    pipeline: list = field(default_factory=list)
-
-
-def summarize(trace):
-    """The Run of an open trace; ValueError if no step of it was completed."""
-    if not len(trace.steps):
-        raise ValueError(f"{trace.path}: no step was completed; train for more steps")
-    time = time_rows(trace)
-    return Run(
-        label=run_label(trace.attrs),
-        run_id=trace.attrs["run_id"],
-        missing=trace.attrs["missing"].splitlines(),
-        step=[step_row(trace, time)],
-        time=time,
-        memory=memory_rows(trace),
-        loss=loss_rows(trace),
-    )
 
 
 def run_label(attrs):
@@ -58,15 +22,6 @@ def run_label(attrs):
     sizes = zip(attrs["axes"].split(), attrs["axis_sizes"])
     mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
     return f"{scheme}, {mesh or '1 rank'}"
-
-
-def distinct(runs):
-    """The runs with their ids in those labels that several of them have."""
-    labels = [run.label for run in runs]
-    return [
-        replace(run, label=f"{run.label}, {run.run_id}") if labels.count(run.label) > 1 else run
-        for run in runs
-    ]
 
 
 def time_rows(trace):
@@ -179,7 +134,7 @@ def median_step(trace):
     return int(steps[warm[(len(warm) - 1) // 2]])
 
 
-def memory_rows(trace):
+def peak_rows(trace):
     """The highest peak of each kind of memory over ranks and steps, and a rank that has it."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
@@ -206,15 +161,16 @@ def comparison_rows(runs):
     """A row a run: its steps, its last loss and its largest difference from the first run's."""
     return [
         {"run": run.label}
-        | run.step[0]
-        | {"loss": run.loss[-1]["loss"], "loss_difference": _loss_difference(run, runs[0])}
+        | run.tables["step"][0]
+        | {"loss": run.tables["loss"][-1]["loss"]}
+        | {"loss_difference": _loss_difference(run, runs[0])}
         for run in runs
     ]
 
 
 def _loss_difference(run, first):
-    reference = {row["step"]: row["loss"] for row in first.loss}
-    pairs = [(row["loss"], reference.get(row["step"])) for row in run.loss]
+    reference = {row["step"]: row["loss"] for row in first.tables["loss"]}
+    pairs = [(row["loss"], reference.get(row["step"])) for row in run.tables["loss"]]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 

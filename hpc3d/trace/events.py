@@ -1,7 +1,7 @@
-"""The columns of a trace: one definition for the recorder, the file and its documentation.
+"""What a trace consists of: one definition for the recorder, the file, its reader and its page.
 
-Each table is a NumPy record type; `COLUMNS` gives every column's unit and meaning.  Enumerations
-are tuples: the value stored is the index of the name.
+A table is a tuple of columns and a NumPy record type.  Enumerations are tuples of names: the value
+stored is the index of the name.  `LAYOUT` says where in the file each table lies.
 """
 
 from typing import NamedTuple
@@ -51,104 +51,207 @@ DTYPE = ("none", "float64", "float32", "float16", "bfloat16", "int64", "int32", 
 
 ENUMS = {"category": CATEGORY, "phase": PHASE, "op": OP, "kind": MEMORY_KIND, "dtype": DTYPE}
 
+TEXT = "text"  # the type of columns of UTF-8 strings
+
 
 class Column(NamedTuple):
-    """One column: its NumPy type, unit and meaning."""
+    """One column: its NumPy type or TEXT, its unit and its meaning.
+
+    `least` is the smallest value it may have, and `into` the table whose rows its values count.
+    Numbers are finite, unless it is `optional`: then NaN stands for one that is not known.
+    """
 
     name: str
     type: str
     unit: str
     description: str
+    least: int | None = None
+    into: str = ""
+    optional: bool = False
 
 
 EVENTS = (
     Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),
     Column("t_global", "i8", "ns", "start on rank 0's clock, corrected by /clock/model"),
-    Column("dur", "i8", "ns", "duration on the rank's own clock"),
+    Column("dur", "i8", "ns", "duration on the rank's own clock", 0),
     Column("posted", "i8", "ns", "when a call was made, raw; t_start is when it was waited for"),
-    Column("name", "u4", "index", "index into /strings/name"),
+    Column("name", "u4", "index", "what was done", 0, "strings"),
     Column("category", "u1", "enum", "what the time went into"),
     Column("phase", "u1", "enum", "part of the training step"),
     Column("op", "u1", "enum", "operation"),
-    Column("rank", "i4", "1", "rank in the mesh"),
-    Column("step", "i4", "1", "training step, -1 outside of steps"),
-    Column("microbatch", "i4", "1", "microbatch of the step, -1 where it has no meaning"),
-    Column("stage", "i2", "1", "pipeline stage"),
-    Column("chunk", "i2", "1", "model chunk of the stage"),
-    Column("layer", "i4", "1", "Transformer layer, -1 outside of the layers"),
-    Column("stream", "i2", "1", "execution stream of the device, 0 on the CPU"),
-    Column("group", "i4", "index", "index into /groups, -1 where there is no group"),
-    Column("seq", "i4", "1", "counter of the collectives of the group, -1 for none"),
-    Column("peer", "i4", "1", "rank of the peer or root, -1 for none"),
-    Column("bytes", "i8", "B", "bytes that this rank must receive (bandwidth-optimal algorithm)"),
-    Column("count", "i8", "1", "elements of the block that went in"),
+    Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
+    Column("step", "i4", "1", "training step, -1 outside of steps", -1),
+    Column("microbatch", "i4", "1", "microbatch of the step, -1 where it has no meaning", -1),
+    Column("stage", "i2", "1", "pipeline stage, -1 where it has no meaning", -1),
+    Column("chunk", "i2", "1", "model chunk of the stage, -1 where it has no meaning", -1),
+    Column("layer", "i4", "1", "Transformer layer, -1 outside of the layers", -1),
+    Column("stream", "i2", "1", "execution stream of the device, 0 on the CPU", 0),
+    Column(
+        "group", "i4", "index", "ranks that communicate, -1 where there are none", -1, "groups"
+    ),
+    Column("seq", "i4", "1", "number of the call in its sequence, -1 for none", -1),
+    Column("peer", "i4", "1", "rank in the mesh of the peer or root, -1 for none", -1, "ranks"),
+    Column("bytes", "i8", "B", "what this rank must receive; of a send, what it sends", 0),
+    Column("count", "i8", "1", "elements of the block that went in", 0),
     Column("dtype", "u1", "enum", "type of the elements"),
-    Column("flops", "f8", "flop", "floating-point operations of the event"),
-    Column("parent", "i8", "index", "event that encloses this one, -1 for none"),
+    Column("flops", "f8", "flop", "floating-point operations of the event", 0),
+    Column("parent", "i8", "index", "event that encloses this one, -1 for none", -1, "events"),
     Column("flags", "u2", "bits", "reserved, 0"),
 )
 
 STEPS = (
-    Column("rank", "i4", "1", "rank in the mesh"),
-    Column("step", "i4", "1", "training step"),
+    Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
+    Column("step", "i4", "1", "training step", 0),
     Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),
     Column("t_end", "i8", "ns", "end on the rank's own clock, raw"),
-    Column("tokens", "i8", "1", "tokens of the global batch"),
-    Column("loss", "f8", "nat", "mean loss a token"),
-    Column("grad_norm", "f8", "1", "global norm of the gradient before clipping"),
-    Column("learning_rate", "f8", "1", "learning rate of the step"),
-    Column("forward_s", "f8", "s", "forward time of the rank"),
-    Column("backward_s", "f8", "s", "backward time of the rank"),
+    Column("tokens", "i8", "1", "tokens of the global batch", 0),
+    Column("loss", "f8", "nat", "mean loss a token", optional=True),
+    Column("grad_norm", "f8", "1", "global norm of the gradient before clipping", optional=True),
+    Column("learning_rate", "f8", "1", "learning rate of the step", optional=True),
+    Column("forward_s", "f8", "s", "forward time of the rank", 0, optional=True),
+    Column("backward_s", "f8", "s", "backward time of the rank", 0, optional=True),
     Column("skipped", "u1", "1", "1 where the update was skipped"),
 )
 
 MEMORY = (
-    Column("rank", "i4", "1", "rank in the mesh"),
-    Column("step", "i4", "1", "training step"),
+    Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
+    Column("step", "i4", "1", "training step", 0),
     Column("kind", "u1", "enum", "what the arrays are for"),
-    Column("bytes", "i8", "B", "live at the end of the step"),
-    Column("peak", "i8", "B", "highest of the step"),
+    Column("bytes", "i8", "B", "live at the end of the step", 0),
+    Column("peak", "i8", "B", "highest of the step", 0),
 )
 
 RANKS = (
-    Column("rank", "i4", "1", "rank in the mesh"),
-    Column("host_id", "i4", "index", "index into /strings/name: the rank's host, -1 if unknown"),
-    Column("local_rank", "i4", "1", "rank on the host, -1 if unknown"),
-    Column("device", "text", "text", "device the rank computes on"),
-    Column("pid", "i8", "1", "process id on the host, -1 if unknown"),
-    Column("n_events", "i8", "1", "rows of the rank in /events"),
-    Column("dropped", "i8", "1", "events that found the rank's buffer full"),
+    Column("rank", "i4", "1", "rank in the mesh: the number of the row", 0, "ranks"),
+    Column("host_id", "i4", "index", "name of the rank's host, -1 if unknown", -1, "strings"),
+    Column("local_rank", "i4", "1", "rank on the host, -1 if unknown", -1),
+    Column("device", TEXT, "text", "device the rank computes on"),
+    Column("pid", "i8", "1", "process id on the host, -1 if unknown", -1),
+    Column("n_events", "i8", "1", "rows of the rank in /events", 0),
+    Column("dropped", "i8", "1", "events that found the rank's buffer full", 0),
 )
+COORDS = Column("coords", "i4", "1", "coordinates [ranks, axes] in the mesh, -1 if unknown", -1)
 
 GROUPS = (
-    Column("group_id", "i4", "index", "row of this table, the value of /events/group"),
-    Column("axis", "text", "text", "mesh axis or axes that the group lies along"),
-    Column("size", "i4", "1", "members of the group"),
-    Column("offset", "i8", "index", "first of its members in /groups/members"),
+    Column(
+        "group_id", "i4", "index", "number of the row, the value of /events/group", 0, "groups"
+    ),
+    Column("axis", TEXT, "text", "mesh axis or axes that the group lies along, or world"),
+    Column("size", "i4", "1", "members of the group", 1),
+    Column("offset", "i8", "index", "where in members the group begins", 0),
+)
+MEMBERS = Column(
+    "members", "i4", "1", "ranks of all groups, one group after the other", 0, "ranks"
 )
 
 CLOCK_SAMPLES = (
-    Column("rank", "i4", "1", "rank in the mesh"),
+    Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("t_local", "i8", "ns", "time of the exchange on the rank's own clock"),
     Column("offset_ns", "f8", "ns", "the peer's clock minus the rank's own"),
-    Column("rtt_ns", "i8", "ns", "round-trip time of the exchange"),
-    Column("round", "i4", "1", "counter of the synchronisations"),
-    Column("peer", "i4", "1", "rank that was asked: rank 0, or one nearer to it in the tree"),
+    Column("rtt_ns", "i8", "ns", "round-trip time of the exchange", 0),
+    Column("round", "i4", "1", "counter of the synchronisations", 0),
+    Column(
+        "peer", "i4", "1", "rank that was asked: 0, or one nearer to it in the tree", 0, "ranks"
+    ),
 )
 
-# t_global = t + offset_ns + drift * (t - t0)
 CLOCK_MODEL = (
-    Column("rank", "i4", "1", "rank in the mesh"),
+    Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("t0", "i8", "ns", "origin of the model on the rank's own clock"),
     Column("offset_ns", "f8", "ns", "rank 0's clock minus the rank's own at t0"),
     Column("drift", "f8", "1", "change of the offset a unit of time"),
-    Column("resid_p99_ns", "f8", "ns", "99th percentile of the samples' distance from the model"),
+    Column("resid_p99_ns", "f8", "ns", "99th percentile of the samples' distance from it", 0),
 )
 
-STRINGS = (Column("name", "text", "text", "names of events and hosts"),)
-MEMBERS = Column("members", "i4", "1", "ranks of all groups, one group after the other")
-COORDS = Column("coords", "i4", "1", "coordinates [ranks, axes] in the mesh, -1 if unknown")
-RANK_PTR = Column("rank_ptr", "i8", "index", "rank r owns rows rank_ptr[r] to rank_ptr[r + 1]")
+CALIBRATION = (
+    Column("bytes", "i8", "B", "what a rank must receive in a call", 0),
+    Column("t_min", "f8", "s", "shortest time of a call", 0),
+    Column("t_median", "f8", "s", "median time of a call", 0),
+    Column("t_p95", "f8", "s", "95th percentile of the times", 0),
+    Column("reps", "i8", "1", "calls that were timed", 1),
+)
+
+PREDICTION = (
+    Column("step", "i4", "1", "training step, -1 for any", -1),
+    Column("quantity", TEXT, "text", "what is predicted; ends in its SI unit: _s, _bytes, _flop"),
+    Column("stage", "i2", "1", "pipeline stage, -1 for the whole", -1),
+    Column("rank", "i4", "1", "rank in the mesh, -1 for all of them", -1, "ranks"),
+    Column("value", "f8", "SI", "the predicted value"),
+)
+
+STRINGS = (Column("name", TEXT, "text", "a name; no other row has it"),)
+RANK_PTR = Column("rank_ptr", "i8", "index", "rank r owns rows rank_ptr[r] to rank_ptr[r + 1]", 0)
+
+
+class Table(NamedTuple):
+    """A group of the file: what it holds, and its datasets."""
+
+    description: str
+    columns: tuple = ()
+
+
+LAYOUT = {
+    "/": Table("hpc3d trace: what the ranks of a training run did, and what it cost"),
+    "strings": Table("Names of events and of hosts, which other tables count.", STRINGS),
+    "ranks": Table("A row a rank.", (*RANKS, COORDS)),
+    "groups": Table("A row a group of ranks that communicate.", (*GROUPS, MEMBERS)),
+    "clock": Table("How far the hosts' clocks are from that of rank 0."),
+    "clock/samples": Table(
+        "A row an exchange between the clocks of two hosts, which bounds their offset by half of"
+        " its round trip.",
+        CLOCK_SAMPLES,
+    ),
+    "clock/model": Table(
+        "A row a piece of a rank's clock: t_global = t + offset_ns + drift (t - t0) for the last"
+        " t0 <= t, and before them all for the first.",
+        CLOCK_MODEL,
+    ),
+    "events": Table(
+        "A row a thing that a rank did, sorted by (rank, t_start); one that encloses others comes"
+        " before them.",
+        EVENTS,
+    ),
+    "index": Table("Where in /events the rows of a rank are.", (RANK_PTR,)),
+    "memory": Table("A row a rank, completed step and kind of arrays.", MEMORY),
+    "steps": Table("A row a rank and completed step.", STEPS),
+    "calibration": Table("What calls cost by themselves, a group an operation and mesh axis."),
+    "calibration/<op>": Table("Calls of one operation, a group a mesh axis."),
+    "calibration/<op>/<axis>": Table(
+        "A row a size of a call; its attributes fit a line to them: t = alpha + beta bytes,"
+        " alpha in s and beta in s/B.",
+        CALIBRATION,
+    ),
+    "prediction": Table("A row a quantity that a model of the run predicts.", PREDICTION),
+}
+
+
+class Attribute(NamedTuple):
+    """An attribute of the root; a file without one that is `required` is damaged."""
+
+    name: str
+    type: type
+    description: str
+    required: bool = False
+
+
+ATTRIBUTES = (
+    Attribute("format", str, f'"{FORMAT}"', True),
+    Attribute("version", int, f"{VERSION}; a reader refuses a file with a higher one", True),
+    Attribute("hpc3d_version", str, "version of the program"),
+    Attribute("kind", str, '"measured" or "simulated"'),
+    Attribute("run_id", str, "name of the run's folder", True),
+    Attribute("created_utc", str, "when the run began, ISO 8601"),
+    Attribute("world_size", int, "number of ranks", True),
+    Attribute("axes", str, "mesh axes, the last varies fastest from rank to rank", True),
+    Attribute("axis_sizes", list, "their sizes, whose product is the number of ranks", True),
+    Attribute("time_unit", str, '"ns"'),
+    Attribute("config", str, "the resolved input file, TOML", True),
+    Attribute("git", str, "revision of the source"),
+    Attribute("mpi", str, "MPI library"),
+    Attribute("device", str, "devices that the ranks compute on"),
+    Attribute("complete", bool, "whether everything that was recorded is here", True),
+    Attribute("missing", str, "what is not, a line each", True),
+)
 
 
 def record_type(columns):
