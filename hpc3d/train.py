@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 bad input (one line each, nothing started), 1 a rank faile
 import json
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -26,7 +27,6 @@ class Plan(NamedTuple):
     """What rank 0 tells the others before the first step."""
 
     config: object
-    vocabulary: int
     folder: Path
     git: str
 
@@ -52,7 +52,7 @@ def train(job, words):
     log = Log(plan.folder / "train.log", job.rank == 0)
     log.header(plan, mesh, job)
     batches = reader.get("batches")
-    trainer = Trainer(mesh, plan.config, plan.vocabulary, batches, program)
+    trainer = Trainer(mesh, plan.config, plan.config.model.vocabulary, batches, program)
     for number in range(plan.config.train.steps):
         launch.watch(plan.config.run.watchdog_s)
         if number % plan.config.trace.sync_every == 0:
@@ -96,11 +96,12 @@ def prepare(job, words, reader):
             f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens; "
             f"use at least that, or leave the key out"
         )
-    train = config.train
-    reader["batches"] = Batches(tokens, config.model.sequence, train.batch, config.seed)
+    config = replace(config, model=replace(config.model, vocabulary=vocabulary))
+    sizes = config.model.sequence, config.train.batch
+    reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)
     where = folder.create(config, values.to_toml(config))
-    return Plan(config, vocabulary, where, folder.git_revision())
+    return Plan(config, where, folder.git_revision())
 
 
 def programs(config, program):

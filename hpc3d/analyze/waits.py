@@ -1,0 +1,211 @@
+"""How long ranks wait for each other, and for whom.
+
+What ranks do together is a meeting: a collective, which (group, number) names, or a message with
+its two ends, which (group, sender, receiver, number) names.  A member arrives when it makes its
+call, and is blocked from when it waits for the result until it has it.  Of this time
+
+    wait       lies before the last arrival: max(0, min(end, last arrival) - start)
+    transfer   is the rest
+
+on the clock of rank 0: wait at N x N, late sender and late receiver of Scalasca (Geimer et al.
+2010).  A send, a broadcast and a reduction may end before the last arrival.  Then the call did
+not wait for it, but for what it needs: a block that is broadcast for its root, the others for
+nobody.  A call that ended before an arrival that it needs is a violation: the clocks disagree, by
+the time between the two at least.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc3d.analyze.columns import cells, combinations, event_values, hosts, labelled, named
+from hpc3d.analyze.tables import _indices
+
+MESSAGES = ("send", "recv")
+UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of a trace, those of one meeting next to each other.
+
+    Times are ns on rank 0's clock.  Of each call: its `row` in /events, whether it is `inside` of
+    a completed step, its `rank`, when it was `posted`, when the rank began to wait (`start`) and
+    had the result (`end`), its `meeting`, and the arrival that it waited for: when (`until`) and
+    of which rank (`by`).  Of each meeting: its `first` call, the `last` arrival, and the rank that
+    was `late`.
+    """
+
+    trace: object
+    row: np.ndarray
+    inside: np.ndarray
+    rank: np.ndarray
+    posted: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    meeting: np.ndarray
+    until: np.ndarray
+    by: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    late: np.ndarray
+
+    @property
+    def blocked(self):
+        return self.end - self.start
+
+    @property
+    def wait(self):
+        return np.maximum(0, np.minimum(self.end, self.until) - self.start)
+
+    @property
+    def violation(self):
+        """By how much each call ended before an arrival that it needs, 0 for most."""
+        return np.maximum(0, self.until - self.end)
+
+    @property
+    def known(self):
+        """How many calls of each meeting the trace has."""
+        return np.diff(self.first, append=len(self.row))
+
+    @property
+    def members(self):
+        """How many each meeting had."""
+        sizes = np.array([len(group.members) for group in self.trace.groups], int)
+        row, events = self.row[self.first], self.trace.events
+        message = labelled(events, "op", MESSAGES)[row]
+        return np.where(message, 2, sizes[events["group"][row]])
+
+
+def calls_of(trace):
+    """The Calls of an open trace: all rows of category comm that have a number."""
+    row, meeting = _meetings(trace)
+    start, end, posted = _times(trace, row)
+    rank = trace.events["rank"][row]
+    first = np.flatnonzero(np.diff(meeting, prepend=-1))
+    last = np.maximum.reduceat(posted, first)
+    latest = _first_where(posted == last[meeting], first)
+    source = _reason(trace, row, meeting, first, latest, end <= last[meeting])
+    return Calls(
+        trace=trace,
+        row=row,
+        inside=cells(trace)[row] >= 0,
+        rank=rank,
+        posted=posted,
+        start=start,
+        end=end,
+        meeting=meeting,
+        until=posted[source],
+        by=rank[source],
+        first=first,
+        last=last,
+        late=rank[latest],
+    )
+
+
+def _meetings(trace):
+    """The rows of /events that are calls, in the order of their meetings, and these."""
+    events, ranks = trace.events, trace.attrs["world_size"]
+    columns = [
+        _indices(trace, name, size).astype("i8")
+        for name, size in (("group", len(trace.groups)), ("rank", ranks), ("peer", ranks))
+    ]
+    counted = (columns[0] >= 0) & (events["seq"] >= 0)
+    row = np.flatnonzero(labelled(events, "category", ["comm"]) & counted)
+    group, rank, peer = (column[row] for column in columns)
+    sends, receives = (labelled(events, "op", [name])[row] for name in ("send", "recv"))
+    sender = np.where(sends, rank, np.where(receives, peer, -1))
+    receiver = np.where(sends, peer, np.where(receives, rank, -1))
+    channel = (group * (ranks + 1) + sender + 1) * (ranks + 1) + receiver + 1
+    number = events["seq"][row]
+    order = np.lexsort((number, channel))
+    new = np.diff(channel[order], prepend=-1) | np.diff(number[order], prepend=-1)
+    return row[order], np.cumsum(new != 0) - 1
+
+
+def _times(trace, row):
+    """Start, end and posting of calls, in ns on rank 0's clock."""
+    events = trace.events
+    start = events["t_global"][row]
+    shift = start - events["t_start"][row]
+    return start, start + events["dur"][row], events["posted"][row] + shift
+
+
+def _first_where(true, first):
+    """The first call of each meeting for which it is true, the number of calls if none."""
+    place = np.where(true, np.arange(len(true)), len(true))
+    return np.minimum.reduceat(place, first)
+
+
+def _reason(trace, row, meeting, first, latest, early):
+    """The call whose arrival each call waited for: the last one's, but for UNBOUND calls that
+    ended `early`, not after it."""
+    events, place = trace.events, np.arange(len(row))
+    at_root = (events["rank"] == events["peer"])[row]
+    reduces, broadcasts, unbound = (
+        labelled(events, "op", ops)[row] for ops in (["reduce"], ["broadcast"], UNBOUND)
+    )
+    root = _first_where(at_root & broadcasts, first)[meeting]
+    own = np.where(root < len(row), root, place)
+    return np.where(early & unbound & ~(reduces & at_root), own, latest[meeting])
+
+
+# Tables
+
+
+def wait_rows(calls, keys=("axis", "op")):
+    """Calls, and seconds blocked = wait + transfer, a rank and step, by any keys of an event; and
+    the violations: calls in all, and the worst in seconds."""
+    row = calls.row[calls.inside]
+    columns = [event_values(calls.trace, key, row) for key in keys]
+    kinds, kind = combinations([*columns, np.zeros(len(row), int)])
+    blocked, wait, violation = (
+        getattr(calls, name)[calls.inside] for name in ("blocked", "wait", "violation")
+    )
+    worst = np.zeros(len(kinds), "i8")
+    np.maximum.at(worst, kind, violation)
+    per = 1 / len(calls.trace.steps)
+    columns = {
+        "calls": np.bincount(kind, minlength=len(kinds)) * per,
+        "blocked_s": np.bincount(kind, blocked, len(kinds)) * per * 1e-9,
+        "wait_s": np.bincount(kind, wait, len(kinds)) * per * 1e-9,
+        "transfer_s": np.bincount(kind, blocked - wait, len(kinds)) * per * 1e-9,
+        "violations": np.bincount(kind, violation > 0, len(kinds)).astype(int),
+        "worst_s": worst * 1e-9,
+    }
+    values = zip(*(column.tolist() for column in columns.values()))
+    what = named(calls.trace, keys, kinds)
+    return [names | dict(zip(columns, each)) for names, each in zip(what, values)]
+
+
+def incomplete(calls):
+    """How many meetings lack the call of a member, so that their last arrival is not certain."""
+    return int((calls.known < calls.members).sum())
+
+
+def straggler_rows(calls):
+    """Who is waited for, a row a rank, the worst first.
+
+    In `last` of its `meetings` the rank was the last to arrive; `imposed_s` are the seconds a step
+    that all others together wait for its arrivals, `wait_s` those that it waits itself.  A wait
+    counts against the rank that was waited for, although that may have waited for another before:
+    the critical path tells.
+    """
+    inside, ranks = calls.inside, calls.trace.attrs["world_size"]
+    steps = len(np.unique(calls.trace.steps["step"]))
+    meetings = np.bincount(calls.rank[inside], minlength=ranks)
+    late = np.bincount(calls.late[inside[calls.first]], minlength=ranks)
+    wait = calls.wait[inside] * 1e-9 / steps
+    imposed, waited = (np.bincount(rank[inside], wait, ranks) for rank in (calls.by, calls.rank))
+    host = hosts(calls.trace)
+    return [
+        {
+            "rank": rank,
+            "host": host.get(rank),
+            "meetings": int(meetings[rank]),
+            "last": int(late[rank]),
+            "imposed_s": float(imposed[rank]),
+            "wait_s": float(waited[rank]),
+        }
+        for rank in np.argsort(-imposed, kind="stable").tolist()
+    ]

@@ -1,0 +1,213 @@
+"""Runs beside each other: differences with known intervals, and scaling by hand."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hpc3d.analyze.compare import difference_rows, run_row, scaling_rows
+from hpc3d.config import to_toml
+from tests.analyze.naps import trained
+from tests.analyze.synthetic import by_hand, call, row
+from tests.analyze.traces import config_of
+
+ONE = {"compute": (90, 5, 6, 4, 5.5), "comm": (2, 2, 3, 2, 2)}  # ms in steps 0 to 4
+OTHER = {"compute": (7, 8, 7.5), "comm": (60, 2.5, 2), "io": (1, 1, 1)}
+NAP = 0.1
+
+
+def run_of(path, times):
+    """Two ranks that spend the same; steps of 100 ms."""
+    rows, steps = [], {}
+    for step in range(len(times["compute"])):
+        for rank in (0, 1):
+            begin = now = 100 * step
+            steps[rank, step] = begin, begin + 100
+            for category, spent in times.items():
+                end = now + spent[step]
+                if category == "comm":
+                    rows.append(call(rank, "all_reduce", now, end, step, step=step))
+                else:
+                    rows.append(row(rank, now, end, category, step=step))
+                now = end
+    return by_hand(path, rows, steps, [("x", (0, 1))])
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return run_of(tmp_path / "one.h5", ONE), run_of(tmp_path / "other.h5", OTHER)
+
+
+def test_differences_are_of_means_over_the_steps_but_the_first(pair):
+    rows = {each["category"]: each for each in difference_rows(*pair, ["category"])}
+    wanted = {
+        "compute": (np.mean([5, 6, 4, 5.5]), np.mean([8, 7.5])),
+        "comm": (np.mean([2, 3, 2, 2]), np.mean([2.5, 2])),
+        "io": (0, 1),
+        "step": (100, 100),
+        "unrecorded": (100 - 5.125 - 2.25, 100 - 7.75 - 2.25 - 1),
+    }
+    assert rows.keys() == wanted.keys()
+    for category, (ours, theirs) in wanted.items():
+        found = rows[category]
+        assert found["seconds"] == pytest.approx(ours * 1e-3)
+        assert found["other_seconds"] == pytest.approx(theirs * 1e-3)
+        assert found["difference_s"] == pytest.approx((theirs - ours) * 1e-3)
+
+
+def test_the_largest_difference_comes_first_after_the_step(pair):
+    rows = difference_rows(*pair, ["category"])
+    assert [each["category"] for each in rows] == ["step", "unrecorded", "compute", "io", "comm"]
+    whole, *others = difference_rows(*pair, ["category", "axis", "op"])
+    assert (whole["category"], whole["axis"], whole["op"]) == ("step", "", "")
+    for key in ("seconds", "other_seconds", "difference_s"):
+        assert sum(each[key] for each in others) == pytest.approx(whole[key])
+
+
+def test_keys_may_leave_the_category_out(pair):
+    rows = difference_rows(*pair, ["axis"])
+    found = {(each["category"], each["axis"]): each["seconds"] for each in rows}
+    assert found == {
+        ("step", ""): pytest.approx(0.1),
+        ("recorded", ""): pytest.approx(5.125e-3),
+        ("recorded", "x"): pytest.approx(2.25e-3),
+        ("unrecorded", ""): pytest.approx(92.625e-3),
+    }
+
+
+@pytest.mark.parametrize("counts", [(4, 2), (2, 2), (9, 30), (40, 60)])
+def test_the_interval_is_welchs(tmp_path, counts):
+    """With the degrees of freedom rounded down, so at least as wide as scipy's, and not much."""
+    random = np.random.default_rng(counts[0])
+    ours, theirs = (20 + random.normal(0, 1 + 2 * place, n) for place, n in enumerate(counts))
+    traces = [
+        run_of(tmp_path / f"{place}.h5", {"compute": (99, *times)})
+        for place, times in enumerate((ours, theirs))
+    ]
+    found = next(
+        each for each in difference_rows(*traces, ["category"]) if each["category"] == "compute"
+    )
+    exact = stats.ttest_ind(theirs, ours, equal_var=False).confidence_interval(0.95)
+    middle = theirs.mean() - ours.mean()
+    assert (found["low"] + found["high"]) * 500 == pytest.approx(middle, abs=1e-6)
+    assert found["low"] * 1e3 <= exact.low + 1e-3 and found["high"] * 1e3 >= exact.high - 1e-3
+    free = stats.ttest_ind(theirs, ours, equal_var=False).df
+    wide = stats.t.ppf(0.975, min(int(free), 30)) / stats.t.ppf(0.975, free)
+    assert (found["high"] - found["low"]) * 1e3 == pytest.approx(
+        wide * (exact.high - exact.low), rel=2e-3
+    )
+
+
+def test_one_step_has_no_interval_and_equal_steps_a_narrow_one(tmp_path, pair):
+    single = run_of(tmp_path / "single.h5", {"compute": (5,)})
+    assert {each["low"] for each in difference_rows(single, pair[0])} == {None}
+    same = run_of(tmp_path / "same.h5", {"compute": (5, 6, 6)})
+    other = run_of(tmp_path / "more.h5", {"compute": (5, 8, 8)})
+    rows = {each["category"]: each for each in difference_rows(same, other, ["category"])}
+    assert rows["compute"]["low"] == pytest.approx(2e-3) == rows["compute"]["high"]
+
+
+def test_a_layer_that_got_slower_is_found(tmp_path):
+    def nap(recorder, name):
+        slow = recorder.layer == 1 and recorder.phase == "forward"
+        return NAP if slow and name == "gelu" else 0
+
+    sizes = {"mesh__x": 2, "model__layers": 2, "parallel__scheme": "1d", "train__steps": 6}
+    plain = trained(tmp_path / "plain", 2, **sizes)
+    slow = trained(tmp_path / "slow", 2, nap, **sizes)
+    whole, first, *_ = difference_rows(plain, slow, ("category", "phase", "layer"))
+    assert (first["category"], first["phase"], first["layer"]) == ("compute", "forward", 1)
+    assert 0 < first["low"] < first["difference_s"] < first["high"]
+    assert first["difference_s"] == pytest.approx(NAP, rel=0.3)
+    assert whole["low"] > 0
+
+
+# Scaling
+
+
+def scheme_of(path, name, ranks, batch=24, hidden=8, step=100, passes=(0.03, 0.05), flops=1e9):
+    """A run of two steps in which each rank makes `flops` a step."""
+    values = {"parallel__scheme": name, "train__batch": batch, "model__hidden": hidden}
+    config = config_of(ranks, mesh__x=ranks, mesh__y=1, mesh__z=1, model__heads=hidden, **values)
+    steps = {(rank, at): (1000 * at, 1000 * at + step) for rank in range(ranks) for at in (0, 1)}
+    rows = [
+        row(rank, at, at + 1, flops=flops, step=number)
+        for (rank, number), (at, _) in steps.items()
+    ]
+    results = {"forward_s": passes[0], "backward_s": passes[1], "tokens": 4 * batch}
+    text = {"config": to_toml(config), "axes": "x", "axis_sizes": [ranks]}
+    return run_row(by_hand(path, rows, steps, results=results, **text))
+
+
+def test_a_row_of_a_run(tmp_path):
+    found = scheme_of(tmp_path / "t.h5", "1d", 2)
+    assert found == {
+        "run": "1d, x=2",
+        "ranks": 2,
+        "scheme": "1d",
+        "batch": 24,
+        "layers": 8,
+        "hidden": 8,
+        "heads": 8,
+        "sequence": 4,
+        "forward_s": 0.03,
+        "backward_s": 0.05,
+        "average_step_s": pytest.approx(0.08 / 24),
+        "step_s": pytest.approx(0.1),
+        "tokens_per_s": pytest.approx(960),
+        "tokens_per_s_rank": pytest.approx(480),
+        "flop_per_s": pytest.approx(2e10),
+    }
+
+
+def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
+    """The same work in 100, 60 and 40 ms."""
+    runs = [
+        scheme_of(tmp_path / f"{ranks}.h5", "1d", ranks, step=step, flops=8e9 / ranks)
+        for ranks, step in ((1, 100), (2, 60), (4, 40))
+    ]
+    rows = scaling_rows(runs)
+    assert [each["scaling"] for each in rows] == ["strong"] * 3
+    assert [each["speedup"] for each in rows] == pytest.approx([1, 100 / 60, 100 / 40])
+    assert [each["efficiency"] for each in rows] == pytest.approx([1, 5 / 6, 5 / 8])
+
+
+def test_weak_scaling_is_the_work_in_that_time(tmp_path):
+    """Twice the batch on twice the ranks in 5 / 4 of the time; a larger model."""
+    runs = [
+        scheme_of(tmp_path / "1.h5", "1d", 1),
+        scheme_of(tmp_path / "2.h5", "1d", 2, batch=48, step=125),
+        scheme_of(tmp_path / "3.h5", "1d", 2, hidden=16, step=200, flops=1.5e9),
+    ]
+    rows = scaling_rows(runs)
+    assert [each["scaling"] for each in rows] == ["strong", "weak", "weak"]
+    assert [each["speedup"] for each in rows] == pytest.approx([1, 1.6, 1.5])
+    assert [each["efficiency"] for each in rows] == pytest.approx([1, 0.8, 0.75])
+
+
+def test_gains_are_over_the_best_run_of_another_scheme_on_as_many_ranks(tmp_path):
+    """Seconds of forward and backward by batch, as in arXiv:2105.14450."""
+    runs = [
+        scheme_of(tmp_path / "a.h5", "1d", 4, passes=(0.24, 0.24)),  # 20 ms a sequence
+        scheme_of(tmp_path / "b.h5", "1d-sequence", 4, batch=48, passes=(0.36, 0.36)),  # 15
+        scheme_of(tmp_path / "c.h5", "2d", 4, passes=(0.10, 0.14)),  # 10
+        scheme_of(tmp_path / "d.h5", "3d", 4, passes=(0.06, 0.06)),  # 5
+        scheme_of(tmp_path / "e.h5", "3d", 2, passes=(0.06, 0.06)),
+        scheme_of(tmp_path / "f.h5", "3d", 4, hidden=16, passes=(0.06, 0.06)),
+    ]
+    gains = [(each["over_1d"], each["over_2d"]) for each in scaling_rows(runs)]
+    approx = [tuple(each and pytest.approx(each) for each in pair) for pair in [
+        (None, 10 / 20), (None, 10 / 15), (1.5, None), (3, 2), (None, None), (None, None)
+    ]]  # fmt: skip
+    assert gains == approx
+
+
+def test_what_is_not_known_is_none(tmp_path):
+    steps = {(0, 0): (0, 100)}
+    nothing = {"forward_s": float("nan"), "backward_s": float("nan")}
+    trace = by_hand(
+        tmp_path / "t.h5", [row(0, 0, 1)], steps, results=nothing, config="who = knows"
+    )
+    (found,) = scaling_rows([run_row(trace)])
+    unknown = ("batch", "hidden", "forward_s", "average_step_s", "speedup", "efficiency")
+    assert [found[key] for key in unknown] == [None] * len(unknown)
+    assert found["step_s"] == pytest.approx(0.1)
