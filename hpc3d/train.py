@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc3d import __version__
 from hpc3d.cluster import launch
 
 CLOCKS = {"wall": time.monotonic_ns, "processor": time.process_time_ns}
@@ -155,7 +156,7 @@ def traced(job, mesh, plan):
         "config": to_toml(plan.config),
         "git": plan.git,
         "mpi": job.library(),
-        "version": 1,
+        "version": __version__,
     }
     recorder = Recorder(plan.folder, header, clock=CLOCKS[plan.config.trace.clock])
     if plan.config.trace.clock == "wall":
