@@ -85,9 +85,9 @@ def _bars(chart: Bars):
     for part, (colour, values) in chart.parts.items():
         top = bottom + values
         if len(bottom) <= NARROW:
-            panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=colour, label=part)
+            panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=colour, label=_plain(part))
         else:
-            panel.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=part)
+            panel.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=_plain(part))
         bottom = top
     places = range(0, len(bottom), 1 + (len(bottom) - 1) // 32)
     panel.set_xticks(places, [_plain(chart.labels[place]) for place in places])
@@ -102,7 +102,7 @@ def _lying(chart):
     figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
     left, places = np.zeros(len(chart.labels)), range(len(chart.labels))
     for part, (colour, values) in chart.parts.items():
-        panel.barh(places, values, left=left, color=colour, label=part)
+        panel.barh(places, values, left=left, color=colour, label=_plain(part))
         left = left + values
     panel.set_yticks(places, [_plain(label) for label in chart.labels])
     panel.invert_yaxis()

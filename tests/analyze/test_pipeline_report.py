@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d import report
+from hpc3d.analyze.gantt import gantt
 from hpc3d.analyze.pipeline import Passes, configuration, observe, simulated
 from hpc3d.analyze.tables import median_step
 from hpc3d.trace.segment import segment_path
@@ -229,13 +230,14 @@ def test_the_report_has_the_table_and_the_figure(hand, capsys):
         "| stage | ranks | passes | F [ms] | BW [ms] |  idle | idle, simulated | in flight |",
         "|     0 |     1 |      4 |   8.00 |   16.00 | 52.0% |           33.3% |         2 |",
         "|     1 |     1 |      4 |   4.00 |   24.00 | 44.0% |           33.3% |         1 |",
-        "Step 1, which took the median time",
-        "![Pipeline of 3d, p=2](pipeline.png)",
+        "Step 1, on the first rank of each stage",
+        "![Pipeline of 3d, p=2](figures/pipeline.png)",
     ):
         assert line in text
     assert "B [ms] |" not in text and "W [ms]" in text
-    assert (hand / "report" / "pipeline.png").read_bytes().startswith(b"\x89PNG")
-    with (hand / "report" / "pipeline.csv").open(newline="") as file:
+    figures, tables = (hand / "report" / name for name in ("figures", "tables"))
+    assert (figures / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+    with (tables / "pipeline.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["run"], first["stage"], second["stage"]) == ("3d, p=2", "0", "1")
     assert float(first["idle_share"]) == pytest.approx(0.52) and first["input_s"] == ""
@@ -247,38 +249,33 @@ def test_figures_are_numbered_where_there_are_several_runs(hand, tmp_path, capsy
     out = tmp_path / "out"
     result = reported(capsys, hand, plain, other, "--out", out)
     assert [len(run["pipeline"]) for run in result["runs"]] == [2, 0, 2]
-    assert sorted(path.name for path in out.glob("*.png")) == [
-        *("loss.png", "pipeline-1.png", "pipeline-3.png")
+    assert sorted(path.stem for path in (out / "figures").glob("pipeline*.png")) == [
+        *("pipeline-1", "pipeline-3")
     ]
     text = (out / "report.md").read_text()
     assert text.count("### Pipeline") == 2
-    assert "(pipeline-1.png)" in text and "(pipeline-3.png)" in text
-    assert len((out / "pipeline.csv").read_text().splitlines()) == 1 + 4
+    assert "(figures/pipeline-1.png)" in text and "(figures/pipeline-3.png)" in text
+    assert len((out / "tables" / "pipeline.csv").read_text().splitlines()) == 1 + 4
 
 
 def test_a_plain_run_has_neither_table_nor_figure(tmp_path, capsys):
     plain = by_hand(tmp_path / "plain", {0: STAGE_0[:1]}, parallel__scheme="1d")
     assert reported(capsys, plain)["runs"][0]["pipeline"] == []
-    assert {path.name for path in (plain / "report").iterdir()} == {
-        *("report.md", "loss.png", "runs.csv", "time.csv", "memory.csv", "loss.csv")
-    }
+    assert not [*(plain / "report").rglob("pipeline.*"), *(plain / "report").rglob("bubble.*")]
     assert "ipeline" not in (plain / "report" / "report.md").read_text()
 
 
 def test_a_stage_that_is_missing_is_left_out(hand, capsys):
     segment_path(hand, 1, 0).unlink()
-    (result,) = reported(capsys, hand, "--merge")["runs"]
+    (result,) = reported(capsys, hand, "--merge", "--tables")["runs"]
     assert [(row["stage"], row["passes"]) for row in result["pipeline"]] == [(0, 4)]
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_figure_has_both_panels_on_one_clock(hand, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.update({path: figure}))
-    assert report.main([str(hand)]) == 0
-    measured, ideal = drawn[hand / "report" / "pipeline.png"].axes
+def test_the_figure_has_both_panels_on_one_clock(hand):
+    with opened(hand) as recorded:
+        _, panels = observe(recorded, 1)
+    measured, ideal = gantt(panels).axes
     assert measured.get_title(loc="left").startswith("measured")
     assert ideal.get_title(loc="left").startswith("simulated")
     assert measured.get_xlim() == ideal.get_xlim() == pytest.approx((0, 0.05))

@@ -17,6 +17,7 @@ MS = 1000 * US
 NAN = float("nan")
 
 HOST, COMPUTE, COMM, WAIT = (schema.CATEGORY.index(c) for c in ("host", "compute", "comm", "wait"))
+FLOAT = schema.DTYPE.index("float32")
 FORWARD, BACKWARD = (schema.PHASE.index(phase) for phase in ("forward", "backward"))
 GEMM, GATHER, SCATTER = (schema.OP.index(op) for op in ("gemm", "all_gather", "reduce_scatter"))
 
@@ -29,7 +30,12 @@ def event(category, phase, op, start, dur, **values):
         "t_start": start * US,
         "dur": dur * US,
     }
-    return {"group": -1, "parent": -1, **where, **values}
+    return {"group": -1, "seq": -1, "peer": -1, "parent": -1, **where, **values}
+
+
+def meets(group, number):
+    """That a call is the `number`-th of its group, on blocks of 250 floats."""
+    return {"group": group, "seq": number, "count": 250, "dtype": FLOAT}
 
 
 def events_of(rank, step):
@@ -40,13 +46,13 @@ def events_of(rank, step):
     events = [
         event(HOST, FORWARD, 0, 0, 600),
         event(COMPUTE, FORWARD, GEMM, 10, 300, flops=6e5, parent=0),
-        event(COMM, FORWARD, GATHER, 400, 100 + 10 * rank, bytes=4000, group=0, parent=0),
+        event(COMM, FORWARD, GATHER, 400, 100 + 10 * rank, bytes=4000, parent=0, **meets(0, step)),
         event(COMPUTE, BACKWARD, GEMM, 610, 200, flops=4e5),
         event(COMPUTE, BACKWARD, GEMM, 810, 200, flops=4e5),
         event(WAIT, BACKWARD, SCATTER, 1010, 20, group=1),
     ]
     if step == 1:
-        events.append(event(COMM, BACKWARD, SCATTER, 1040, 50, bytes=1000, group=1))
+        events.append(event(COMM, BACKWARD, SCATTER, 1040, 50, bytes=1000, **meets(1, 0)))
     return [{**row, "step": step, "t_start": row["t_start"] + 10 * step * MS} for row in events]
 
 
@@ -55,7 +61,7 @@ def uncounted(rank):
     rest = {"bytes": 77777, "flops": 1e9}
     return [
         event(COMPUTE, FORWARD, GEMM, -20000, 9000, step=-1, **rest),
-        event(COMM, FORWARD, GATHER, 20000, 9000, step=2, group=0, **rest),
+        event(COMM, FORWARD, GATHER, 20000, 9000, step=2, **meets(0, 2), **rest),
     ]
 
 
@@ -91,6 +97,8 @@ def records(columns, rank, rows):
         for key, value in row.items():
             table[key][i] = value
     table["rank"] = rank
+    if columns is schema.EVENTS:
+        table["posted"] = table["t_start"]
     return table
 
 
@@ -143,7 +151,7 @@ def run(tmp_path):
 
 def reported(capsys, *arguments):
     """The JSON object of the last line."""
-    assert report.main([*map(str, arguments), "--json"]) == 0
+    assert report.main([*map(str, arguments), "--json", "--tables"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -201,7 +209,7 @@ def test_step_memory_and_loss(run, capsys):
 
 
 def test_tables_are_printed_and_written(run, capsys):
-    assert report.main([str(run)]) == 0
+    assert report.main([str(run), "--tables"]) == 0
     printed = capsys.readouterr().out
     text = (run / "report" / "report.md").read_text()
     for line in (
@@ -209,17 +217,24 @@ def test_tables_are_printed_and_written(run, capsys):
         "| compute    | backward |      | gemm           |      0.40 | 24.2% |   2.0 |",
     ):
         assert line in printed and line in text
-    assert "incomplete" not in text and "Pipeline" not in text
-    with (run / "report" / "time.csv").open(newline="") as file:
+    assert "Pipeline" not in text
+    with (run / "report" / "tables" / "time.csv").open(newline="") as file:
         rows = {(row["category"], row["axis"]): row for row in csv.DictReader(file)}
     assert rows["comm", "x"]["run"] == "3d, x=2 y=2"
     assert float(rows["comm", "x"]["bytes"]) == 4000.0
-    assert (run / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (run / "report").iterdir()} == {"report.md", "tables"}
+
+
+# Its three gathers along x with rank 3, and its reduce-scatter along y with rank 0.
+WITHOUT_RANK_1 = [
+    "rank 1: no segment",
+    "4 collectives and messages: the call of a member, so their waits may be longer",
+]
 
 
 def test_what_is_missing_is_said(run, capsys):
     segment_path(run, 1, 0).unlink()
-    assert reported(capsys, run)["runs"][0]["missing"] == ["rank 1: no segment"]
+    assert reported(capsys, run)["runs"][0]["missing"] == WITHOUT_RANK_1
     assert "* rank 1: no segment" in (run / "report" / "report.md").read_text()
 
 
@@ -228,19 +243,25 @@ def test_merged_only_when_needed_or_told(run, capsys):
     segment_path(run, 1, 0).unlink()
     assert reported(capsys, run / "trace.h5")["runs"][0]["missing"] == []
     assert reported(capsys, run)["runs"][0]["missing"] == []
-    assert reported(capsys, run, "--merge")["runs"][0]["missing"] == ["rank 1: no segment"]
+    assert reported(capsys, run, "--merge")["runs"][0]["missing"] == WITHOUT_RANK_1
 
 
 def test_runs_are_compared(run, tmp_path, capsys):
     other = write_run(tmp_path / "other", scheme="1d", losses=(3.5, 3.125))
     out = tmp_path / "comparison"
-    first, second = reported(capsys, run, other, "--out", out)["comparison"]
+    found = reported(capsys, run, other, "--out", out)
+    first, second = found["comparison"]
     assert (first["run"], second["run"]) == ("3d, x=2 y=2", "1d, x=2 y=2")
     assert (first["loss"], first["loss_difference"]) == (3.25, 0)
     assert (second["loss"], second["loss_difference"]) == (3.125, 0.125)
-    assert {path.name for path in out.iterdir()} == {
-        *("report.md", "loss.png", "runs.csv", "time.csv", "memory.csv", "loss.csv")
-    }
+    assert [row["speedup"] for row in found["scaling"]] == [1, 1]
+    assert {row["run"] for row in found["differences"]} == {"1d, x=2 y=2"}
+    with (out / "tables" / "ranks.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"][:2], row["rank"]) for row in rows] == [
+        (run, rank) for run in ("3d", "1d") for rank in "0123"
+    ]
+    assert (out / "tables" / "ranks.tex").read_text().count("1d, x=2 y=2 & ") == 4
     assert not (run / "report").exists()
 
 
@@ -252,33 +273,11 @@ def test_labels_tell_runs_apart(run, tmp_path, capsys):
     assert [row["run"] for row in rows] == labels
 
 
-@pytest.mark.filterwarnings("error")
-def test_the_loss_figure_has_a_line_a_run_and_its_difference(run, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    other = write_run(tmp_path / "other", scheme="1d", losses=(3.5, NAN))
-    third = write_run(tmp_path / "third", scheme="2d", losses=(3.75, 3.0))
-    assert report.main([str(run), str(other), str(third)]) == 0
-    loss, difference = drawn[0].axes
-    lines = [(line.get_label(), line.get_ydata()) for line in loss.lines]
-    assert [label for label, _ in lines] == ["3d, x=2 y=2", "1d, x=2 y=2", "2d, x=2 y=2"]
-    np.testing.assert_array_equal([y for _, y in lines], [[3.5, 3.25], [3.5, NAN], [3.75, 3.0]])
-    np.testing.assert_array_equal(
-        [line.get_ydata() for line in difference.lines], [[0, NAN], [0.25, -0.25]]
-    )
-    assert (loss.get_ylabel(), difference.get_xlabel()) == (
-        "loss [nat per token]",
-        "training step",
-    )
-
-
 def test_an_index_out_of_its_table_is_refused(run, capsys):
-    assert report.main([str(run)]) == 0
+    assert report.main([str(run), "--tables"]) == 0
     with h5py.File(run / "trace.h5", "r+") as file:
         file["events/group"][0] = 4
-    assert report.main([str(run)]) == 2
+    assert report.main([str(run), "--tables"]) == 2
     assert "events/group points outside of its table" in capsys.readouterr().err
 
 

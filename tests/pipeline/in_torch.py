@@ -13,6 +13,7 @@ from hpc3d.analyze import peer
 from hpc3d.cluster.threads import run
 from hpc3d.config import MeshConfig, ParallelConfig
 from hpc3d.model.loss import IGNORE
+from hpc3d.rules import settle
 from hpc3d.training.optimizer import AdamW, learning_rate
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
 
@@ -22,7 +23,7 @@ class Model:
 
     def __init__(self, config):
         torch.set_num_threads(1)
-        alone = replace(config, mesh=MeshConfig(), parallel=ParallelConfig(schedule="none"))
+        alone = settle(replace(config, mesh=MeshConfig(), parallel=ParallelConfig()), 1)
         (trainer,) = run({}, lambda mesh: trainer_of(mesh, alone))
         self.train, self.shape, self.batches = config.train, trainer.shape, Tokens(config)
         self.newest = peer.weights_of(trainer.parameters)

@@ -26,7 +26,7 @@ from tests.pipeline.mixes import (
 
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
 # Of the mixes of so many ranks, `make test` runs one in so many on each transport.
-STRIDE = {4: 4, 8: 4, 12: 2, 16: 4}
+STRIDE = {4: 4, 8: 4, 12: 4, 16: 6}
 
 
 @pytest.mark.parametrize("line", MIXES)

@@ -9,8 +9,9 @@ from hpc3d.cluster.threads import run
 from hpc3d.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.model.loss import IGNORE
 from hpc3d.model.stage import microbatches
+from hpc3d.pipeline.instruction import parse
 from hpc3d.training.feed import Feed
-from hpc3d.training.program import STEP, program_of
+from hpc3d.training.program import STEP, cut, program_of
 
 STEPS = 5
 
@@ -41,6 +42,28 @@ def test_the_steps_of_a_schedule_without_a_drain():
     assert steps[0] == "F0 SendF0 F1 SendF1+RecvB0 BW0 F2 SendF2+RecvB1 BW1+Reduce Step"
     assert steps[1] == "F3 SendF3+RecvB2 BW2 F4 SendF4+RecvB3 BW3+Reduce Step"
     assert steps[-1] == "F9 SendF9+RecvB8 BW8 RecvB9 BW9+Reduce Step"
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (1, ["F0 Step", "F1 BW0 Step", "BW1 Step", "F2 Step SendF2"]),
+        (2, ["F0 Step F1 BW0 Step", "BW1 Step F2 Step SendF2"]),
+        (4, ["F0 Step F1 BW0 Step BW1 Step F2 Step SendF2"]),
+    ],
+)
+def test_groups_behind_the_last_update_belong_to_it(updates, expected):
+    words = ["F0", "Step", "F1", "BW0", "Step", "BW1", "Step", "F2", "Step", "SendF2"]
+    groups = [(parse(word),) for word in words]
+    assert [text(part) for part in cut(groups, updates)] == expected
+
+
+def test_the_program_of_a_stage_is_that_of_all_without_the_others():
+    whole = program_of(config("1f1b", stages=3, micros=4))
+    alone = whole.of(1)
+    assert [*alone.stages] == [1]
+    assert next(alone.steps(1, 1)) == next(whole.steps(1, 1))
+    assert alone[1:] == whole[1:]
 
 
 ASYNCHRONOUS = [

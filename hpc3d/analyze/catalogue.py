@@ -1,0 +1,254 @@
+"""The tables of a run, in the order of a report: headings, units, and whence the numbers come."""
+
+from hpc3d.analyze import (
+    breakdown,
+    bubble,
+    collectives,
+    critical,
+    efficiency,
+    pipeline,
+    tables,
+    waits,
+)
+from hpc3d.analyze.sheets import (
+    Field,
+    Sheet,
+    count,
+    integer,
+    microseconds,
+    milliseconds,
+    number,
+    percent,
+    prefixed,
+    ratio,
+)
+from hpc3d.trace.events import MEMORY_KIND
+
+RANK = Field("rank", "rank", number)
+HOST = Field("host", "host")
+STAGE = Field("stage", "stage", number)
+PHASE = Field("phase", "phase")
+AXIS = Field("axis", "axis")
+OP = Field("op", "operation")
+CATEGORY = Field("category", "category")
+SECONDS = Field("seconds", "time [ms]", milliseconds)
+SHARE = Field("share", "share", percent)
+
+STEP = Sheet(
+    "step",
+    "Step",
+    (
+        Field("steps", "steps", integer),
+        Field("step_s_min", "min [ms]", milliseconds),
+        Field("step_s_median", "median [ms]", milliseconds),
+        Field("step_s_max", "max [ms]", milliseconds),
+        Field("forward_s", "forward [ms]", milliseconds),
+        Field("backward_s", "backward [ms]", milliseconds),
+        Field("tokens_per_s", "tokens/s", prefixed),
+        Field("communication_share", "communication", percent),
+    ),
+    tables.step_row,
+)
+EFFICIENCY = Sheet(
+    "efficiency",
+    "Arithmetic",
+    (
+        Field("model_flop", "model [FLOP]", prefixed),
+        Field("recorded_flop", "recorded [FLOP]", prefixed),
+        Field("flop_per_s", "model [FLOP/s]", prefixed),
+        Field("recorded_flop_per_s", "recorded [FLOP/s]", prefixed),
+        Field("mfu", "MFU", percent),
+        Field("hfu", "HFU", percent),
+    ),
+    efficiency.efficiency_row,
+)
+TIME = Sheet(
+    "time",
+    "Time of a step",
+    (
+        CATEGORY,
+        PHASE,
+        AXIS,
+        OP,
+        SECONDS,
+        SHARE,
+        Field("calls", "calls", count),
+        Field("bytes", "received [B]", prefixed),
+        Field("flop_per_s", "rate [FLOP/s]", prefixed),
+    ),
+    tables.time_rows,
+)
+LAYERS = Sheet(
+    "layers",
+    "Time by layer",
+    (Field("layer", "layer"), PHASE, CATEGORY, SECONDS, SHARE),
+    breakdown.breakdown,
+    brief=10,
+)
+RANKS = Sheet(
+    "ranks",
+    "Time by rank",
+    (
+        RANK,
+        HOST,
+        STAGE,
+        Field("step_s", "step [ms]", milliseconds),
+        Field("compute_s", "compute [ms]", milliseconds),
+        Field("wait_s", "wait [ms]", milliseconds),
+        Field("transfer_s", "transfer [ms]", milliseconds),
+        Field("copy_s", "copy [ms]", milliseconds),
+        Field("other_s", "other [ms]", milliseconds),
+        Field("unrecorded_s", "unrecorded [ms]", milliseconds),
+        Field("overlapped_s", "overlapped [ms]", milliseconds),
+    ),
+    breakdown.rank_rows,
+    brief=8,
+)
+IMBALANCE = Sheet(
+    "imbalance",
+    "Imbalance of computation",
+    (
+        PHASE,
+        Field("mean_s", "mean [ms]", milliseconds),
+        Field("max_s", "max [ms]", milliseconds),
+        Field("imbalance", "max / mean", ratio),
+        Field("rank", "on rank", number),
+    ),
+    breakdown.imbalance_rows,
+)
+WAITS = Sheet(
+    "waits",
+    "Waiting and transfer",
+    (
+        AXIS,
+        OP,
+        Field("calls", "calls", count),
+        Field("blocked_s", "blocked [ms]", milliseconds),
+        Field("wait_s", "wait [ms]", milliseconds),
+        Field("transfer_s", "transfer [ms]", milliseconds),
+        Field("violations", "violations", integer),
+        Field("worst_s", "worst [us]", microseconds),
+    ),
+    waits.wait_rows,
+)
+STRAGGLERS = Sheet(
+    "stragglers",
+    "Stragglers",
+    (
+        RANK,
+        HOST,
+        Field("meetings", "meetings", integer),
+        Field("last", "arrives last", integer),
+        Field("imposed_s", "others wait for it [ms]", milliseconds),
+        Field("wait_s", "waits itself [ms]", milliseconds),
+    ),
+    waits.straggler_rows,
+    brief=5,
+)
+PATH = Sheet(
+    "path",
+    "Critical path",
+    (CATEGORY, PHASE, AXIS, OP, SECONDS, SHARE),
+    critical.critical_path,
+    brief=10,
+)
+COLLECTIVES = Sheet(
+    "collectives",
+    "Collectives and messages",
+    (
+        AXIS,
+        OP,
+        Field("members", "members", integer),
+        Field("size", "size [B]", integer),
+        Field("count", "count", integer),
+        Field("seconds", "median [us]", microseconds),
+        Field("algbw", "algbw [B/s]", prefixed),
+        Field("busbw", "busbw [B/s]", prefixed),
+        Field("overlapped", "overlapped", percent),
+    ),
+    collectives.bandwidth_rows,
+    brief=12,
+)
+TRAFFIC = Sheet(
+    "traffic",
+    "Bytes from rank to rank",
+    (
+        AXIS,
+        Field("sender", "sender", number),
+        Field("receiver", "receiver", number),
+        Field("bytes", "bytes [B]", prefixed),
+    ),
+    collectives.communication_matrix,
+    brief=-1,
+)
+PIPELINE = Sheet(
+    "pipeline",
+    "Pipeline",
+    (
+        STAGE,
+        Field("ranks", "ranks", integer),
+        Field("passes", "passes", integer),
+        Field("forward_s", "F [ms]", milliseconds),
+        Field("backward_s", "BW [ms]", milliseconds),
+        Field("input_s", "B [ms]", milliseconds),
+        Field("weight_s", "W [ms]", milliseconds),
+        Field("idle_share", "idle", percent),
+        Field("idle_share_simulated", "idle, simulated", percent),
+        Field("in_flight", "in flight", integer),
+        Field("in_flight_simulated", "in flight, simulated", integer),
+    ),
+    pipeline.stage_rows,
+)
+BUBBLE = Sheet(
+    "bubble",
+    "Bubble",
+    (
+        STAGE,
+        Field("span_s", "all passes [ms]", milliseconds),
+        Field("idle_s", "idle [ms]", milliseconds),
+        Field("warmup_s", "warm-up [ms]", milliseconds),
+        Field("steady_s", "steady [ms]", milliseconds),
+        Field("drain_s", "drain [ms]", milliseconds),
+    ),
+    bubble.bubble_rows,
+)
+MEMORY = Sheet(
+    "memory",
+    "Memory",
+    (
+        Field("kind", "kind"),
+        Field("peak", "highest peak [B]", prefixed),
+        RANK._replace(heading="on rank"),
+    ),
+    tables.peak_rows,
+)
+MEMORY_RANKS = Sheet(
+    "memory_ranks",
+    "Memory by rank",
+    (
+        Field("rank", "rank", number),
+        *(Field(kind, f"{kind} [B]", prefixed) for kind in MEMORY_KIND),
+    ),
+    breakdown.memory_rows,
+    brief=-1,
+)
+LOSS = Sheet(
+    "loss",
+    "Loss",
+    (
+        Field("step", "step", integer),
+        Field("loss", "loss [nat]", "{:.6f}".format),
+        Field("grad_norm", "norm of the gradient", "{:.4f}".format),
+    ),
+    tables.loss_rows,
+    brief=-1,
+)
+
+OF_A_RUN = (
+    *(STEP, EFFICIENCY, LOSS),
+    *(TIME, LAYERS, RANKS, IMBALANCE),
+    *(WAITS, STRAGGLERS, PATH),
+    *(COLLECTIVES, TRAFFIC),
+    *(PIPELINE, BUBBLE),
+    *(MEMORY, MEMORY_RANKS),
+)

@@ -1,0 +1,181 @@
+"""The charts of a report as data: what is drawn, not how.
+
+`hpc3d.analyze.figures` draws them on paper and `hpc3d.analyze.interactive` on the screen.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+
+# Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
+BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+NAVY, PINK, BLACK, YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
+COLOURS = (BLUE, ORANGE, GREEN, RED, NAVY, PINK, BLACK)
+SAND, GREY, LIGHT, PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
+
+AXES = dict(zip("pdcexyz", (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK)))
+RANK_PARTS = {
+    "compute": GREEN,
+    "transfer": NAVY,
+    "wait": LIGHT,
+    "copy": PINK,
+    "other": SAND,
+    "unrecorded": PALE,
+}
+LATE = 16  # ranks in the chart of stragglers
+CELLS = 256  # rows and columns of a matrix at most
+
+
+class Lines(NamedTuple):
+    """Values by a number, such as a step: {label: (numbers, values)}.
+
+    `below`, if there are any, are drawn on an axis of their own, `beneath`, under the others.
+    """
+
+    across: str
+    down: str
+    lines: dict
+    beneath: str = ""
+    below: dict | None = None
+
+
+class Bars(NamedTuple):
+    """Stacked bars, one a label: {part: (colour, values)}."""
+
+    across: str
+    down: str
+    labels: list
+    parts: dict
+    lying: bool = False
+
+
+class Heat(NamedTuple):
+    """A matrix [sender, receiver] in a unit, not a number where nothing is; a cell stands for
+    `ranks` by `ranks` of them."""
+
+    unit: str
+    values: np.ndarray
+    ranks: int
+
+
+# Charts of several runs
+
+
+def loss(runs):
+    """The loss by step, a line a run, and its difference from the first run."""
+    lines = {run.label: _losses(run) for run in runs}
+    first = lines[runs[0].label]
+    below = {run.label: _less(lines[run.label], first) for run in runs[1:]}
+    beneath = "difference from\nthe first run [nat]"
+    return Lines("training step", "loss [nat per token]", lines, beneath, below or None)
+
+
+def _losses(run):
+    rows = run.tables["loss"]
+    values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
+    return [row["step"] for row in rows], values
+
+
+def _less(line, other):
+    """A line less another one, in the numbers that both have."""
+    theirs = dict(zip(*other))
+    both = [(at, value - theirs[at]) for at, value in zip(*line) if at in theirs]
+    return [at for at, _ in both], [value for _, value in both]
+
+
+def speedup(rows):
+    """The speed-up over the first run by the number of ranks, and what would be ideal."""
+    ranks = sorted({row["ranks"] for row in rows})
+    lines = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}
+    for row in sorted(rows, key=lambda row: row["ranks"]):
+        numbers, values = lines.setdefault(row["scheme"] or "measured", ([], []))
+        numbers.append(row["ranks"])
+        values.append(row["speedup"])
+    return Lines("ranks", "speed-up over the first run", lines)
+
+
+def runs(found):
+    """What the mean step of each run is made of."""
+    return _of_ranks([run.label for run in found], [_mean(run.tables["ranks"]) for run in found])
+
+
+def _mean(rows):
+    keys = [f"{part}_s" for part in RANK_PARTS]
+    return {key: sum(row[key] for row in rows) / len(rows) for key in keys}
+
+
+# Charts of one run
+
+
+def ranks(run):
+    """What the mean step of each rank is made of."""
+    rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
+    return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(across="rank")
+
+
+def _of_ranks(labels, rows):
+    parts = {
+        part: (colour, [row[f"{part}_s"] * 1e3 for row in rows])
+        for part, colour in RANK_PARTS.items()
+    }
+    return Bars("", "time of a step [ms]", labels, _present(parts))
+
+
+def phases(rows):
+    """Rows of time by category, phase and axis as bars, a phase each."""
+    labels = list(dict.fromkeys(row["phase"] or row["category"] for row in rows))
+    parts = defaultdict(lambda: [0.0] * len(labels))
+    for row in rows:
+        part = f"along {row['axis']}" if row["axis"] else row["category"]
+        parts[part][labels.index(row["phase"] or row["category"])] += row["seconds"] * 1e3
+    coloured = {part: (_colour(part), values) for part, values in parts.items()}
+    return Bars("", "time of a step [ms]", labels, coloured, lying=True)
+
+
+def _colour(part):
+    colours = RANK_PARTS | {"optimizer": BLACK, "host": GREY, "comm": NAVY, "recorded": GREEN}
+    return AXES.get(part.removeprefix("along ")) or colours.get(part, SAND)
+
+
+def waits(run):
+    """Wait and transfer by axis and operation."""
+    rows = sorted(run.tables["waits"], key=lambda row: -row["blocked_s"])
+    parts = {
+        part: (RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
+        for part in ("transfer", "wait")
+    }
+    labels = [f"{row['axis']} {row['op'].replace('_', '-')}" for row in rows]
+    return Bars("", "time of a step [ms]", labels, parts, lying=True)
+
+
+def stragglers(run):
+    """The ranks that the others wait for longest."""
+    rows = run.tables["stragglers"][:LATE]
+    parts = {"others wait for it": (RED, [row["imposed_s"] * 1e3 for row in rows])}
+    return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
+
+
+def memory(run):
+    """The peak of each kind of memory by rank."""
+    rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
+    kinds = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "rank"]
+    parts = {
+        kind: (colour, [row.get(kind, 0) / 1e6 for row in rows])
+        for kind, colour in zip(kinds, COLOURS)
+    }
+    labels = [str(row["rank"]) for row in rows]
+    return Bars("rank", "sum of the kinds' peaks [MB]", labels, _present(parts))
+
+
+def _present(parts):
+    """The parts that are anywhere more than nothing."""
+    return {part: (colour, values) for part, (colour, values) in parts.items() if any(values)}
+
+
+def traffic(matrix):
+    """Bytes from rank to rank; of many ranks sums over blocks of them."""
+    block = -(-len(matrix) // CELLS)
+    edges = np.arange(0, len(matrix), block)
+    sums = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
+    return Heat("MB of a step", np.where(sums > 0, sums * 1e-6, np.nan), block)

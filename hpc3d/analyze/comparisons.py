@@ -1,0 +1,75 @@
+"""The tables over several runs, in the order of a report."""
+
+from hpc3d.analyze import compare, tables
+from hpc3d.analyze.catalogue import AXIS, CATEGORY, OP, PHASE
+from hpc3d.analyze.sheets import (
+    Field,
+    Sheet,
+    count,
+    integer,
+    milliseconds,
+    percent,
+    prefixed,
+    ratio,
+)
+
+RUN = Field("run", "run")
+
+RUNS = Sheet(
+    "runs",
+    "Runs",
+    (
+        RUN,
+        Field("ranks", "ranks", integer),
+        Field("step_s_median", "step [ms]", milliseconds),
+        Field("tokens_per_s", "tokens/s", prefixed),
+        Field("communication_share", "communication", percent),
+        Field("communication_calls", "calls", count),
+        Field("communication_bytes", "received [B]", prefixed),
+        Field("loss", "last loss [nat]", "{:.6f}".format),
+        Field("loss_difference", "loss difference [nat]", "{:.1e}".format),
+    ),
+    tables.comparison_rows,
+)
+SCALING = Sheet(
+    "scaling",
+    "Scaling",
+    (
+        RUN,
+        Field("ranks", "ranks", integer),
+        Field("batch", "batch", integer),
+        Field("hidden", "hidden", integer),
+        Field("heads", "heads", integer),
+        Field("forward_s", "forward [ms]", milliseconds),
+        Field("backward_s", "backward [ms]", milliseconds),
+        Field("average_step_s", "average step time [ms]", milliseconds),
+        Field("tokens_per_s", "tokens/s", prefixed),
+        Field("tokens_per_s_rank", "tokens/s a rank", prefixed),
+        Field("scaling", "scaling"),
+        Field("speedup", "speed-up", ratio),
+        Field("efficiency", "efficiency", percent),
+        Field("over_1d", "over 1-D", ratio),
+        Field("over_2d", "over 2-D", ratio),
+    ),
+    compare.scaling_rows,
+)
+DIFFERENCES = Sheet(
+    "differences",
+    "Differences from the first run",
+    (
+        RUN,
+        CATEGORY,
+        PHASE,
+        AXIS,
+        OP,
+        Field("seconds", "first run [ms]", milliseconds),
+        Field("other_seconds", "this run [ms]", milliseconds),
+        Field("difference_s", "difference [ms]", milliseconds),
+        Field("low", "from [ms]", milliseconds),
+        Field("high", "to [ms]", milliseconds),
+    ),
+    compare.difference_rows,
+    brief=10,
+)
+
+OVER_RUNS = (RUNS, SCALING, DIFFERENCES)

@@ -1,0 +1,182 @@
+"""All that a report says of a run, from its trace."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.analyze.about import about
+from hpc3d.analyze.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
+from hpc3d.analyze.bubble import bubble_rows
+from hpc3d.analyze.collectives import bandwidth_rows, communication_matrix
+from hpc3d.analyze.compare import difference_rows, run_row, scaling_rows
+from hpc3d.analyze.critical import critical_path, path_rows
+from hpc3d.analyze.efficiency import efficiency_row
+from hpc3d.analyze.pipeline import Passes, configuration, observe, runs_on
+from hpc3d.analyze.tables import (
+    comparison_rows,
+    loss_rows,
+    median_step,
+    peak_rows,
+    run_label,
+    step_row,
+    time_rows,
+)
+from hpc3d.analyze.timeline import EVENTS, Timeline, timeline
+from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: what it was, its configuration (TOML), what its trace lacks (a line each), and its
+    tables by the names of hpc3d.analyze.catalogue.
+
+    Drawn are the timeline and the panels of the pipeline in `step`, and the bytes of a step from
+    rank to rank, matrices by mesh axis, "" for all of them.
+    """
+
+    label: str
+    run_id: str
+    about: dict
+    config: str
+    missing: list
+    tables: dict
+    step: int
+    timeline: Timeline
+    panels: list
+    matrices: dict
+
+
+class Report(NamedTuple):
+    """Runs, and the tables that are over all of them."""
+
+    runs: list
+    tables: dict
+
+
+def compare(traces, runs):
+    """The Report of open traces and their Runs; several are compared with the first one."""
+    runs = distinct(runs)
+    tables = {"runs": comparison_rows(runs), "scaling": [], "differences": []}
+    if len(runs) > 1:
+        rows = scaling_rows([run_row(trace) for trace in traces])
+        tables["scaling"] = [row | {"run": run.label} for row, run in zip(rows, runs)]
+        tables["differences"] = [
+            {"run": run.label} | row
+            for trace, run in zip(traces[1:], runs[1:])
+            for row in difference_rows(traces[0], trace)
+        ]
+    return Report(runs, tables)
+
+
+def examine(trace, peak=None, step=None, events=EVENTS):
+    """The Run of an open trace.
+
+    `peak` is the FLOP/s of one rank that MFU refers to, `step` the one whose timeline is drawn
+    (the one that took the median time) with at most `events` events.  ValueError if no step was
+    completed.
+    """
+    if not len(trace.steps):
+        raise ValueError(f"{trace.path}: no step was completed; train for more steps")
+    step = median_step(trace) if step is None else step
+    calls = calls_of(trace)
+    matrices = _matrices(trace, calls)
+    stages, panels = observe(trace, step)
+    tables = {
+        **_of_time(trace, calls, peak),
+        "traffic": _pairs(matrices),
+        "pipeline": stages,
+        "bubble": _bubble(trace, step) if stages else [],
+        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
+    }
+    missing, drawn = trace.attrs["missing"].splitlines(), None
+    if _one_time(trace):
+        path = critical_path(trace, calls, step)
+        tables |= _of_calls(calls, path)
+        drawn = timeline(trace, calls, step, path, events)
+        missing += _doubts(calls, tables)
+    else:
+        missing.append("a time in common, for ranks counted their processor time: who waited")
+    attrs = trace.attrs
+    what = run_label(attrs), attrs["run_id"], about(trace), attrs["config"], missing
+    return Run(*what, tables, step, drawn, panels, matrices)
+
+
+def distinct(runs):
+    """The runs with their ids in those labels that several of them have."""
+    labels = [run.label for run in runs]
+    return [
+        replace(run, label=f"{run.label}, {run.run_id}")
+        if labels.count(run.label) > 1
+        else run
+        for run in runs
+    ]
+
+
+def _of_time(trace, calls, peak):
+    time = time_rows(trace)
+    return {
+        "step": [step_row(trace, time)],
+        "efficiency": [efficiency_row(trace, peak)],
+        "loss": loss_rows(trace),
+        "time": time,
+        "layers": breakdown(trace, ("layer", "phase", "category")),
+        "ranks": rank_rows(trace, calls),
+        "imbalance": imbalance_rows(trace),
+        "memory": peak_rows(trace),
+        "memory_ranks": memory_rows(trace),
+    }
+
+
+def _one_time(trace):
+    """Whether the clocks of the ranks tell the same time."""
+    config = configuration(trace)
+    return not config or config.trace.clock == "wall"
+
+
+def _of_calls(calls, path):
+    """The tables that compare the times of several ranks."""
+    return {
+        "waits": wait_rows(calls),
+        "stragglers": straggler_rows(calls) if len(calls.row) else [],
+        "path": path_rows(path, ("category", "phase", "axis", "op")),
+        "collectives": bandwidth_rows(calls),
+    }
+
+
+def _matrices(trace, calls):
+    """{axis: bytes [sender, receiver]} of the axes on which anything moved, "" for all."""
+    axes = ["", *sorted({group.axis for group in trace.groups})]
+    found = {axis: communication_matrix(calls, axis or None) for axis in axes}
+    return {axis: matrix for axis, matrix in found.items() if matrix.any()}
+
+
+def _pairs(matrices):
+    """The matrices of the axes as rows."""
+    keys = ("axis", "sender", "receiver", "bytes")
+    return [
+        dict(zip(keys, (axis, *pair, amount)))
+        for axis, matrix in matrices.items()
+        if axis
+        for pair, amount in zip(np.argwhere(matrix).tolist(), matrix[matrix.nonzero()].tolist())
+    ]
+
+
+def _bubble(trace, step):
+    """The parts of the stages' idle time; an asynchronous schedule has none."""
+    if runs_on(configuration(trace)):
+        return []
+    return bubble_rows(Passes(trace).measured(step))
+
+
+def _doubts(calls, tables):
+    """What the waits may be wrong in."""
+    cut, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
+    worst = max((row["worst_s"] for row in tables["waits"]), default=0)
+    if cut:
+        yield f"{cut} collectives and messages: the call of a member, so their waits may be longer"
+    if early:
+        yield (
+            f"clocks that agree: {early} calls ended before an arrival that they needed, by up to"
+            f" {worst * 1e6:.0f} us"
+        )

@@ -1,0 +1,47 @@
+"""The folder of a report: report.md, tables/, figures/, and the page that has it all."""
+
+from hpc3d.analyze import figures, html, markdown, pictures, sheets
+from hpc3d.analyze.catalogue import OF_A_RUN
+from hpc3d.analyze.comparisons import OVER_RUNS, RUN
+
+
+def write(report, out, tables_only=False):
+    """Write all files of a Report, or its tables only."""
+    _write_tables(report, out / "tables")
+    found = [] if tables_only else _pictures(report)
+    images = [markdown.image(name, each) for named in found for name, each in named.items()]
+    text = "\n".join([markdown.page(report), *images])
+    (out / "report.md").write_text(text, encoding="utf-8")
+    if found:
+        _draw(found, out / "figures")
+        page = html.page(report, found, out / "figures")
+        (out / "report.html").write_text(page, encoding="utf-8")
+
+
+def _draw(found, folder):
+    folder.mkdir(exist_ok=True)
+    for named in found:
+        for name, picture in named.items():
+            figures.save(figures.draw(picture.chart), folder / name)
+
+
+def _write_tables(report, folder):
+    """Every table that has rows, those of all runs in one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for sheet in OVER_RUNS:
+        if rows := report.tables[sheet.name]:
+            sheets.write(sheet, rows, folder)
+    for sheet in OF_A_RUN:
+        rows = [{"run": run.label} | row for run in report.runs for row in run.tables[sheet.name]]
+        if rows:
+            several = (RUN,) * (len(report.runs) > 1)
+            sheets.write(sheet._replace(fields=several + sheet.fields), rows, folder)
+
+
+def _pictures(report):
+    """Those over all runs and those of each run: [{name of the files: Picture}]."""
+    found = [{each.name: each for each in pictures.of_runs(report.runs, report.tables)}]
+    for number, run in enumerate(report.runs, 1):
+        end = f"-{number}" if len(report.runs) > 1 else ""
+        found.append({each.name + end: each for each in pictures.of_run(run)})
+    return found

@@ -1,0 +1,182 @@
+"""A report as one HTML page that needs nothing else: no network, no other file.
+
+The figures are there twice: for the screen, where they answer to the mouse, and for paper.
+"""
+
+import base64
+import inspect
+import re
+import sys
+from html import escape
+from importlib import resources
+from typing import NamedTuple
+
+from hpc3d import __version__
+from hpc3d.analyze import interactive
+from hpc3d.analyze.catalogue import OF_A_RUN
+from hpc3d.analyze.comparisons import OVER_RUNS
+from hpc3d.analyze.pictures import Picture
+from hpc3d.analyze.sheets import milliseconds, percent, prefixed
+
+OPEN = 12  # rows of a table that is not folded
+
+
+class Shown(NamedTuple):
+    """A picture on the page: its place on the screen, if it has one, and its image for paper."""
+
+    picture: Picture
+    place: str
+    image: str
+    name: str
+
+
+def page(report, pictures, folder):
+    """The text of the page.
+
+    `pictures` are those over all runs and then those of each run, whose files lie in `folder`.
+    """
+    named = {name: each for found in pictures for name, each in found.items()}
+    models = {name: model for name, each in named.items() if (model := _model(name, each))}
+    library, script, places = interactive.embed(models)
+    shown = [
+        {
+            each.name: Shown(each, places.get(name, ""), _image(folder / name), name)
+            for name, each in found.items()
+        }
+        for found in pictures
+    ]
+    return _template().render(
+        report=report,
+        shown=shown[0],
+        runs=list(zip(report.runs, shown[1:])),
+        sheets={sheet.name: sheet for sheet in (*OVER_RUNS, *OF_A_RUN)},
+        definitions=definitions(),
+        cards=cards,
+        version=__version__,
+        open_rows=OPEN,
+        example=example,
+        library=library,
+        code=_text("timeline.js"),
+        script=script,
+        style=_text("report.css"),
+    )
+
+
+def _model(name, picture):
+    """What answers to the mouse, if the picture has such a form."""
+    if type(picture.chart) not in interactive.draw.registry:
+        return None
+    model = interactive.draw(picture.chart)
+    model.name = name
+    return model
+
+
+def _image(path):
+    """The smaller one of a figure's files as an address that contains it."""
+    kinds = {path.with_suffix(".svg"): "svg+xml", path.with_suffix(".png"): "png"}
+    smaller = min(kinds, key=lambda file: file.stat().st_size)
+    data = base64.b64encode(smaller.read_bytes()).decode()
+    return f"data:image/{kinds[smaller]};base64,{data}"
+
+
+def _template():
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise ValueError("the page needs jinja2: pip install 'hpc3d[report]'") from error
+    rules = {"autoescape": True, "undefined": StrictUndefined}
+    made = Environment(**rules, trim_blocks=True, lstrip_blocks=True)
+    return made.from_string(_text("report.html.j2"))
+
+
+def _text(name):
+    return (resources.files("hpc3d.analyze") / "page" / name).read_text(encoding="utf-8")
+
+
+# What the numbers mean: the docstrings of the functions that compute them
+
+
+def definitions():
+    """[(what a module's numbers have in common, [(sheet, what its numbers mean)])] as HTML."""
+    found = {}
+    for sheet in (*OVER_RUNS, *OF_A_RUN):
+        found.setdefault(sheet.source.__module__, []).append((sheet, prose(sheet.meaning)))
+    return [(prose(inspect.getdoc(sys.modules[name])), sheets) for name, sheets in found.items()]
+
+
+def prose(text):
+    """A docstring as HTML: paragraphs, lists with stars, and indented lines as they are."""
+    return "\n".join(map(_paragraph, re.split(r"\n\n+", text)))
+
+
+def _paragraph(text):
+    lines = text.splitlines()
+    if lines[0].startswith("    "):
+        return f"<pre>{escape(text)}</pre>"
+    if lines[0].startswith("* "):
+        items = re.split(r"^\* ", text, flags=re.MULTILINE)[1:]
+        return "<ul>" + "".join(f"<li>{_marked(item)}</li>" for item in items) + "</ul>"
+    return f"<p>{_marked(text)}</p>"
+
+
+def _marked(text):
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+# The numbers that one looks for first
+
+
+def cards(run):
+    """(title, value, what belongs to it) of a run."""
+    tables = run.tables
+    step, work = tables["step"][0], tables["efficiency"][0]
+    yield "step", f"{milliseconds(step['step_s_median'])} ms", _spread(step)
+    yield "tokens/s", _written(step["tokens_per_s"], prefixed), f"{step['ranks']} ranks"
+    communication = _written(step["communication_share"], percent)
+    yield "communication", communication, _waiting(tables["ranks"])
+    if stages := tables["pipeline"]:
+        yield "bubble", percent(_mean(stages, "idle_share")), _simulated(stages)
+    imbalance = tables["imbalance"][0]
+    yield "imbalance", _written(imbalance["imbalance"], "{:.3f}".format), "most / mean computation"
+    if tables["stragglers"]:
+        worst = tables["stragglers"][0]
+        imposed = f"others wait {milliseconds(worst['imposed_s'])} ms for it"
+        yield "straggler", f"rank {worst['rank']}", imposed
+    if work["mfu"] is not None:
+        yield "MFU", percent(work["mfu"]), f"HFU {percent(work['hfu'])}"
+    else:
+        yield "FLOP/s", _written(work["recorded_flop_per_s"], prefixed), "products and attention"
+    total = sum(value for key, value in tables["memory_ranks"][-1].items() if key != "rank")
+    yield "memory", f"{prefixed(total)}B", "peaks of all kinds and ranks"
+    last = tables["loss"][-1]
+    yield "loss", _written(last["loss"], "{:.4f}".format), f"nat a token after step {last['step']}"
+
+
+def _written(value, write):
+    return "unknown" if value is None else write(value)
+
+
+def _spread(row):
+    return f"{milliseconds(row['step_s_min'])} to {milliseconds(row['step_s_max'])}"
+
+
+def _mean(rows, key):
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def _waiting(ranks):
+    step = _mean(ranks, "step_s")
+    wait, overlapped = (_mean(ranks, key) / step for key in ("wait_s", "overlapped_s"))
+    return f"waiting {percent(wait)}; computing meanwhile {percent(overlapped)}"
+
+
+def _simulated(stages):
+    if stages[0]["idle_share_simulated"] is None:
+        return "idle share of the stages"
+    return f"{percent(_mean(stages, 'idle_share_simulated'))} on an ideal clock"
+
+
+def example(run):
+    """Some of a run's ranks, as they are written to choose them."""
+    axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
+    return " ".join(axes[:2]) or "0"

@@ -1,0 +1,142 @@
+"""A table as it is shown: headings with units, how values are written; as Markdown, LaTeX, CSV.
+
+A table file in CSV has the values themselves, in SI units, under the names of the columns.
+"""
+
+import csv
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Field(NamedTuple):
+    """A column that is shown: the key of the rows, the heading, and how to write a value."""
+
+    key: str
+    heading: str
+    write: Callable = str
+
+    @property
+    def is_text(self):
+        return self.write is str
+
+    def text(self, row):
+        """The value of a row, written; a dash for what is not known."""
+        value = row.get(self.key)
+        return "-" if value is None else self.write(value)
+
+
+class Sheet(NamedTuple):
+    """A kind of table: the name of its files, its title, its columns and the function that
+    computes its rows, whose docstring says what the numbers mean.
+
+    `brief` is how many rows a terminal shows; 0 are all.
+    """
+
+    name: str
+    title: str
+    fields: tuple
+    source: Callable
+    brief: int = 0
+
+    @property
+    def meaning(self):
+        return inspect.getdoc(self.source)
+
+    def known(self, rows):
+        """The columns that have a value in any row."""
+        return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
+
+
+# Ways to write a number
+
+
+def milliseconds(value):
+    return f"{value * 1e3:,.2f}"
+
+
+def microseconds(value):
+    return f"{value * 1e6:,.1f}"
+
+
+def percent(value):
+    return f"{value:.1%}"
+
+
+def count(value):
+    return f"{value:,.1f}"
+
+
+def integer(value):
+    return f"{value:,d}"
+
+
+def number(value):
+    """A number that names something, such as a rank; negative ones name nothing."""
+    return f"{value:d}" if value >= 0 else "-"
+
+
+def ratio(value):
+    return f"{value:.3f}"
+
+
+def prefixed(value):
+    """Four digits and an SI prefix: 12345678 is 12.35 M."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {prefix}"
+    return f"{value:.4g}"
+
+
+# Ways to write a table
+
+
+def markdown(fields, rows):
+    """A table that reads well as plain text, too."""
+    columns = [_column(field, [field.text(row) for row in rows]) for field in fields]
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns))
+
+
+def _column(field, values):
+    """Heading, rule and cells of one width, text to the left and numbers to the right."""
+    cells = [field.heading, *(value.replace("|", r"\|") for value in values)]
+    width = max(map(len, cells))
+    if field.is_text:
+        rule, adjust = "-" * width, str.ljust
+    else:
+        rule, adjust = "-" * (width - 1) + ":", str.rjust
+    heading, *cells = [adjust(cell, width) for cell in cells]
+    return [heading, rule, *cells]
+
+
+LATEX = {char: rf"\{char}" for char in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+
+
+def latex(fields, rows):
+    """A tabular with the rules of the package booktabs."""
+    lines = [[field.heading for field in fields]]
+    lines += [[field.text(row) for field in fields] for row in rows]
+    heading, *body = [" & ".join(map(_escaped, line)) + r" \\" for line in lines]
+    adjust = "".join("l" if field.is_text else "r" for field in fields)
+    parts = [rf"\begin{{tabular}}{{{adjust}}}", r"\toprule", heading, r"\midrule"]
+    return "\n".join([*parts, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _escaped(text):
+    return "".join(LATEX.get(char, char) for char in text)
+
+
+def write(sheet, rows, folder):
+    """Write a table as NAME.csv, NAME.md and NAME.tex."""
+    fields = sheet.known(rows)
+    name = folder / sheet.name
+    name.with_suffix(".md").write_text(markdown(fields, rows) + "\n", encoding="utf-8")
+    name.with_suffix(".tex").write_text(latex(fields, rows), encoding="utf-8")
+    with name.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+        writer.writeheader()
+        writer.writerows(rows)

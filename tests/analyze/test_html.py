@@ -1,0 +1,199 @@
+"""The page of a report: whole, by itself, and safe whatever a trace calls things."""
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+
+import h5py
+import pytest
+
+from hpc3d import trace
+from hpc3d.analyze import html, pictures
+from hpc3d.analyze.catalogue import OF_A_RUN
+from hpc3d.analyze.findings import compare, examine
+from hpc3d.analyze.folder import write
+from tests.analyze.naps import trained
+from tests.analyze.small import small
+
+PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
+VOID = {"meta", "img", "input", "br"}
+HOSTILE = (
+    r"/../$\frac</script><script>alert(1)</script><img src=http://example.org/x onerror=alert(2)>"
+)
+
+
+class Reader(HTMLParser):
+    """Elements, their attributes and text; an element that is not closed is an error."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.values, self.words = [], Counter(), [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.values += [(tag, *pair) for pair in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & {*self.open}:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The report of a real pipeline of 2 stages on 4 ranks."""
+    out = tmp_path_factory.mktemp("report")
+    with trained(out / "run", 4, **PIPELINE) as opened:
+        write(compare([opened], [examine(opened, peak=1e9)]), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def reported(opened, out):
+    """The page of one trace."""
+    write(compare([opened], [examine(opened)]), out)
+    return (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing(page):
+    found = Reader(page).values
+    addresses = [value for _, key, value in found if key in ("src", "href", "action", "poster")]
+    assert all(value.startswith(("data:image/", "#")) for value in addresses)
+    assert not {("link", key) for tag, key, _ in found if tag in ("link", "iframe", "object")}
+    (policy,) = [value for *_, value in found if value and value.startswith("default-src")]
+    assert policy.startswith("default-src 'none';") and "http" not in policy
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style and "@import" not in style
+
+
+def test_the_page_is_light(page):
+    assert len(page) < 3e6
+
+
+def test_every_link_has_its_target(page):
+    found = Reader(page).values
+    names = [value for _, key, value in found if key == "id"]
+    assert len(names) == len(set(names))
+    assert {value[1:] for _, key, value in found if key == "href"} <= {*names}
+
+
+def test_the_page_has_every_table_and_what_it_means(page):
+    text = Reader(page).text
+    for sheet in OF_A_RUN:
+        if sheet.brief >= 0:
+            assert re.search(rf"{re.escape(sheet.title)} \d+ rows? what it means", text), (
+                sheet.name
+            )
+        assert " ".join(html.prose(sheet.meaning).split())[:60] in " ".join(page.split())
+    for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d, p=2 x=2"):
+        assert word in text or word == "12.5%"
+
+
+def test_the_page_has_every_picture_for_screen_and_paper(page, folder):
+    names = {path.stem for path in (folder / "figures").iterdir()}
+    assert {"loss", "timeline", "ranks", "phases", "path", "waits", "stragglers"} < names
+    assert {"traffic", "traffic-p", "traffic-x", "pipeline", "memory"} < names
+    found = Reader(page)
+    assert found.tags["img"] == found.tags["figure"] == len(names)
+    kinds = Counter(value for tag, key, value in found.values if (tag, key) == ("img", "class"))
+    assert kinds == {"paper": len(names) - 1, "both": 1}, "the pipeline's has one form only"
+    assert {path.suffix for path in (folder / "figures").iterdir()} == {".png", ".svg"}
+    assert (folder / "report.md").read_text().count("](figures/") == len(names)
+
+
+def test_the_numbers_that_one_looks_for_first(tmp_path):
+    with small(tmp_path / "trace.h5") as opened:
+        run = examine(opened, peak=1e12)
+        found = {title: (value, note) for title, value, note in html.cards(run)}
+        assert run.missing == []
+    assert found["step"] == ("10.00 ms", "10.00 to 10.00")
+    assert found["straggler"] == ("rank 1", "others wait 3.00 ms for it")
+    assert found["imbalance"][0] == "1.273"  # 7 / ((4 + 7) / 2)
+    assert found["communication"][0] == "35.0%"  # (5 + 2) of 20 ms
+    assert found["communication"][1].startswith("waiting 15.0%")
+    assert found["loss"][0] == "2.5000"
+    assert found["memory"][0] == "40B"
+    assert found["MFU"][1] == "HFU 45.0%"  # 9 GFLOP in 10 ms on 2 ranks of 1 TFLOP/s
+    assert "bubble" not in found
+
+
+def test_names_in_a_trace_are_text(tmp_path):
+    path = tmp_path / "trace.h5"
+    small(path, run_id=HOSTILE, missing=HOSTILE, device=HOSTILE).close()
+    with h5py.File(path, "r+") as file:
+        file["strings/name"][:] = HOSTILE
+        file["groups/axis"][:] = HOSTILE
+    with trace.open(path) as opened:
+        text = reported(opened, tmp_path / "out")
+    found = Reader(text)
+    with small(tmp_path / "plain.h5") as opened:
+        plain = Reader(reported(opened, tmp_path / "plain"))
+    assert found.tags["script"] == plain.tags["script"]
+    assert "http://example.org/x" not in [value for *_, value in found.values]
+    assert found.text.count(HOSTILE) >= 4
+
+
+def test_what_is_missing_is_on_top(tmp_path):
+    with small(tmp_path / "trace.h5", missing="rank 7: no segment") as opened:
+        text = Reader(reported(opened, tmp_path / "out")).text
+    assert "The trace is incomplete; missing are: rank 7: no segment" in text
+    assert "The trace is complete" not in text
+
+
+def test_a_page_of_several_runs_has_a_section_each(tmp_path):
+    with small(tmp_path / "one.h5") as one, small(tmp_path / "two.h5", run_id="two") as two:
+        report = compare([one, two], [examine(each) for each in (one, two)])
+        write(report, tmp_path)
+    found = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert {"comparison", "run-1", "run-2"} <= {
+        value for _, key, value in found.values if key == "id"
+    }
+    assert "Differences from the first run" in found.text and "Speed-up" not in found.text
+    stems = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert {"loss", "runs", "timeline-1", "timeline-2"} <= stems
+    assert found.tags["img"] == len(stems)
+
+
+def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
+    config = '[trace]\nclock = "processor"\n'
+    with small(tmp_path / "trace.h5", config=config) as opened:
+        run = examine(opened)
+    assert run.missing == ["a time in common, for ranks counted their processor time: who waited"]
+    names = {picture.name for picture in pictures.of_run(run)}
+    assert names == {"ranks", "phases", "traffic", "traffic-x", "memory"}
+    assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
+
+
+def test_a_step_that_is_not_there_is_refused(tmp_path):
+    with small(tmp_path / "trace.h5") as opened, pytest.raises(ValueError, match="step 5"):
+        examine(opened, step=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "One `code`\ngoes on.\n\nTwo <b>.",
+            "<p>One <code>code</code>\ngoes on.</p>\n<p>Two &lt;b&gt;.</p>",
+        ),
+        ("* first\n  goes on\n* second", "<ul><li>first\n  goes on\n</li><li>second</li></ul>"),
+        ("    a = b * c\n    d", "<pre>    a = b * c\n    d</pre>"),
+    ],
+)
+def test_docstrings_become_paragraphs(text, found):
+    assert html.prose(text) == found

@@ -1,0 +1,96 @@
+"""Tables as they are shown."""
+
+import csv
+import re
+
+import pytest
+
+from hpc3d.analyze import sheets
+from hpc3d.analyze.catalogue import OF_A_RUN
+from hpc3d.analyze.comparisons import OVER_RUNS
+from hpc3d.analyze.sheets import Field, Sheet, latex, markdown
+
+FIELDS = (
+    Field("name", "name"),
+    Field("seconds", "time [ms]", sheets.milliseconds),
+    Field("rank", "rank", sheets.number),
+)
+ROWS = [
+    {"name": "gemm", "seconds": 1.5, "rank": 3},
+    {"name": "50% of a_b | c", "seconds": None, "rank": -1},
+]
+
+
+def source():
+    """What the numbers mean."""
+
+
+def test_markdown_is_aligned_and_keeps_its_columns():
+    assert markdown(FIELDS, ROWS).splitlines() == [
+        "| name            | time [ms] | rank |",
+        "| --------------- | --------: | ---: |",
+        "| gemm            |  1,500.00 |    3 |",
+        r"| 50% of a_b \| c |         - |    - |",
+    ]
+
+
+def test_latex_has_the_rules_of_booktabs_and_no_special_characters():
+    assert latex(FIELDS, ROWS).splitlines() == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"name & time [ms] & rank \\",
+        r"\midrule",
+        r"gemm & 1,500.00 & 3 \\",
+        r"50\% of a\_b | c & - & - \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    worst = latex(FIELDS[:1], [{"name": r"\input{x} # $ & ~ ^ < \\"}]).splitlines()[4]
+    assert worst == (
+        r"\textbackslash{}input\{x\} \# \$ \& \textasciitilde{} \textasciicircum{} <"
+        r" \textbackslash{}\textbackslash{} \\"
+    )
+
+
+def test_files_have_what_is_known(tmp_path):
+    sheets.write(Sheet("mine", "Mine", FIELDS, source), ROWS, tmp_path)
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["name", "seconds", "rank"],
+            ["gemm", "1.5", "3"],
+            ["50% of a_b | c", "", "-1"],
+        ]
+    unknown = [{**row, "seconds": None, "more": 1} for row in ROWS]
+    sheets.write(Sheet("mine", "Mine", FIELDS, source), [*ROWS, *unknown], tmp_path)
+    assert (tmp_path / "mine.csv").read_text().splitlines()[0] == "name,seconds,rank,more"
+    sheets.write(Sheet("mine", "Mine", FIELDS, source), unknown, tmp_path)
+    assert "time" not in (tmp_path / "mine.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (sheets.milliseconds, 1.23456, "1,234.56"),
+        (sheets.microseconds, 1.23e-6, "1.2"),
+        (sheets.percent, 0.1234, "12.3%"),
+        (sheets.count, 2.5, "2.5"),
+        (sheets.integer, 12345, "12,345"),
+        (sheets.number, 0, "0"),
+        (sheets.number, -1, "-"),
+        (sheets.ratio, 1.0004, "1.000"),
+        (sheets.prefixed, 12345678, "12.35 M"),
+        (sheets.prefixed, 999, "999"),
+        (sheets.prefixed, 1.5e13, "15 T"),
+        (sheets.prefixed, -2e9, "-2 G"),
+    ],
+)
+def test_numbers_are_written(write, value, text):
+    assert write(value) == text
+
+
+def test_every_table_says_what_its_numbers_mean():
+    names = [sheet.name for sheet in (*OVER_RUNS, *OF_A_RUN)]
+    assert len(names) == len(set(names))
+    for sheet in (*OVER_RUNS, *OF_A_RUN):
+        assert len(sheet.meaning) > 40, sheet.name
+        assert re.fullmatch(r"[a-z_]+", sheet.name)

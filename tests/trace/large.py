@@ -1,0 +1,125 @@
+"""Segments of large runs by the writer of the program, times and numbers as of a real one.
+
+Every rank does in slot i of a step what ROUTINE says for i, in the same millisecond: a product, a
+collective along an axis, a message to the next or from the previous rank on axis p.
+"""
+
+import numpy as np
+
+from hpc3d.trace import events as schema
+from hpc3d.trace.segment import TABLES, segment_path, write_segment
+
+FLUSHED = 1 << 14  # events after which a recorder writes a segment
+SLOT = 1_000_000  # ns
+BYTES = 3 << 14
+ROUTINE = (
+    ("gemm", ""),
+    ("all_gather", "x"),
+    ("gemm", ""),
+    ("reduce_scatter", "y"),
+    ("norm", ""),
+    ("send", "p"),
+    ("recv", "p"),
+    ("attention", ""),
+    ("all_reduce", "d"),
+    ("elementwise", ""),
+)
+OPS = np.array([schema.OP.index(op) for op, _ in ROUTINE])
+AXES = ("p", "d", "x", "y")
+
+
+def generate(folder, sizes, steps, events):
+    """A run on a mesh of these sizes (p d x y), with so many steps and events in each of them."""
+    a_segment = max(1, FLUSHED // events)
+    for rank in range(int(np.prod(sizes))):
+        generator = np.random.default_rng(rank)
+        for number, first in enumerate(range(0, steps, a_segment)):
+            chosen = np.arange(first, min(first + a_segment, steps))
+            tables = {
+                "events": events_of(generator, rank, sizes, chosen, events),
+                "steps": steps_of(rank, chosen, events),
+                "memory": memory_of(rank, chosen),
+                "samples": np.empty(0, schema.record_type(schema.CLOCK_SAMPLES)),
+            }
+            path, names = segment_path(folder, rank, number), [op for op, _ in ROUTINE]
+            write_segment(path, header(rank, sizes), names, *(tables[name] for name in TABLES))
+
+
+def header(rank, sizes):
+    coords = np.unravel_index(rank, sizes)
+    return {
+        "rank": rank,
+        "world_size": int(np.prod(sizes)),
+        "axes": list(AXES),
+        "axis_sizes": list(sizes),
+        "coords": [int(coord) for coord in coords],
+        "host": f"node{rank // 8}",
+        "local_rank": rank % 8,
+        "device": "cpu",
+        "pid": 1000 + rank,
+        "run_id": "large",
+        "created_utc": "2025-01-02T03:04:05Z",
+        "time_unit": "ns",
+        "config": 'name = "large"\n',
+        "git": "0123abc",
+        "mpi": "Open MPI 5",
+        "version": "0.1.0",
+        "dropped": 0,
+        "groups": [{"axis": axis, "members": line(rank, sizes, axis)} for axis in AXES],
+    }
+
+
+def line(rank, sizes, axis):
+    """The ranks that differ from `rank` along `axis` only."""
+    place = AXES.index(axis)
+    along = np.moveaxis(np.arange(np.prod(sizes)).reshape(sizes), place, -1)
+    return next(row.tolist() for row in along.reshape(-1, sizes[place]) if rank in row)
+
+
+def events_of(generator, rank, sizes, steps, events):
+    """The rows of some steps, in the order of time."""
+    slot = np.tile(np.arange(events), len(steps))
+    kind = slot % len(ROUTINE)
+    table = np.zeros(len(slot), schema.record_type(schema.EVENTS))
+    table["rank"], table["step"], table["name"] = rank, np.repeat(steps, events), kind
+    table["op"], table["seq"], table["group"], table["peer"] = OPS[kind], -1, -1, -1
+    table["parent"], table["phase"] = -1, slot * 3 // events
+    table["layer"], table["microbatch"] = slot // 50, slot // 100
+    begin = (table["step"] * events + slot) * SLOT
+    table["t_start"] = begin + generator.integers(0, SLOT // 10, len(slot))
+    table["dur"] = generator.integers(SLOT // 10, SLOT // 10 * 8, len(slot))
+    table["posted"], table["t_global"] = table["t_start"], table["t_start"]
+    table["flops"] = np.where(np.isin(kind, (0, 2)), 113246208.0, 0)
+    for number, (op, axis) in enumerate(ROUTINE):
+        if axis:
+            call = np.flatnonzero(kind == number)
+            _communicate(table, call, op, AXES.index(axis), line(rank, sizes, axis), rank)
+            earlier = len(range(number, events, len(ROUTINE)))
+            table["seq"][call] = table["step"][call] * earlier + slot[call] // len(ROUTINE)
+    return table
+
+
+def _communicate(table, rows, op, group, members, rank):
+    place = members.index(rank)
+    table["category"][rows], table["group"][rows] = schema.CATEGORY.index("comm"), group
+    table["bytes"][rows], table["count"][rows], table["dtype"][rows] = BYTES, BYTES // 4, 2
+    if op in ("send", "recv"):
+        step = 1 if op == "send" else -1
+        table["peer"][rows] = members[(place + step) % len(members)]
+
+
+def steps_of(rank, steps, events):
+    table = np.zeros(len(steps), schema.record_type(schema.STEPS))
+    table["rank"], table["step"] = rank, steps
+    table["t_start"], table["t_end"] = steps * events * SLOT, (steps + 1) * events * SLOT
+    table["tokens"], table["loss"], table["grad_norm"] = 4096, 5.5 / (1 + steps), 1.5
+    return table
+
+
+def memory_of(rank, steps):
+    kinds = len(schema.MEMORY_KIND)
+    table = np.zeros(len(steps) * kinds, schema.record_type(schema.MEMORY))
+    table["rank"], table["step"] = rank, np.repeat(steps, kinds)
+    table["kind"] = np.tile(np.arange(kinds), len(steps))
+    table["bytes"], table["peak"] = 1 << 20, 1 << 21
+    return table
