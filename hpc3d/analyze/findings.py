@@ -106,9 +106,7 @@ def distinct(runs):
     """The runs with their ids in those labels that several of them have."""
     labels = [run.label for run in runs]
     return [
-        replace(run, label=f"{run.label}, {run.run_id}")
-        if labels.count(run.label) > 1
-        else run
+        replace(run, label=f"{run.label}, {run.run_id}") if labels.count(run.label) > 1 else run
         for run in runs
     ]
 

@@ -5,6 +5,6 @@ def __getattr__(name):
     """`hpc3d.trace.open`, resolved when it is asked for: a rank that only records stays light."""
     if name != "open":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hpc3d.trace.file import open
+    from hpc3d.trace.reader import open
 
     return open

@@ -105,11 +105,17 @@ STEPS = (
     Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),
     Column("t_end", "i8", "ns", "end on the rank's own clock, raw"),
     Column("tokens", "i8", "1", "tokens of the global batch", 0),
-    Column("loss", "f8", "nat", "mean loss a token", optional=True),
-    Column("grad_norm", "f8", "1", "global norm of the gradient before clipping", optional=True),
-    Column("learning_rate", "f8", "1", "learning rate of the step", optional=True),
-    Column("forward_s", "f8", "s", "forward time of the rank", 0, optional=True),
-    Column("backward_s", "f8", "s", "backward time of the rank", 0, optional=True),
+    Column("loss", "f8", "nat", "mean loss a token, NaN if unknown", optional=True),
+    Column(
+        "grad_norm",
+        "f8",
+        "1",
+        "global norm of the gradient before clipping, NaN if unknown",
+        optional=True,
+    ),
+    Column("learning_rate", "f8", "1", "learning rate of the step, NaN if unknown", optional=True),
+    Column("forward_s", "f8", "s", "forward time of the rank, NaN if unknown", 0, optional=True),
+    Column("backward_s", "f8", "s", "backward time of the rank, NaN if unknown", 0, optional=True),
     Column("skipped", "u1", "1", "1 where the update was skipped"),
 )
 
@@ -191,7 +197,9 @@ class Table(NamedTuple):
 
 
 LAYOUT = {
-    "/": Table("hpc3d trace: what the ranks of a training run did, and what it cost"),
+    "/": Table(
+        "What the ranks of a training run did, and what it cost; docs/trace.md explains it."
+    ),
     "strings": Table("Names of events and of hosts, which other tables count.", STRINGS),
     "ranks": Table("A row a rank.", (*RANKS, COORDS)),
     "groups": Table("A row a group of ranks that communicate.", (*GROUPS, MEMBERS)),

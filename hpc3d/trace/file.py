@@ -1,61 +1,69 @@
-"""The trace file, version 1: HDF5, one dataset a column, all ranks in one table.
+"""The trace file as HDF5: one dataset a column, each with its unit and meaning.
 
 The only module of the package that needs h5py, and imports it where it does: most ranks never
-open a trace.
+open a trace.  A file that is read is not trusted: nothing outside of it is followed, and nothing
+is read before its type is known and its size is one that the file can hold.
 """
 
 import os
+import shutil
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
+from math import prod
 
 import numpy as np
 
-from hpc3d.trace import events as schema
+from hpc3d.trace.events import COORDS, ENUMS, LAYOUT, TEXT
+from hpc3d.trace.segment import replacing
 
-CHUNK = 64 * 1024
+CHUNK = 64 * 1024  # rows
+FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
+SHRINKS = 1100  # times at most: of zeros, deflate makes a 1032nd
+LONGEST, MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
+ATTRIBUTE_BYTES, CHUNK_BYTES = 1 << 16, 1 << 28  # at most
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
-REQUIRED = {
-    "run_id": str,
-    "world_size": int,
-    "axes": str,
-    "axis_sizes": list,
-    "config": str,
-    "complete": bool,
-    "missing": str,
-}
 
 
 # Write
 
 
 def create(path):
-    """A new HDF5 file, to be used in a `with`."""
+    """A new trace file, to be used in a `with`.  Whole chunks are written, which need no cache."""
     import h5py
 
-    return h5py.File(path, "w")
+    file = h5py.File(path, "w", rdcc_nbytes=0)
+    file.attrs["description"] = LAYOUT["/"].description
+    return file
 
 
-def write_table(file, table, columns, data=None):
-    """Write the columns of a table from a mapping; without data they are empty and can grow."""
-    group = file.require_group(table)
+def write_table(file, path, columns, data=None):
+    """Write a table from a mapping of its columns; without data it is empty and can grow.
+
+    Returns its group.
+    """
+    group = _require_group(file, path)
     for column in columns:
         values = np.asarray([] if data is None else data[column.name])
-        write = _write_text if column.type == "text" else _write_numbers
+        write = _write_text if column.type == TEXT else _write_numbers
         dataset = write(group, column, values)
         dataset.attrs["units"] = column.unit
         dataset.attrs["description"] = column.description
+    return group
 
 
-def append_rows(file, table, parts, order=slice(None)):
-    """Append record arrays, one after the other and then in `order`, to a table."""
-    rows = sum(map(len, parts))
-    for name in parts[0].dtype.names:
-        dataset = file[table][name]
-        dataset.resize(len(dataset) + rows, axis=0)
-        values = np.concatenate([part[name] for part in parts])[order]
-        dataset[len(dataset) - rows :] = values
+def _require_group(file, path):
+    """The group at `path`; it and those above it are described."""
+    names = path.split("/")
+    for depth, name in enumerate(names, 1):
+        file = child(file, name) if has(file, name) else file.create_group(name)
+        file.attrs["description"] = describe(names[:depth])
+    return file
+
+
+def describe(names):
+    """The description of the group that lies under these names."""
+    if names[0] == "calibration":
+        names = ("calibration", "<op>", "<axis>")[: len(names)]
+    return LAYOUT["/".join(names)].description
 
 
 def _write_text(group, column, values):
@@ -84,211 +92,188 @@ def _stored_type(column):
 
     if column.unit != "enum":
         return np.dtype(column.type)
-    codes = {name: code for code, name in enumerate(schema.ENUMS[column.name])}
+    codes = {name: code for code, name in enumerate(ENUMS[column.name])}
     return h5py.enum_dtype(codes, column.type)
+
+
+class Growing:
+    """A table that grows by record arrays.
+
+    It writes whole chunks: a part of one would be compressed again with the next rows.
+    """
+
+    def __init__(self, file, path, columns):
+        group = write_table(file, path, columns)
+        self.datasets = {column.name: group[column.name] for column in columns}
+        self.rows, self.waiting = 0, []
+
+    def append(self, part):
+        self.rows += len(part)
+        self.waiting.append(part)
+        waiting = sum(map(len, self.waiting))
+        if waiting >= CHUNK:
+            self._write(waiting - waiting % CHUNK)
+
+    def close(self):
+        """Write the rows that fill no chunk."""
+        if self.waiting:
+            self._write(sum(map(len, self.waiting)))
+
+    def _write(self, count):
+        rows = np.concatenate(self.waiting)
+        for name, dataset in self.datasets.items():
+            written = len(dataset)
+            dataset.resize(written + count, axis=0)
+            dataset[written:] = rows[name][:count]
+        self.waiting = [rows[count:].copy()]
+
+
+@contextmanager
+def changing(path):
+    """A copy of a trace file, to be changed, that replaces it if the block succeeds."""
+    import h5py
+
+    with replacing(path) as temporary:
+        shutil.copyfile(path, temporary)
+        with h5py.File(temporary, "r+") as file, explained(path, "nothing was written"):
+            yield file
+
+
+def remove(group, path):
+    """Remove the group at `path`, if there is one."""
+    name, _, rest = path.partition("/")
+    if has(group, name):
+        if rest:
+            remove(child(group, name), rest)
+        else:
+            del group[name]
 
 
 # Read
 
 
-class Group(NamedTuple):
-    """Ranks that communicate along an axis."""
-
-    axis: str
-    members: tuple
-
-
-def open(path):
-    """A trace, to be used in a `with` or closed; ValueError if the file is not a sound one."""
-    return Trace(path)
-
-
-class Trace:
-    """A trace file: `trace.events["dur"]` reads one column of one table as a NumPy array.
-
-    The file is not trusted: nothing outside of it is followed and no column is read before its
-    shape and type are known to be sound; what is not raises ValueError.  Tables and columns that
-    this version does not know are ignored.
-    """
-
-    def __init__(self, path):
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise ValueError(f"{path}: no such file; give a run folder or its trace.h5")
-        with _explained(self.path):
-            self._file = _open_hdf5(self.path)
-            self.attrs = {key: _plain(value) for key, value in self._file.attrs.items()}
-        self._check_version()
-        self._check_attributes()
-
-    def _check_version(self):
-        version = self.attrs.get("version")
-        if self.attrs.get("format") != schema.FORMAT or not isinstance(version, int):
-            raise ValueError(f"{self.path}: not an hpc3d trace; give a run folder or its trace.h5")
-        if version > schema.VERSION:
-            raise ValueError(
-                f"{self.path}: trace version {version}, this hpc3d reads up to {schema.VERSION};"
-                " update hpc3d"
-            )
-
-    def _check_attributes(self):
-        wrong = [
-            key for key, kind in REQUIRED.items() if not isinstance(self.attrs.get(key), kind)
-        ]
-        if wrong:
-            raise ValueError(f"{self.path}: attributes {', '.join(wrong)} are damaged; {REMEDY}")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.close()
-
-    def close(self):
-        self._file.close()
-
-    @cached_property
-    def events(self):
-        """What the ranks did, sorted by (rank, t_start): columns `schema.EVENTS`."""
-        return self._table("events", schema.EVENTS)
-
-    @cached_property
-    def steps(self):
-        """A row a rank and step: columns `schema.STEPS`."""
-        return self._table("steps", schema.STEPS)
-
-    @cached_property
-    def memory(self):
-        """A row a rank, step and kind: columns `schema.MEMORY`."""
-        return self._table("memory", schema.MEMORY)
-
-    @cached_property
-    def clock_model(self):
-        """Pieces of the clocks' offsets from rank 0's: columns `schema.CLOCK_MODEL`."""
-        return self._table("clock/model", schema.CLOCK_MODEL)
-
-    @cached_property
-    def clock_samples(self):
-        """Exchanges between clocks: columns `schema.CLOCK_SAMPLES`."""
-        return self._table("clock/samples", schema.CLOCK_SAMPLES)
-
-    @cached_property
-    def ranks(self):
-        """A row a rank: columns `schema.RANKS`."""
-        return self._table("ranks", schema.RANKS)
-
-    @cached_property
-    def strings(self):
-        """Names of events and hosts, a list."""
-        return self._table("strings", schema.STRINGS)["name"].tolist()
-
-    @cached_property
-    def groups(self):
-        """The groups of ranks that `events["group"]` counts, a list of Group."""
-        table = self._table("groups", schema.GROUPS)
-        members = self._table("groups", [schema.MEMBERS])["members"].tolist()
-        rows = zip(table["axis"], table["offset"], table["size"])
-        return [Group(axis, tuple(members[start : start + size])) for axis, start, size in rows]
-
-    @cached_property
-    def rank_ptr(self):
-        """[ranks + 1]: rank r owns the rows rank_ptr[r] to rank_ptr[r + 1] of `events`."""
-        return self._table("index", [schema.RANK_PTR])["rank_ptr"]
-
-    def _table(self, name, columns):
-        with _explained(self.path):
-            group = self._file
-            for part in name.split("/"):
-                group = _child(group, part)
-            present = [column for column in columns if _has(group, column.name)]
-            return Table(self.path, {c.name: _sound_column(group, c) for c in present})
-
-
-class Table:
-    """Columns of one length, each read when it is asked for."""
-
-    def __init__(self, path, datasets):
-        self._path, self._datasets = path, datasets
-        lengths = {len(dataset) for dataset in datasets.values()}
-        if len(lengths) > 1:
-            raise ValueError(f"columns of different lengths: {', '.join(datasets)}")
-
-    def __contains__(self, name):
-        return name in self._datasets
-
-    def __len__(self):
-        return next(map(len, self._datasets.values()), 0)
-
-    def __getitem__(self, name):
-        """A column as an array; text as an array of str."""
-        import h5py
-
-        dataset = self._dataset(name)
-        with _explained(self._path):
-            text = h5py.check_string_dtype(dataset.dtype)
-            return dataset.asstr()[:] if text else dataset[:]
-
-    def labels(self, name):
-        """{value: name} of an enumerated column, as the file has it."""
-        import h5py
-
-        codes = h5py.check_enum_dtype(self._dataset(name).dtype) or {}
-        return {code: label for label, code in codes.items()}
-
-    def _dataset(self, name):
-        if name not in self:
-            raise ValueError(f"{self._path}: the column {name} is missing; {REMEDY}")
-        return self._datasets[name]
-
-
 @contextmanager
-def _explained(path):
+def explained(path, remedy=REMEDY):
     """Turn what is wrong inside of a file into one line with its name and the remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:  # all h5py's
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: {reason}; {REMEDY}") from error
+        raise ValueError(f"{path}: {reason}; {remedy}") from error
 
 
-def _open_hdf5(path):
+def open_file(path):
+    """An HDF5 file, to be closed."""
     import h5py
 
-    return h5py.File(path, "r")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give a run folder or its trace.h5")
+    with explained(path):
+        return h5py.File(path, "r")
+
+
+def attributes(node):
+    """{name: value} of the attributes of a group, as plain values; large ones are left out."""
+    return {key: _plain(node.attrs[key]) for key in node.attrs if _small(node.attrs.get_id(key))}
+
+
+def _small(attribute):
+    """Whether an attribute is one value or some numbers."""
+    number = np.issubdtype(attribute.dtype, np.number)
+    return attribute.get_storage_size() <= ATTRIBUTE_BYTES and (number or attribute.shape == ())
 
 
 def _plain(value):
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
-def _has(group, name):
+def has(group, name):
     return group.id.links.exists(name.encode())
 
 
-def _child(group, name):
-    """What lies in a group under a name: asked of the link, for to follow one opens its file."""
+def child(group, name):
+    """The group under a name: asked of the link, for to follow one opens its file."""
     import h5py
 
-    if not _has(group, name):
+    node = _linked(group, name)
+    if not isinstance(node, h5py.Group):
+        raise ValueError(f"{name} is not a group")
+    return node
+
+
+def find(file, path):
+    """The group at a path, None where there is none."""
+    for name in path.split("/"):
+        if not has(file, name):
+            return None
+        file = child(file, name)
+    return file
+
+
+def _linked(group, name):
+    import h5py
+
+    if not has(group, name):
         raise ValueError(f"{name} is missing")
     if group.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
         raise ValueError(f"{name} is a link to elsewhere")
     return group[name]
 
 
-def _sound_column(group, column):
+def sound(group, column):
+    """The dataset of a column, None if the group has none; ValueError if it cannot be read."""
     import h5py
 
-    dataset = _child(group, column.name)
+    if not has(group, column.name):
+        return None
+    dataset = _linked(group, column.name)
     if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
         raise ValueError(f"{column.name} is not data of this file")
     text = h5py.check_string_dtype(dataset.dtype)
-    if not (text if column.type == "text" else dataset.dtype == column.type):
+    if not (text if column.type == TEXT else dataset.dtype == column.type):
         raise ValueError(f"{column.name} has the type {dataset.dtype}, not {column.type}")
-    if dataset.ndim != 1 or dataset.nbytes > _physical_memory():
+    if dataset.ndim != (2 if column == COORDS else 1) or not _fits(dataset):
         raise ValueError(f"{column.name} has the shape {dataset.shape}, not one that fits memory")
     return dataset
 
 
-def _physical_memory():
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _fits(dataset):
+    """Whether the file can hold as much as a dataset says, and the memory, too."""
+    plan = dataset.id.get_create_plist()
+    filters = {plan.get_filter(number)[0] for number in range(plan.get_nfilters())}
+    if not filters <= FILTERS.keys():
+        raise ValueError(f"{dataset.name} has filters other than {', '.join(FILTERS.values())}")
+    chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
+    stored = dataset.id.get_storage_size() * (SHRINKS if filters else 1)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return chunk <= CHUNK_BYTES and dataset.nbytes <= min(memory, stored)
+
+
+def read(dataset, rows):
+    """Some rows, a slice, of a column as an array; text as an array of str."""
+    import h5py
+
+    return _read_text(dataset, rows) if h5py.check_string_dtype(dataset.dtype) else dataset[rows]
+
+
+def _read_text(dataset, rows):
+    """Few rows at a time: each may be as long as the file, and all of them the same."""
+    numbers, texts, size = range(len(dataset))[rows], [], 0
+    step = max(1, MOST_TEXT // dataset.file.id.get_filesize())
+    for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):
+        texts += dataset.asstr()[part.start : part.stop : part.step].tolist()
+        lengths = [*map(len, texts[-len(part) :])]
+        size += sum(lengths)
+        if max(lengths) > LONGEST or size > MOST_TEXT:
+            raise ValueError(
+                f"{dataset.name} has texts of {max(lengths)} characters, {size} in all"
+            )
+    return np.array(texts, object)
+
+
+def labels(dataset):
+    """{value: name} of an enumerated column, as the file has it; empty for another."""
+    import h5py
+
+    codes = h5py.check_enum_dtype(dataset.dtype) or {}
+    return {code: label for label, code in codes.items()}

@@ -1,6 +1,7 @@
 """All segments of a run in one trace file, sorted by (rank, t_start).
 
-One rank at a time: the memory it takes is the events of one rank and one sorted column.
+One rank at a time: the memory it takes is twice the events of one rank, and one chunk of each
+column.
 """
 
 from pathlib import Path
@@ -9,18 +10,22 @@ import numpy as np
 
 from hpc3d.trace import events as schema
 from hpc3d.trace.clock import IDENTITY, fit
-from hpc3d.trace.file import append_rows, create, write_table
+from hpc3d.trace.file import Growing, create, write_table
 from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing, segment_path
+from hpc3d.trace.supplement import add_supplements, supplements
 
 WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
+SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
+OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
+RUN = (*SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 
 
 def merge(run_dir):
     """Merge the segments of a run into RUN/trace.h5 and return its path.
 
     An enclosing event comes before those inside it.  What is missing or damaged is left out; then
-    the attribute `complete` is False and `missing` says what, a line each.  ValueError if no
-    segment can be read.
+    the attribute `complete` is False and `missing` says what, a line each.  A calibration and a
+    prediction of the run that the file has are kept.  ValueError if no segment can be read.
     """
     path = Path(run_dir) / "trace.h5"
     count = count_segments(run_dir)
@@ -31,6 +36,7 @@ def merge(run_dir):
         for rank in count:
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count[rank])])
         merged.finish()
+        add_supplements(file, *supplements(path, merged.run_id))
     return path
 
 
@@ -39,100 +45,120 @@ class _Merge:
 
     def __init__(self, file):
         self.file = file
+        self.tables = {
+            name: Growing(file, WHERE.get(name, name), columns) for name, columns in TABLES.items()
+        }
         self.strings, self.groups = {}, {}
-        self.headers, self.n_events, self.last_step, self.missing = {}, {}, {}, []
+        self.headers, self.n_events, self.missing = {}, {}, []
+        self.steps, self.begun = {}, {}  # those that a rank completed, the last one it has
         self.clocks, self.leaders = {}, {}  # host -> Model, first rank of a host -> Model
-        for table, columns in TABLES.items():
-            write_table(file, WHERE.get(table, table), columns)
+
+    @property
+    def first(self):
+        """The header that those of the other ranks must agree with."""
+        return next(iter(self.headers.values()))
+
+    @property
+    def run_id(self):
+        return self.first["run_id"]
 
     def add(self, rank, paths):
-        parts = list(self._read(rank, paths))
+        """The events, steps, memory and samples of a rank."""
+        parts = [*self._read(rank, paths)]
         if not parts:
             return
-        for part in parts:
-            self._renumber(part)
-        self._add_clock(parts)
-        events = [part.events for part in parts]
-        order = _nesting_order(events)
-        _move_parents(events, order, first_row=sum(self.n_events.values()))
-        append_rows(self.file, "events", events, order)
-        append_rows(self.file, "steps", [part.steps for part in parts])
-        append_rows(self.file, "memory", [part.memory for part in parts])
-        self.headers[rank] = parts[-1].header
-        self.n_events[rank] = len(order)
-        self.last_step[rank] = max(part.steps["step"].max(initial=-1) for part in parts)
-
-    def _add_clock(self, parts):
-        """Give the events of a rank the time of rank 0.
-
-        The leader of a host, who has the samples, is its first rank.
-        """
-        header, samples = parts[-1].header, np.concatenate([part.samples for part in parts])
-        append_rows(self.file, WHERE["samples"], [samples])
-        if len(samples):
-            above = self.leaders.get(samples["peer"][0], IDENTITY)
-            self.leaders[header["rank"]] = self.clocks[header["host"]] = fit(samples, above)
-        clock = self.clocks.setdefault(header["host"], IDENTITY)
-        for part in parts:
-            part.events["t_global"] = clock.to_global(part.events["t_start"])
+        header = self.headers[rank] = {key: parts[-1].header[key] for key in (*RUN, *OWN)}
+        events, *others = (np.concatenate(tables) for tables in zip(*(part[1:] for part in parts)))
+        del parts
+        rest = dict(zip([*TABLES][1:], others))
+        clock = self._clock(rank, header["host"], rest["samples"])
+        events["t_global"] = clock.to_global(events["t_start"])
+        self.n_events[rank], self.steps[rank] = len(events), np.unique(rest["steps"]["step"])
+        self.begun[rank] = events["step"].max(initial=self.steps[rank].max(initial=-1))
+        self.tables["events"].append(_nested(events, self.tables["events"].rows))
+        for name, rows in rest.items():
+            self.tables[name].append(rows)
 
     def _read(self, rank, paths):
+        """The segments of a rank, with names and groups as the file numbers them and parents as
+        if the segments were one; those that do not belong here are named in `missing`."""
+        rows = 0
         for path in paths:
             try:
                 part = read_segment(path, rank)
-                self._check_run(part.header, path)
-                yield part
+                self._check(part.header, path)
             except ValueError as error:
                 self.missing.append(f"rank {rank}: {error}")
+            else:
+                self._renumber(part, rows)
+                rows += len(part.events)
+                yield part
 
-    def _check_run(self, header, path):
-        first = next(iter(self.headers.values()), header)
-        if any(header[key] != first[key] for key in ("run_id", "world_size")):
+    def _check(self, header, path):
+        """ValueError if a segment has not the header of one of this run."""
+        absent = [key for key in (*RUN, *OWN) if key not in header]
+        if absent:
+            raise ValueError(f"{path.name} has a header without {', '.join(absent)}")
+        first = self.first if self.headers else header
+        if any(header[key] != first[key] for key in SAME):
             raise ValueError(f"{path.name} belongs to another run")
+        ranks = {header["rank"]}.union(*(group["members"] for group in header["groups"]))
+        if not 0 <= min(ranks) <= max(ranks) < header["world_size"]:
+            raise ValueError(f"{path.name} knows more than {header['world_size']} ranks")
 
-    def _renumber(self, part):
-        """Names and groups from the numbers of the segment to those of the file, in place."""
+    def _renumber(self, part, first_row):
         groups = [(group["axis"], tuple(group["members"])) for group in part.header["groups"]]
         for column, table, keys in (
             ("name", self.strings, part.header["strings"]),
             ("group", self.groups, groups),
         ):
             part.events[column] = _numbers(table, keys)[part.events[column]]
+        part.events["parent"] += np.where(part.events["parent"] < 0, 0, first_row)
+
+    def _clock(self, rank, host, samples):
+        """The clock of a rank's host; the host's first rank has the samples."""
+        if len(samples):
+            above = self.leaders.get(samples["peer"][0], IDENTITY)
+            self.leaders[rank] = self.clocks[host] = fit(samples, above)
+        return self.clocks.setdefault(host, IDENTITY)
 
     def finish(self):
         """Write what is known only at the end; ValueError if no segment could be read."""
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
-        first = next(iter(self.headers.values()))
-        ranks = range(first["world_size"])
-        self._find_missing(ranks)
-        self._write_ranks(ranks, axes=len(first["axes"]))
+        for table in self.tables.values():
+            table.close()
+        ranks = range(self.first["world_size"])
+        steps = np.unique(np.concatenate([*self.steps.values()]))
+        for rank in ranks:
+            self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
+        self._write_ranks(ranks)
         self._write_groups()
         self._write_clock()
-        write_table(self.file, "strings", schema.STRINGS, {"name": list(self.strings)})
-        self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
+        write_table(self.file, "strings", schema.STRINGS, {"name": [*self.strings]})
+        self.file.attrs.update(_attributes(self.first, self.headers.values(), self.missing))
 
-    def _find_missing(self, ranks):
-        end = max(self.last_step.values())
-        for rank in ranks:
-            if rank not in self.headers:
-                self.missing.append(f"rank {rank}: no segment")
-                continue
-            if self.last_step[rank] < end:
-                self.missing.append(f"rank {rank}: nothing after step {self.last_step[rank]}")
-            host = self.headers[rank]["host"]
-            if self.clocks[host] is IDENTITY and host != self.headers[min(self.headers)]["host"]:
-                self.missing.append(
-                    f"rank {rank}: its clock, which was not compared with rank 0's"
-                )
-            if dropped := self.headers[rank]["dropped"]:
-                self.missing.append(f"rank {rank}: {dropped} events, its buffer was full")
+    def _missing(self, rank, steps):
+        """What the file lacks of a rank; `steps` are those that any rank completed."""
+        if rank not in self.headers:
+            return ["no segment"]
+        own, host, found = self.steps[rank], self.headers[rank]["host"], []
+        absent, last = np.setdiff1d(steps, own), own.max(initial=-1)
+        if (absent < last).any():
+            found.append(_named(absent[absent < last]))
+        if self.begun[rank] < max(self.begun.values()) or (absent > last).any():
+            found.append(f"nothing after step {last}" if last >= 0 else "no complete step")
+        if self.clocks[host] is IDENTITY and host != self.first["host"]:
+            found.append("its clock, which was not compared with rank 0's")
+        if dropped := self.headers[rank]["dropped"]:
+            found.append(f"{dropped} events, its buffer was full")
+        return found
 
-    def _write_ranks(self, ranks, axes):
-        unknown = {"host": "", "local_rank": -1, "device": "", "pid": -1, "dropped": 0}
-        unknown["coords"] = [-1] * axes
+    def _write_ranks(self, ranks):
+        unknown = dict.fromkeys(OWN, -1) | {"host": "", "device": "", "dropped": 0}
+        unknown["coords"] = [-1] * len(self.first["axes"])
         headers = [self.headers.get(rank, unknown) for rank in ranks]
-        columns = {key: [header[key] for header in headers] for key in unknown}
+        columns = {key: [header[key] for header in headers] for key in OWN}
         columns["rank"] = ranks
         columns["host_id"] = _numbers(self.strings, columns["host"])[:-1]
         columns["n_events"] = [self.n_events.get(rank, 0) for rank in ranks]
@@ -162,19 +188,24 @@ def _numbers(table, keys):
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 
 
-def _nesting_order(parts):
-    """Rows by start; of those with one start the longest first, for it encloses the others."""
-    start, duration = (np.concatenate([part[key] for part in parts]) for key in ("t_start", "dur"))
-    return np.lexsort((-duration, start))
+def _nested(events, first_row):
+    """Rows by start; of those with one start the longest first, for it encloses the others.
 
-
-def _move_parents(parts, order, first_row):
-    """Parents from rows of a segment to rows of /events, in place."""
-    row = np.empty_like(order)
+    Parents, rows of `events`, become rows of /events, where these begin at `first_row`.
+    """
+    order = np.lexsort((-events["dur"], events["t_start"]))
+    row = np.full(len(order) + 1, -1)
     row[order] = np.arange(first_row, first_row + len(order))
-    for part in parts:
-        own, row = row[: len(part)], row[len(part) :]
-        part["parent"] = np.append(own, -1)[part["parent"]]
+    events = events[order]
+    events["parent"] = row[events["parent"]]
+    return events
+
+
+def _named(steps):
+    """Ascending numbers of steps as text: steps 0 to 3, 7."""
+    runs = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"step{'s'[: len(steps) > 1]} {', '.join(parts)}"
 
 
 def _attributes(first, headers, missing):

@@ -56,6 +56,7 @@ class Recorder:
         self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
         self.at(0, 0, -1)
         self.communication = 0  # nanoseconds in calls since the step began
+        self.latest = 0  # when a call was made, a row ended or a step began, whichever was last
         self.flushed = self.started = clock()
 
     @property
@@ -98,8 +99,10 @@ class Recorder:
         dtype=0,
         flops=0.0,
         posted=None,
+        step=None,
     ):
-        """One row, for a span of `duration` ns that began at `start`."""
+        """One row, for a span of `duration` ns that began at `start`, in this step or another."""
+        self.latest = start + duration
         if self.count == self.capacity:
             self.dropped += 1
             return
@@ -108,8 +111,8 @@ class Recorder:
         ROW.pack_into(
             self.table, self.count * ROW.size,
             start, start, duration, start if posted is None else posted, name, category, phase, op,
-            self.rank, self.step, microbatch, stage, chunk, layer, 0, group, seq, peer, received,
-            count, dtype, flops, -1, 0,
+            self.rank, self.step if step is None else step, microbatch, stage, chunk, layer, 0,
+            group, seq, peer, received, count, dtype, flops, -1, 0,
         )
         # fmt: on
         self.count += 1
@@ -125,7 +128,8 @@ class Recorder:
             self.samples += self.clocks.synchronise()
 
     def begin_step(self, number):
-        self.step, self.communication, self.started = number, 0, self.clock()
+        self.step, self.communication = number, 0
+        self.started = self.latest = self.clock()
 
     def end_step(self, pool, tokens, loss, grad_norm, learning_rate, forward_s, backward_s):
         """Close a step: its row, the memory by kind, and a segment if one is due."""
@@ -240,18 +244,20 @@ class Traced:
 
     def call(self, op, block, received, peer, method, *arguments):
         """Make the call; `received` None stands for the bytes of what comes back."""
-        recorder, seq, context = self.recorder, self.number(op, peer), self.recorder.context
+        recorder, seq = self.recorder, self.number(op, peer)
+        context, step = recorder.context, recorder.step
         posted = recorder.clock()
         pending = method(block, *arguments)
-        free = recorder.clock()
+        free = recorder.latest = recorder.clock()
 
         def finish():
             begin = recorder.clock()
             result = pending.wait()
             end = recorder.clock()
             name, number = recorder.name(op), OP_NUMBER[op]
-            if begin - free > AT_ONCE:
-                recorder.put(posted, free - posted, name, COPY, number, context, self.group)
+            if recorder.latest > free or begin - free > AT_ONCE:
+                place = context, self.group
+                recorder.put(posted, free - posted, name, COPY, number, *place, step=step)
                 recorder.communication += free - posted
             else:
                 begin = posted

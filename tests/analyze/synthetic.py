@@ -78,7 +78,8 @@ def by_hand(path, rows, steps, groups=(), hosts=None, results=None, **attributes
     )
     table = {"rank": rank, "step": step, "t_start": ns(start), "t_end": ns(end)}
     table |= results or {}
-    hosts = hosts or [f"node{number}" for number in range(1 + rank.max())]
+    members = [member for _, ranks in groups for member in ranks]
+    hosts = hosts or [f"node{number}" for number in range(1 + max([*members, *rank]))]
     return write(path, events, table, groups, hosts, **attributes)
 
 

@@ -193,7 +193,7 @@ def test_pipit_rows_of_one_time_keep_their_order(tmp_path):
         row(0, 2, 4, name=2, parent=0),
         row(0, 4, 5, name=3),
     ]
-    with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 5)}, hosts=["a,b"]) as trace:
+    with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 5)}, hosts=["a,b", "c", "d"]) as trace:
         events = exported(trace)
     names = {0: "outer", 1: "none", 2: "inner", 3: 'la"st, '}
     events.names["name"].update(names)

@@ -11,7 +11,8 @@ from hpc3d.trace.segment import TABLES, segment_path, write_segment
 
 FLUSHED = 1 << 14  # events after which a recorder writes a segment
 SLOT = 1_000_000  # ns
-BYTES = 3 << 14
+ON_A_HOST = 8  # ranks
+BLOCK = 3 << 14  # bytes
 ROUTINE = (
     ("gemm", ""),
     ("all_gather", "x"),
@@ -39,7 +40,7 @@ def generate(folder, sizes, steps, events):
                 "events": events_of(generator, rank, sizes, chosen, events),
                 "steps": steps_of(rank, chosen, events),
                 "memory": memory_of(rank, chosen),
-                "samples": np.empty(0, schema.record_type(schema.CLOCK_SAMPLES)),
+                "samples": samples_of(rank, number),
             }
             path, names = segment_path(folder, rank, number), [op for op, _ in ROUTINE]
             write_segment(path, header(rank, sizes), names, *(tables[name] for name in TABLES))
@@ -53,8 +54,8 @@ def header(rank, sizes):
         "axes": list(AXES),
         "axis_sizes": list(sizes),
         "coords": [int(coord) for coord in coords],
-        "host": f"node{rank // 8}",
-        "local_rank": rank % 8,
+        "host": f"node{rank // ON_A_HOST}",
+        "local_rank": rank % ON_A_HOST,
         "device": "cpu",
         "pid": 1000 + rank,
         "run_id": "large",
@@ -100,12 +101,18 @@ def events_of(generator, rank, sizes, steps, events):
 
 
 def _communicate(table, rows, op, group, members, rank):
-    place = members.index(rank)
+    place, size = members.index(rank), len(members)
     table["category"][rows], table["group"][rows] = schema.CATEGORY.index("comm"), group
-    table["bytes"][rows], table["count"][rows], table["dtype"][rows] = BYTES, BYTES // 4, 2
+    table["dtype"][rows], table["count"][rows] = schema.DTYPE.index("float32"), BLOCK // 4
+    received = {
+        "all_gather": BLOCK * (size - 1),
+        "reduce_scatter": BLOCK * (size - 1) // size,
+        "all_reduce": 2 * BLOCK * (size - 1) // size,
+    }
+    table["bytes"][rows] = received.get(op, BLOCK)
     if op in ("send", "recv"):
         step = 1 if op == "send" else -1
-        table["peer"][rows] = members[(place + step) % len(members)]
+        table["peer"][rows] = members[(place + step) % size]
 
 
 def steps_of(rank, steps, events):
@@ -123,3 +130,10 @@ def memory_of(rank, steps):
     table["kind"] = np.tile(np.arange(kinds), len(steps))
     table["bytes"], table["peak"] = 1 << 20, 1 << 21
     return table
+
+
+def samples_of(rank, number):
+    """The first rank of a host has its clock compared: it is that of rank 0."""
+    first = rank > 0 and rank % ON_A_HOST == 0
+    samples = [(rank, number * SLOT, 0.0, 1000, number + 1, 0)] if first else []
+    return np.array(samples, schema.record_type(schema.CLOCK_SAMPLES))

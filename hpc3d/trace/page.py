@@ -1,0 +1,179 @@
+"""The page docs/trace.md: python -m hpc3d.trace.page > docs/trace.md."""
+
+from hpc3d.trace.events import ATTRIBUTES, ENUMS, LAYOUT, TEXT
+
+HEAD = """\
+# The trace file
+
+A run leaves `trace.h5`: when each rank did what, what it received, how much memory it held, and
+what a step came to. Reports read this file and nothing else, and so can you. A simulated run
+writes the same tables, and a prediction lies beside the measurement that it is compared with. This
+page is written from the definitions in `hpc3d/trace/events.py` by
+`python -m hpc3d.trace.page > docs/trace.md`, and a test compares the two.
+
+The file is HDF5: a group a table, a dataset a column. Columns of a table have one length, but for
+`/groups/members`. Every dataset has the attributes `units` and `description`, every group a
+`description`. Columns are stored in chunks of 64 Ki rows with HDF5's own filters shuffle, gzip and
+fletcher32, so that every HDF5 program reads them; text has variable length and no filter.
+Enumerations have their names in the type. A program that reads version 1 ignores tables and
+columns that it does not know.
+
+Until a run ends, its trace is `RUN/trace/rank-RRRRR-NNNN.npz`: what a rank recorded between two
+writes, each file whole or absent, so that a run that is killed loses at most what was recorded
+since the last one. `python -m hpc3d.report RUN --merge` makes `trace.h5` of what is there.
+
+## Attributes of the root
+"""
+
+TABLES = """\
+## Tables
+
+Types are those of NumPy. An index counts the rows of the table that is named with it.
+"""
+
+ENUMERATIONS = """\
+## Enumerations
+
+The number that is stored, and its name.
+"""
+
+RELATIONS = """\
+## How rows relate
+
+**A rank's time.** On one `stream` of a rank no row overlaps another one, unless one encloses the
+other; then the inner one has the outer one's row as its `parent`. So the rows of a step without a
+parent add up to at most the step, and what they leave is time in which nothing was recorded.
+
+**A call** posts a collective, a send or a receive, and is waited for later, perhaps at once. The
+row of category `comm` is the wait for its block: `t_start` is when the wait began, `posted` when
+the call was made. Where something lay in between, the call itself is a row of category `copy`,
+with `seq` -1 and no bytes; between the two rows the rank was free to compute while the block was
+on its way. Where nothing lay in between, one row spans both and `posted` is its `t_start`. The
+other categories that ranks record are `compute` and, with norm and update, `optimizer`.
+
+**A group** is the ranks that communicate along one mesh axis, a row of `/groups`: those of
+`/groups/members` from `offset` on, `size` of them. The collectives of a group are numbered by
+`seq`: rows of category `comm` with one `group` and `seq` are one collective, a row a member.
+Messages are numbered by themselves, from each sender to each receiver: `group`, sender, receiver
+and `seq` name the two ends of one. The sender's row is a `send` whose `peer` is the receiver, the
+receiver's is a `recv` whose `peer` is the sender. Nothing is matched by name or by time.
+
+**Bytes** of a collective are what the rank must receive under an algorithm that is optimal in
+bandwidth, whatever the library does. Of a group of g ranks:
+
+| op | bytes |
+|---|---|
+| all_gather, reduce_scatter, all_to_all | (1-1/g) of the gathered size |
+| all_reduce | 2 (1-1/g) of the block |
+| broadcast | the block; 0 at the root |
+| reduce | the block; 0 at the member after the root, where the chain to it begins |
+| send, recv | the block |
+
+Received bytes are those of category `comm` without the operation `send`.
+
+**Clocks.** `t_start` and `posted` are nanoseconds of the monotonic clock of the rank's host, as
+they were read. `t_global` is `t_start` on the clock of rank 0, through `/clock/model`, which is
+fitted to the exchanges in `/clock/samples`; ranks of one host share a clock and a model. To
+compare `posted` between ranks, add `t_global - t_start`. Steps have raw times only. The residual
+of the model and the round trips of the samples say how far hosts can be compared.
+
+**Memory** is that of arrays, by what they are for: what is live at the end of a step, and the
+highest of the step. The peaks of different kinds need not fall together.
+
+**A prediction** has a row a quantity, -1 where a column does not apply: the quantity `step_s` with
+step, stage and rank -1 is the time of any step.
+
+`hpc3d.trace.check.violations(trace)` tests all this, and says where a trace breaks it.
+
+## Reading it
+
+In Python, columns are read when they are asked for. A file that is damaged, or made to harm, is
+refused with a ValueError of one line that says what is wrong:
+
+```python
+import hpc3d.trace
+
+with hpc3d.trace.open("results/RUN/trace.h5") as trace:
+    duration = trace.events["dur"]                       # NumPy, a whole column
+    mine = trace.events["dur", trace.rows(3)]            # of rank 3 only
+    names = [trace.strings[i] for i in trace.events["name"]]
+    trace.groups[0]                                      # Group(axis="x", members=(0, 1))
+    trace.attrs["complete"], trace.attrs["missing"]
+    trace.calibration["all_gather", "x"].attrs["beta"]   # s/B, if it was measured
+```
+
+In pandas, with names in place of numbers (`pip install 'hpc3d[report]'`):
+
+```python
+    events = trace.events.frame(["rank", "step", "category", "op", "group", "dur", "bytes"])
+    events["axis"] = events["group"].map(lambda i: trace.groups[i].axis if i >= 0 else "")
+    events.groupby(["category", "op", "axis"], observed=True)[["dur", "bytes"]].sum()
+```
+
+From the shell, with HDF5's tools:
+
+```sh
+h5ls -r trace.h5               # what is there
+h5ls -v trace.h5/events/bytes  # one column with its unit and meaning
+h5dump -d /steps/loss trace.h5
+```
+
+With h5py alone, the rows of rank 3 and what they are:
+
+```python
+import h5py
+
+with h5py.File("trace.h5") as file:
+    start, end = file["index/rank_ptr"][3:5]
+    operation = file["events/op"][start:end]
+    code = h5py.check_enum_dtype(file["events/op"].dtype)        # {"gemm": 1, ...}
+    gemms = file["events/dur"][start:end][operation == code["gemm"]]
+```
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    parts = [HEAD, _attributes(), TABLES, *map(_section, [*LAYOUT][1:]), ENUMERATIONS]
+    return "\n".join([*parts, *map(_enumeration, ENUMS), RELATIONS])
+
+
+def _attributes():
+    rows = [
+        (f"`{each.name}`", each.type.__name__, each.description, "yes" if each.required else "")
+        for each in ATTRIBUTES
+    ]
+    return _table(("attribute", "type", "meaning", "always there"), rows)
+
+
+def _section(path):
+    """Heading, description and columns of a table, or of a group of tables."""
+    table = LAYOUT[path]
+    rows = [(f"`{c.name}`", _type(c), _unit(c), c.description) for c in table.columns]
+    columns = ["", _table(("column", "type", "unit", "meaning"), rows)] if rows else [""]
+    return "\n".join([f"### `/{path}`", "", table.description, *columns])
+
+
+def _type(column):
+    return "text" if column.type == TEXT else column.type
+
+
+def _unit(column):
+    """The unit; of an index the table that it counts."""
+    if column.unit == "index" and column.into:
+        return f"row of /{column.into}"
+    return {"1": "", "text": ""}.get(column.unit, column.unit)
+
+
+def _enumeration(name):
+    values = ", ".join(f"{code} {label}" for code, label in enumerate(ENUMS[name]))
+    return f"**{name}**: {values}.\n"
+
+
+def _table(heading, rows):
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,189 @@
+"""A trace that is read.
+
+    with hpc3d.trace.open("results/RUN/trace.h5") as trace:
+        trace.events["dur"]                            # a column, a NumPy array
+        trace.events["dur", trace.rows(3)]             # what of it rank 3 recorded
+        trace.events.frame(["rank", "op", "dur"])      # columns in pandas
+
+The file is not trusted: hpc3d.trace.file sees to its structure, hpc3d.trace.table to its values,
+and here to how tables refer to each other.
+"""
+
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.trace import events as schema
+from hpc3d.trace.file import REMEDY, attributes, explained, find, open_file
+from hpc3d.trace.table import Table
+
+
+class Group(NamedTuple):
+    """Ranks that communicate along an axis."""
+
+    axis: str
+    members: tuple
+
+
+def open(path):
+    """A trace, to be used in a `with` or closed; ValueError if the file is not a sound one."""
+    return Trace(path)
+
+
+class Trace:
+    """A trace file; `attrs` are the attributes of its root.
+
+    Tables and columns that this version does not know are ignored; a table that the file lacks is
+    empty.  ValueError, when it is asked for, if a table is damaged.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self._file = open_file(self.path)
+        try:
+            with explained(self.path):
+                self.attrs = attributes(self._file)
+            self._check_version()
+            self._check_attributes()
+        except ValueError:
+            self.close()
+            raise
+
+    def _check_version(self):
+        version = self.attrs.get("version")
+        if self.attrs.get("format") != schema.FORMAT or not isinstance(version, int):
+            raise ValueError(f"{self.path}: not an hpc3d trace; give a run folder or its trace.h5")
+        if version > schema.VERSION:
+            raise ValueError(
+                f"{self.path}: trace version {version}, this hpc3d reads up to {schema.VERSION};"
+                " update hpc3d"
+            )
+
+    def _check_attributes(self):
+        wrong = [
+            known.name
+            for known in schema.ATTRIBUTES
+            if known.required and not isinstance(self.attrs.get(known.name), known.type)
+        ]
+        self._require(not wrong, f"attributes {', '.join(wrong)} are damaged")
+        rows = len(self._table("ranks", schema.RANKS))
+        self._require(self.attrs["world_size"] == rows, "/ranks has not a row a rank")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        self._file.close()
+
+    @cached_property
+    def events(self):
+        """What the ranks did, sorted by (rank, t_start): columns EVENTS."""
+        return self._table("events", schema.EVENTS)
+
+    @cached_property
+    def steps(self):
+        """A row a rank and completed step: columns STEPS."""
+        return self._table("steps", schema.STEPS)
+
+    @cached_property
+    def memory(self):
+        """A row a rank, step and kind: columns MEMORY."""
+        return self._table("memory", schema.MEMORY)
+
+    @cached_property
+    def clock_model(self):
+        """Pieces of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
+        return self._table("clock/model", schema.CLOCK_MODEL)
+
+    @cached_property
+    def clock_samples(self):
+        """Exchanges between clocks: columns CLOCK_SAMPLES."""
+        return self._table("clock/samples", schema.CLOCK_SAMPLES)
+
+    @cached_property
+    def prediction(self):
+        """What a model of the run predicts: columns PREDICTION."""
+        return self._table("prediction", schema.PREDICTION)
+
+    @cached_property
+    def calibration(self):
+        """{(op, axis): what such calls cost}: columns CALIBRATION, `attrs` alpha and beta."""
+        found = {
+            (op, axis): self._table(f"calibration/{op}/{axis}", schema.CALIBRATION)
+            for op in self._groups_in("calibration")
+            if op in schema.OP
+            for axis in self._groups_in(f"calibration/{op}")
+        }
+        lines = [(table.attrs.get("alpha"), table.attrs.get("beta")) for table in found.values()]
+        sound = all(isinstance(number, float) and isfinite(number) for number in sum(lines, ()))
+        self._require(sound, "/calibration has no alpha and beta")
+        return found
+
+    @cached_property
+    def ranks(self):
+        """A row a rank: columns RANKS and COORDS."""
+        return self._table("ranks", [*schema.RANKS, schema.COORDS])
+
+    @cached_property
+    def strings(self):
+        """Names of events and hosts, a list."""
+        names = self._strings["name"].tolist()
+        self._require(len({*names}) == len(names), "/strings has a name twice")
+        return names
+
+    @cached_property
+    def groups(self):
+        """The groups of ranks that `events["group"]` counts, a list of Group."""
+        table, members = self._groups, self._table("groups", [schema.MEMBERS])["members"].tolist()
+        offset, end = table["offset"], np.cumsum(table["size"], dtype="i8")
+        whole = end[-1:].sum() == len(members) and (offset == end - table["size"]).all()
+        self._require(whole, "/groups does not divide its members")
+        parts = zip(table["axis"], offset.tolist(), end.tolist())
+        return [Group(axis, tuple(members[start:stop])) for axis, start, stop in parts]
+
+    @cached_property
+    def rank_ptr(self):
+        """[ranks + 1]: rank r owns the rows rank_ptr[r] to rank_ptr[r + 1] of `events`."""
+        pointers = self._table("index", [schema.RANK_PTR])["rank_ptr"]
+        ends = len(pointers), *pointers[:1], *pointers[-1:]
+        whole = (
+            ends == (1 + len(self.ranks), 0, len(self.events)) and (np.diff(pointers) >= 0).all()
+        )
+        self._require(whole, "/index/rank_ptr does not divide the rows of /events")
+        return pointers
+
+    def rows(self, rank):
+        """The rows of a rank in `events`, a slice."""
+        if not 0 <= rank < len(self.ranks):
+            raise ValueError(f"{self.path} has ranks 0 to {len(self.ranks) - 1}, not {rank}")
+        return slice(*self.rank_ptr[rank : rank + 2].tolist())
+
+    @cached_property
+    def _strings(self):
+        return self._table("strings", schema.STRINGS)
+
+    @cached_property
+    def _groups(self):
+        return self._table("groups", schema.GROUPS)
+
+    def _table(self, path, columns):
+        count = {"strings": lambda: self._strings, "groups": lambda: self._groups}
+        count["ranks"] = lambda: range(self.attrs["world_size"])
+        wanted = {column.into for column in columns} & count.keys() - {path}
+        tables = {name: count[name]() for name in wanted}
+        with explained(self.path):
+            return Table(self.path, path, columns, find(self._file, path), tables)
+
+    def _groups_in(self, path):
+        with explained(self.path):
+            return sorted(find(self._file, path) or ())
+
+    def _require(self, sound, problem):
+        if not sound:
+            raise ValueError(f"{self.path}: {problem}; {REMEDY}")

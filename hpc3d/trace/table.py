@@ -1,0 +1,97 @@
+"""Columns of a trace file, each read when it is asked for, in NumPy and in pandas."""
+
+import numpy as np
+
+from hpc3d.trace.file import REMEDY, attributes, explained, labels, read, sound
+
+ALL = slice(None)
+
+
+class Table:
+    """Columns of one length; `attrs` are the attributes of the table.
+
+    `tables` are those whose rows the values of a column may count, by name.
+
+    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` some rows of it.  What is read can
+    be used as what it is: a code has a name, an index a row, and a number is one; or ValueError.
+    """
+
+    def __init__(self, path, name, columns, group, tables):
+        self._path, self._name, self._tables = path, name, tables
+        self._columns = {column.name: column for column in columns}
+        found = {} if group is None else {c.name: sound(group, c) for c in columns}
+        self._datasets = {name: dataset for name, dataset in found.items() if dataset is not None}
+        self.attrs = {} if group is None else attributes(group)
+        if len({*map(len, self._datasets.values())}) > 1:
+            raise ValueError(f"/{name} has columns of different lengths")
+
+    def __contains__(self, name):
+        return name in self._datasets
+
+    def __iter__(self):
+        """The names of the columns."""
+        return iter(self._datasets)
+
+    def __len__(self):
+        """The number of rows."""
+        return next(map(len, self._datasets.values()), 0)
+
+    def __getitem__(self, key):
+        """A column, or a slice of its rows, as an array; text as an array of str."""
+        name, rows = key if isinstance(key, tuple) else (key, ALL)
+        dataset = self._dataset(name)
+        with explained(self._path):
+            values = read(dataset, rows)
+            self._check(self._columns[name], values)
+        return values
+
+    def columns(self):
+        """{name: array} of all columns."""
+        return {name: self[name] for name in self}
+
+    def labels(self, name):
+        """{value: name} of an enumerated column, as the file has it; empty for another."""
+        return labels(self._dataset(name))
+
+    def frame(self, columns=None, rows=ALL):
+        """Columns, all by default, as a pandas DataFrame; enumerations and names as categories."""
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ValueError("a frame needs pandas: pip install 'hpc3d[report]'") from error
+        series = {name: self._series(name, rows) for name in columns or self}
+        return DataFrame(series)
+
+    def _series(self, name, rows):
+        """A column for pandas; one value a row, so coordinates are a tuple each."""
+        from pandas import Categorical
+
+        values, column = self[name, rows], self._columns[name]
+        if column.into == "strings":
+            return Categorical.from_codes(values.astype("i8"), self._tables["strings"]["name"])
+        if column.unit == "enum":
+            known = sorted(self.labels(name).items())
+            codes, names = zip(*known)
+            return Categorical.from_codes(np.searchsorted(codes, values), names)
+        return values if values.ndim == 1 else [*map(tuple, values.tolist())]
+
+    def _dataset(self, name):
+        if name not in self:
+            raise ValueError(f"{self._path}: the column {name} is missing; {REMEDY}")
+        return self._datasets[name]
+
+    def _check(self, column, values):
+        """ValueError for a number that is none, a code without a name, and an index of nothing."""
+        wrong = np.zeros(values.shape, bool)
+        if column.unit == "enum":
+            wrong = ~np.isin(np.arange(256), [*self.labels(column.name)])[values]
+        elif column.into:
+            table = self if column.into == self._name else self._tables[column.into]
+            wrong = (values < column.least) | (values >= len(table))
+        elif column.type == "f8" and not column.optional:
+            wrong = ~np.isfinite(values)
+        if wrong.any():
+            problem = (
+                "points outside of its table" if column.into else "has a value that cannot be"
+            )
+            raise ValueError(f"{self._name}/{column.name} {problem}: {values[wrong][0]}")

@@ -1,0 +1,34 @@
+"""Damage a file in many ways and read it: `damaged.py FILE WAYS`, a line a way with the outcome.
+
+A third of the ways cut the file off, the others overwrite a byte or eight of them.
+"""
+
+import random
+import signal
+import sys
+from pathlib import Path
+
+SECONDS = 30  # for one
+
+
+def main(path, count):
+    from tests.trace.test_file_untrusted import everything
+
+    path, sound = Path(path), Path(path).read_bytes()
+    damaged, chance = path.with_name("damaged.h5"), random.Random(1)
+    for number in range(int(count)):
+        place = chance.randrange(len(sound) - 8)
+        wild = chance.choice([bytes(8), b"\xff" * 8, chance.randbytes(8)])[: chance.choice([1, 8])]
+        rest = sound[place + len(wild) :] if number % 3 else b""
+        print(place, end=" ", flush=True)
+        damaged.write_bytes(sound[:place] + wild + rest)
+        signal.alarm(SECONDS)  # whose signal ends the process
+        try:
+            everything(damaged)
+            print("read")
+        except ValueError:
+            print("refused")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""Training in which one rank is killed in step 3: `killed.py WHERE RANK [train's own words]`.
+
+WHERE is "in a step" or "while it writes": the segment of that step is on disk, but not yet under
+its name.
+"""
+
+import functools
+import os
+import signal
+import sys
+
+from hpc3d import train
+from hpc3d.trace import recorder, segment
+from hpc3d.training import loop
+
+STEP = 3
+
+
+def main(where, rank, *words):
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(self, number, original=loop.Trainer.step):
+        if number == STEP and self.mesh.rank == int(rank):
+            if where == "in a step":
+                self.engine.update = kill
+            else:
+                segment.os.replace = lambda *_: kill()
+        return original(self, number)
+
+    loop.Trainer.step = step
+    recorder.Recorder = functools.partial(recorder.Recorder, every_s=0)  # a segment a step
+    return train.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

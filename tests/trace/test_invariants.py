@@ -1,0 +1,246 @@
+"""What holds in every trace: in those of real runs, and not in one that was tampered with."""
+
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+import hpc3d.trace
+from hpc3d.trace import events as schema
+from hpc3d.trace.check import violations
+from hpc3d.trace.merge import merge
+from tests.analyze.traces import trained
+from tests.runs import train
+from tests.trace.large import ON_A_HOST, SLOT, generate
+
+PIPELINE = {"mesh__p": 2, "mesh__d": 2, "mesh__x": 2, "parallel__microbatches": 3}
+CUBE = {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "model__hidden": 16, "model__heads": 4}
+LAYOUTS = {
+    "1f1b": {**PIPELINE, "parallel__schedule": "1f1b"},
+    "zb-h1": {**PIPELINE, "parallel__schedule": "zb-h1"},
+    "pipedream": {
+        "mesh__p": 4,
+        "mesh__x": 2,
+        "parallel__schedule": "pipedream",
+        "parallel__microbatches": 4,
+        "model__tied": "false",
+        "train__clip": 0.0,
+    },
+    "ZeRO 3": {"mesh__d": 4, "mesh__x": 2, "parallel__zero": 3},
+    "2.5d": {**CUBE, "parallel__scheme": "2.5d"},
+    "3d-broadcast": {**CUBE, "parallel__scheme": "3d-broadcast"},
+    "2d-summa": {**CUBE, "mesh__z": 1, "mesh__d": 2, "parallel__scheme": "2d-summa"},
+}
+
+
+# Real runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_on_threads_has_no_violation(layout, tmp_path):
+    assert_sound(trained(tmp_path / "run", 8, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("layout", ["1f1b", "zb-h1"])
+def test_a_run_on_real_ranks_has_no_violation(layout, transport, tmp_path):
+    how = {"train__steps": 3, "train__batch": 24, "model__layers": 4, "mesh__transport": transport}
+    assert_sound(train(8, tmp_path, **how, **LAYOUTS[layout]))
+
+
+def assert_sound(run):
+    with hpc3d.trace.open(run / "trace.h5") as trace:
+        assert trace.attrs["complete"]
+        assert violations(trace) == []
+        ranks, calls = np.unique(
+            trace.events["rank", :][trace.events["seq"] >= 0], return_counts=True
+        )
+        assert ranks.tolist() == [*range(8)] and calls.min() > 20
+
+
+# A trace that was tampered with
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A trace of 16 ranks on 2 hosts, 3 steps and 40 events a step, with every kind of call."""
+    folder = tmp_path_factory.mktemp("sound")
+    generate(folder, (2, 2, 4, 1), 3, 40)
+    return merge(folder)
+
+
+@pytest.fixture
+def copy(sound, tmp_path):
+    return shutil.copy(sound, tmp_path / "trace.h5")
+
+
+def found(path):
+    with hpc3d.trace.open(path) as trace:
+        return violations(trace)
+
+
+def test_the_trace_is_sound_before(copy):
+    assert found(copy) == []
+
+
+def call(op, rank=3, number=2):
+    """The row of the `number`-th call of this kind that a rank makes."""
+
+    def row(file):
+        codes = file["events/op"][:] == schema.OP.index(op)
+        return np.flatnonzero(codes & (file["events/rank"][:] == rank))[number]
+
+    return row
+
+
+def change(column, row, value):
+    """Set one value, or add to it: (amount,)."""
+
+    def edit(file):
+        place = row(file) if callable(row) else row
+        values = file[column]
+        values[place] = values[place] + value[0] if isinstance(value, tuple) else value
+
+    return edit
+
+
+def swap(file):
+    first, second = file["events/t_start"][8:10]
+    file["events/t_start"][8:10] = second, first
+
+
+def move_pointer(file):
+    file["index/rank_ptr"][3] += 1
+
+
+def long_events(file):
+    """All of step 0 on rank 2 last until its end."""
+    mine = (file["events/rank"][:] == 2) & (file["events/step"][:] == 0)
+    duration = file["events/dur"][:]
+    duration[mine] = 40 * SLOT - file["events/t_start"][:][mine]
+    file["events/dur"][:] = duration
+
+
+COPY = schema.CATEGORY.index("copy")
+TAMPERED = {
+    "overlap": (
+        change("events/dur", 5, (SLOT,)),
+        "/events: begins before the one before has ended: 1 row, the first is 6 (rank 0, step 0)",
+    ),
+    "order": (swap, "/events: not sorted by rank and t_start: 1 row, the first is 9"),
+    "index": (move_pointer, "/events: not where /index/rank_ptr has the rows of its rank: 1 row"),
+    "count": (change("ranks/n_events", 2, 7), "/ranks: n_events is wrong: 1 row, the first is 2"),
+    "parent": (change("events/parent", 5, 4), "/events: not inside of its parent: 1 row"),
+    "later parent": (change("events/parent", 5, 6), "/events: not inside of its parent: 1 row"),
+    "itself": (change("events/parent", 5, 5), "/events: not inside of its parent: 1 row"),
+    "posted": (
+        change("events/posted", 5, (10,)),
+        "/events: waited for before it was posted: 1 row",
+    ),
+    "after": (change("steps/t_end", 0, (-SLOT,)), "/events: not inside of its step: 1 row"),
+    "before": (change("steps/t_start", 1, (SLOT,)), "/events: not inside of its step: 1 row"),
+    "sum": (long_events, "/steps: takes less time than its events: 1 row, the first is 6 (rank 2"),
+    "backwards": (change("steps/t_end", 4, 0), "/steps: ends before it begins: 1 row"),
+    "two steps": (
+        change("steps/t_end", 3, (SLOT,)),
+        "/steps: begins before the one before has ended: 1 row, the first is 4 (rank 1, step 1)",
+    ),
+    "own step": (change("steps/step", 5, 9), "/steps: not of all ranks: 16 rows"),
+    "peak": (change("memory/peak", 8, 1), "/memory: its peak is less than its bytes: 1 row"),
+    "op": (
+        change("events/op", call("all_gather"), schema.OP.index("reduce_scatter")),
+        "/events: its op is not that of the other members: 1 row",
+    ),
+    "step": (
+        change("events/step", call("all_gather"), 2),
+        "/events: its step is not that of the other members: 1 row",
+    ),
+    "dtype": (
+        change("events/dtype", call("all_gather"), schema.DTYPE.index("int32")),
+        "/events: its dtype is not that of the other members: 1 row",
+    ),
+    "elements": (
+        change("events/count", call("all_reduce"), (1,)),
+        "/events: its count is not that of the other members: 1 row",
+    ),
+    "bytes": (
+        change("events/bytes", call("reduce_scatter"), (4,)),
+        "/events: its bytes are not those of its count: 1 row",
+    ),
+    "stranger": (
+        change("events/group", call("all_gather", 3), 0),
+        "/events: a call in a group that its rank is not in: 1 row",
+    ),
+    "twice": (
+        change("events/seq", call("all_gather"), 1),
+        "/events: a call that its rank makes twice: 1 row",
+    ),
+    "absent": (
+        change("events/category", call("all_gather"), COPY),
+        "/events: a call that not all members make: 3 rows",
+    ),
+    "early": (
+        change("events/t_global", call("all_reduce"), (-SLOT,)),
+        "/events: ends before all members have posted it: 1 row",
+    ),
+    "one end": (
+        change("events/category", call("recv"), COPY),
+        "/events: a message without its other end: 1 row",
+    ),
+    "other peer": (
+        change("events/peer", call("send"), 4),
+        "/events: a message without its other end: 2 rows",
+    ),
+    "short": (
+        change("events/bytes", call("recv"), (-4,)),
+        "/events: its bytes are not those that were sent: 1 row",
+    ),
+    "prophecy": (
+        change("events/t_global", call("recv"), (-2 * SLOT,)),
+        "/events: ends before it was sent: 1 row",
+    ),
+    "negative": (
+        change("events/dur", 3, -1),
+        "/events: dur is less than 0: 1 row, the first is 3",
+    ),
+    "unknown": (change("events/op", 3, 77), "events/op has a value that cannot be: 77"),
+    "coordinate": (change("ranks/coords", (3, 1), -2), "/ranks: coords is less than -1: 1 row"),
+    "root": (change("events/group", 3, 10**6), "events/group points outside of its table"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_what_is_wrong_is_named(what, copy):
+    edit, line = TAMPERED[what]
+    with h5py.File(copy, "r+") as file:
+        edit(file)
+    assert any(line in each for each in found(copy)), found(copy)
+
+
+def test_what_lies_inside_of_another_does_not_overlap_it(copy):
+    with h5py.File(copy, "r+") as file:
+        start, duration = file["events/t_start"], file["events/dur"]
+        duration[4] = start[6] + duration[6] - start[4]
+        file["events/parent"][5:7] = 4
+    assert found(copy) == []
+
+
+def test_an_incomplete_trace_is_not_asked_for_what_it_lacks(copy):
+    with h5py.File(copy, "r+") as file:
+        file.attrs["complete"] = False
+        for op in ("all_gather", "recv"):
+            change("events/category", call(op), COPY)(file)
+        file["steps/step"][5] = 9
+    assert found(copy) == []
+
+
+def test_hosts_are_compared_by_their_corrected_clocks(copy):
+    """The second host's clock is an hour ahead, and known to be."""
+    with h5py.File(copy, "r+") as file:
+        ahead = 3600 * 10**9 * (file["events/rank"][:] >= ON_A_HOST)
+        for column in ("t_start", "posted"):
+            file[f"events/{column}"][:] += ahead
+        for column in ("t_start", "t_end"):
+            file[f"steps/{column}"][:] += 3600 * 10**9 * (file["steps/rank"][:] >= ON_A_HOST)
+    assert found(copy) == []

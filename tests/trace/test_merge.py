@@ -1,0 +1,279 @@
+"""Segments and their merge, against expectations built row by row in Python."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hpc3d.trace
+from hpc3d.trace import events as schema
+from hpc3d.trace.merge import merge
+from hpc3d.trace.segment import TABLES, replacing, segment_path, write_segment
+from tests.trace.small import (
+    RANKS,
+    ROWS,
+    SEGMENTS,
+    expected_events,
+    header,
+    memory_of,
+    records,
+    steps_of,
+    write,
+    write_all,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_all(tmp_path)
+
+
+def opened_events(run):
+    """Columns as they are stored."""
+    with hpc3d.trace.open(merge(run)) as trace:
+        return {column.name: trace.events[column.name].tolist() for column in schema.EVENTS}
+
+
+def test_events_are_sorted_and_keep_every_value(run):
+    events, expected = opened_events(run), expected_events()
+    for column in schema.EVENTS:
+        if column.name not in ("name", "group", "parent"):
+            assert events[column.name] == [row[column.name] for row in expected], column.name
+
+
+def test_names_and_groups_of_all_ranks_are_in_one_table(run):
+    with hpc3d.trace.open(merge(run)) as trace:
+        names = [trace.strings[i] for i in trace.events["name"]]
+        groups = [None if i < 0 else trace.groups[i] for i in trace.events["group"]]
+        assert sorted(trace.groups) == [("x", (0, 2)), ("x", (1, 3)), ("y", (0, 1)), ("y", (2, 3))]
+    for name, group, row in zip(names, groups, expected_events(), strict=True):
+        own = header(row["rank"])["groups"][row["group"]] if row["group"] >= 0 else None
+        assert name == row["name"]
+        assert group == (own and (own["axis"], tuple(own["members"])))
+
+
+def test_parents_follow_their_events(run):
+    events = opened_events(run)
+    # A parent is row 5 of the same segment, whose unique count is the child's row 2 and 3 more.
+    for count, parent in zip(events["count"], events["parent"], strict=True):
+        if count % ROWS == 2:
+            assert events["count"][parent] == count + 3
+        else:
+            assert parent == -1
+
+
+def test_of_two_events_with_one_start_the_enclosing_comes_first(tmp_path):
+    rows = [
+        {"t_start": 5, "dur": 2, "group": -1, "parent": 1},
+        {"t_start": 5, "dur": 9, "group": -1, "parent": -1},
+    ]
+    events = records(schema.EVENTS, rows)
+    empty = [records(columns, []) for columns in list(TABLES.values())[1:]]
+    write_segment(segment_path(tmp_path, 0, 0), header(0), ["a"], events, *empty)
+    events = opened_events(tmp_path)
+    assert (events["dur"], events["parent"]) == ([9, 2], [-1, 0])
+
+
+def test_steps_and_memory_keep_every_value(run):
+    with hpc3d.trace.open(merge(run)) as trace:
+        for table, columns, rows_of in (
+            (trace.steps, schema.STEPS, steps_of),
+            (trace.memory, schema.MEMORY, memory_of),
+        ):
+            rows = [
+                row for rank in range(RANKS) for n in range(SEGMENTS) for row in rows_of(rank, n)
+            ]
+            for column in columns:
+                assert table[column.name].tolist() == [row[column.name] for row in rows]
+
+
+# What is missing
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path):
+    """In the middle of the events' values, where only the checksum notices."""
+    content = bytearray(path.read_bytes())
+    content[content.index(records(schema.EVENTS, rows_of_numbers(path))[0].tobytes()) + 50] ^= 4
+    path.write_bytes(content)
+
+
+def rows_of_numbers(path):
+    with np.load(path) as arrays:
+        table = arrays["events"]
+    return [dict(zip(table.dtype.names, row, strict=True)) for row in table.tolist()]
+
+
+class Trap:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def pickle_it(path):
+    np.savez(path, header=np.array([Trap(path.with_name("trap"))]))
+
+
+def change_a_rank(path):
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    content["steps"]["rank"] = 3
+    np.savez(path, **content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, change_a_rank, pickle_it, Path.unlink])
+def test_a_damaged_segment_is_left_out_and_named(run, damage):
+    damage(segment_path(run, 2, 0))
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["complete"] is False
+        first, second = trace.attrs["missing"].splitlines()
+        assert first.startswith("rank 2: rank-00002-0000.npz cannot be read")
+        assert second == "rank 2: step 0"
+        assert trace.ranks["n_events"].tolist() == [12, 12, 6, 12]
+        left = [row["count"] for row in expected_events() if (row["rank"], row["step"]) != (2, 0)]
+        assert trace.events["count"].tolist() == left
+        parents = trace.events["parent"]
+        children = trace.events["count"] % ROWS == 2
+        assert (trace.events["count"][parents[children]] % ROWS == ROWS - 1).all()
+    assert not (run / "trace" / "trap").exists()
+
+
+def test_a_missing_rank_is_named_and_has_no_rows(run):
+    for number in range(SEGMENTS):
+        segment_path(run, 1, number).unlink()
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert (trace.attrs["complete"], trace.attrs["missing"]) == (False, "rank 1: no segment")
+        assert trace.rank_ptr.tolist() == [0, 12, 12, 24, 36]
+        assert trace.ranks["pid"].tolist() == [1000, -1, 1002, 1003]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"dropped": 5}, "rank 3: 5 events, its buffer was full"),
+        ({"run_id": "old"}, "rank 3: rank-00003-0001.npz belongs to another run"),
+        ({"world_size": 8}, "rank 3: rank-00003-0001.npz belongs to another run"),
+        ({"groups": []}, "rank 3: rank-00003-0001.npz cannot be read (its column group points"),
+        ({"rank": 2}, "rank 3: rank-00003-0001.npz cannot be read (it has rows of other ranks"),
+        (
+            {"groups": [{"axis": "x", "members": [3, 4]}] * 2},
+            "rank 3: rank-00003-0001.npz knows more than 4 ranks",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(run, changes, line):
+    write(run, 3, 1, changes)
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["missing"].startswith(line)
+        assert not trace.attrs["complete"]
+
+
+def test_a_header_that_lacks_something_is_named(run):
+    path = segment_path(run, 3, 1)
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    known = json.loads(content["header"].tobytes())
+    del known["host"], known["mpi"]
+    np.savez(path, **content | {"header": np.frombuffer(json.dumps(known).encode(), "u1")})
+    with hpc3d.trace.open(merge(run)) as trace:
+        lines = trace.attrs["missing"].splitlines()
+    assert lines == [
+        "rank 3: rank-00003-0001.npz has a header without mpi, host",
+        "rank 3: nothing after step 0",
+    ]
+
+
+def test_a_rank_that_ends_early_is_named(run):
+    segment_path(run, 3, 1).unlink()
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["missing"] == "rank 3: nothing after step 0"
+
+
+def test_until_when_each_rank_is_complete(tmp_path):
+    for rank in range(RANKS):
+        for number in range(8):
+            write(tmp_path, rank, number)
+    lost = {0: (7,), 1: (2, 3, 5), 2: range(8)}
+    for rank, numbers in lost.items():
+        for number in numbers:
+            segment_path(tmp_path, rank, number).unlink()
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        lines = trace.attrs["missing"].splitlines()
+        steps = [trace.steps["step"][trace.steps["rank"] == rank] for rank in range(RANKS)]
+    absent = "cannot be read (No such file or directory)"
+    assert lines == [
+        *(f"rank 1: rank-00001-000{number}.npz {absent}" for number in lost[1]),
+        "rank 0: nothing after step 6",
+        "rank 1: steps 2 to 3, 5",
+        "rank 2: no segment",
+        "rank 3: its clock, which was not compared with rank 0's",
+    ]
+    assert [each.tolist() for each in steps] == [[*range(7)], [0, 1, 4, 6, 7], [], [*range(8)]]
+
+
+def test_two_runs_in_one_folder_are_told_apart(run):
+    """Two ranks are of another run, one of them from its first segment on."""
+    for rank, numbers in {1: (0, 1), 3: (1,)}.items():
+        for number in numbers:
+            write(run, rank, number, {"run_id": "run-2"})
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["run_id"] == "run-1"
+        assert trace.attrs["missing"].splitlines() == [
+            "rank 1: rank-00001-0000.npz belongs to another run",
+            "rank 1: rank-00001-0001.npz belongs to another run",
+            "rank 3: rank-00003-0001.npz belongs to another run",
+            "rank 1: no segment",
+            "rank 3: nothing after step 0",
+        ]
+        assert trace.ranks["n_events"].tolist() == [12, 0, 12, 6]
+
+
+def test_a_rank_that_the_run_has_not_is_named(run):
+    write(run, 4, 0)
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["missing"] == "rank 4: rank-00004-0000.npz knows more than 4 ranks"
+        assert len(trace.events["rank"]) == trace.rank_ptr[-1] == 48
+
+
+def test_without_a_readable_segment_the_old_trace_stays(run):
+    old = merge(run).read_bytes()
+    for path in (run / "trace").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no segment of the trace can be read: rank 0"):
+        merge(run)
+    assert (run / "trace.h5").read_bytes() == old
+    assert [path.name for path in run.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no trace; set enabled = true"):
+        merge(tmp_path)
+
+
+def test_a_segment_is_whole_or_absent(tmp_path, monkeypatch):
+    def fill_the_disk(file, **_):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez", fill_the_disk)
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path, 0, 0)
+    assert list((tmp_path / "trace").iterdir()) == []
+
+
+def test_a_broken_write_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match="disk full"), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise OSError("disk full")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
