@@ -157,7 +157,7 @@ def explained(path, remedy=REMEDY):
     """Turn what is wrong inside of a file into one line with its name and the remedy."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:  # all h5py's
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: {reason}; {remedy}") from error
 

@@ -94,12 +94,12 @@ refused with a ValueError of one line that says what is wrong:
 import hpc3d.trace
 
 with hpc3d.trace.open("results/RUN/trace.h5") as trace:
-    duration = trace.events["dur"]                       # NumPy, a whole column
-    mine = trace.events["dur", trace.rows(3)]            # of rank 3 only
+    duration = trace.events["dur"]  # NumPy, a whole column
+    mine = trace.events["dur", trace.rows(3)]  # of rank 3 only
     names = [trace.strings[i] for i in trace.events["name"]]
-    trace.groups[0]                                      # Group(axis="x", members=(0, 1))
+    trace.groups[0]  # Group(axis="x", members=(0, 1))
     trace.attrs["complete"], trace.attrs["missing"]
-    trace.calibration["all_gather", "x"].attrs["beta"]   # s/B, if it was measured
+    trace.calibration["all_gather", "x"].attrs["beta"]  # s/B, if it was measured
 ```
 
 In pandas, with names in place of numbers (`pip install 'hpc3d[report]'`):
@@ -126,7 +126,7 @@ import h5py
 with h5py.File("trace.h5") as file:
     start, end = file["index/rank_ptr"][3:5]
     operation = file["events/op"][start:end]
-    code = h5py.check_enum_dtype(file["events/op"].dtype)        # {"gemm": 1, ...}
+    code = h5py.check_enum_dtype(file["events/op"].dtype)  # {"gemm": 1, ...}
     gemms = file["events/dur"][start:end][operation == code["gemm"]]
 ```
 """

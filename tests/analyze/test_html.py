@@ -136,7 +136,8 @@ def test_names_in_a_trace_are_text(tmp_path):
     path = tmp_path / "trace.h5"
     small(path, run_id=HOSTILE, missing=HOSTILE, device=HOSTILE).close()
     with h5py.File(path, "r+") as file:
-        file["strings/name"][:] = HOSTILE
+        names = file["strings/name"]
+        names[:] = [f"{HOSTILE} {number}" for number in range(len(names))]
         file["groups/axis"][:] = HOSTILE
     with trace.open(path) as opened:
         text = reported(opened, tmp_path / "out")

@@ -208,6 +208,15 @@ def test_step_memory_and_loss(run, capsys):
     assert [row["loss"] for row in result["loss"]] == [3.5, 3.25]
 
 
+def test_bytes_from_rank_to_rank(run, capsys):
+    """4000 B of each gather along x come from the one other member; 1000 B along y in one step."""
+    (result,) = reported(capsys, run)["runs"]
+    pairs = [(axis, rank, rank ^ bit) for axis, bit in (("x", 2), ("y", 1)) for rank in range(4)]
+    assert [tuple(row.values()) for row in result["traffic"]] == [
+        (*pair, 4000 if pair[0] == "x" else 500) for pair in pairs
+    ]
+
+
 def test_tables_are_printed_and_written(run, capsys):
     assert report.main([str(run), "--tables"]) == 0
     printed = capsys.readouterr().out

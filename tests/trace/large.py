@@ -23,10 +23,11 @@ ROUTINE = (
     ("recv", "p"),
     ("attention", ""),
     ("all_reduce", "d"),
-    ("elementwise", ""),
+    ("all_reduce", "world"),
 )
 OPS = np.array([schema.OP.index(op) for op, _ in ROUTINE])
 AXES = ("p", "d", "x", "y")
+GROUPS = (*AXES, "world")  # that each rank is in
 
 
 def generate(folder, sizes, steps, events):
@@ -66,12 +67,14 @@ def header(rank, sizes):
         "mpi": "Open MPI 5",
         "version": "0.1.0",
         "dropped": 0,
-        "groups": [{"axis": axis, "members": line(rank, sizes, axis)} for axis in AXES],
+        "groups": [{"axis": axis, "members": line(rank, sizes, axis)} for axis in GROUPS],
     }
 
 
 def line(rank, sizes, axis):
-    """The ranks that differ from `rank` along `axis` only."""
+    """The ranks that differ from `rank` along `axis` only; all of them along the world."""
+    if axis == "world":
+        return list(range(np.prod(sizes)))
     place = AXES.index(axis)
     along = np.moveaxis(np.arange(np.prod(sizes)).reshape(sizes), place, -1)
     return next(row.tolist() for row in along.reshape(-1, sizes[place]) if rank in row)
@@ -94,7 +97,7 @@ def events_of(generator, rank, sizes, steps, events):
     for number, (op, axis) in enumerate(ROUTINE):
         if axis:
             call = np.flatnonzero(kind == number)
-            _communicate(table, call, op, AXES.index(axis), line(rank, sizes, axis), rank)
+            _communicate(table, call, op, GROUPS.index(axis), line(rank, sizes, axis), rank)
             earlier = len(range(number, events, len(ROUTINE)))
             table["seq"][call] = table["step"][call] * earlier + slot[call] // len(ROUTINE)
     return table
