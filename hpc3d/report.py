@@ -118,7 +118,7 @@ def _folders(report):
 
 def _plain(report):
     """The tables of a report as JSON has them."""
-    keys = ("label", "run_id", "about", "missing")
+    keys = ("label", "run_id", "about", "missing", "violations")
     runs = [{**{key: getattr(run, key) for key in keys}, **run.tables} for run in report.runs]
     over = {key: rows for key, rows in report.tables.items() if key != "runs"}
     return {"runs": runs, "comparison": report.tables["runs"], **over}

@@ -122,7 +122,7 @@ def _explained(figure):
 def _heat(chart: Heat):
     figure, (panel,) = empty(4.6, 4.0)
     edge = len(chart.values) * chart.ranks - 0.5
-    how = {"cmap": "viridis", "interpolation": "nearest", "aspect": "equal"}
+    how = {"cmap": "Blues", "vmin": 0, "interpolation": "nearest", "aspect": "equal"}
     image = panel.imshow(chart.values, extent=(-0.5, edge, edge, -0.5), **how)
     panel.set_xlabel("receiver [rank]")
     panel.set_ylabel("sender [rank]")

@@ -24,12 +24,13 @@ from hpc3d.analyze.tables import (
 )
 from hpc3d.analyze.timeline import EVENTS, Timeline, timeline
 from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+from hpc3d.trace.check import violations
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run: what it was, its configuration (TOML), what its trace lacks (a line each), and its
-    tables by the names of hpc3d.analyze.catalogue.
+    """A run: what it was, its configuration (TOML), what its trace lacks and where it contradicts
+    itself (a line each), and its tables by the names of hpc3d.analyze.catalogue.
 
     Drawn are the timeline and the panels of the pipeline in `step`, and the bytes of a step from
     rank to rank, matrices by mesh axis, "" for all of them.
@@ -40,6 +41,7 @@ class Run:
     about: dict
     config: str
     missing: list
+    violations: list
     tables: dict
     step: int
     timeline: Timeline
@@ -98,7 +100,8 @@ def examine(trace, peak=None, step=None, events=EVENTS):
     else:
         missing.append("a time in common, for ranks counted their processor time: who waited")
     attrs = trace.attrs
-    what = run_label(attrs), attrs["run_id"], about(trace), attrs["config"], missing
+    what = run_label(attrs), attrs["run_id"], about(trace), attrs["config"]
+    what = *what, missing, violations(trace)
     return Run(*what, tables, step, drawn, panels, matrices)
 
 

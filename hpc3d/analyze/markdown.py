@@ -4,7 +4,7 @@ from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.comparisons import OVER_RUNS
 from hpc3d.analyze.sheets import markdown
 
-LINES = 20  # of what is missing
+LINES = 20  # of what is wrong with a trace
 NOTES = {
     "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"
     " ideal clock. In flight: microbatches and chunks from F to the end of B.",
@@ -20,7 +20,9 @@ def page(report):
     for sheet in OVER_RUNS:
         sections += _section("##", sheet, report.tables[sheet.name])
     for run in report.runs:
-        sections += [f"## {run.label}", _facts(run), *_incomplete(run)]
+        sections += [f"## {run.label}", _facts(run)]
+        sections += _listed("The trace is incomplete; missing are:", run.missing)
+        sections += _listed("The trace contradicts itself:", run.violations)
         for sheet in OF_A_RUN:
             sections += _section("###", sheet, run.tables[sheet.name], run.step)
     return "\n\n".join(sections) + "\n"
@@ -30,10 +32,11 @@ def _facts(run):
     return "\n".join(f"* {title}: {text}" for title, text in run.about.items())
 
 
-def _incomplete(run):
-    lines = [f"* {line}" for line in run.missing[:LINES]]
-    more = [f"* and {len(run.missing) - LINES} more"] if len(run.missing) > LINES else []
-    return ["The trace is incomplete; missing are:", "\n".join(lines + more)] if lines else []
+def _listed(title, lines):
+    """Lines under a title, or as many as one reads."""
+    shown = [f"* {line}" for line in lines[:LINES]]
+    more = [f"* and {len(lines) - LINES} more"] if len(lines) > LINES else []
+    return [title, "\n".join(shown + more)] if lines else []
 
 
 def image(name, picture):

@@ -7,9 +7,10 @@ So rank 0 waits in the all-gather from 4 to 5, and for the message from 6 to 8.
 """
 
 import h5py
+import numpy as np
 
 from hpc3d import trace
-from hpc3d.trace.events import CLOCK_MODEL
+from hpc3d.trace.events import CLOCK_MODEL, RANK_PTR
 from hpc3d.trace.file import write_table
 from tests.analyze.synthetic import by_hand, call, row
 
@@ -31,6 +32,9 @@ def small(path, rows=ROWS, **values):
     results = {"loss": [2.5, 2.5], "grad_norm": [1.0, 1.0]}
     memory = [{"rank": rank, "kind": 0, "bytes": 10, "peak": 20} for rank in (0, 1)]
     by_hand(path, rows, STEPS, GROUPS, results=results, memory=memory, **values).close()
+    count = np.bincount([each["rank"] for each in rows], minlength=2)
     with h5py.File(path, "r+") as file:
         write_table(file, "clock/model", CLOCK_MODEL)
+        write_table(file, "index", [RANK_PTR], {"rank_ptr": np.cumsum([0, *count])})
+        file["ranks/n_events"][:] = count
     return trace.open(path)

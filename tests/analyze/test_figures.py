@@ -83,6 +83,7 @@ def test_a_matrix_is_seen_with_its_sender_to_the_left():
     axes, bar = figure.axes
     (image,) = axes.images
     assert image.get_extent() == [-0.5, 15.5, 15.5, -0.5]
+    assert image.get_clim() == (0, 2)
     np.testing.assert_array_equal(image.get_array().filled(0), [[0, 2], [1, 0]])
     assert (axes.get_ylabel(), bar.get_ylabel()) == ("sender [rank]", "MB")
 

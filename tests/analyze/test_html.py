@@ -13,7 +13,7 @@ from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import write
 from tests.analyze.naps import trained
-from tests.analyze.small import small
+from tests.analyze.small import ROWS, small
 
 PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
 VOID = {"meta", "img", "input", "br"}
@@ -154,6 +154,15 @@ def test_what_is_missing_is_on_top(tmp_path):
         text = Reader(reported(opened, tmp_path / "out")).text
     assert "The trace is incomplete; missing are: rank 7: no segment" in text
     assert "The trace is complete" not in text
+
+
+def test_a_trace_that_contradicts_itself_says_so(tmp_path):
+    late = {**ROWS[0], "t_start": ROWS[0]["t_start"] + 500_000_000}
+    with small(tmp_path / "trace.h5") as sound, small(tmp_path / "two.h5", [late]) as other:
+        assert "contradicts" not in reported(sound, tmp_path / "sound")
+        text = Reader(reported(other, tmp_path / "other")).text
+    assert "The trace contradicts itself: /events:" in text
+    assert "contradicts" in (tmp_path / "other" / "report.md").read_text()
 
 
 def test_a_page_of_several_runs_has_a_section_each(tmp_path):
