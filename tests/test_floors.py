@@ -27,6 +27,8 @@ HOMES = {
     "h5py": {"trace/file", "training/checkpoint", "training/tokens"},
     "torch": {"partition", "analyze/peer"},
     "matplotlib": {"analyze"},
+    "bokeh": {"analyze"},
+    "jinja2": {"analyze"},
 }
 
 
