@@ -6,11 +6,16 @@ of them dies, so a step in the steady state allocates nothing.
 """
 
 from collections import Counter, defaultdict
+from functools import singledispatch
 from math import prod
 
 import numpy as np
 
 KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "workspace")
+
+# A function on arrays that takes the rule of the type of its first array: NumPy's is the one that
+# stands there, others are registered.
+kernel = singledispatch
 
 
 class Lease:

@@ -15,7 +15,7 @@ that all members share: read them, do not write into them.
 
 import numpy as np
 
-from hpc3d.cluster.arrays import Pool
+from hpc3d.cluster.arrays import Pool, kernel
 
 
 class Pending:
@@ -55,29 +55,29 @@ class Communicator:
         return self.pool.empty(shape, dtype, "communication")
 
     def all_gather(self, block, dim=0):
-        pending = self.gather_rows(rows_first(block, dim))
-        return pending if dim == 0 else pending.then(lambda whole: rows_first(whole, dim))
+        pending = self.gather_rows(contiguous(rows_first(block, dim)))
+        return pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
 
     def reduce_scatter(self, block, dim=0):
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
-        pending = self.scatter_rows(rows_first(block, dim))
-        return pending if dim == 0 else pending.then(lambda part: rows_first(part, dim))
+        pending = self.scatter_rows(contiguous(rows_first(block, dim)))
+        return pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
 
     def all_reduce(self, block, op="sum"):
-        return self.sum_all(np.ascontiguousarray(block), op)
+        return self.sum_all(contiguous(block), op)
 
     def broadcast(self, block, root):
-        return self.spread(np.ascontiguousarray(block), root)
+        return self.spread(contiguous(block), root)
 
     def reduce(self, block, root):
-        return self.collect(np.ascontiguousarray(block), root)
+        return self.collect(contiguous(block), root)
 
     def all_to_all(self, block):
-        return self.exchange(np.ascontiguousarray(block))
+        return self.exchange(contiguous(block))
 
     def send(self, block, peer):
-        return self.post(np.ascontiguousarray(block), peer)
+        return self.post(contiguous(block), peer)
 
     def recv(self, shape, dtype, peer):
         return self.take(shape, dtype, peer)
@@ -108,9 +108,15 @@ class Self(Communicator):
         return ready(block)
 
 
+@kernel
+def contiguous(block):
+    """The block in one piece of memory, row by row."""
+    return np.ascontiguousarray(block)
+
+
 def rows_first(block, dim):
-    """`block` with `dim` exchanged with dim 0, contiguous (its own inverse)."""
-    return np.ascontiguousarray(block if dim == 0 else block.swapaxes(0, dim))
+    """`block` with `dim` exchanged with dim 0 (its own inverse)."""
+    return block if dim == 0 else block.swapaxes(0, dim)
 
 
 REDUCTIONS = {"sum": np.add, "max": np.maximum}

@@ -8,6 +8,8 @@ from math import sqrt
 
 import numpy as np
 
+from hpc3d.cluster.arrays import kernel
+
 SCORES = 1 << 18  # bytes of the probabilities that are worked on at a time
 
 
@@ -28,6 +30,7 @@ def places(batch, heads, chunk):
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
+@kernel
 def attend(qkv, sequence, width, empty, drop=None):
     """softmax(q k' / sqrt(D) + mask) v, and the probabilities that backward needs.
 
@@ -56,6 +59,7 @@ def attend(qkv, sequence, width, empty, drop=None):
     return out.reshape(batch * sequence, heads * width), probabilities
 
 
+@kernel
 def attend_grad(dout, qkv, probabilities, width, empty, drop=None):
     """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
     sequence, chunk = probabilities.shape[1:3]

@@ -7,6 +7,7 @@ matrices by a call that is handed to `later`, which makes it at once or when the
 
 import numpy as np
 
+from hpc3d.cluster.arrays import kernel
 from hpc3d.model import ops
 from hpc3d.model.random import keep
 from hpc3d.tensor.layout import Layout
@@ -144,10 +145,8 @@ class Embedding:
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
         index = tokens.reshape(-1) - self.mesh.index(k) * table.shape[0]
-        absent = (index < 0) | (index >= table.shape[0])
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = table[np.where(absent, 0, index)]
-            partial[absent] = 0
+            partial = gather_rows(table, index)
         return self.matmul.reduce(partial, self.split.y, k).wait(), (index, table.shape)
 
     def backward(self, dy, saved):
@@ -160,6 +159,16 @@ class Embedding:
         self.table.grad += dtable.wait()
 
 
+@kernel
+def gather_rows(table, index):
+    """The rows of a table with these indices, zeros for indices outside."""
+    absent = (index < 0) | (index >= table.shape[0])
+    rows = table[np.where(absent, 0, index)]
+    rows[absent] = 0
+    return rows
+
+
+@kernel
 def scatter_rows(dy, index, shape):
     """The sum of the rows of `dy` with the same index, for indices inside `shape`."""
     total = np.zeros(shape, dy.dtype)

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from hpc3d.cluster.arrays import kernel
+
 IGNORE = -100
 
 
@@ -21,33 +23,50 @@ class CrossEntropy:
         """The summed loss of this rank's rows, and what backward needs; overwrites the logits."""
         first = self.mesh.index(self.place) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
-            logits[:, max(0, self.vocabulary - first) :] = -np.inf
-            top = logits.max(1, initial=-np.inf)
+            top = row_max(logits, max(0, self.vocabulary - first))
         for axis in self.axes:
             top = self.mesh.comm(axis).all_reduce(top, "max").wait()
         with self.mesh.trace.span("loss", "loss"):
-            sums, at = self.local_sums(logits, top, targets - first)
+            sums, at = local_sums(logits, top, targets - first)
         for axis in self.axes:
             sums = self.mesh.comm(axis).all_reduce(sums).wait()
         valid = targets != IGNORE
-        losses = np.where(valid, np.log(sums[0]) - sums[1], 0)
-        return float(losses.sum(dtype=np.float64)), (logits, sums[0], valid, at)
-
-    def local_sums(self, logits, top, index):
-        """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
-        rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
-        logits -= top[:, None]
-        sums = np.zeros((2, logits.shape[0]), logits.dtype)
-        sums[1, rows] = logits[rows, index[rows]]
-        np.exp(logits, out=logits)
-        sums[0] = logits @ np.ones(logits.shape[1], logits.dtype)
-        return sums, (rows, index[rows])
+        return negative_log(sums, valid), (logits, sums[0], valid, at)
 
     def backward(self, saved, scale):
         """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""
-        exponentials, total, valid, at = saved
         with self.mesh.trace.span("loss", "loss"):
-            factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)
-            exponentials *= factor[:, None]
-            exponentials[at] -= np.asarray(scale, exponentials.dtype)
-        return exponentials
+            return softmax_grad(*saved, scale)
+
+
+@kernel
+def row_max(logits, columns):
+    """The maximum of each row; columns from `columns` on are padding and become -inf."""
+    logits[:, columns:] = -np.inf
+    return logits.max(1, initial=-np.inf)
+
+
+@kernel
+def local_sums(logits, top, index):
+    """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
+    rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
+    logits -= top[:, None]
+    sums = np.zeros((2, logits.shape[0]), logits.dtype)
+    sums[1, rows] = logits[rows, index[rows]]
+    np.exp(logits, out=logits)
+    sums[0] = logits @ np.ones(logits.shape[1], logits.dtype)
+    return sums, (rows, index[rows])
+
+
+@kernel
+def negative_log(sums, valid):
+    """The sum over valid rows of log(sum of exponentials) - target logit."""
+    return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
+
+
+@kernel
+def softmax_grad(exponentials, total, valid, at, scale):
+    factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)
+    exponentials *= factor[:, None]
+    exponentials[at] -= np.asarray(scale, exponentials.dtype)
+    return exponentials

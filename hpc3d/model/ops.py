@@ -9,6 +9,8 @@ from math import pi, sqrt
 
 import numpy as np
 
+from hpc3d.cluster.arrays import kernel
+
 CACHE = 1 << 17  # bytes of one operand of a block
 
 GELU_C = sqrt(2 / pi)
@@ -31,6 +33,7 @@ def sum_rows(y):
     return np.ones(y.shape[0], y.dtype) @ y
 
 
+@kernel
 def gelu_tanh(h, out):
     """out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes the slope d out / d h.
 
@@ -56,6 +59,7 @@ def gelu_tanh(h, out):
     return out
 
 
+@kernel
 def gelu_exact(h, out):
     """out = h Phi(h), Phi the normal distribution; h becomes the slope Phi(h) + h phi(h)."""
     from scipy.special import erf
@@ -80,6 +84,7 @@ def gelu_exact(h, out):
 GELU = {"tanh": gelu_tanh, "exact": gelu_exact}
 
 
+@kernel
 def moments(x):
     """Mean and sum of squared deviations of every row, [2, rows]: two passes, never E[x^2]."""
     result = np.empty((2, x.shape[0]), x.dtype)
@@ -91,6 +96,7 @@ def moments(x):
     return result
 
 
+@kernel
 def combine_moments(parts, count):
     """Moments of the whole rows from those of `parts` [g, 2, rows], `count` numbers each.
 
@@ -102,6 +108,7 @@ def combine_moments(parts, count):
     return mean, squares.sum(0) + count * np.einsum("gi,gi->i", spread, spread)
 
 
+@kernel
 def normalise(x, mean, rstd, gamma, beta, n, y):
     """n = (x - mean) rstd and y = n gamma + beta."""
     for rows in row_blocks(x):
@@ -112,6 +119,7 @@ def normalise(x, mean, rstd, gamma, beta, n, y):
     return n, y
 
 
+@kernel
 def normalise_sums(n, dy, gamma):
     """What the backward of a norm sums: over features [2, rows], and dgamma, dbeta over rows."""
     sums = np.empty((2, n.shape[0]), n.dtype)
@@ -127,6 +135,7 @@ def normalise_sums(n, dy, gamma):
     return sums, dgamma, dbeta
 
 
+@kernel
 def normalise_grad(n, rstd, dy, gamma, means, residual, dx):
     """(residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma; `means` [2, rows]."""
     for rows in row_blocks(n):

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.cluster.arrays import kernel
 from hpc3d.model.random import normal
 from hpc3d.tensor.layout import Layout
 
@@ -60,13 +61,19 @@ class Parameter:
 
     def start(self, seed, mesh):
         """Set `value` to this rank's block of the initial tensor."""
-        self.value.fill(self.mean)
-        if self.std:
-            rows, columns = self.layout.slices(self.shape, mesh)
-            drawn = slice(rows.start, max(rows.start, min(rows.stop, self.rows or rows.stop)))
-            block = normal((seed, self.name), (drawn, columns), self.shape[1])
-            self.value[: drawn.stop - drawn.start] = block * self.std
-            self.value[drawn.stop - drawn.start :] = 0
+        initialise(self.value, self, seed, mesh)
+
+
+@kernel
+def initialise(value, item, seed, mesh):
+    """Set `value` to a rank's block of a parameter's initial tensor."""
+    value.fill(item.mean)
+    if item.std:
+        rows, columns = item.layout.slices(item.shape, mesh)
+        drawn = slice(rows.start, max(rows.start, min(rows.stop, item.rows or rows.stop)))
+        block = normal((seed, item.name), (drawn, columns), item.shape[1])
+        value[: drawn.stop - drawn.start] = block * item.std
+        value[drawn.stop - drawn.start :] = 0
 
 
 class Place(NamedTuple):

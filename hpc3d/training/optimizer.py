@@ -1,8 +1,11 @@
 """Updates of the flat parameter array, and the learning rate over the steps."""
 
+from itertools import pairwise
 from math import cos, pi, sqrt
 
 import numpy as np
+
+from hpc3d.cluster.arrays import kernel
 
 CHUNK = 1 << 14  # elements that stay in the cache through an update
 FLOOR = 0.1  # the part of the learning rate that is left at the last step
@@ -67,11 +70,16 @@ def chunks(parameters, decay):
     for piece in parameters.pieces:
         keep = 1 - decay if piece.decay else 1.0
         value, grad = parameters.value[piece.value], parameters.grad[piece.grad]
-        for start in range(0, value.size, CHUNK):
-            part = slice(start, start + CHUNK)
-            first = piece.state.start + start
-            state = slice(first, min(first + CHUNK, piece.state.stop))
+        for part in stretches(value):
+            state = slice(piece.state.start + part.start, piece.state.start + part.stop)
             yield value[part], grad[part], state, keep
+
+
+@kernel
+def stretches(value):
+    """Slices of a flat array that fit the cache."""
+    edges = [*range(0, value.size, CHUNK), value.size]
+    return [slice(*edge) for edge in pairwise(edges)]
 
 
 def learning_rate(train, step):

@@ -1,0 +1,260 @@
+"""Arrays without data: the program runs on them and counts what it would do, for any size.
+
+A `Shape` has the shape and the type of an array, and lives as long: NumPy's own functions take it
+(NEP 13 and 18) and give Shapes, a view keeps the memory that it shows, and a `ShapePool` counts it
+like a `Pool` does.  `Counted` communicators move nothing and give blocks of the right shape, so one
+rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a
+kernel with a rule of its own (hpc3d.model.shapes).
+"""
+
+from math import prod
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from hpc3d.cluster.arrays import Pool
+from hpc3d.cluster.communicator import Communicator, Pending, contiguous, ready
+from hpc3d.cluster.mesh import Mesh
+
+class Flags:
+    """Of every Shape: nobody shares it."""
+
+    writeable = True
+
+
+class Lease:
+    """Memory that is not there: its death gives the bytes back."""
+
+    __slots__ = ("give_back", "slot_of")
+
+    def __init__(self, give_back):
+        self.give_back = give_back
+
+    def __del__(self):
+        self.give_back()
+
+
+class Shape(NDArrayOperatorsMixin):
+    """An array with a shape and a type and no data; `lease` is the memory that it shows, if any."""
+
+    __slots__ = ("dtype", "lease", "shape")
+    flags = Flags()
+
+    def __init__(self, shape, dtype, lease=None):
+        self.shape, self.dtype, self.lease = tuple(shape), np.dtype(dtype), lease
+
+    @property
+    def size(self):
+        return prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.size * self.dtype.itemsize
+
+    itemsize = property(lambda self: self.dtype.itemsize)
+    ndim = property(lambda self: len(self.shape))
+    T = property(lambda self: self.view(self.shape[::-1]))
+
+    def view(self, shape):
+        """The same memory in another shape."""
+        return Shape(shape, self.dtype, self.lease)
+
+    def __repr__(self):
+        return f"Shape({self.shape}, {self.dtype})"
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, key):
+        return self.view(indexed(self.shape, key if isinstance(key, tuple) else (key,)))
+
+    def __setitem__(self, key, value):
+        pass
+
+    def reshape(self, *shape):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        known = prod(size for size in shape if size >= 0)
+        return self.view(size if size >= 0 else self.size // known for size in shape)
+
+    def ravel(self):
+        return self.view((self.size,))
+
+    def swapaxes(self, a, b):
+        order = list(range(self.ndim))
+        order[a], order[b] = order[b], order[a]
+        return self.transpose(*order)
+
+    def transpose(self, *order):
+        return self.view(self.shape[place] for place in order)
+
+    def copy(self):
+        return Shape(self.shape, self.dtype)
+
+    def astype(self, dtype):
+        return Shape(self.shape, dtype)
+
+    def fill(self, value):
+        pass
+
+    def sum(self, axis=None, dtype=None):
+        return Shape(reduced(self.shape, axis), dtype or self.dtype)
+
+    def max(self, axis=None, initial=None):
+        return Shape(reduced(self.shape, axis), self.dtype)
+
+    mean = sum
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, axis=0, **options):
+        if out is not None:
+            return out[0]
+        dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
+        shapes = [np.shape(x) for x in inputs]
+        if method == "reduce":
+            return Shape(reduced(shapes[0], axis), dtype)
+        return Shape(product(*shapes) if ufunc is np.matmul else np.broadcast_shapes(*shapes), dtype)
+
+    def __array_function__(self, function, types, arguments, options):
+        return FUNCTIONS[function](*arguments, **options)
+
+
+def indexed(shape, key):
+    """The shape of an array of `shape` at a key of slices, integers, None and Ellipsis."""
+    if Ellipsis in key:
+        place = key.index(Ellipsis)
+        rest = len(shape) - sum(part is not None for part in key) + 1
+        key = key[:place] + (slice(None),) * rest + key[place + 1 :]
+    sizes, found = iter(shape), []
+    for part in key:
+        if part is None:
+            found.append(1)
+        elif isinstance(part, slice):
+            found.append(len(range(*part.indices(next(sizes)))))
+        else:
+            next(sizes)
+    return (*found, *sizes)
+
+
+def reduced(shape, axis):
+    return () if axis is None else (*shape[:axis], *shape[axis:][1:])
+
+
+def product(a, b):
+    """The shape of a matrix product, as `np.matmul` has it."""
+    if a[-1] != b[-2 if len(b) > 1 else 0]:
+        raise ValueError(f"no product of {a} and {b}")
+    rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
+    return (*np.broadcast_shapes(a[:-2], b[:-2]), *rows, *columns)
+
+
+def concatenated(blocks, axis=0):
+    sizes = [sum(block.shape[axis] for block in blocks)]
+    return Shape((*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :]), blocks[0].dtype)
+
+
+def stacked(blocks, axis=0):
+    shape = blocks[0].shape
+    return Shape((*shape[:axis], len(blocks), *shape[axis:]), blocks[0].dtype)
+
+
+FUNCTIONS = {
+    np.concatenate: concatenated,
+    np.stack: stacked,
+    np.empty_like: lambda like, **_: like.copy(),
+    np.zeros_like: lambda like, **_: like.copy(),
+    np.dot: lambda a, b: 0.0,
+    np.shape: lambda a: a.shape,
+}
+
+
+contiguous.register(Shape)(lambda block: block)
+
+
+class ShapePool(Pool):
+    """Counts arrays without data as `Pool` counts others."""
+
+    def empty(self, shape, dtype, kind="activation"):
+        shape, dtype = tuple(shape), np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        self.count(kind, nbytes)
+        return Shape(shape, dtype, Lease(lambda: self.count(kind, -nbytes)))
+
+
+class Counted(Communicator):
+    """A communicator that moves nothing: blocks come out with the right shape.
+
+    It takes the memory that ranks of one node take (hpc3d.cluster.node): a copy of what is reduced,
+    unless it lies in a `buffer`, and the whole of what is gathered.  Arrays with data go through.
+    """
+
+    def buffer(self, shape, dtype):
+        block = super().buffer(shape, dtype)
+        block.lease.slot_of = self
+        return block
+
+    def placed(self, block):
+        ours = getattr(block, "lease", None) and getattr(block.lease, "slot_of", None) is self
+        return block if ours else self.like(block, block.shape)
+
+    def like(self, block, shape, kind="communication"):
+        """A block of another shape that came from elsewhere."""
+        if isinstance(block, Shape):
+            return self.pool.empty(shape, block.dtype, kind)
+        return np.resize(block, shape)
+
+    def gather_rows(self, block):
+        return ready(self.like(block, (self.size * block.shape[0], *block.shape[1:])))
+
+    def scatter_rows(self, block):
+        copy, rows = self.placed(block), block.shape[0] // self.size
+        part = self.like(block, (rows, *block.shape[1:]), "activation")
+        return Pending(lambda copy=copy: part)
+
+    def sum_all(self, block, op):
+        copy = self.placed(block)
+        return Pending(lambda copy=copy: self.like(block, block.shape))
+
+    def spread(self, block, root):
+        if not block.shape[0]:
+            raise ValueError("a block whose owner is elsewhere has no shape here")
+        return ready(self.like(block, block.shape))
+
+    def collect(self, block, root):
+        copy, rows = self.placed(block), block.shape[0] * (self.rank == root)
+        return Pending(lambda copy=copy: self.like(block, (rows, *block.shape[1:])))
+
+    def exchange(self, block):
+        return ready(self.like(block, block.shape))
+
+    def post(self, block, peer):
+        return Pending(lambda block=block: block)
+
+    def take(self, shape, dtype, peer):
+        return ready(self.pool.empty(shape, dtype, "communication"))
+
+
+def rank_of(sizes, coords):
+    """The mesh of one rank of `sizes` at `coords`, alone and without data."""
+    pool, place = ShapePool(), 0
+    for axis, size in sizes.items():
+        place = place * size + coords[axis]
+    world = Counted(place, prod(sizes.values()), None, pool)
+    comms = {
+        axis: Counted(coords[axis], size, line(sizes, coords, axis), pool)
+        for axis, size in sizes.items()
+        if size > 1
+    }
+    return Mesh(sizes, coords, comms, world)
+
+
+def line(sizes, coords, axis):
+    """The ranks along an axis."""
+    ranks = []
+    for place in range(sizes[axis]):
+        rank = 0
+        for name, size in sizes.items():
+            rank = rank * size + (place if name == axis else coords[name])
+        ranks.append(rank)
+    return ranks

@@ -1,0 +1,51 @@
+"""The rules of kernels for arrays without data: what comes out, and which memory it takes.
+
+Importing this module makes the model run on `hpc3d.cluster.shapes`.
+"""
+
+from hpc3d.cluster.shapes import Shape
+from hpc3d.model import attention, layers, loss, ops, parameters
+
+
+def rule(function):
+    """Register what follows as the rule of a kernel."""
+    return function.register(Shape)
+
+
+rule(parameters.initialise)(lambda value, item, seed, mesh: None)
+rule(layers.gather_rows)(lambda table, index: Shape((index.size, table.shape[1]), table.dtype))
+rule(layers.scatter_rows)(lambda dy, index, shape: Shape(shape, dy.dtype))
+rule(ops.gelu_tanh)(lambda h, out: out)
+rule(ops.gelu_exact)(lambda h, out: out)
+rule(ops.moments)(lambda x: Shape((2, x.shape[0]), x.dtype))
+rule(ops.combine_moments)(lambda parts, count: parts[0])
+rule(ops.normalise)(lambda x, mean, rstd, gamma, beta, n, y: (n, y))
+rule(ops.normalise_grad)(lambda n, rstd, dy, gamma, means, residual, dx: dx)
+rule(loss.row_max)(lambda logits, columns: Shape(logits.shape[:1], logits.dtype))
+rule(loss.negative_log)(lambda sums, valid: 0.0)
+rule(loss.softmax_grad)(lambda exponentials, total, valid, at, scale: exponentials)
+
+
+@rule(ops.normalise_sums)
+def _(n, dy, gamma):
+    return Shape((2, n.shape[0]), n.dtype), Shape(gamma.shape, n.dtype), Shape(gamma.shape, n.dtype)
+
+
+@rule(loss.local_sums)
+def _(logits, top, index):
+    return Shape((2, logits.shape[0]), logits.dtype), None
+
+
+@rule(attention.attend)
+def _(qkv, sequence, width, empty, drop=None):
+    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // (3 * width)
+    chunk = attention.chunk_of(heads, sequence, qkv.itemsize)
+    chunks = batch * heads // chunk
+    probabilities = empty((chunks, sequence, chunk, sequence), qkv.dtype)
+    out = empty((batch, sequence, heads, width), qkv.dtype)
+    return out.reshape(batch * sequence, heads * width), probabilities
+
+
+@rule(attention.attend_grad)
+def _(dout, qkv, probabilities, width, empty, drop=None):
+    return empty(qkv.shape, qkv.dtype)
