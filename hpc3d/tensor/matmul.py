@@ -180,7 +180,7 @@ class Summa(Matmul):
         return y, Saved(x, w, "")
 
     def adjoint_x(self, saved, dy):
-        dx = np.empty_like(saved.x)
+        dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
         w = self.gather(saved.w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
             b = self.panel_of_w(w, panel).wait()
@@ -190,7 +190,7 @@ class Summa(Matmul):
     def adjoint_w(self, rest):
         x, dy, _ = rest
         rows = x.shape[1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
-        dw = np.empty((rows, dy.shape[1]), dy.dtype)
+        dw = self.mesh.empty((rows, dy.shape[1]), dy.dtype)
         for panel in range(self.panels):
             a = self.panel_of_x(x, panel).wait()
             self.give_back(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
