@@ -56,13 +56,17 @@ class Communicator:
 
     def all_gather(self, block, dim=0):
         pending = self.gather_rows(contiguous(rows_first(block, dim)))
-        return pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
+        return (
+            pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
+        )
 
     def reduce_scatter(self, block, dim=0):
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
         pending = self.scatter_rows(contiguous(rows_first(block, dim)))
-        return pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
+        return (
+            pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
+        )
 
     def all_reduce(self, block, op="sum"):
         return self.sum_all(contiguous(block), op)

@@ -2,9 +2,9 @@
 
 A `Shape` has the shape and the type of an array, and lives as long: NumPy's own functions take it
 (NEP 13 and 18) and give Shapes, a view keeps the memory that it shows, and a `ShapePool` counts it
-like a `Pool` does.  `Counted` communicators move nothing and give blocks of the right shape, so one
-rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a
-kernel with a rule of its own (hpc3d.model.shapes).
+like a `Pool` does.  `Counted` communicators move nothing and give blocks of the right shape, so
+one rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces
+is a kernel with a rule of its own (hpc3d.model.shapes).
 """
 
 from math import prod
@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import Communicator, Pending, contiguous, ready
 from hpc3d.cluster.mesh import Mesh
+
 
 class Flags:
     """Of every Shape: nobody shares it."""
@@ -35,7 +36,7 @@ class Lease:
 
 
 class Shape(NDArrayOperatorsMixin):
-    """An array with a shape and a type and no data; `lease` is the memory that it shows, if any."""
+    """An array with a shape and a type and no data; `lease` is the memory that it shows."""
 
     __slots__ = ("dtype", "lease", "shape")
     flags = Flags()
@@ -114,7 +115,9 @@ class Shape(NDArrayOperatorsMixin):
         shapes = [np.shape(x) for x in inputs]
         if method == "reduce":
             return Shape(reduced(shapes[0], axis), dtype)
-        return Shape(product(*shapes) if ufunc is np.matmul else np.broadcast_shapes(*shapes), dtype)
+        return Shape(
+            product(*shapes) if ufunc is np.matmul else np.broadcast_shapes(*shapes), dtype
+        )
 
     def __array_function__(self, function, types, arguments, options):
         return FUNCTIONS[function](*arguments, **options)
@@ -185,8 +188,9 @@ class ShapePool(Pool):
 class Counted(Communicator):
     """A communicator that moves nothing: blocks come out with the right shape.
 
-    It takes the memory that ranks of one node take (hpc3d.cluster.node): a copy of what is reduced,
-    unless it lies in a `buffer`, and the whole of what is gathered.  Arrays with data go through.
+    It takes the memory that ranks of one node take (hpc3d.cluster.node): a copy of what is
+    reduced, unless it lies in a `buffer`, and the whole of what is gathered.  Arrays with data go
+    through.
     """
 
     def buffer(self, shape, dtype):

@@ -28,7 +28,11 @@ rule(loss.softmax_grad)(lambda exponentials, total, valid, at, scale: exponentia
 
 @rule(ops.normalise_sums)
 def _(n, dy, gamma):
-    return Shape((2, n.shape[0]), n.dtype), Shape(gamma.shape, n.dtype), Shape(gamma.shape, n.dtype)
+    return (
+        Shape((2, n.shape[0]), n.dtype),
+        Shape(gamma.shape, n.dtype),
+        Shape(gamma.shape, n.dtype),
+    )
 
 
 @rule(loss.local_sums)

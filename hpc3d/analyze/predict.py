@@ -1,0 +1,89 @@
+"""What a training step moves, computes and holds, from the program itself: no second description.
+
+One rank at a time runs the trainer on arrays without data (hpc3d.cluster.shapes), for any sizes in
+milliseconds, with the recorder that measures real runs.  So the predicted bytes, messages and
+memory are those of a trace, exactly.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+import hpc3d.training.shapes  # noqa: F401
+from hpc3d.cluster import shapes
+from hpc3d.trace.events import CATEGORY, EVENTS, OP, PHASE, record_type
+from hpc3d.trace.recorder import Recorder
+from hpc3d.training.loop import Trainer
+from hpc3d.training.program import program_of
+
+CAPACITY = 1 << 18
+COMM = CATEGORY.index("comm")
+
+
+class Blank:
+    """Batches of zeros: which tokens they are changes nothing here."""
+
+    def __init__(self, config):
+        self.shape = (2, config.train.batch, config.model.sequence)
+
+    def batch(self, step):
+        return np.zeros(self.shape, np.int32)
+
+
+class Prediction(NamedTuple):
+    """Of one rank and a training step in the steady state.
+
+    `events` are rows of EVENTS with times of no meaning, `axes` the mesh axis of each group;
+    `peak` the bytes of array memory by kind ("all" for the peak of their sum).
+    """
+
+    events: np.ndarray
+    axes: list
+    peak: dict
+
+    def moved(self):
+        """(axis, op, phase) -> (calls, bytes received)."""
+        calls, received = Counter(), Counter()
+        for row in self.events[self.events["category"] == COMM]:
+            key = self.axes[row["group"]], OP[row["op"]], PHASE[row["phase"]]
+            calls[key] += 1
+            received[key] += int(row["bytes"])
+        return {key: (count, received[key]) for key, count in calls.items()}
+
+    def flops(self):
+        """Floating-point operations by operation."""
+        events, total = self.events, {}
+        for op in np.unique(events["op"]).tolist():
+            if count := float(events["flops"][events["op"] == op].sum()):
+                total[OP[op]] = count
+        return total
+
+
+def predict(config, vocabulary, coords, program=None):
+    """The Prediction of the rank at `coords` (axis -> coordinate) in the second step of a run.
+
+    Dropout is left out: it moves nothing and holds nothing.  ValueError where a block has an owner
+    (scheme 3d-broadcast): there a rank alone does not know the shapes.
+    """
+    config = replace(config, model=replace(config.model, dropout=0.0))
+    mesh = shapes.rank_of(config.mesh.sizes(), coords)
+    recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
+    trainer = Trainer(
+        mesh.traced(recorder), config, vocabulary, Blank(config), program or program_of(config)
+    )
+    trainer.step(0)
+    recorder.count = 0
+    trainer.step(1)
+    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    axes = [group["axis"] for group in recorder.header["groups"]]
+    return Prediction(events, axes, dict(mesh.pool.peak))
+
+
+def every_rank(config, vocabulary):
+    """The Prediction of each rank, in rank order."""
+    sizes, program = config.mesh.sizes(), program_of(config)
+    for coords in product(*map(range, sizes.values())):
+        yield predict(config, vocabulary, dict(zip(sizes, coords, strict=True)), program)

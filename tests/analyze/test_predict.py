@@ -1,0 +1,59 @@
+"""Predicted = counted: bytes and messages of every rank, axis, op and phase, with no tolerance."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpc3d.analyze.predict import Prediction, every_rank, predict
+from hpc3d.cluster.threads import run
+from hpc3d.config import load
+from hpc3d.rules import settle
+from hpc3d.trace.events import EVENTS, record_type
+from hpc3d.trace.recorder import Recorder
+from hpc3d.training.loop import Trainer
+from tests.pipeline.mixes import MIXES, Tokens, config_of
+
+ALONE = [line for line in MIXES if "3d-broadcast" not in line]
+
+
+def counted(config):
+    """What every rank of a real run does in its second step, as a Prediction."""
+
+    def rank(mesh):
+        recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15)
+        batches = Tokens(config) if mesh.rank == 0 else None
+        trainer = Trainer(mesh.traced(recorder), config, config.model.vocabulary, batches)
+        trainer.step(0)
+        recorder.count = 0
+        trainer.step(1)
+        events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+        return Prediction(events, [group["axis"] for group in recorder.header["groups"]], {})
+
+    return run(config.mesh.sizes(), rank)
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_predicted_is_counted(line):
+    config = config_of(line)
+    config = replace(config, model=replace(config.model, dropout=0.0))
+    predicted = list(every_rank(config, config.model.vocabulary))
+    for ours, theirs in zip(predicted, counted(config), strict=True):
+        assert ours.moved() == theirs.moved()
+        assert ours.flops() == theirs.flops()
+
+
+def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():
+    """175 B parameters on 1,024 ranks: a rank of the middle of the pipeline."""
+    words = (
+        "--model.layers 96 --model.hidden 12288 --model.heads 96 --model.sequence 2048 "
+        "--model.vocabulary 51200 --train.batch 1024 --parallel.microbatches 64 "
+        "--mesh.p 8 --mesh.x 2 --mesh.y 8 --mesh.z 8 --parallel.schedule 1f1b"
+    )
+    config = settle(load(None, words.split()), 1024)
+    middle = dict.fromkeys(config.mesh.sizes(), 0) | {"p": 3}
+    found = predict(config, 51200, middle)
+    # 12 of 96 layers: 12 h^2 on 128 ranks, and 13 h of vectors on 8 each.
+    assert found.peak["parameter"] == 4 * 12 * (12 * 12288**2 // 128 + 13 * 12288 // 8)
+    products = 72 * 1024 * 12 * 2048 * 12288**2 / 128
+    assert found.flops()["gemm"] == pytest.approx(products, rel=1e-12)
