@@ -33,7 +33,15 @@ def counted(config):
     return run(config.mesh.sizes(), rank)
 
 
-@pytest.mark.parametrize("line", ALONE)
+def quick_and_slow(lines, every=6):
+    """All lines; `make test` takes one in so many."""
+    return [
+        pytest.param(line, marks=[pytest.mark.slow] if place % every else [])
+        for place, line in enumerate(lines)
+    ]
+
+
+@pytest.mark.parametrize("line", quick_and_slow(ALONE))
 def test_predicted_is_counted(line):
     config = config_of(line)
     config = replace(config, model=replace(config.model, dropout=0.0))
