@@ -1,8 +1,10 @@
 """What the ranks of a trace must agree on: the calls of a group, and the two ends of a message.
 
 Rows belong together by their numbers (`seq`), not by their times.  Where a trace is not complete,
-what it lacks is not asked for.
+what it lacks is not asked for; ranks whose clocks were not compared are not compared, either.
 """
+
+import tomllib
 
 import numpy as np
 
@@ -52,11 +54,11 @@ def messages(trace):
     lone = np.delete(rows, np.append(first, first + 1))
     sent, received = rows[first], rows[first + 1]
     unequal = events["bytes"][sent] != events["bytes"][received]
-    posted, _ = _times(trace, sent)
-    _, ended = _times(trace, received)
+    early = _times(trace, received)[1] < _times(trace, sent)[0]
+    early &= _comparable(trace, sent) & _comparable(trace, received)
     yield "events", "a message without its other end", lone[: len(lone) * trace.attrs["complete"]]
     yield "events", "its bytes are not those that were sent", received[unequal]
-    yield "events", "ends before it was sent", received[ended < posted]
+    yield "events", "ends before it was sent", received[early]
 
 
 def _calls(trace, ops):
@@ -75,6 +77,24 @@ def _times(trace, rows):
     names = "t_global", "t_start", "posted", "dur"
     begin, start, posted, duration = (trace.events[name][rows] for name in names)
     return posted + (begin - start), begin + duration
+
+
+def _comparable(trace, rows):
+    """Whether the clock of a row's rank was compared with rank 0's, or is it."""
+    if trace.attrs.get("kind") == "simulated":
+        return np.ones(len(rows), bool)
+    host = trace.ranks["host_id"]
+    compared = [*host[:1], *host[trace.clock_samples["rank"]]]
+    known = np.isin(host, compared) & (_clock(trace) == "wall")
+    return known[trace.events["rank"][rows]]
+
+
+def _clock(trace):
+    """The clock of a run: that on the wall, or the time of each processor."""
+    try:
+        return tomllib.loads(trace.attrs["config"])["trace"]["clock"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "wall"
 
 
 class Calls:
@@ -136,7 +156,9 @@ class Calls:
     def early(self):
         """Whether a member has what all members send before the last has posted the call."""
         posted, ended = _times(self.trace, self.rows)
-        return self.of(*FROM_ALL) & (self.columns["bytes"] > 0) & (ended < self.highest(posted))
+        known = _comparable(self.trace, self.rows)
+        last = self.highest(np.where(known, posted, posted.min(initial=0)))
+        return self.of(*FROM_ALL) & (self.columns["bytes"] > 0) & known & (ended < last)
 
     def miscounted(self):
         """Whether the bytes are not what the block that went in lets a member receive."""

@@ -67,7 +67,7 @@ def _attempt(function, *arguments):
 
 
 def _where(table, rows):
-    first = int(min(rows))
+    first = int(rows.min())
     keys = [name for name in ("rank", "step") if name in table]
     place = ", ".join(f"{name} {table[name, first : first + 1][0]}" for name in keys)
     return f"{len(rows)} row{'s'[: len(rows) > 1]}, the first is {first} ({place})"

@@ -113,9 +113,9 @@ In pandas, with names in place of numbers (`pip install 'hpc3d[report]'`):
 From the shell, with HDF5's tools:
 
 ```sh
-h5ls -r trace.h5               # what is there
-h5ls -v trace.h5/events/bytes  # one column with its unit and meaning
-h5dump -d /steps/loss trace.h5
+h5ls -r trace.h5              # what is there
+h5dump -A trace.h5            # every table and column with its unit and meaning
+h5ls -v -d trace.h5/steps     # a table: types, units, meanings and values
 ```
 
 With h5py alone, the rows of rank 3 and what they are:

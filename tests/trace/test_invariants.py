@@ -219,10 +219,11 @@ def test_what_is_wrong_is_named(what, copy):
 
 
 def test_what_lies_inside_of_another_does_not_overlap_it(copy):
+    """The first event of a step encloses all others of it."""
     with h5py.File(copy, "r+") as file:
         start, duration = file["events/t_start"], file["events/dur"]
-        duration[4] = start[6] + duration[6] - start[4]
-        file["events/parent"][5:7] = 4
+        duration[0] = start[39] + duration[39] - start[0]
+        file["events/parent"][1:40] = 0
     assert found(copy) == []
 
 
@@ -243,4 +244,19 @@ def test_hosts_are_compared_by_their_corrected_clocks(copy):
             file[f"events/{column}"][:] += ahead
         for column in ("t_start", "t_end"):
             file[f"steps/{column}"][:] += 3600 * 10**9 * (file["steps/rank"][:] >= ON_A_HOST)
+    assert found(copy) == []
+
+
+@pytest.mark.parametrize("why", ["no samples", "time of the processor"])
+def test_clocks_that_were_not_compared_are_not(why, copy):
+    """The ranks of the second host seem to be a day late."""
+    with h5py.File(copy, "r+") as file:
+        file["events/t_global"][:] += 86400 * 10**9 * (file["events/rank"][:] >= ON_A_HOST)
+    assert len(found(copy)) == 2
+    with h5py.File(copy, "r+") as file:
+        if why == "no samples":
+            for column in file["clock/samples"].values():
+                column.resize((0,))
+        else:
+            file.attrs["config"] = '[trace]\nclock = "processor"\n'
     assert found(copy) == []
