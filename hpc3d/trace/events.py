@@ -69,6 +69,11 @@ class Column(NamedTuple):
     into: str = ""
     optional: bool = False
 
+    @property
+    def empty(self):
+        """The array of no values, as a reader gives it."""
+        return np.empty(0, object if self.type == TEXT else self.type)
+
 
 EVENTS = (
     Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),

@@ -12,13 +12,15 @@ class Table:
 
     `tables` are those whose rows the values of a column may count, by name.
 
-    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` some rows of it.  What is read can
+    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` some rows of it; a table that the
+    file lacks has no rows.  What is read can
     be used as what it is: a code has a name, an index a row, and a number is one; or ValueError.
     """
 
     def __init__(self, path, name, columns, group, tables):
         self._path, self._name, self._tables = path, name, tables
         self._columns = {column.name: column for column in columns}
+        self._absent = group is None
         found = {} if group is None else {c.name: sound(group, c) for c in columns}
         self._datasets = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.attrs = {} if group is None else attributes(group)
@@ -39,6 +41,8 @@ class Table:
     def __getitem__(self, key):
         """A column, or a slice of its rows, as an array; text as an array of str."""
         name, rows = key if isinstance(key, tuple) else (key, ALL)
+        if self._absent and name in self._columns:
+            return self._columns[name].empty
         dataset = self._dataset(name)
         with explained(self._path):
             values = read(dataset, rows)
@@ -51,6 +55,8 @@ class Table:
 
     def labels(self, name):
         """{value: name} of an enumerated column, as the file has it; empty for another."""
+        if self._absent:
+            return {}
         return labels(self._dataset(name))
 
     def frame(self, columns=None, rows=ALL):

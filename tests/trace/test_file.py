@@ -45,6 +45,16 @@ def test_attributes_ranks_and_index(path):
         assert trace.clock_samples["rank"].tolist() == [2] * SEGMENTS
 
 
+def test_a_table_that_the_file_lacks_is_empty(path):
+    with h5py.File(path, "r+") as file:
+        del file["clock"]
+    with hpc3d.trace.open(path) as trace:
+        assert "rank" not in trace.clock_samples and len(trace.clock_samples) == 0
+        assert trace.clock_samples["rank"].dtype == "i4"
+        assert trace.clock_samples["rank"].tolist() == []
+        assert trace.prediction["quantity"].tolist() == []
+
+
 def test_everything_in_the_file_explains_itself(path):
     write_calibration(path, MEASURED)
     write_prediction(path, PREDICTED)
