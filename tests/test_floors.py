@@ -17,7 +17,7 @@ FLOORS = [
     {"config"},
     {"rules"},
     {"training"},
-    {"analyze", "partition"},
+    {"analyze", "partition", "predict"},
 ]
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 

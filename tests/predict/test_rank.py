@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpc3d.analyze.predict import Prediction, every_rank, predict
+from hpc3d.predict.rank import Prediction, every_rank, predict
 from hpc3d.cluster.threads import run
 from hpc3d.config import load
 from hpc3d.rules import settle
