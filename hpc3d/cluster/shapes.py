@@ -4,7 +4,9 @@ A `Shape` has the shape and the type of an array, and lives as long: NumPy's own
 (NEP 13 and 18) and give Shapes, a view keeps the memory that it shows, and a `ShapePool` counts it
 like a `Pool` does.  `Counted` communicators move nothing and give blocks of the right shape, so
 one rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces
-is a kernel with a rule of its own (hpc3d.model.shapes).
+is a kernel with a rule of its own (`rule`, hpc3d.model.shapes).
+
+Every operation is told to the `meter` of its arrays, which may let time pass for it.
 """
 
 from math import prod
@@ -17,6 +19,16 @@ from hpc3d.cluster.communicator import Communicator, Pending, contiguous, ready
 from hpc3d.cluster.mesh import Mesh
 
 
+class Meter:
+    """Who is told what is computed: nobody.  Times of a machine are in hpc3d.predict.clock."""
+
+    def product(self, m, n, k, dtype, batch=1):
+        """`batch` products [m, k] [k, n]."""
+
+    def kernel(self, name, nbytes):
+        """Another operation, which reads and writes `nbytes` in all."""
+
+
 class Flags:
     """Of every Shape: nobody shares it."""
 
@@ -24,12 +36,12 @@ class Flags:
 
 
 class Lease:
-    """Memory that is not there: its death gives the bytes back."""
+    """Memory of a kind that is not there: its death gives the bytes back."""
 
-    __slots__ = ("give_back", "slot_of")
+    __slots__ = ("give_back", "kind", "slot_of")
 
-    def __init__(self, give_back):
-        self.give_back = give_back
+    def __init__(self, kind, give_back):
+        self.kind, self.give_back = kind, give_back
 
     def __del__(self):
         self.give_back()
@@ -38,11 +50,21 @@ class Lease:
 class Shape(NDArrayOperatorsMixin):
     """An array with a shape and a type and no data; `lease` is the memory that it shows."""
 
-    __slots__ = ("dtype", "lease", "shape")
+    __slots__ = ("dtype", "lease", "meter", "shape")
     flags = Flags()
 
-    def __init__(self, shape, dtype, lease=None):
-        self.shape, self.dtype, self.lease = tuple(shape), np.dtype(dtype), lease
+    def __init__(self, shape, dtype, meter, lease=None):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.meter, self.lease = meter, lease
+
+    def like(self, shape, dtype=None):
+        """An array of its own."""
+        return Shape(shape, dtype or self.dtype, self.meter)
+
+    def told(self, name, *arrays):
+        """This array, which an operation made of `arrays`."""
+        self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
+        return self
 
     @property
     def size(self):
@@ -58,7 +80,7 @@ class Shape(NDArrayOperatorsMixin):
 
     def view(self, shape):
         """The same memory in another shape."""
-        return Shape(shape, self.dtype, self.lease)
+        return Shape(shape, self.dtype, self.meter, self.lease)
 
     def __repr__(self):
         return f"Shape({self.shape}, {self.dtype})"
@@ -73,7 +95,7 @@ class Shape(NDArrayOperatorsMixin):
         return self.view(indexed(self.shape, key if isinstance(key, tuple) else (key,)))
 
     def __setitem__(self, key, value):
-        pass
+        self[key].told("copy", *of_shapes([value]))
 
     def reshape(self, *shape):
         shape = shape[0] if isinstance(shape[0], tuple) else shape
@@ -92,32 +114,39 @@ class Shape(NDArrayOperatorsMixin):
         return self.view(self.shape[place] for place in order)
 
     def copy(self):
-        return Shape(self.shape, self.dtype)
+        return self.like(self.shape).told("copy", self)
 
     def astype(self, dtype):
-        return Shape(self.shape, dtype)
+        return self.like(self.shape, dtype).told("copy", self)
 
     def fill(self, value):
-        pass
+        self.told("fill")
 
     def sum(self, axis=None, dtype=None):
-        return Shape(reduced(self.shape, axis), dtype or self.dtype)
+        return self.like(reduced(self.shape, axis), dtype).told("reduction", self)
 
     def max(self, axis=None, initial=None):
-        return Shape(reduced(self.shape, axis), self.dtype)
+        return self.like(reduced(self.shape, axis)).told("reduction", self)
 
     mean = sum
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, axis=0, **options):
-        if out is not None:
-            return out[0]
-        dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
         shapes = [np.shape(x) for x in inputs]
-        if method == "reduce":
-            return Shape(reduced(shapes[0], axis), dtype)
-        return Shape(
-            product(*shapes) if ufunc is np.matmul else np.broadcast_shapes(*shapes), dtype
-        )
+        if ufunc is np.matmul:
+            return self.multiplied(*shapes, out)
+        if out is not None:
+            return out[0].told(ufunc.__name__, *of_shapes(inputs))
+        dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
+        shape = reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
+        return self.like(shape, dtype).told(ufunc.__name__, *of_shapes(inputs))
+
+    def multiplied(self, a, b, out):
+        """The product of arrays of the shapes a and b."""
+        shape = product(a, b)
+        rows = a[-2] if len(a) > 1 else 1
+        columns = b[-1] if len(b) > 1 else 1
+        self.meter.product(rows, columns, a[-1], self.dtype, prod(shape) // (rows * columns))
+        return self.like(shape) if out is None else out[0]
 
     def __array_function__(self, function, types, arguments, options):
         return FUNCTIONS[function](*arguments, **options)
@@ -154,35 +183,68 @@ def product(a, b):
 
 def concatenated(blocks, axis=0):
     sizes = [sum(block.shape[axis] for block in blocks)]
-    return Shape((*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :]), blocks[0].dtype)
+    shape = (*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :])
+    return blocks[0].like(shape).told("copy", *blocks)
 
 
 def stacked(blocks, axis=0):
     shape = blocks[0].shape
-    return Shape((*shape[:axis], len(blocks), *shape[axis:]), blocks[0].dtype)
+    return blocks[0].like((*shape[:axis], len(blocks), *shape[axis:])).told("copy", *blocks)
+
+
+def dot(a, b):
+    """0, of two vectors."""
+    a.meter.kernel("reduction", a.nbytes + b.nbytes)
+    return 0.0
+
+
+def of_shapes(arrays):
+    return [array for array in arrays if isinstance(array, Shape)]
 
 
 FUNCTIONS = {
     np.concatenate: concatenated,
     np.stack: stacked,
-    np.empty_like: lambda like, **_: like.copy(),
-    np.zeros_like: lambda like, **_: like.copy(),
-    np.dot: lambda a, b: 0.0,
+    np.empty_like: lambda like, **_: like.like(like.shape),
+    np.zeros_like: lambda like, **_: like.like(like.shape).told("fill"),
+    np.dot: dot,
     np.shape: lambda a: a.shape,
 }
+
+
+def rule(function):
+    """Register what follows as the rule of a kernel; it is told with the bytes of all arrays."""
+
+    def register(body):
+        def counted(first, *rest):
+            result = body(first, *rest)
+            touched = of_shapes([first, *rest])
+            made = of_shapes(result if isinstance(result, tuple) else [result])
+            touched += [array for array in made if not any(array is one for one in touched)]
+            first.meter.kernel(function.__name__, sum(array.nbytes for array in touched))
+            return result
+
+        function.register(Shape)(counted)
+        return counted
+
+    return register
 
 
 contiguous.register(Shape)(lambda block: block)
 
 
 class ShapePool(Pool):
-    """Counts arrays without data as `Pool` counts others."""
+    """Counts arrays without data as `Pool` counts others; they tell `meter` what is computed."""
+
+    def __init__(self, meter=None):
+        super().__init__()
+        self.meter = meter or Meter()
 
     def empty(self, shape, dtype, kind="activation"):
         shape, dtype = tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         self.count(kind, nbytes)
-        return Shape(shape, dtype, Lease(lambda: self.count(kind, -nbytes)))
+        return Shape(shape, dtype, self.meter, Lease(kind, lambda: self.count(kind, -nbytes)))
 
 
 class Counted(Communicator):

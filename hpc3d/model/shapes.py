@@ -3,41 +3,31 @@
 Importing this module makes the model run on `hpc3d.cluster.shapes`.
 """
 
-from hpc3d.cluster.shapes import Shape
+from hpc3d.cluster.shapes import rule
 from hpc3d.model import attention, layers, loss, ops, parameters
 
-
-def rule(function):
-    """Register what follows as the rule of a kernel."""
-    return function.register(Shape)
-
-
 rule(parameters.initialise)(lambda value, item, seed, mesh: None)
-rule(layers.gather_rows)(lambda table, index: Shape((index.size, table.shape[1]), table.dtype))
-rule(layers.scatter_rows)(lambda dy, index, shape: Shape(shape, dy.dtype))
+rule(layers.gather_rows)(lambda table, index: table.like((index.size, table.shape[1])))
+rule(layers.scatter_rows)(lambda dy, index, shape: dy.like(shape))
 rule(ops.gelu_tanh)(lambda h, out: out)
 rule(ops.gelu_exact)(lambda h, out: out)
-rule(ops.moments)(lambda x: Shape((2, x.shape[0]), x.dtype))
+rule(ops.moments)(lambda x: x.like((2, x.shape[0])))
 rule(ops.combine_moments)(lambda parts, count: parts[0])
 rule(ops.normalise)(lambda x, mean, rstd, gamma, beta, n, y: (n, y))
 rule(ops.normalise_grad)(lambda n, rstd, dy, gamma, means, residual, dx: dx)
-rule(loss.row_max)(lambda logits, columns: Shape(logits.shape[:1], logits.dtype))
+rule(loss.row_max)(lambda logits, columns: logits.like(logits.shape[:1]))
 rule(loss.negative_log)(lambda sums, valid: 0.0)
 rule(loss.softmax_grad)(lambda exponentials, total, valid, at, scale: exponentials)
 
 
 @rule(ops.normalise_sums)
 def _(n, dy, gamma):
-    return (
-        Shape((2, n.shape[0]), n.dtype),
-        Shape(gamma.shape, n.dtype),
-        Shape(gamma.shape, n.dtype),
-    )
+    return n.like((2, n.shape[0])), n.like(gamma.shape), n.like(gamma.shape)
 
 
 @rule(loss.local_sums)
 def _(logits, top, index):
-    return Shape((2, logits.shape[0]), logits.dtype), None
+    return logits.like((2, logits.shape[0])), None
 
 
 @rule(attention.attend)
@@ -47,9 +37,14 @@ def _(qkv, sequence, width, empty, drop=None):
     chunks = batch * heads // chunk
     probabilities = empty((chunks, sequence, chunk, sequence), qkv.dtype)
     out = empty((batch, sequence, heads, width), qkv.dtype)
+    qkv.meter.product(sequence, sequence, width, qkv.dtype, batch * heads)
+    qkv.meter.product(sequence, width, sequence, qkv.dtype, batch * heads)
     return out.reshape(batch * sequence, heads * width), probabilities
 
 
 @rule(attention.attend_grad)
 def _(dout, qkv, probabilities, width, empty, drop=None):
+    sequence, heads = probabilities.shape[1], qkv.size // (3 * width * probabilities.shape[1])
+    for m, n, k in 2 * [(sequence, width, sequence), (sequence, sequence, width)]:
+        qkv.meter.product(m, n, k, qkv.dtype, heads)
     return empty(qkv.shape, qkv.dtype)

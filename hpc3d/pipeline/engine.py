@@ -44,13 +44,15 @@ class Engine:
     """The stages of this rank, a chunk each, and what is in flight between them.
 
     `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
-    training step, `seconds` the time of a run by operation, and `peak` the largest number of
+    training step, `seconds` the time of a run by operation on `clock`, and `peak` the largest number of
     microbatches and chunks that ever were between F and the end of their B.
     """
 
-    def __init__(self, mesh, stages, placement, buckets, weights, update):
+    def __init__(
+        self, mesh, stages, placement, buckets, weights, update, clock=time.perf_counter
+    ):
         self.mesh, self.stages, self.placement = mesh, stages, placement
-        self.buckets, self.weights, self.update = buckets, weights, update
+        self.buckets, self.weights, self.update, self.clock = buckets, weights, update, clock
         self.stage, self.dtype = mesh.coord("p"), buckets.parameters.dtype
         self.micros, self.saved, self.postponed = {}, {}, {}
         self.inbox, self.outbox, self.sent = {}, {}, {}
@@ -76,11 +78,11 @@ class Engine:
         for group in groups:
             self.closing = group[-1].op == "Reduce"
             for instruction in group:
-                start = time.perf_counter()
+                start = self.clock()
                 trace.phase = PHASE[instruction.op]
                 trace.at(self.stage, instruction.chunk, instruction.mb)
                 self.table[instruction.op](instruction)
-                self.seconds[instruction.op] += time.perf_counter() - start
+                self.seconds[instruction.op] += self.clock() - start
         for channel in [*self.sent]:
             self.sent.pop(channel).wait()
         trace.at(self.stage, 0, -1)

@@ -14,8 +14,10 @@ import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import shapes
+from hpc3d.cluster.shapes import Shape
 from hpc3d.trace.events import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.trace.recorder import Recorder
+from hpc3d.training.feed import Feed
 from hpc3d.training.loop import Trainer
 from hpc3d.training.program import program_of
 
@@ -23,14 +25,14 @@ CAPACITY = 1 << 18
 COMM = CATEGORY.index("comm")
 
 
-class Blank:
+class Blanks(Feed):
     """Batches of zeros: which tokens they are changes nothing here."""
 
-    def __init__(self, config):
-        self.shape = (2, config.train.batch, config.model.sequence)
-
     def batch(self, step):
-        return np.zeros(self.shape, np.int32)
+        pair = Shape((2, *self.shape), np.int32, self.mesh.pool.meter)
+        self.mesh.world.broadcast(pair, 0).wait()
+        zeros = np.broadcast_to(np.int32(0), self.shape)
+        return zeros, zeros
 
 
 class Prediction(NamedTuple):
@@ -71,9 +73,8 @@ def predict(config, vocabulary, coords, program=None):
     config = replace(config, model=replace(config.model, dropout=0.0))
     mesh = shapes.rank_of(config.mesh.sizes(), coords)
     recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
-    trainer = Trainer(
-        mesh.traced(recorder), config, vocabulary, Blank(config), program or program_of(config)
-    )
+    program = program or program_of(config)
+    trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
     trainer.step(0)
     recorder.count = 0
     trainer.step(1)

@@ -1,6 +1,7 @@
 """How a product is split: mesh axes on the loops m, n and k, and the published schemes."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hpc3d.tensor.layout import Layout
 
@@ -52,27 +53,27 @@ class Split:
             scatter=f"{self.scatter} {axis}".strip() if zero == 2 else self.scatter,
         )
 
-    @property
+    @cached_property
     def x(self):
         columns = " ".join([self.k, self.panels]) if self.panels else self.k
         return self._store(self.m, columns, self.n)
 
-    @property
+    @cached_property
     def w(self):
         return self._store(self.k, self.n, self.m)
 
-    @property
+    @cached_property
     def w_transposed(self):
         """The layout of a weight stored as [n, k]: the embedding table that is also the head."""
         return self._store(self.n, self.k, self.m)
 
-    @property
+    @cached_property
     def sharded(self):
         """The split whose W is stored as this one's dW is."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))
 
-    @property
+    @cached_property
     def y(self):
         return self._store(self.m, self.n, self.k)
 

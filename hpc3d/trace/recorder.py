@@ -32,7 +32,9 @@ COMPUTE, COMM, COPY, OPTIMIZER = (
 )
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
-DTYPE_NUMBER = {name: number for number, name in enumerate(DTYPE)}
+DTYPE_NUMBER = {
+    np.dtype(name).str: number for number, name in enumerate(DTYPE) if name in np.sctypeDict
+}
 MESSAGES = ("send", "recv")
 NANOSECONDS = 1_000_000_000
 
@@ -275,7 +277,7 @@ class Traced:
                 peer=-1 if peer < 0 else self.members[peer],
                 received=result.nbytes if received is None else received,
                 count=block.size,
-                dtype=DTYPE_NUMBER.get(block.dtype.name, 0),
+                dtype=DTYPE_NUMBER.get(block.dtype.str, 0),
             )
             return result
 

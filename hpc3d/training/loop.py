@@ -31,10 +31,22 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0."""
+    """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0.
 
-    def __init__(self, mesh, config, vocabulary, batches, program=None):
-        self.mesh, self.config, train = mesh, config, config.train
+    `clock` tells the seconds that a step and its parts take.
+    """
+
+    def __init__(
+        self,
+        mesh,
+        config,
+        vocabulary,
+        batches,
+        program=None,
+        clock=time.perf_counter,
+        feed=Feed,
+    ):
+        self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
         self.shape = shape_of(config.model, vocabulary)
@@ -44,9 +56,9 @@ class Trainer:
         self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
         self.weights = WEIGHTS.get(config.parallel.schedule, InPlace)(self.parameters)
         self.engine = Engine(
-            mesh, stages, program.placement, self.buckets, self.weights, self.update
+            mesh, stages, program.placement, self.buckets, self.weights, self.update, clock
         )
-        self.feed = Feed(mesh, config, batches, program.asynchronous, program.ahead)
+        self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
         self.groups = program.steps(mesh.coord("p"), config.updates())
         self.number, self.loss, self.norm, self.squares = -1, 0.0, 0.0, 0.0
 
@@ -62,7 +74,7 @@ class Trainer:
 
     def step(self, number):
         """Step `number`: forward and backward of its microbatches, sums over ranks, update."""
-        trace, start = self.mesh.trace, time.perf_counter()
+        trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
         self.mesh.pool.reset_peak()
         self.number = number
@@ -71,7 +83,7 @@ class Trainer:
         if self.config.alone:
             self.total()
         trace.phase = "other"
-        seconds = time.perf_counter() - start
+        seconds = self.clock() - start
         share, peak = self.worst(trace.communication / 1e9 / seconds)
         spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
         forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]

@@ -31,22 +31,29 @@ class AdamW:
         self.steps += 1
         rate = learning_rate / (1 - self.BETA1**self.steps)
         root = 1 / sqrt(1 - self.BETA2**self.steps)
-        for w, g, state, keep in chunks(self.parameters, learning_rate * self.weight_decay):
-            m, v = self.first[state], self.second[state]
-            g = g * scale
-            m *= self.BETA1
-            m += g * (1 - self.BETA1)
-            v *= self.BETA2
-            g *= g
-            g *= 1 - self.BETA2
-            v += g
-            np.sqrt(v, out=g)
-            g *= root
-            g += self.EPSILON
-            np.divide(m, g, out=g)
-            g *= rate
-            w *= keep
-            w -= g
+        for w, g, state, keep in pieces(self.parameters, learning_rate * self.weight_decay):
+            adamw(w, g, self.first[state], self.second[state], self, (scale, rate, root, keep))
+
+
+@kernel
+def adamw(value, grad, first, second, constants, factors):
+    """Update a stretch of values and its state, in pieces that fit the cache."""
+    scale, rate, root, keep = factors
+    for part in stretches(value.size):
+        w, g, m, v = value[part], grad[part] * scale, first[part], second[part]
+        m *= constants.BETA1
+        m += g * (1 - constants.BETA1)
+        v *= constants.BETA2
+        g *= g
+        g *= 1 - constants.BETA2
+        v += g
+        np.sqrt(v, out=g)
+        g *= root
+        g += constants.EPSILON
+        np.divide(m, g, out=g)
+        g *= rate
+        w *= keep
+        w -= g
 
 
 class SGD:
@@ -56,29 +63,30 @@ class SGD:
         self.parameters, self.weight_decay = parameters, weight_decay
 
     def update(self, learning_rate, scale):
-        for w, g, _, keep in chunks(self.parameters, learning_rate * self.weight_decay):
-            w *= keep
-            w -= g * (learning_rate * scale)
+        for w, g, _, keep in pieces(self.parameters, learning_rate * self.weight_decay):
+            descend(w, g, learning_rate * scale, keep)
+
+
+@kernel
+def descend(value, grad, rate, keep):
+    for part in stretches(value.size):
+        value[part] *= keep
+        value[part] -= grad[part] * rate
 
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 
 
-def chunks(parameters, decay):
-    """Values, gradients and the slice of their state, in stretches that fit the cache; and the
-    part of the value that stays."""
+def pieces(parameters, decay):
+    """Values, gradients and the slice of their state; and the part of the value that stays."""
     for piece in parameters.pieces:
         keep = 1 - decay if piece.decay else 1.0
-        value, grad = parameters.value[piece.value], parameters.grad[piece.grad]
-        for part in stretches(value):
-            state = slice(piece.state.start + part.start, piece.state.start + part.stop)
-            yield value[part], grad[part], state, keep
+        yield parameters.value[piece.value], parameters.grad[piece.grad], piece.state, keep
 
 
-@kernel
-def stretches(value):
+def stretches(size):
     """Slices of a flat array that fit the cache."""
-    edges = [*range(0, value.size, CHUNK), value.size]
+    edges = [*range(0, size, CHUNK), size]
     return [slice(*edge) for edge in pairwise(edges)]
 
 

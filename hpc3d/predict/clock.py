@@ -1,0 +1,127 @@
+"""The time of a rank on a machine: what its arrays compute and its calls move let it pass.
+
+The model, the optimiser and the engine run as they are; the recorder reads this clock.  All ranks
+along a tensor or data axis do the same at the same time, so one of them stands for all; the
+stages of a pipeline tell each other when messages leave.
+"""
+
+import numpy as np
+
+from hpc3d.cluster.communicator import Pending
+from hpc3d.cluster.mesh import Mesh
+from hpc3d.cluster.shapes import Counted, Meter, ShapePool, line
+
+
+class Clock(Meter):
+    """Seconds from the start of a run.
+
+    `wire` is when the last of the rank's collectives ends: they follow each other, beside what
+    the rank computes.  `share` is how much longer everything takes that a processor does, where
+    ranks share processors.
+    """
+
+    def __init__(self, machine, share=1.0):
+        self.machine, self.share, self.now, self.wire = machine, share, 0.0, 0.0
+
+    def product(self, m, n, k, dtype, batch=1):
+        self.now += self.share * self.machine.product(m, n, k, dtype.name, batch)
+
+    def kernel(self, name, nbytes):
+        self.now += self.share * self.machine.kernel(name, nbytes)
+
+    def post(self, op, nbytes, members):
+        """When a collective ends that begins now, or when those before it have ended."""
+        self.wire = max(self.now, self.wire) + self.machine.call(op, nbytes, members)
+        return self.wire
+
+    def until(self, end, pending):
+        """A `Pending` that is waited for until `end`."""
+
+        def finish():
+            self.now = max(self.now, end)
+            return pending.wait()
+
+        return Pending(finish)
+
+    def nanoseconds(self):
+        return round(self.now * 1e9)
+
+
+class Timed(Counted):
+    """A communicator whose calls take the machine's time; all members call at the same time."""
+
+    def __init__(self, rank, size, members, pool):
+        super().__init__(rank, size, members, pool)
+        self.clock = pool.meter
+
+    def timed(self, op, nbytes, pending):
+        return self.clock.until(self.clock.post(op, nbytes, self.members), pending)
+
+    def gather_rows(self, block):
+        nbytes = block.nbytes * (self.size - 1)
+        return self.timed("all_gather", nbytes, super().gather_rows(block))
+
+    def scatter_rows(self, block):
+        nbytes = block.nbytes * (self.size - 1) // self.size
+        return self.timed("reduce_scatter", nbytes, super().scatter_rows(block))
+
+    def sum_all(self, block, op):
+        nbytes = 2 * block.nbytes * (self.size - 1) // self.size
+        return self.timed("all_reduce", nbytes, super().sum_all(block, op))
+
+    def spread(self, block, root):
+        return self.timed("broadcast", block.nbytes, super().spread(block, root))
+
+    def collect(self, block, root):
+        return self.timed("reduce", block.nbytes, super().collect(block, root))
+
+    def exchange(self, block):
+        nbytes = block.nbytes * (self.size - 1) // self.size
+        return self.timed("all_to_all", nbytes, super().exchange(block))
+
+
+class Linked(Timed):
+    """A communicator with members on several stages, of which `stages` (member -> stage) are run.
+
+    `peers` is the communicator of the stages, on threads: it carries times.  A message leaves when
+    it is posted and those before it on its way have left, and a collective begins when the last
+    stage has posted it.
+    """
+
+    def __init__(self, rank, members, pool, peers, stages):
+        super().__init__(rank, len(members), members, pool)
+        self.peers, self.stages, self.leaves = peers, stages, {}
+
+    def timed(self, op, nbytes, pending):
+        now = np.array([self.clock.now])
+        self.clock.wire = max(self.clock.wire, float(self.peers.all_reduce(now, "max").wait()[0]))
+        return super().timed(op, nbytes, pending)
+
+    def post(self, block, peer):
+        seconds = self.clock.machine.call("send", block.nbytes, self.pair(peer))
+        end = max(self.clock.now, self.leaves.get(peer, 0.0)) + seconds
+        self.leaves[peer] = end
+        self.peers.send(np.array([end]), self.stages[peer])
+        return self.clock.until(end, super().post(block, peer))
+
+    def take(self, shape, dtype, peer):
+        arrival = self.peers.recv((1,), np.float64, self.stages[peer])
+        pending = super().take(shape, dtype, peer)
+        return Pending(lambda: self.clock.until(float(arrival.wait()[0]), pending).wait())
+
+    def pair(self, peer):
+        return self.members[self.rank], self.members[peer]
+
+
+def representative(sizes, clock, peers):
+    """The mesh of the first rank of a stage, whose number and neighbours `peers` knows."""
+    pool, coords = ShapePool(clock), dict.fromkeys(sizes, 0) | {"p": peers.rank}
+    members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
+    comms = {axis: Timed(0, sizes[axis], ranks, pool) for axis, ranks in members.items()}
+    column = line(sizes, coords, "p")
+    if peers.size > 1:
+        comms["p"] = Linked(peers.rank, column, pool, peers, range(len(column)))
+    total = int(np.prod([*sizes.values()]))
+    stages = {rank: stage for stage, rank in enumerate(column)}
+    world = Linked(column[peers.rank], range(total), pool, peers, stages)
+    return Mesh(sizes, coords, comms, world)
