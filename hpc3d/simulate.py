@@ -1,5 +1,6 @@
-"""Simulate a pipeline schedule: diagram, time, bubble and memory.
+"""Simulate before running: a training step on a machine, or a pipeline schedule by itself.
 
+python -m hpc3d.simulate INPUT.toml --machine inputs/machines/h100.toml
 python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 """
 
@@ -8,12 +9,26 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
 from hpc3d.pipeline.table import to_csv
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
+
+STEP = """\
+Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
+each pipeline stage, and a clock that goes on by what the machine needs for every product, kernel
+and call. Any number of ranks: none of the machine's is needed.
+
+Printed are the time of a step, the bubble of the pipeline, the memory of every stage by kind, and
+the bytes that a rank receives along each axis. With --out the events of all ranks are kept as a
+trace, which `python -m hpc3d.report` reads like a measured one. For RUN_DIR, the folder of a run,
+the prediction is written into the trace of this run, and its report shows both.
+
+Values of the input file can be given as options (--mesh.x 4). `python -m hpc3d.simulate schedule
+--help` is about schedules by themselves."""
 
 SCHEDULE = """\
 Run a pipeline schedule on a clock: each stage starts a pass when the one before it has ended and
@@ -26,16 +41,26 @@ those whose W is still to come."""
 
 MOST_PASSES = 1_000_000
 
-JSON = """\
+SCHEDULE_JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
 makespan [s], bubble, in_flight and weight_inputs of each stage"""
+
+STEP_JSON = """\
+print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_s, bubble,
+communication (share of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
+bytes (axis, operation: calls and bytes that a rank of stage 0 receives)"""
+
+EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
 
 
 def main(argv=None):
     """Simulate what the command line says; the exit code is 2 for what cannot be simulated."""
-    options = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        options.run(options)
+        if words[:1] == ["schedule"]:
+            _schedule(_schedule_parser().parse_args(words[1:]))
+        else:
+            _step(*_step_parser().parse_known_args(words))
     except OSError as error:
         print(f"hpc3d.simulate: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
@@ -45,21 +70,90 @@ def main(argv=None):
     return 0
 
 
-def _parser():
-    exits = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
-    parser = argparse.ArgumentParser(
-        "python -m hpc3d.simulate", description="Simulate before running.", epilog=exits
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    schedule = commands.add_parser(
-        "schedule",
-        help="a pipeline schedule with given times of its passes",
-        description=SCHEDULE,
-        epilog=exits,
+def _parser(command, description):
+    return argparse.ArgumentParser(
+        f"python -m hpc3d.simulate{command}",
+        description=description,
+        epilog=EXITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    schedule.set_defaults(run=_schedule)
-    _add_options(schedule.add_argument)
+
+
+def _step_parser():
+    parser = _parser("", STEP)
+    add = parser.add_argument
+    add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
+    add("--machine", required=True, metavar="MACHINE.toml", help="see inputs/machines")
+    add("--ranks", type=int, metavar="N", help="(default: the product of the sizes of [mesh])")
+    add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
+    add("--json", action="store_true", help=STEP_JSON)
+    return parser
+
+
+def _step(options, overrides):
+    from hpc3d.predict.machine import load
+    from hpc3d.predict.simulate import settled, simulate
+    from hpc3d.predict.summary import summary
+
+    folder = options.input if options.input.is_dir() else None
+    source = folder / "config.toml" if folder else options.input
+    config = settled(source, overrides, options.ranks)
+    machine = load(options.machine)
+    runs = simulate(config, config.model.vocabulary, machine)
+    found = summary(runs, config, machine)
+    _print_step(config, found)
+    if folder:
+        _keep_beside(folder, runs, found)
+    if options.out:
+        _keep(options.out, runs, config, machine)
+    if options.json:
+        print(json.dumps(found))
+
+
+def _keep(out, runs, config, machine):
+    from hpc3d.predict.write import write_trace
+
+    if out.exists():
+        raise ValueError(f"--out {out} exists: name a new folder")
+    out.mkdir(parents=True)
+    print(f"\nwritten to {write_trace(out, runs, config, machine)}")
+
+
+def _keep_beside(folder, runs, found):
+    from hpc3d.predict.write import prediction
+    from hpc3d.trace.supplement import write_prediction
+
+    write_prediction(folder / "trace.h5", prediction(runs, found))
+    print(f"\nthe prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}")
+
+
+def _print_step(config, found):
+    sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
+    print(f"{found['ranks']} ranks of {found['machine']}: {sizes or 'serial'}, ", end="")
+    print(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}\n")
+    print(f"step            {found['step_time_s']:.6g} s, {found['tokens_per_s']:.4g} tokens/s")
+    print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
+    print(f"bubble          {found['bubble']:.4f}")
+    print(f"communication   {found['communication']:.1%} of the step, not overlapped\n")
+    _print_memory(found["memory"])
+    print("\naxis    operation         calls     received [MB]  (a rank of stage 0)")
+    for axis, ops in found["bytes"].items():
+        for op, each in ops.items():
+            print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
+
+
+def _print_memory(memory):
+    kinds = [*memory["stages"][0]]
+    print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at its peak")
+    for stage, peaks in enumerate(memory["stages"]):
+        print(f"{stage:5d} " + "".join(f"{peaks[kind] / 1e6:14.3f}" for kind in kinds))
+    fits = "fits" if memory["fits"] else "does not fit: more stages, ZeRO or recomputation"
+    print(f"all ranks together {memory['total'] / 1e9:.3f} GB; {fits}")
+
+
+def _schedule_parser():
+    parser = _parser(" schedule", SCHEDULE)
+    _add_options(parser.add_argument)
     return parser
 
 
@@ -80,7 +174,7 @@ def _add_options(add):
     add("--steps", type=int, default=1, metavar="N", help="training steps, if asynchronous (1)")
     add("--png", metavar="FILE", help="draw the diagram in colours")
     add("--csv", metavar="FILE", help="write the schedule as a file for --name csv:FILE")
-    add("--json", action="store_true", help=JSON)
+    add("--json", action="store_true", help=SCHEDULE_JSON)
 
 
 def _time(what):

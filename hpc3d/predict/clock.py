@@ -13,7 +13,7 @@ from hpc3d.cluster.shapes import Counted, Meter, ShapePool, line
 
 
 class Clock(Meter):
-    """Seconds from the start of a run.
+    """Whole nanoseconds from the start of a run, as a trace has them.
 
     `wire` is when the last of the rank's collectives ends: they follow each other, beside what
     the rank computes.  `share` is how much longer everything takes that a processor does, where
@@ -21,17 +21,20 @@ class Clock(Meter):
     """
 
     def __init__(self, machine, share=1.0):
-        self.machine, self.share, self.now, self.wire = machine, share, 0.0, 0.0
+        self.machine, self.share, self.now, self.wire = machine, share, 0, 0
 
     def product(self, m, n, k, dtype, batch=1):
-        self.now += self.share * self.machine.product(m, n, k, dtype.name, batch)
+        self.now += nanoseconds(self.share * self.machine.product(m, n, k, dtype.name, batch))
 
     def kernel(self, name, nbytes):
-        self.now += self.share * self.machine.kernel(name, nbytes)
+        self.now += nanoseconds(self.share * self.machine.kernel(name, nbytes))
+
+    def call(self, op, nbytes, members):
+        return nanoseconds(self.machine.call(op, nbytes, members))
 
     def post(self, op, nbytes, members):
         """When a collective ends that begins now, or when those before it have ended."""
-        self.wire = max(self.now, self.wire) + self.machine.call(op, nbytes, members)
+        self.wire = max(self.now, self.wire) + self.call(op, nbytes, members)
         return self.wire
 
     def until(self, end, pending):
@@ -43,8 +46,9 @@ class Clock(Meter):
 
         return Pending(finish)
 
-    def nanoseconds(self):
-        return round(self.now * 1e9)
+
+def nanoseconds(seconds):
+    return round(seconds * 1e9)
 
 
 class Timed(Counted):
@@ -94,20 +98,20 @@ class Linked(Timed):
 
     def timed(self, op, nbytes, pending):
         now = np.array([self.clock.now])
-        self.clock.wire = max(self.clock.wire, float(self.peers.all_reduce(now, "max").wait()[0]))
+        self.clock.wire = max(self.clock.wire, int(self.peers.all_reduce(now, "max").wait()[0]))
         return super().timed(op, nbytes, pending)
 
     def post(self, block, peer):
-        seconds = self.clock.machine.call("send", block.nbytes, self.pair(peer))
-        end = max(self.clock.now, self.leaves.get(peer, 0.0)) + seconds
+        begin = max(self.clock.now, self.leaves.get(peer, 0))
+        end = begin + self.clock.call("send", block.nbytes, self.pair(peer))
         self.leaves[peer] = end
         self.peers.send(np.array([end]), self.stages[peer])
         return self.clock.until(end, super().post(block, peer))
 
     def take(self, shape, dtype, peer):
-        arrival = self.peers.recv((1,), np.float64, self.stages[peer])
+        arrival = self.peers.recv((1,), np.int64, self.stages[peer])
         pending = super().take(shape, dtype, peer)
-        return Pending(lambda: self.clock.until(float(arrival.wait()[0]), pending).wait())
+        return Pending(lambda: self.clock.until(int(arrival.wait()[0]), pending).wait())
 
     def pair(self, peer):
         return self.members[self.rank], self.members[peer]

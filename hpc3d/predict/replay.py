@@ -17,13 +17,13 @@ from hpc3d.pipeline.engine import Later
 
 
 class Take(NamedTuple):
-    """What a pass did: seconds, rows of the trace and the time that they count from, the number
+    """What a pass did: when it began and how long it took [ns], its rows of the trace, the number
     of the first call in each group and how many follow, bytes by kind that it left behind and
     that it had at its peaks, against those before, and the layer where it ended."""
 
-    seconds: float
-    rows: np.ndarray
     start: int
+    length: int
+    rows: np.ndarray
     first: dict
     calls: dict
     live: dict
@@ -45,7 +45,6 @@ class Studio:
         self.ledger.make_room()
         pool, count, now = self.mesh.pool, self.ledger.count, self.clock.now
         before, peak, first = Counter(pool.live), pool.peak, self.numbers()
-        start = self.clock.nanoseconds()
         pool.reset_peak()
         yield
         live, high = differences(pool.live, before), differences(pool.peak, before)
@@ -54,8 +53,8 @@ class Studio:
         if kind not in self.takes:
             calls = differences(self.numbers(), first)
             rows = self.ledger.rows(count)
-            seconds, layer = self.clock.now - now, self.ledger.layer
-            self.takes[kind] = Take(seconds, rows, start, first, calls, live, high, layer)
+            length, layer = self.clock.now - now, self.ledger.layer
+            self.takes[kind] = Take(now, length, rows, first, calls, live, high, layer)
 
     @contextmanager
     def play(self, kind, microbatch):
@@ -64,7 +63,7 @@ class Studio:
         self.ledger.add(self.again(take, microbatch))
         for group, count in take.calls.items():
             self.comms[group].sequence["collective"] += count
-        self.clock.now, self.ledger.layer = self.clock.now + take.seconds, take.layer
+        self.clock.now, self.ledger.layer = self.clock.now + take.length, take.layer
         total = before.total()
         yield
         for name, change in take.live.items():
@@ -74,7 +73,7 @@ class Studio:
 
     def again(self, take, microbatch):
         """The rows of a take as those of a microbatch that begins now."""
-        rows, now = take.rows.copy(), self.clock.nanoseconds()
+        rows, now = take.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - take.start
         rows["microbatch"], rows["step"] = microbatch, self.ledger.step
@@ -188,7 +187,8 @@ def to_run(groups, sizes):
     for group in groups:
         op, mb, chunk = group[0]
         kind = op, chunk, sizes[mb] if mb >= 0 else 0
-        if op in ("F", "B", "BW") and kind not in found or group[-1].op == "Reduce" and mb >= 0:
+        closes = group[-1].op == "Reduce" and mb >= 0
+        if closes or (op in ("F", "B", "BW") and kind not in found):
             run.setdefault(chunk, set()).add(mb)
         found.add(kind)
     return run

@@ -5,16 +5,19 @@ A stage of the pipeline is a thread, on which one rank runs the trainer on array
 """
 
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import threads
+from hpc3d.config import load
 from hpc3d.predict.clock import Clock, representative
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
 from hpc3d.predict.replay import Replay, Studio, to_run
+from hpc3d.rules import settle
 from hpc3d.training.loop import Trainer
 from hpc3d.training.program import program_of
 
@@ -24,17 +27,40 @@ SECOND = 1  # the step that is looked at: the first one begins with empty clocks
 class StageRun(NamedTuple):
     """A step of the first rank of a stage.
 
-    `rows` are those of /events and `axes` the mesh axis of each group in them; times in ns from
-    the start of the run.  `peak` and `live` are bytes of arrays by kind, "all" for their sum.
+    `rows` are those of /events, which index `names` and the mesh axes `axes`; times in ns from the
+    start of the run.  `step` is the row of /steps and `memory` those of /memory; `peak` the bytes
+    of arrays by kind, "all" for the peak of their sum, and `tables` those of the copies of token
+    tables among them.
     """
 
     rank: int
     rows: np.ndarray
+    names: list
     axes: list
-    start: int
-    end: int
+    step: tuple
+    memory: list
     peak: dict
-    live: dict
+    tables: int
+
+    @property
+    def seconds(self):
+        _, _, start, end, *_ = self.step
+        return (end - start) / 1e9
+
+
+BYTES = 256  # tokens of the byte tokenizer
+
+
+def settled(path, overrides, ranks=None):
+    """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
+    a rule."""
+    config = load(path, overrides)
+    mesh = config.mesh
+    if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
+        raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
+    config = settle(config, ranks or prod(mesh.sizes().values()))
+    vocabulary = config.model.vocabulary or BYTES
+    return replace(config, model=replace(config.model, vocabulary=vocabulary))
 
 
 def simulate(config, vocabulary, machine):
@@ -46,27 +72,35 @@ def simulate(config, vocabulary, machine):
     config = replace(config, model=replace(config.model, dropout=0.0))
     program = program_of(config)
     return threads.run(
-        {"p": config.mesh.p}, lambda mesh: run(mesh.comm("p"), config, vocabulary, machine, program)
+        {"p": config.mesh.p},
+        lambda mesh: run(mesh.comm("p"), config, vocabulary, machine, program),
     )
 
 
 def run(peers, config, vocabulary, machine, program):
     """The StageRun of the stage whose number is that of this member of `peers`."""
     sizes = config.mesh.sizes()
-    clock = Clock(machine, crowding(machine, int(np.prod([*sizes.values()]))))
+    clock = Clock(machine, crowding(machine, prod(sizes.values())))
     bare = representative(sizes, clock, peers)
-    ledger = Ledger(bare.rank, clock.nanoseconds)
+    ledger = Ledger(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
-    trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now, Blanks)
+    trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
     if not program.asynchronous:
         play(trainer, mesh, ledger, clock, program)
     for number in range(SECOND + 1):
         ledger.count = 0
         trainer.step(number)
-    _, _, start, end, *_ = ledger.steps[-1]
     axes = [group["axis"] for group in ledger.header["groups"]]
-    pool = mesh.pool
-    return StageRun(mesh.rank, ledger.rows(), axes, start, end, dict(pool.peak), dict(pool.live))
+    memory = [row for row in ledger.memory if row[1] == SECOND]
+    rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
+    step, tables = ledger.steps[-1], bytes_of_tables(trainer.parameters)
+    return StageRun(mesh.rank, rows, names, axes, step, memory, peak, tables)
+
+
+def bytes_of_tables(parameters):
+    """Bytes of the values of token tables: the first stage has one, and the last its copy."""
+    places = [parameters.places[item].value for item in parameters if item.rows]
+    return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
 
 
 def play(trainer, mesh, ledger, clock, program):

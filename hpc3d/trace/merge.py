@@ -67,7 +67,8 @@ class _Merge:
         parts = [*self._read(rank, paths)]
         if not parts:
             return
-        header = self.headers[rank] = {key: parts[-1].header[key] for key in (*RUN, *OWN)}
+        whole = {"kind": "measured"} | parts[-1].header
+        header = self.headers[rank] = {key: whole[key] for key in (*RUN, *OWN, "kind")}
         events, *others = (np.concatenate(tables) for tables in zip(*(part[1:] for part in parts)))
         del parts
         rest = dict(zip([*TABLES][1:], others))
@@ -148,7 +149,8 @@ class _Merge:
             found.append(_named(absent[absent < last]))
         if self.begun[rank] < max(self.begun.values()) or (absent > last).any():
             found.append(f"nothing after step {last}" if last >= 0 else "no complete step")
-        if self.clocks[host] is IDENTITY and host != self.first["host"]:
+        apart = self.clocks[host] is IDENTITY and host != self.first["host"]
+        if apart and self.first["kind"] == "measured":
             found.append("its clock, which was not compared with rank 0's")
         if dropped := self.headers[rank]["dropped"]:
             found.append(f"{dropped} events, its buffer was full")
@@ -209,12 +211,11 @@ def _named(steps):
 
 
 def _attributes(first, headers, missing):
-    same = "run_id created_utc world_size axis_sizes time_unit config git mpi"
+    same = "kind run_id created_utc world_size axis_sizes time_unit config git mpi"
     return {key: first[key] for key in same.split()} | {
         "format": schema.FORMAT,
         "version": schema.VERSION,
         "hpc3d_version": first["version"],
-        "kind": "measured",
         "axes": " ".join(first["axes"]),
         "device": ", ".join(sorted({str(header["device"]) for header in headers})),
         "complete": not missing,
