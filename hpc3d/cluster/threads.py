@@ -91,7 +91,7 @@ def sum_of(blocks, op="sum"):
     return total
 
 
-def meshes(shape):
+def meshes(shape, pool_of=Pool):
     """One `Mesh` a rank of `shape`, in rank order, and the groups behind them."""
     names, sizes = list(shape), list(shape.values())
     coords = list(itertools.product(*map(range, sizes)))
@@ -104,7 +104,7 @@ def meshes(shape):
         return groups.setdefault((axis, along[0]), Group(tuple(ranks[place] for place in along)))
 
     def mesh(rank, coord):
-        pool = Pool()
+        pool = pool_of()
         comms = {
             name: Threads(line(axis, coord), coord[axis], pool)
             for axis, name in enumerate(names)
@@ -116,13 +116,14 @@ def meshes(shape):
     return [mesh(rank, coord) for rank, coord in enumerate(coords)], [world, *groups.values()]
 
 
-def run(shape, function):
+def run(shape, function, pool_of=Pool):
     """Call `function(mesh)` once a rank, on threads; the results in rank order.
 
-    `shape` names the axes and their sizes, the last varies fastest.  The first exception of any
+    `shape` names the axes and their sizes, the last varies fastest; `pool_of` makes the pool of a
+    rank.  The first exception of any
     rank is raised here; the other ranks are woken up and end.
     """
-    ranks, groups = meshes(shape)
+    ranks, groups = meshes(shape, pool_of)
     results, errors = [None] * len(ranks), []
 
     def work(mesh):

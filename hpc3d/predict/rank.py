@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
-from hpc3d.cluster import shapes
-from hpc3d.cluster.shapes import Shape
+from hpc3d.cluster import shapes, threads
+from hpc3d.cluster.shapes import Shape, ShapePool
 from hpc3d.trace.events import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.feed import Feed
@@ -70,8 +70,12 @@ def predict(config, vocabulary, coords, program=None):
     Dropout is left out: it moves nothing and holds nothing.  ValueError where a block has an owner
     (scheme 3d-broadcast): there a rank alone does not know the shapes.
     """
+    return observe(shapes.rank_of(config.mesh.sizes(), coords), config, vocabulary, program)
+
+
+def observe(mesh, config, vocabulary, program=None):
+    """The Prediction of the rank of a mesh without data."""
     config = replace(config, model=replace(config.model, dropout=0.0))
-    mesh = shapes.rank_of(config.mesh.sizes(), coords)
     recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
@@ -84,7 +88,12 @@ def predict(config, vocabulary, coords, program=None):
 
 
 def every_rank(config, vocabulary):
-    """The Prediction of each rank, in rank order."""
+    """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
+    all together, on threads."""
     sizes, program = config.mesh.sizes(), program_of(config)
-    for coords in product(*map(range, sizes.values())):
-        yield predict(config, vocabulary, dict(zip(sizes, coords, strict=True)), program)
+    if config.split().own:
+        return threads.run(
+            sizes, lambda mesh: observe(mesh, config, vocabulary, program), ShapePool
+        )
+    places = [dict(zip(sizes, each)) for each in product(*map(range, sizes.values()))]
+    return [predict(config, vocabulary, coords, program) for coords in places]

@@ -63,11 +63,12 @@ class Studio:
         self.ledger.add(self.again(take, microbatch))
         for group, count in take.calls.items():
             self.comms[group].sequence["collective"] += count
-        self.clock.now, self.ledger.layer = self.clock.now + take.length, take.layer
+        self.clock.now += take.length
+        self.ledger.latest, self.ledger.layer = self.clock.now, take.layer
         total = before.total()
         yield
-        for name, change in take.live.items():
-            pool.count(name, before[name] + change - pool.live[name])
+        for name in [*pool.live]:
+            pool.count(name, before[name] + take.live.get(name, 0) - pool.live[name])
         high = {name: change + before[name] for name, change in take.peak.items()}
         pool.peak |= Counter(high | {"all": total + take.peak["all"]})
 
@@ -117,11 +118,11 @@ class Replay:
                 y, saved = self.stage.forward(x, micro)
             held = leases(saved)
             kept = [getattr(array, "lease", None) in held for array in (x, y)]
-            self.results[kind] = sketch(y), kept
+            self.results[kind] = sketch(y, x), kept
             return y, saved
         like, kept = self.results[kind]
         with self.studio.play(kind, self.microbatch):
-            y = self.drawn(like)
+            y = self.drawn(like, x)
         return y, Kept([array for array, holds in zip((x, y), kept) if holds])
 
     def backward(self, dy, saved, micro, later, finished):
@@ -132,13 +133,13 @@ class Replay:
             work = Kept([dy] * holds)
             with self.studio.play(kind, self.microbatch):
                 saved.arrays.clear()
-                dx = self.drawn(like)
+                dx = self.drawn(like, dy)
         else:
             work = Later(self.studio.ledger) if split else at_once
             with self.studio.take(kind):
                 dx = self.stage.backward(dy, saved, micro, work, finished)
             held = leases([*work.work]) if split else ()
-            self.results[kind] = sketch(dx), getattr(dy, "lease", None) in held
+            self.results[kind] = sketch(dx, dy), getattr(dy, "lease", None) in held
         if split:
             later(self.weigh, micro, work)
         return dx
@@ -153,8 +154,10 @@ class Replay:
             with self.studio.take(kind):
                 work.run()
 
-    def drawn(self, like):
-        """A new array of a sketch; what is none is the same again."""
+    def drawn(self, like, given):
+        """A new array of a sketch, or the one that was given; what is none is the same again."""
+        if like is GIVEN:
+            return given
         return self.studio.mesh.empty(*like) if isinstance(like, Sketch) else like
 
 
@@ -164,10 +167,15 @@ class Sketch(NamedTuple):
     kind: str
 
 
-def sketch(array):
+GIVEN = object()  # the result of a pass of a stage without layers: what came in
+
+
+def sketch(array, given):
     """What it takes to make the like of an array, without its memory; other things as they are."""
     if not isinstance(array, Shape):
         return array
+    if isinstance(given, Shape) and given.lease is array.lease:
+        return GIVEN
     return Sketch(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
 
 

@@ -53,10 +53,12 @@ def bubble(runs):
 
 def span_and_work(run):
     """Nanoseconds from the first to the last pass, and those of them without waits for others."""
-    passes = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != COPY)]
-    waits = np.isin(passes["op"], MESSAGES)
-    span = (passes["t_start"] + passes["dur"]).max() - passes["t_start"].min()
-    return int(span), int(span - passes["dur"][waits].sum())
+    rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != COPY)]
+    message = np.isin(rows["op"], MESSAGES)
+    passes, waits = rows[~message], rows[message]
+    begin, end = passes["t_start"].min(), (passes["t_start"] + passes["dur"]).max()
+    inside = (waits["t_start"] >= begin) & (waits["t_start"] < end)
+    return int(end - begin), int(end - begin - waits["dur"][inside].sum())
 
 
 def exposed(run):

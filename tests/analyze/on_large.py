@@ -4,7 +4,6 @@ python -m tests.analyze.on_large TRACE
 """
 
 import json
-import resource
 import sys
 import time
 
@@ -15,6 +14,7 @@ from hpc3d.analyze.compare import difference_rows, run_row
 from hpc3d.analyze.critical import critical_path
 from hpc3d.analyze.efficiency import efficiency_row
 from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+from tests.memory import peak_bytes
 
 seconds = {}
 
@@ -41,5 +41,4 @@ with trace.open(sys.argv[1]) as opened:
     timed(efficiency_row, opened)
     timed(difference_rows, opened, opened)
     timed(run_row, opened)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"events": len(opened.events), "seconds": seconds, "peak_bytes": peak}))
+    print(json.dumps({"events": len(opened.events), "seconds": seconds, "peak_bytes": peak_bytes()}))

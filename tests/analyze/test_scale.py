@@ -10,11 +10,11 @@ from hpc3d.trace.merge import merge
 from tests.trace.large import generate
 
 MEASURE = """\
-import resource, sys, time
+import sys, time
+from tests.memory import peak_bytes
 from hpc3d import report
 code = report.main(sys.argv[1:])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(f"{time.process_time():.1f} s of processor time, {peak} bytes", file=sys.stderr)
+print(f"{time.process_time():.1f} s of processor time, {peak_bytes()} bytes", file=sys.stderr)
 sys.exit(code)
 """
 

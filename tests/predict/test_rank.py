@@ -12,9 +12,18 @@ from hpc3d.rules import settle
 from hpc3d.trace.events import EVENTS, record_type
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.loop import Trainer
-from tests.pipeline.mixes import MIXES, Tokens, config_of
+from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
 
-ALONE = [line for line in MIXES if "3d-broadcast" not in line]
+# One rank, cubes of 27 and 64 ranks, and four axes at once.
+MORE = """
+microbatches=3
+microbatches=2 optimizer=sgd
+x=3 y=3 z=3 scheme=3d hidden=72 batch=54
+x=3 y=3 z=3 scheme=3d hidden=72 batch=54 keep_gathered=false
+x=4 y=4 z=4 scheme=3d hidden=48 heads=16
+x=4 y=4 z=4 scheme=3d-broadcast hidden=48 heads=16
+x=16 scheme=1d hidden=32 heads=16
+""".strip().splitlines()
 
 
 def counted(config):
@@ -41,7 +50,7 @@ def quick_and_slow(lines, every=6):
     ]
 
 
-@pytest.mark.parametrize("line", quick_and_slow(ALONE))
+@pytest.mark.parametrize("line", quick_and_slow([*MIXES, *LARGE, *MORE]))
 def test_predicted_is_counted(line):
     config = config_of(line)
     config = replace(config, model=replace(config.model, dropout=0.0))

@@ -10,15 +10,17 @@ import pytest
 import hpc3d.trace
 from tests.trace.large import generate
 
-MEGABYTES = "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+MEGABYTES = "print(peak_bytes() / 1e6)"
 MERGE = f"""
-import resource, sys
+import sys
+from tests.memory import peak_bytes
 from hpc3d.trace.merge import merge
 merge(sys.argv[1])
 {MEGABYTES}
 """
 CHECK = f"""
-import resource, sys
+import sys
+from tests.memory import peak_bytes
 import hpc3d.trace
 from hpc3d.trace.check import violations
 with hpc3d.trace.open(sys.argv[1] + "/trace.h5") as trace:

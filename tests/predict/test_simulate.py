@@ -1,0 +1,101 @@
+"""A simulated step is the program's own: rows, numbers, memory; and its clock adds up."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hpc3d import trace
+from hpc3d.analyze.tables import time_rows
+from hpc3d.predict.rank import predict
+from hpc3d.predict.simulate import simulate
+from hpc3d.predict.summary import summary
+from hpc3d.predict.write import prediction, write_trace
+from hpc3d.trace.check import violations
+from hpc3d.trace.events import CATEGORY, OP
+from hpc3d.trace.supplement import write_prediction
+from tests.pipeline.mixes import MIXES, config_of
+from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
+
+TIMES = {"t_start", "t_global", "dur", "posted", "name"}
+COPY = CATEGORY.index("copy")
+PIPELINES = [
+    line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
+]
+
+
+def simulated(line):
+    config = config_of(line)
+    return config, simulate(config, config.model.vocabulary, MACHINE)
+
+
+@pytest.mark.parametrize("line", PIPELINES)
+def test_played_passes_are_like_those_that_are_run(line):
+    """Every value of every row but times, and the peak of every kind of memory."""
+    config, runs = simulated(line)
+    for stage, run in enumerate(runs):
+        coords = dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}
+        whole = predict(config, config.model.vocabulary, coords)
+        rows = run.rows[run.rows["category"] != COPY]
+        for name in {*rows.dtype.names} - TIMES:
+            np.testing.assert_array_equal(rows[name], whole.events[name], err_msg=name)
+        assert Counter(run.peak) == Counter(whole.peak)
+
+
+@pytest.mark.parametrize("line", PIPELINES[::5])
+def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
+    config, runs = simulated(line)
+    path = write_trace(tmp_path, runs, config, MACHINE)
+    found = summary(runs, config, MACHINE)
+    write_prediction(path, prediction(runs, found))
+    with trace.open(path) as opened:
+        assert opened.attrs["kind"] == "simulated" and opened.attrs["complete"]
+        assert violations(opened) == []
+        assert len(opened.ranks) == len(np.unique(opened.events["rank"])) == found["ranks"]
+        assert opened.prediction["value"][0] == found["step_time_s"]
+        shares = [row["share"] for row in time_rows(opened)]
+        assert sum(shares) == pytest.approx(1, abs=1e-9)
+
+
+def test_the_time_of_a_product_and_of_a_call_are_the_machines():
+    _, (run,) = simulated("x=4 scheme=1d hidden=32 heads=4 batch=4")
+    gemm = run.rows[(run.rows["op"] == OP.index("gemm"))]
+    np.testing.assert_allclose(gemm["dur"], np.maximum(1e3, gemm["flops"] / FLOPS * 1e9), atol=1)
+    calls = run.rows[run.rows["op"] == OP.index("all_reduce")]
+    large = calls[calls["bytes"] == calls["bytes"].max()]
+    seconds = MACHINE.call("all_reduce", int(large["bytes"][0]), (0, 1, 2, 3))
+    assert large["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
+
+
+def test_kernels_move_their_bytes():
+    _, (run,) = simulated("p=1 schedule=none microbatches=1 hidden=32 heads=4 batch=4")
+    norm = run.rows[(run.rows["op"] == OP.index("norm"))][0]  # moments: reads x, writes 2 a row
+    rows = 4 * 3
+    assert norm["dur"] == pytest.approx(1e9 * (LAUNCH + 8 * (rows * 32 + 2 * rows) / BYTES), abs=1)
+
+
+def test_a_stage_waits_for_the_one_before_it():
+    """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
+    line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
+    config, runs = simulated(line)
+    assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
+    config, runs = simulated(line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64"))
+    # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
+    assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
+
+
+def test_sums_run_beside_backward_only_where_they_may():
+    line = "d=2 schedule=none microbatches=2 zero=0 bucket_mb=0.001 hidden=96 batch=96"
+    waits = {}
+    for overlap in ("true", "false"):
+        config, runs = simulated(f"{line} overlap={overlap}")
+        found = summary(runs, config, MACHINE)
+        waits[overlap] = found["communication"] * found["step_time_s"]
+    assert waits["true"] < 0.8 * waits["false"]
+
+
+def test_a_trace_of_too_many_rows_is_refused(tmp_path):
+    config, runs = simulated("p=2 schedule=gpipe microbatches=4")
+    many = [run._replace(rows=np.resize(run.rows, 6_000_000)) for run in runs]
+    with pytest.raises(ValueError, match="leave --out away"):
+        write_trace(tmp_path, many, config, MACHINE)
