@@ -20,7 +20,12 @@ def message(alpha, beta, g, nbytes):
 
 
 def ring(alpha, beta, g, nbytes):
-    """All-gather or reduce-scatter around a ring; all-to-all with a new partner in every step."""
+    """All-gather or reduce-scatter from neighbour to neighbour around a ring."""
+    return (g - 1) * alpha + nbytes * beta
+
+
+def pairwise(alpha, beta, g, nbytes):
+    """All-to-all with a new partner in every step."""
     return (g - 1) * alpha + nbytes * beta
 
 
@@ -100,21 +105,35 @@ def short_power_of_two(g, nbytes):
 ALGORITHMS = {
     "all_gather": ((ring, always), (doubling, short)),
     "reduce_scatter": ((ring, always), (doubling, short_power_of_two)),
-    "all_reduce": ((ring_all_reduce, always), (rabenseifner, always), (doubling_all_reduce, short)),
+    "all_reduce": (
+        (ring_all_reduce, always),
+        (rabenseifner, always),
+        (doubling_all_reduce, short),
+    ),
     "broadcast": ((binomial, always), (scatter_all_gather, always), (chain, always)),
     "reduce": ((binomial, always), (scatter_all_gather, always), (chain, always)),
-    "all_to_all": ((ring, always), (bruck, short)),
+    "all_to_all": ((pairwise, always), (bruck, short)),
     "send": ((message, always),),
     "recv": ((message, always),),
 }
 
 
-def best(op, g, nbytes, alpha, beta):
-    """Seconds of a call by the cheapest algorithm that libraries would take."""
+NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms of which no message goes far
+
+
+def best(op, g, nbytes, alpha, beta, hop=None):
+    """Seconds of a call by the cheapest algorithm that libraries would take.
+
+    `hop` is the latency between neighbours, where it is not alpha.
+    """
     if g == 1:
         return 0.0
-    choices = ALGORITHMS[op]
-    return min(cost(alpha, beta, g, nbytes) for cost, fits in choices if fits(g, nbytes))
+    hop = alpha if hop is None else hop
+    return min(
+        cost(hop if cost in NEIGHBOURS else alpha, beta, g, nbytes)
+        for cost, fits in ALGORITHMS[op]
+        if fits(g, nbytes)
+    )
 
 
 def hierarchical_all_reduce(nbytes, inside, across):

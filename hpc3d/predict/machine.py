@@ -4,12 +4,13 @@ inputs/machines/*.toml are machines; `load` reads one, `dumps` writes one.  A ra
 was measured is kept as knots and interpolated, so that what was measured comes out again.
 """
 
+import re
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from math import inf, log
+from itertools import compress, pairwise
+from math import ceil, inf, log, log2
 from typing import Literal, NamedTuple
 
 from hpc3d.config import STRICT, literal, read
@@ -46,7 +47,7 @@ class Rates:
     rate: tuple[float, ...]
 
     @cached_property
-    def of(self):
+    def curve(self):
         return Curve(self.flop, self.rate)
 
 
@@ -55,7 +56,8 @@ class Link:
     """What joins `ranks` consecutive ranks (0: all).
 
     `alpha_s` is the latency of a message; one rank alone sends `bandwidth` bytes/s over the link,
-    all ranks of a node together `node_bandwidth` (0: they do not hinder each other).
+    all ranks of a node together `node_bandwidth` (0: they do not hinder each other), and one rank
+    to one other `pair_bandwidth` (0: all of its own; less where wires join pairs, not a switch).
     """
 
     __pydantic_config__ = STRICT
@@ -63,12 +65,13 @@ class Link:
     alpha_s: float
     bandwidth: float
     node_bandwidth: float = 0.0
+    pair_bandwidth: float = 0.0
 
-    def beta(self, senders, ranks_per_node):
-        """Seconds a byte of a group of which `senders` ranks of a node send over the link, while
-        the other ranks of the node do so in groups of their own."""
-        common = self.node_bandwidth or inf
-        return 1 / min(senders * self.bandwidth, common * min(1, senders / ranks_per_node))
+    def beta(self, senders, ranks_per_node, peers=inf):
+        """Seconds a byte of a group of which `senders` ranks of a node send over the link, each to
+        as many `peers`, while the other ranks of the node do so in groups of their own."""
+        common = (self.node_bandwidth or inf) * min(1, senders / ranks_per_node)
+        return 1 / min(senders * self.bandwidth, common, peers * (self.pair_bandwidth or inf))
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,14 @@ class Measured:
     seconds: tuple[float, ...]
 
     @cached_property
-    def of(self):
+    def curve(self):
         return Curve(self.bytes, self.seconds)
 
     def time(self, nbytes):
         """Seconds: between the knots in log-log, beyond them as alpha + beta nbytes."""
         x, y = self.bytes, self.seconds
         if x[0] <= nbytes <= x[-1]:
-            return self.of(nbytes)
+            return self.curve(nbytes)
         if nbytes > x[-1]:
             return y[-1] + (nbytes - x[-1]) * max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
         # No negative latency, however the first knots lie.
@@ -103,15 +106,50 @@ class Measured:
         return y[0] - (x[0] - nbytes) * beta
 
 
-class Route(NamedTuple):
-    """How the calls of a group go: a table for some, else alpha and beta along its ring;
-    `levels` are (g, alpha, beta) on a node and across, of several members on several nodes."""
+class Level(NamedTuple):
+    """Members that are joined alike: seconds a message and seconds a byte."""
 
     members: int
     alpha: float
     beta: float
+
+
+class Route(NamedTuple):
+    """How the calls of a group go: by a table, else with `alpha` from member to member, `hop`
+    between neighbours of a ring, and beta; `spread` instead of beta if each sends to all others.
+    Several members on several nodes have two `levels`, on a node and across.
+    """
+
+    members: int
+    alpha: float
+    hop: float
+    beta: float
+    spread: float
     levels: tuple | None
     tables: dict
+
+
+def over_nodes(size, inside, across, leaving, tables):
+    """The Route of several members on several nodes; a ring of them takes `leaving` seconds a
+    byte from node to node.
+
+    It leaves each node once, through as many adapters as it has members there.  Its steps
+    overlap, so that their latency is that of the mean hop, as NCCL reckons (src/graph/tuning.cc).
+    A tree has steps inside of nodes and steps across.
+    """
+    near, far = ceil(log2(inside.members)), ceil(log2(across.members))
+    alpha = (near * inside.alpha + far * across.alpha) / (near + far)
+    hop = inside.alpha + across.members / size * (across.alpha - inside.alpha)
+    elsewhere = (size - inside.members) / (size - 1)  # of the data of an all-to-all
+    return Route(
+        members=size,
+        alpha=alpha,
+        hop=hop,
+        beta=max(inside.beta, leaving),
+        spread=max(inside.beta, elsewhere * across.beta),
+        levels=(inside, across),
+        tables=tables,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +189,8 @@ class Machine:
             )
         flop = 2.0 * m * n * k * batch
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * ITEMSIZE[dtype]
-        return max(self.launch_s, flop / self.gemm[dtype].of(flop), moved / self.memory_bandwidth)
+        computed = flop / self.gemm[dtype].curve(flop)
+        return max(self.launch_s, computed, moved / self.memory_bandwidth)
 
     def kernel(self, name, nbytes):
         """Seconds of an elementwise kernel that reads and writes `nbytes` in all."""
@@ -169,7 +208,8 @@ class Machine:
         route = self.routes.get(members) or self.routes.setdefault(members, self.route(members))
         if op in route.tables:
             return route.tables[op](nbytes)
-        seconds = best(op, route.members, nbytes, route.alpha, route.beta)
+        beta = route.spread if op == "all_to_all" else route.beta
+        seconds = best(op, route.members, nbytes, route.alpha, beta, route.hop)
         if op == "all_reduce" and route.levels:
             seconds = min(seconds, hierarchical_all_reduce(nbytes, *route.levels))
         return self.launch_s + seconds
@@ -180,26 +220,73 @@ class Machine:
         return {}
 
     def route(self, members):
-        """The Route of two ranks or more; those on one node lie as densely on the others.
+        """The Route of two ranks or more, as many of them on one node as on another."""
+        on_node, ranks = self.by_node(members), self.ranks_per_node
+        here = max(on_node, key=len)
+        near, far = self.link(here), self.link(members)
+        inside = Level(len(here), near.alpha_s, near.beta(1, ranks, max(1, len(here) - 1)))
+        across = Level(len(on_node), far.alpha_s, far.beta(1, ranks))
+        hindered = near.node_bandwidth or far.node_bandwidth
+        tables = self.tables(members, alone_serves=inside.members == ranks or not hindered)
+        if 1 in (inside.members, across.members):
+            _, alpha, beta = inside if across.members == 1 else across
+            return Route(len(members), alpha, alpha, beta, beta, None, tables)
+        return over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
-        A ring through all members leaves each node once, through as many adapters as it has
-        members there.  Its steps overlap, so that its latency is that of the mean hop, as NCCL
-        reckons (src/graph/tuning.cc).
-        """
-        size, on_node = len(members), self.by_node(members)
-        here, nodes = max(on_node, key=len), len(on_node)
-        far, ranks = self.link(members), self.ranks_per_node
-        if nodes == 1:
-            beta, alone = far.beta(1, ranks), far.beta(1, size)
-            return Route(size, far.alpha_s, beta, beta, None, self.tables(members, beta == alone))
-        beta, alone = far.beta(len(here), ranks), far.beta(len(here), len(here))
-        tables = self.tables(members, beta == alone)
-        across = nodes, far.alpha_s, far.beta(1, ranks)
-        if len(here) == 1:
-            return Route(size, far.alpha_s, beta, beta, None, tables)
-        near = self.link(here)
-        inside = len(here), near.alpha_s, near.beta(1, ranks)
-        alpha = near.alpha_s + nodes / size * (far.alpha_s - near.alpha_s)
-        levels = (inside, across) if size == nodes * len(here) else None
-        spread = (size - len(here)) / (size - 1) * across[2]
-        return Route(size, alpha, max(beta, inside[2]), max(spread, inside[2]), levels, tables)
+    def by_node(self, members):
+        """The members on each node."""
+        nodes = defaultdict(list)
+        for rank in members:
+            nodes[rank // self.ranks_per_node].append(rank)
+        return nodes.values()
+
+    def link(self, members):
+        """The innermost link that joins them."""
+        low, high = min(members), max(members)
+        joins = (not link.ranks or low // link.ranks == high // link.ranks for link in self.links)
+        return next(compress(self.links, joins))
+
+    def tables(self, members, alone_serves):
+        """op -> the time that was measured for such a group: at once with others, or alone where
+        it has its links to itself."""
+        ranks = sorted(members)
+        strides = {there - here for here, there in pairwise(ranks)}
+        found = {}
+        for groups in ("alone", "at once") if alone_serves else ("at once",):
+            for table in self.measured:
+                if (table.members, {table.stride}, table.groups) == (len(ranks), strides, groups):
+                    found[table.op] = table.time
+        return found
+
+
+def load(path):
+    """The Machine of a TOML file.
+
+    Raises ValueError with one line for every error, each with its key and the remedy.
+    """
+    from hpc3d.predict.machine_rules import validate
+
+    return validate(read(path))
+
+
+def dumps(machine):
+    """The text of a file that `load` reads as an equal machine."""
+    tree = asdict(machine)
+    gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
+    parts = [table("", tree)]
+    parts += [table(f"[gemm.{key(dtype)}]", rates) for dtype, rates in gemm.items()]
+    parts += [table("[[links]]", link) for link in links]
+    parts += [table("[kernels]", kernels)] if kernels else []
+    parts += [table("[[measured]]", call) for call in measured]
+    return "\n".join(parts)
+
+
+def table(head, values):
+    """A table as TOML writes it."""
+    lines = [f"{key(name)} = {literal(value)}" for name, value in values.items()]
+    return "\n".join([*([head] if head else []), *lines, ""])
+
+
+def key(name):
+    """A key as TOML writes it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)

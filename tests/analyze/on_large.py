@@ -41,4 +41,6 @@ with trace.open(sys.argv[1]) as opened:
     timed(efficiency_row, opened)
     timed(difference_rows, opened, opened)
     timed(run_row, opened)
-    print(json.dumps({"events": len(opened.events), "seconds": seconds, "peak_bytes": peak_bytes()}))
+    print(
+        json.dumps({"events": len(opened.events), "seconds": seconds, "peak_bytes": peak_bytes()})
+    )

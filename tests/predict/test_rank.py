@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpc3d.predict.rank import Prediction, every_rank, predict
 from hpc3d.cluster.threads import run
 from hpc3d.config import load
+from hpc3d.predict.rank import Prediction, every_rank, predict
 from hpc3d.rules import settle
 from hpc3d.trace.events import EVENTS, record_type
 from hpc3d.trace.recorder import Recorder

@@ -79,7 +79,9 @@ def test_a_stage_waits_for_the_one_before_it():
     line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
     config, runs = simulated(line)
     assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
-    config, runs = simulated(line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64"))
+    config, runs = simulated(
+        line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64")
+    )
     # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
     assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
 
