@@ -55,7 +55,7 @@ class ParallelConfig:
     microbatches: int = 1
     chunks: int | None = None
     stages: tuple[int, ...] | None = None
-    recompute: str = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     schedule: str | None = None
 
 
@@ -97,7 +97,7 @@ class TrainConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.1
     clip: float = 1.0
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float16", "float32", "float64"] = "float32"
     backend: Literal["numpy", "cupy"] = "numpy"
 
 

@@ -112,7 +112,6 @@ def not_there_yet(config):
     fixed = {
         "mesh.c": (config.mesh.c, 1),
         "mesh.e": (config.mesh.e, 1),
-        "parallel.recompute": (config.parallel.recompute, "none"),
         "train.backend": (config.train.backend, "numpy"),
         "checkpoint.every": (config.checkpoint.every, 0),
     }
@@ -158,8 +157,10 @@ def wrong_sizes(config):
     turned, outer = split.next(), split.whole()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
+    rows = sequences // micros * model.sequence
     needs = {
-        (batch, sequences // micros): [split.x[0], split.y[0], outer.y[0], turned.y[0]],
+        (batch, sequences // micros): [split.y[0], outer.y[0]],
+        (f"{batch} x model.sequence", rows): [split.x[0], turned.y[0]],
         ("model.heads", model.heads): [split.y[1], turned.x[1]],
         ("model.hidden", model.hidden): [
             split.x[1],

@@ -90,6 +90,10 @@ def prepare(job, words, reader):
 
     path = words.pop(0) if words and not words[0].startswith("-") else None
     config = settle(values.load(path, words), job.size, default=path is None)
+    if config.train.dtype == "float16":
+        raise ValueError(
+            "train.dtype = float16: processors are slow at it; use float32, or simulate it"
+        )
     tokens = open_tokens(find(config.data.path), config.data.tokenizer)
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:

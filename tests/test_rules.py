@@ -23,7 +23,7 @@ RULES = {
     "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: must be at least 0 and below inf"),
     "parallel.microbatches": ("0", "parallel.microbatches = 0: must be at least 1"),
     "parallel.chunks": ("0", "parallel.chunks = 0: must be at least 1"),
-    "parallel.recompute": ("full", "parallel.recompute = 'full': not there yet; use 'none'"),
+    "parallel.recompute": ("half", "parallel.recompute: input should be 'none', 'selective' or"),
     "model.layers": ("0", "model.layers = 0: must be at least 1"),
     "model.hidden": ("0", "model.hidden = 0: must be at least 1"),
     "model.heads": ("0", "model.heads = 0: must be at least 1"),
@@ -64,9 +64,9 @@ def sized(changes, *more):
     ("changes", "mesh", "lines"),
     [
         (
-            {"--train.batch": 142},
+            {"--train.batch": 142, "--model.sequence": 3},
             {"x": 2, "y": 4},
-            ["train.batch = 142 does not divide over mesh axes x 2 x y 4 = 8"],
+            ["train.batch x model.sequence = 426 does not divide over mesh axes x 2 x y 4 = 8"],
         ),
         (
             {"--train.batch": 142},
@@ -95,9 +95,8 @@ def test_a_size_that_does_not_divide_names_key_and_axes(changes, mesh, lines):
     axes = [word for axis, size in mesh.items() for word in (f"--mesh.{axis}", str(size))]
     said = problems(*sized(changes, *axes))
     assert all(any(line in one for one in said) for line in lines)
-    assert all(
-        one.split(" = ")[0] in ("train.batch", "model.heads", "model.hidden") for one in said
-    )
+    keys = "train.batch", "train.batch x model.sequence", "model.heads", "model.hidden"
+    assert all(one.split(" = ")[0] in keys for one in said)
 
 
 PIPELINES = [

@@ -1,5 +1,6 @@
 """A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
 
+from contextlib import contextmanager
 from math import sqrt
 
 import numpy as np
@@ -10,10 +11,19 @@ from hpc3d.model.layers import Dropout, LayerNorm, Linear
 
 
 class Block:
-    """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X."""
+    """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X.
 
-    def __init__(self, mesh, parameters, model, split, number, keep="xw", seed=0):
+    `recompute` says what backward runs again instead of keeping it (arXiv:2205.05198, section 5):
+    "selective" the core of attention, from q, k and v; "full" the whole block, with its messages,
+    from X.  One rank with n elements of X, T tokens of h features a sequence and a heads keeps
+    n (16 + a T / h) elements with "none", 16 n with "selective" and n with "full".
+    """
+
+    def __init__(
+        self, mesh, parameters, model, split, number, keep="xw", seed=0, recompute="none"
+    ):
         self.mesh, self.model, self.number = mesh, model, number
+        self.parameters, self.recompute = parameters, recompute
         self.name = name = f"layers.{number}"
         hidden = model.hidden
         std, last = model.std, model.std / sqrt(2 * model.layers)
@@ -36,13 +46,34 @@ class Block:
         self.gelu = ops.GELU[model.gelu]
 
     def forward(self, x, micro):
-        """The block of Y and what `backward` needs."""
+        """The block of Y and what `backward` needs: with "full", what `again` needs."""
+        y, saved = self.run(x, micro)
+        return y, (x, self.parameters.value) if self.recompute == "full" else saved
+
+    def again(self, x, weights, micro):
+        """What the forward pass did not keep: it runs once more, with the weights it had."""
+        newest = self.parameters.value
+        self.parameters.show(weights)
+        with self.recomputing():
+            _, saved = self.run(x, micro)
+        self.parameters.show(newest)
+        return saved
+
+    @contextmanager
+    def recomputing(self):
+        """What is recorded in here is of phase "recompute"."""
+        trace = self.mesh.trace
+        trace.phase, phase = "recompute", trace.phase
+        yield
+        trace.phase = phase
+
+    def run(self, x, micro):
+        """The block of Y and what the backward pass works with."""
         self.mesh.trace.layer = self.number
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
-        drop = self.drop_probabilities(micro, qkv)
-        with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
-            a, p = attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
+        a, p = self.attend(qkv, self.drop_probabilities(micro, qkv))
+        p = None if self.recompute == "selective" else p
         a, saved_proj = self.proj.forward(a)
         x = self.add(x, self.drop(self.drop1, a, micro))
         n2, saved_n2 = self.norm2.forward(x)
@@ -55,6 +86,8 @@ class Block:
 
     def backward(self, dy, saved, micro, later):
         self.mesh.trace.layer = self.number
+        if self.recompute == "full":
+            saved = self.again(*saved, micro)
         saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down = saved
         dg = self.down.backward(self.drop(self.drop2, dy, micro), saved_down, later)
         with self.mesh.trace.span("gelu"):
@@ -62,11 +95,19 @@ class Block:
         dy = self.norm2.backward(self.up.backward(dh, saved_up, later), saved_n2, residual=dy)
         da = self.proj.backward(self.drop(self.drop1, dy, micro), saved_proj, later)
         drop = self.drop_probabilities(micro, qkv)
+        if self.recompute == "selective":
+            with self.recomputing():
+                p = self.attend(qkv, drop)[1]
         with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
             dqkv = attend_grad(da, qkv, p, self.model.width, self.mesh.empty, drop)
         return self.norm1.backward(
             self.qkv.backward(dqkv, saved_qkv, later), saved_n1, residual=dy
         )
+
+    def attend(self, qkv, drop):
+        """The core of attention: its output and the probabilities."""
+        with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
+            return attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
 
     def add(self, x, y):
         with self.mesh.trace.span("residual"):

@@ -125,7 +125,7 @@ class Sum(Bucket):
         return comm.all_reduce(self.parameters.grad[self.span])
 
     def as_parts(self, comm):
-        rows = comm.buffer((self.parameters.parts, self.width), self.parameters.dtype)
+        rows = comm.buffer((self.parameters.parts, self.width), self.parameters.wide)
         for place, columns in zip(self.places, self.columns, strict=True):
             rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
         return rows
@@ -155,7 +155,7 @@ class Gather(Bucket):
 
 def filled(parameters, items, size):
     """Lists of neighbours that are summed alike, each as long as it stays within `size` bytes."""
-    places, itemsize = parameters.places, parameters.dtype.itemsize
+    places, itemsize = parameters.places, parameters.wide.itemsize
     for _, alike in groupby(items, lambda item: (item.late, item.partial)):
         bucket, held = [], 0
         for item in alike:

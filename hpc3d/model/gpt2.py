@@ -6,6 +6,7 @@ three together.
 
 from dataclasses import dataclass
 
+from hpc3d.model import ops
 from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy
 from hpc3d.tensor.layout import Layout
@@ -60,6 +61,7 @@ class Embeddings:
             decay=True,
             partial=row_axes(split.x),
         )
+        self.layout = split.x
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, seed)
 
     def forward(self, micro):
@@ -67,20 +69,24 @@ class Embeddings:
         tokens = micro.rows(micro.tokens, Layout(self.lookup.split.m), self.mesh)
         x, saved = self.lookup.forward(tokens)
         with self.mesh.trace.span("embedding", "lookup"):
-            sequences = x.reshape(-1, self.shape.sequence, x.shape[1])
-            x = (sequences + self.position.value).reshape(x.shape)
+            out = self.mesh.empty(x.shape, x.dtype)
+            x = ops.add_repeated(x, self.position.value, self.first(micro), out)
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
     def backward(self, dx, saved, micro, later):
         self.mesh.trace.layer = -1
         dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
-        later(self.weigh, dx, saved)
+        later(self.weigh, dx, saved, self.first(micro))
 
-    def weigh(self, dx, saved):
+    def weigh(self, dx, saved, first):
         with self.mesh.trace.span("embedding", "lookup"):
-            sequences = dx.reshape(-1, self.shape.sequence, dx.shape[1])
-            self.position.grad += sequences.sum(0)
+            self.position.grad += ops.sum_repeated(dx, first, self.shape.sequence)
         self.lookup.backward(dx, saved)
+
+    def first(self, micro):
+        """The position in its sequence of the first token of this rank's rows."""
+        shape = micro.sequences * self.shape.sequence, self.shape.hidden
+        return self.layout.slices(shape, self.mesh)[0].start % self.shape.sequence
 
 
 class Head:

@@ -34,6 +34,21 @@ def sum_rows(y):
 
 
 @kernel
+def add_repeated(x, table, first, out):
+    """x plus the rows of a table again and again, from its row `first` on."""
+    return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
+
+
+@kernel
+def sum_repeated(dx, first, period):
+    """The sum of all rows of x that `add_repeated` adds the same row of its table to."""
+    rows = -(-(first + len(dx)) // period) * period
+    whole = np.zeros((rows, dx.shape[1]), dx.dtype)
+    whole[first : first + len(dx)] = dx
+    return whole.reshape(-1, period, dx.shape[1]).sum(0)
+
+
+@kernel
 def gelu_tanh(h, out):
     """out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes the slope d out / d h.
 

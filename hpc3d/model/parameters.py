@@ -97,10 +97,14 @@ class Piece(NamedTuple):
 
 
 class Parameters:
-    """All parameters of this rank on flat arrays `value` and `grad`."""
+    """All parameters of this rank on flat arrays `value` and `grad`.
+
+    Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
+    """
 
     def __init__(self, mesh, dtype, zero=0):
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
+        self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
         self.parts = mesh.size(DATA) if zero else 1
         self.items, self.places, self.pieces = [], {}, []
 
@@ -128,7 +132,7 @@ class Parameters:
             values, grads, states = place.value.stop, place.grad.stop, place.state.stop
             self.places[item] = place
         self.value = self.mesh.zeros((values,), self.dtype, "parameter")
-        self.grad = self.mesh.zeros((grads,), self.dtype, "gradient")
+        self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
         self.states = states
         self.point()
         for item in self.items:

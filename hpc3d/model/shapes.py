@@ -9,6 +9,8 @@ from hpc3d.model import attention, layers, loss, ops, parameters
 rule(parameters.initialise)(lambda value, item, seed, mesh: None)
 rule(layers.gather_rows)(lambda table, index: table.like((index.size, table.shape[1])))
 rule(layers.scatter_rows)(lambda dy, index, shape: dy.like(shape))
+rule(ops.add_repeated)(lambda x, table, first, out: out)
+rule(ops.sum_repeated)(lambda dx, first, period: dx.like((period, dx.shape[1])))
 rule(ops.gelu_tanh)(lambda h, out: out)
 rule(ops.gelu_exact)(lambda h, out: out)
 rule(ops.moments)(lambda x: x.like((2, x.shape[0])))

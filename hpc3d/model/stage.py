@@ -68,7 +68,7 @@ class Part(NamedTuple):
     last: bool
 
 
-def build(mesh, parameters, shape, split, parts, keep="xw", seed=0, twin=None):
+def build(mesh, parameters, shape, split, parts, keep="xw", seed=0, recompute="none", twin=None):
     """The stages of this rank, one a part, their parameters added to `parameters`.
 
     A rank with the first part has the token table, as has, of a tied model, one with the last;
@@ -79,19 +79,21 @@ def build(mesh, parameters, shape, split, parts, keep="xw", seed=0, twin=None):
         late = shape.tied and (twin is not None or len(parts) > 1)
         how = {"twin": twin if shape.tied else None, "late": late}
         table = add_table(mesh, parameters, shape, split, "embedding.token", **how)
-    return [Stage(mesh, parameters, shape, split, part, table, keep, seed) for part in parts]
+    knobs = keep, seed, recompute
+    return [Stage(mesh, parameters, shape, split, part, table, *knobs) for part in parts]
 
 
 class Stage:
     """The part of a model that a rank runs in one go."""
 
-    def __init__(self, mesh, parameters, shape, split, part, table, keep="xw", seed=0):
+    def __init__(self, mesh, parameters, shape, split, part, table, keep, seed, recompute):
         self.mesh, self.shape, self.layout = mesh, shape, split.x
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = Embeddings(mesh, parameters, shape, split, table, seed)
         self.blocks = [
-            Block(mesh, parameters, shape, split, number, keep, seed) for number in part.layers
+            Block(mesh, parameters, shape, split, number, keep, seed, recompute)
+            for number in part.layers
         ]
         if part.last:
             own = None if shape.tied else add_table(mesh, parameters, shape, split, "head.table")

@@ -69,7 +69,7 @@ class Trainer:
         parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
         twin = next(iter(ends - {stage}), None) if stage in ends else None
-        how = config.keep(), config.seed, twin
+        how = config.keep(), config.seed, config.parallel.recompute, twin
         return build(self.mesh, self.parameters, self.shape, config.split(), parts, *how)
 
     def step(self, number):

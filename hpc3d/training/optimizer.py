@@ -11,16 +11,42 @@ CHUNK = 1 << 14  # elements that stay in the cache through an update
 FLOOR = 0.1  # the part of the learning rate that is left at the last step
 
 
-class AdamW:
+class Optimizer:
+    """Walks through this rank's own parameters.  Those of 16 bits have a `master` copy in float32,
+    which is updated and then rounded (Micikevicius et al., arXiv:1710.03740, section 3.1)."""
+
+    def __init__(self, parameters, weight_decay):
+        self.parameters, self.weight_decay, self.master = parameters, weight_decay, None
+        if parameters.wide != parameters.dtype:
+            self.master = self.state()
+            for piece in parameters.pieces:
+                self.master[piece.state] = parameters.value[piece.value]
+
+    def state(self):
+        """An array with an element for every parameter that this rank updates."""
+        shape, dtype = (self.parameters.states,), self.parameters.wide
+        return self.parameters.mesh.zeros(shape, dtype, "optimizer")
+
+    def pieces(self, decay):
+        """Values to update, gradients and the slice of their state; and the part of a value that
+        stays."""
+        for piece in self.parameters.pieces:
+            keep = 1 - decay if piece.decay else 1.0
+            value = self.parameters.value[piece.value]
+            w = value if self.master is None else self.master[piece.state]
+            yield w, self.parameters.grad[piece.grad], piece.state, keep
+            if w is not value:
+                value[...] = w
+
+
+class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
 
     BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
     def __init__(self, parameters, weight_decay):
-        self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
-        mesh, shape = parameters.mesh, (parameters.states,)
-        self.first = mesh.zeros(shape, parameters.dtype, "optimizer")
-        self.second = mesh.zeros(shape, parameters.dtype, "optimizer")
+        super().__init__(parameters, weight_decay)
+        self.first, self.second, self.steps = self.state(), self.state(), 0
 
     def update(self, learning_rate, scale):
         """One step with the gradients times `scale`.
@@ -31,7 +57,7 @@ class AdamW:
         self.steps += 1
         rate = learning_rate / (1 - self.BETA1**self.steps)
         root = 1 / sqrt(1 - self.BETA2**self.steps)
-        for w, g, state, keep in pieces(self.parameters, learning_rate * self.weight_decay):
+        for w, g, state, keep in self.pieces(learning_rate * self.weight_decay):
             adamw(w, g, self.first[state], self.second[state], self, (scale, rate, root, keep))
 
 
@@ -56,14 +82,11 @@ def adamw(value, grad, first, second, constants, factors):
         w -= g
 
 
-class SGD:
+class SGD(Optimizer):
     """w = (1 - lr decay) w - lr g."""
 
-    def __init__(self, parameters, weight_decay):
-        self.parameters, self.weight_decay = parameters, weight_decay
-
     def update(self, learning_rate, scale):
-        for w, g, _, keep in pieces(self.parameters, learning_rate * self.weight_decay):
+        for w, g, _, keep in self.pieces(learning_rate * self.weight_decay):
             descend(w, g, learning_rate * scale, keep)
 
 
@@ -75,13 +98,6 @@ def descend(value, grad, rate, keep):
 
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-
-
-def pieces(parameters, decay):
-    """Values, gradients and the slice of their state; and the part of the value that stays."""
-    for piece in parameters.pieces:
-        keep = 1 - decay if piece.decay else 1.0
-        yield parameters.value[piece.value], parameters.grad[piece.grad], piece.state, keep
 
 
 def stretches(size):

@@ -1,0 +1,179 @@
+"""Recomputation changes no bit of a result, and what it does not keep is gone.
+
+Memory is counted in elements; n = b s h are those of X where a rank holds all of it.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+import hpc3d.model.shapes  # noqa: F401
+from hpc3d.cluster import shapes
+from hpc3d.cluster.threads import run
+from hpc3d.model.block import Block
+from hpc3d.model.gpt2 import Shape
+from hpc3d.model.parameters import Parameters
+from hpc3d.pipeline.engine import Later
+from hpc3d.tensor.split import SCHEMES
+from tests.mpi import checked
+from tests.pipeline.mixes import config_of, cover, ranks, same, train, trainer_of
+from tests.pipeline.on_mpi import expected
+
+# Every scheme, schedules that part B and W, stashed weights, dropout, ZeRO.
+MIXES = """
+p=1 schedule=none microbatches=2 dropout=0.25 gelu=exact
+x=4 schedule=none microbatches=2 scheme=1d dropout=0.25
+x=2 z=2 schedule=none microbatches=2 scheme=2.5d
+x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d-broadcast
+x=2 y=3 z=2 schedule=none microbatches=1 keep_gathered=false dropout=0.25
+p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d-sequence dropout=0.25
+p=2 x=2 y=2 schedule=1f1b microbatches=3 scheme=2d-summa
+p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=3 zero=3 dropout=0.25
+p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=2 scheme=2d tied=false
+p=4 schedule=pipedream microbatches=4 tied=false clip=0
+p=2 d=2 schedule=pipedream microbatches=4 zero=3 tied=false clip=0
+p=2 x=2 y=2 schedule=pipedream-2bw microbatches=4
+""".strip().splitlines()
+
+
+@cache
+def trained(line, recompute):
+    config = config_of(f"{line} steps=3 recompute={recompute}")
+    return run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+
+
+@pytest.mark.parametrize("line", MIXES)
+def test_full(line):
+    is_serial_and_the_same_to_the_last_bit(line, "full")
+
+
+@pytest.mark.parametrize("line", MIXES[1::2])
+def test_selective(line):
+    is_serial_and_the_same_to_the_last_bit(line, "selective")
+
+
+def is_serial_and_the_same_to_the_last_bit(line, recompute):
+    found, wanted = trained(line, recompute), expected(f"{line} steps=3")
+    for ours, theirs in zip(found, trained(line, "none"), strict=True):
+        same(ours, wanted)
+        assert ours.totals == theirs.totals
+        for name, (_, block) in ours.weights.items():
+            np.testing.assert_array_equal(block, theirs.weights[name][1], name)
+    cover(found, wanted)
+
+
+def test_on_real_ranks():
+    """Memory that ranks share is given back and taken alike by all of them."""
+    eight = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in line]
+    lines = [f"{line} steps=3 recompute=full" for line in eight]
+    out = checked(8, "-m", "tests.pipeline.on_mpi", "auto", *lines, timeout=250)
+    assert out.splitlines()[1:] == lines
+
+
+B, T, H, HEADS = 12, 4, 24, 12
+N, SCORES = B * T * H, B * HEADS * T * T  # elements of X and of the probabilities
+MODEL = Shape(layers=1, hidden=H, heads=HEADS, sequence=T, vocabulary=29)
+
+
+def block_on(mesh, scheme="1d", keep="", recompute="none"):
+    parameters, split = Parameters(mesh, "float64"), SCHEMES[scheme]
+    block = Block(mesh, parameters, MODEL, split, 0, keep, recompute=recompute)
+    parameters.allocate(1)
+    return block, split.x.block((B * T, H), mesh)
+
+
+def live(mesh):
+    """Elements of all arrays but parameters and gradients."""
+    kinds = mesh.pool.live
+    return (kinds.total() - kinds["parameter"] - kinds["gradient"]) / 8
+
+
+def kept(mesh, *how):
+    """Elements that stay for backward when X and Y are gone elsewhere."""
+    block, shape = block_on(mesh, *how)
+    saved = block.forward(mesh.zeros(shape, "float64"), None)[1]
+    assert saved
+    return live(mesh)
+
+
+# Scheme, sizes, operands kept; the share of N, SCORES and H^2 that "none" keeps, and N of "full".
+# The inputs of the two norms' gradients (2), of the four products (1 + 1 + 1 + 4), q, k and v (3),
+# GELU's slope (4): 32 of the 34 bytes of arXiv:2205.05198, table 2, in numbers of 2 bytes.  The
+# other 2, and 3 of its 5 a s / h, are masks and what they leave, which are made again here.
+# "1d" shards 12 of the 16 (24 / t bytes) and not those of the norms and of the layers' X.
+FORMS = {
+    "one rank": ("1d", {}, "xw", 16, 1, 0, 1),
+    "tensor parallel": ("1d", {"x": 3}, "xw", 4 + 12 / 3, 1 / 3, 0, 1),
+    "and sequence": ("1d-sequence", {"x": 3}, "", 16 / 3, 1 / 3, 0, 1 / 3),
+    "and sequence, X kept": ("1d-sequence", {"x": 3}, "xw", 2 + 14 / 3, 1 / 3, 0, 1 / 3),
+    "cube": ("3d", {"x": 2, "y": 2, "z": 2}, "", 16 / 8, 1 / 8, 0, 1 / 8),
+    # Gathered along one axis: all X (7) and all W (12 h^2).
+    "cube, X and W kept": (
+        *("3d", {"x": 2, "y": 2, "z": 2}, "xw"),
+        *(9 / 8 + 7 / 4, 1 / 8, 12 / 4, 1 / 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_block_keeps(form):
+    scheme, sizes, keep, tokens, scores, weights, whole = FORMS[form]
+    wanted = {
+        "none": tokens * N + scores * SCORES + weights * H * H,
+        "selective": tokens * N + weights * H * H,
+        "full": whole * N,
+    }
+    for recompute, elements in wanted.items():
+        mesh = shapes.rank_of(sizes, dict.fromkeys(sizes, 0))
+        assert kept(mesh, scheme, keep, recompute) == pytest.approx(elements, rel=1e-15)
+        if not sizes:
+            (found,) = run({}, lambda mesh, how=(scheme, keep, recompute): kept(mesh, *how))
+            assert found == elements
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_between_b_and_w_only_the_operands_of_dw_are_kept(recompute):
+    """X (1 + 1 + 1 + 4) and dY (3 + 1 + 4 + 1) of four products: M_W of arXiv:2401.10241, 32 s b h
+    bytes in numbers of 2 bytes."""
+
+    def rank(mesh):
+        block, shape = block_on(mesh, recompute=recompute)
+        later = Later(mesh.trace)
+        saved = block.forward(mesh.zeros(shape, "float64"), None)[1]
+        dy = mesh.zeros(shape, "float64")
+        block.backward(dy, saved, None, later)
+        del saved, dy
+        between = live(mesh)
+        later.run()
+        return between, live(mesh)
+
+    assert run({}, rank) == [(16 * N, 0)]
+
+
+SLOPES = {"none": 16 * N + SCORES, "selective": 16 * N, "full": N}
+
+
+@pytest.mark.parametrize("recompute", SLOPES)
+def test_every_layer_adds_to_the_peak_of_a_step_what_it_keeps(recompute):
+    sizes = f"batch={B} sequence={T} hidden={H} heads={HEADS}"
+    first, second, fifth = (
+        peak(f"layers={layers} {sizes} recompute={recompute}") for layers in (1, 2, 5)
+    )
+    assert first == peak(f"layers=1 {sizes} recompute=none")
+    assert (second - first, fifth - second) == (SLOPES[recompute], 3 * SLOPES[recompute])
+
+
+def peak(line):
+    """Elements of the activations and messages at the peak of a step on one rank."""
+    config = config_of(f"schedule=none {line}")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        trainer.step(0)
+        trainer.step(1)
+        kinds = mesh.pool.live
+        fixed = sum(kinds[kind] for kind in ("parameter", "gradient", "optimizer"))
+        return (mesh.pool.peak["all"] - fixed) / 8
+
+    return run({}, rank)[0]
