@@ -104,8 +104,8 @@ def _report(options):
             if options.export:
                 events = events_of(each, calls_of(each), *options.steps)
                 export(options.export, events, out / "exports" / name)
-    print(markdown.page(report))
     write(report, out, options.tables)
+    print(markdown.page(report))
     print(f"written to {out}")
     if options.json:
         print(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))

@@ -18,10 +18,11 @@ from hpc3d.analyze.columns import (
     hosts,
     labelled,
     named,
+    own_time,
     slices,
 )
 from hpc3d.analyze.intervals import in_common, merged
-from hpc3d.analyze.tables import _own_time, _ratio, _step_seconds
+from hpc3d.analyze.tables import one_time, ratio, step_seconds
 
 DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorded_s")
 
@@ -42,20 +43,20 @@ def breakdown(trace, keys):
     count = np.bincount(group)
     kinds, own, seconds = _sums(trace, parts, group)
     seconds /= count[own]
-    step = np.bincount(group, _step_seconds(trace)) / count
+    step = np.bincount(group, step_seconds(trace)) / count
     rest = step - np.bincount(own, seconds, len(groups))
     where, nothing = named(trace, whole, groups), dict.fromkeys(parts, "")
     rows = [where[place] | row for place, row in zip(own.tolist(), kinds)]
     rows += [row | nothing | {"category": "unrecorded"} for row in where]
     times = np.append(seconds, rest).tolist(), np.append(step[own], step).tolist()
     return [
-        row | {"seconds": time, "share": _ratio(time, of)} for row, time, of in zip(rows, *times)
+        row | {"seconds": time, "share": ratio(time, of)} for row, time, of in zip(rows, *times)
     ]
 
 
 def _sums(trace, keys, group):
     """The combinations of keys in each group of steps, the groups, and their seconds in all."""
-    cell, duration = cells(trace), _own_time(trace)
+    cell, duration = cells(trace), own_time(trace)
     inside = np.flatnonzero(cell >= 0)
     columns = [event_values(trace, key, inside) for key in keys]
     kinds, kind = combinations([group[cell[inside]], *columns])
@@ -68,29 +69,34 @@ def rank_rows(trace, calls):
     """What a step is made of, a row a rank; `calls` are `waits.calls_of(trace)`.
 
     compute_s (with the optimiser), wait_s and transfer_s (`waits`: the two parts of the time in
-    which the rank is blocked in a call, together exposed_s), copy_s, other_s and unrecorded_s add
-    up to step_s.  overlapped_s is the part of compute_s in which a call of the rank was on its
-    way: posted and not waited for yet.
+    which the rank is blocked in a call, together exposed_s), copy_s (calls that are waited for
+    later, without those of broadcasts, which block), other_s and unrecorded_s add up to step_s.
+    overlapped_s is the part of compute_s in which a call of the rank was on its way: posted and
+    not waited for yet.  Where ranks count their processor time, wait_s and transfer_s are None:
+    then exposed_s is known only as a whole.
     """
     spent = defaultdict(lambda: defaultdict(float))
     for row in breakdown(trace, ("rank", "stage", "category")):
         spent[row["rank"], row["stage"]][row["category"]] += row["seconds"]
-    wait, overlapped, host = _waiting(trace, calls), _overlapped(trace, calls), hosts(trace)
+    early, wait = (_in_calls(calls, time) for time in (calls.blocked * ~calls.ending, calls.wait))
+    overlapped, host, known = _overlapped(trace, calls), hosts(trace), one_time(trace)
     return [
         {"rank": rank, "host": host.get(rank), "stage": stage, "step_s": sum(times.values())}
-        | _parts(times, wait[rank])
+        | _parts(times, early[rank], wait[rank] if known else None)
         | {"overlapped_s": overlapped[rank]}
         for (rank, stage), times in spent.items()
     ]
 
 
-def _parts(times, wait):
-    """The parts of a rank's step from its `times` by category and its `wait` in calls."""
+def _parts(times, early, wait):
+    """The parts of a rank's step from its `times` by category, of which `early` is blocked in
+    calls of category copy, and its `wait` in calls, None if that is not known."""
     compute = sum(times.pop(category, 0.0) for category in WORK)
-    blocked, waited = times.pop("comm", 0.0), times.pop("wait", 0.0)
-    copy, unrecorded = times.pop("copy", 0.0), times.pop("unrecorded")
+    blocked, waited = times.pop("comm", 0.0) + early, times.pop("wait", 0.0)
+    copy, unrecorded = times.pop("copy", 0.0) - early, times.pop("unrecorded")
     other = sum(times.values(), 0.0)
-    parts = compute, wait + waited, blocked - wait, copy, other, unrecorded
+    split = (None, None) if wait is None else (wait + waited, blocked - wait)
+    parts = compute, *split, copy, other, unrecorded
     return dict(zip(DISJOINT, parts)) | {"exposed_s": blocked + waited}
 
 
@@ -98,11 +104,11 @@ def _steps_of_ranks(trace):
     return np.bincount(trace.steps["rank"], minlength=trace.attrs["world_size"])
 
 
-def _waiting(trace, calls):
-    """Seconds a step that each rank waits in calls, [ranks]."""
-    steps = _steps_of_ranks(trace)
-    wait = np.bincount(calls.rank, calls.wait * calls.inside, len(steps))
-    return (wait / np.maximum(1, steps) * 1e-9).tolist()
+def _in_calls(calls, time):
+    """The `time` of calls in ns as seconds a rank and step, [ranks]."""
+    steps = _steps_of_ranks(calls.trace)
+    total = np.bincount(calls.rank, time * calls.inside, len(steps))
+    return (total / np.maximum(1, steps) * 1e-9).tolist()
 
 
 def _overlapped(trace, calls):
@@ -138,7 +144,7 @@ def imbalance_rows(trace):
             "phase": phase,
             "mean_s": float(seconds.mean()),
             "max_s": float(seconds.max()),
-            "imbalance": _ratio(float(seconds.max()), float(seconds.mean())),
+            "imbalance": ratio(float(seconds.max()), float(seconds.mean())),
             "rank": int(ranks[seconds.argmax()]),
         }
         for phase, seconds in work.items()

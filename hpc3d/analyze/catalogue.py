@@ -96,6 +96,7 @@ RANKS = Sheet(
         Field("compute_s", "compute [ms]", milliseconds),
         Field("wait_s", "wait [ms]", milliseconds),
         Field("transfer_s", "transfer [ms]", milliseconds),
+        Field("exposed_s", "exposed [ms]", milliseconds),
         Field("copy_s", "copy [ms]", milliseconds),
         Field("other_s", "other [ms]", milliseconds),
         Field("unrecorded_s", "unrecorded [ms]", milliseconds),

@@ -17,6 +17,7 @@ SAND, GREY, LIGHT, PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
 AXES = dict(zip("pdcexyz", (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK)))
 RANK_PARTS = {
     "compute": GREEN,
+    "exposed": BLUE,  # where transfer and wait are not known
     "transfer": NAVY,
     "wait": LIGHT,
     "copy": PINK,
@@ -101,8 +102,12 @@ def runs(found):
 
 
 def _mean(rows):
+    """The parts of the mean of some rows, None where they are not known."""
     keys = [f"{part}_s" for part in RANK_PARTS]
-    return {key: sum(row[key] for row in rows) / len(rows) for key in keys}
+    return {
+        key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
+        for key in keys
+    }
 
 
 # Charts of one run
@@ -116,10 +121,15 @@ def ranks(run):
 
 def _of_ranks(labels, rows):
     parts = {
-        part: (colour, [row[f"{part}_s"] * 1e3 for row in rows])
+        part: (colour, [(_disjoint(row)[f"{part}_s"] or 0.0) * 1e3 for row in rows])
         for part, colour in RANK_PARTS.items()
     }
     return Bars("", "time of a step [ms]", labels, _present(parts))
+
+
+def _disjoint(row):
+    """A row without what its wait and transfer are, if these are known."""
+    return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
 def phases(rows):

@@ -86,10 +86,11 @@ def _meetings(calls):
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
     op = np.minimum.reduceat(events["op"][row], first)  # the code of send is below that of recv
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
-    whole = np.add.reduceat(calls.inside, first, dtype=int) == members
+    whole = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[whole] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    ending = ~labelled(events, "op", ["send"])[row]  # a send ends when its rank has time for it
+    # A send ends when its rank has time for it.
+    ending = calls.ending & ~labelled(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)
     overlapped, ends = (np.add.reduceat(each, first, dtype=int) for each in (later, ending))

@@ -8,8 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpc3d.analyze.tables import _indices
-
 WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 
@@ -46,7 +44,14 @@ def event_values(trace, key, rows=slice(None)):
         return trace.events[key][rows]
     numbers = {axis: number for number, axis in enumerate(_axes(trace))}
     axis = np.array([numbers[group.axis] for group in trace.groups] + [numbers[""]])
-    return axis[_indices(trace, "group", len(trace.groups))[rows]]
+    return axis[trace.events["group"][rows]]
+
+
+def own_time(trace):
+    """Duration of each event without those of the events that it encloses, in ns."""
+    duration, parent = trace.events["dur"], trace.events["parent"]
+    nested = parent >= 0
+    return duration - np.bincount(parent[nested], duration[nested], len(duration))
 
 
 def labels(trace, key):

@@ -7,7 +7,7 @@ import numpy as np
 from hpc3d.analyze.breakdown import breakdown
 from hpc3d.analyze.efficiency import recorded_flops
 from hpc3d.analyze.pipeline import configuration
-from hpc3d.analyze.tables import _known, _means, _ratio, _slowest, run_label
+from hpc3d.analyze.tables import finite, means_of, ratio, run_label, slowest_seconds
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1.
 T95 = (
@@ -85,9 +85,11 @@ def run_row(trace):
     config, ranks = configuration(trace), trace.attrs["world_size"]
     _, step = np.unique(trace.steps["step"], return_inverse=True)
     forward, backward = (
-        _known(np.median(_means(step, trace.steps[name]))) for name in ("forward_s", "backward_s")
+        finite(np.median(means_of(step, trace.steps[name])))
+        for name in ("forward_s", "backward_s")
     )
-    seconds, tokens = float(np.median(_slowest(trace))), float(np.median(trace.steps["tokens"]))
+    seconds = float(np.median(slowest_seconds(trace)))
+    tokens = float(np.median(trace.steps["tokens"]))
     sizes = _sizes(config)
     known = None not in (forward, backward, sizes["batch"])
     return {
@@ -98,9 +100,9 @@ def run_row(trace):
         "backward_s": backward,
         "average_step_s": (forward + backward) / sizes["batch"] if known else None,
         "step_s": seconds,
-        "tokens_per_s": _ratio(tokens, seconds),
-        "tokens_per_s_rank": _ratio(tokens, seconds * ranks),
-        "flop_per_s": _ratio(recorded_flops(trace), seconds),
+        "tokens_per_s": ratio(tokens, seconds),
+        "tokens_per_s_rank": ratio(tokens, seconds * ranks),
+        "flop_per_s": ratio(recorded_flops(trace), seconds),
     }
 
 
@@ -126,11 +128,11 @@ def scaling_rows(runs):
 
 def _scaling(run, first):
     same = all(run[key] == first[key] for key in ("batch", *MODEL))
-    speedup = _quotient(run["flop_per_s"], first["flop_per_s"])
+    speedup = ratio(run["flop_per_s"], first["flop_per_s"])
     return {
         "scaling": "strong" if same else "weak",
         "speedup": speedup,
-        "efficiency": _quotient(speedup, run["ranks"] / first["ranks"]),
+        "efficiency": ratio(speedup, run["ranks"] / first["ranks"]),
     }
 
 
@@ -142,13 +144,9 @@ def _gains(run, runs):
         times = [each["average_step_s"] for each in peers if _family(each) == family]
         best = min((time for time in times if time is not None), default=None)
         own = _family(run) == family
-        gains[f"over_{family}"] = None if own else _quotient(best, run["average_step_s"])
+        gains[f"over_{family}"] = None if own else ratio(best, run["average_step_s"])
     return gains
 
 
 def _family(run):
     return FAMILY.get(run["scheme"], run["scheme"])
-
-
-def _quotient(one, other):
-    return one / other if one is not None and other else None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.analyze.columns import event_values, labels, slices
-from hpc3d.analyze.tables import _indices, _ratio
+from hpc3d.analyze.tables import ratio
 
 HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "none", "name": ""}
 
@@ -58,7 +58,7 @@ class _Rows:
 
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
-        leaf, parent = np.ones(size + 1, bool), _indices(trace, "parent", size)
+        leaf, parent = np.ones(size + 1, bool), events["parent"]
         leaf[parent] = False  # parent -1 is the entry behind the last event
         self.row = rows = np.flatnonzero(leaf[:size] & (events["step"] == step))
         if not len(rows):
@@ -143,6 +143,6 @@ def path_rows(segments, keys):
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds
     return [
-        dict(zip(keys, values)) | {"seconds": time, "share": _ratio(time, whole)}
+        dict(zip(keys, values)) | {"seconds": time, "share": ratio(time, whole)}
         for values, time in sorted(seconds.items(), key=lambda item: -item[1])
     ]

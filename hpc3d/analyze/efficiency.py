@@ -8,7 +8,7 @@ import numpy as np
 
 from hpc3d.analyze.columns import cells, labelled
 from hpc3d.analyze.pipeline import configuration
-from hpc3d.analyze.tables import _ratio, _slowest
+from hpc3d.analyze.tables import ratio, slowest_seconds
 
 PRODUCTS = ("gemm", "attention")
 
@@ -39,17 +39,17 @@ def efficiency_row(trace, peak=None):
 
     So MFU is that of model_flop and HFU that of recorded_flop.
     """
-    step = float(np.median(_slowest(trace)))
+    step = float(np.median(slowest_seconds(trace)))
     model, recorded = _of_model(trace), recorded_flops(trace)
     capacity = peak and peak * trace.attrs["world_size"] * step
     return {
         "step_s": step,
         "model_flop": model,
         "recorded_flop": recorded,
-        "flop_per_s": model and _ratio(model, step),
-        "recorded_flop_per_s": _ratio(recorded, step),
-        "mfu": model and capacity and model / capacity,
-        "hfu": capacity and recorded / capacity,
+        "flop_per_s": ratio(model, step),
+        "recorded_flop_per_s": ratio(recorded, step),
+        "mfu": ratio(model, capacity),
+        "hfu": ratio(recorded, capacity),
     }
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from hpc3d.analyze import kineto, perfetto, pipit
 from hpc3d.analyze.columns import event_values, hosts, labels, slices
+from hpc3d.analyze.tables import one_time
 
 COLUMNS = (
     *("rank", "step", "stream", "name", "category", "phase", "op", "axis", "layer", "microbatch"),
@@ -21,12 +22,15 @@ class Events:
     `columns` are COLUMNS and the times `start`, `end`, `posted` and `wait`, in ns from the first
     start on any rank; `names` are {code: name} of the columns that hold codes.  `links` are pairs
     of rows, [links, 2]: a send and its receive, and a call that others waited for and each of
-    those that did.  `steps` are (rank, step, begin, end), `rows` the slice of each rank.
+    those that did.  Where ranks have no time in common (`one_time`), because they counted their
+    processor time, there are no links, and wait is 0.  `steps` are (rank, step, begin, end),
+    `rows` the slice of each rank.
     """
 
     columns: dict
     names: dict
     links: np.ndarray
+    one_time: bool
     steps: list
     rows: list
     groups: list
@@ -44,8 +48,8 @@ def events_of(trace, calls, first=0, last=None):
     columns = {key: event_values(trace, key, rows) for key in COLUMNS}
     start = trace.events["t_global"][rows]
     shift, zero = start - trace.events["t_start"][rows], start.min()
-    wait = np.zeros(len(trace.events), "i8")
-    wait[calls.row] = calls.wait
+    wait, shared = np.zeros(len(trace.events), "i8"), one_time(trace)
+    wait[calls.row] = calls.wait * shared
     columns |= {
         "start": start - zero,
         "end": start + trace.events["dur"][rows] - zero,
@@ -58,7 +62,8 @@ def events_of(trace, calls, first=0, last=None):
         columns=columns,
         names={key: labels(trace, key) for key in ("category", "phase", "op", "axis", "dtype")}
         | {"name": dict(enumerate(trace.strings))},
-        links=_links(calls, rows, len(trace.events)),
+        links=_links(calls, rows, len(trace.events)) if shared else np.zeros((0, 2), int),
+        one_time=shared,
         steps=list(_steps(trace, first, last, shift, of_rank, zero)),
         rows=of_rank,
         groups=trace.groups,
@@ -71,7 +76,7 @@ def _links(calls, rows, size):
     """Pairs of places in `rows`: who was waited for and who waited, and both ends of messages."""
     ranks = calls.trace.attrs["world_size"]
     key = calls.meeting.astype("i8") * ranks + calls.rank
-    order = np.argsort(key)
+    order = np.argsort(key, kind="stable")  # of a rank's rows the one with the call comes first
     op = calls.trace.events["op"][calls.row]
     names = calls.trace.events.labels("op")
     receives = np.isin(op, [code for code, name in names.items() if name == "recv"])

@@ -17,6 +17,7 @@ from hpc3d.analyze.tables import (
     comparison_rows,
     loss_rows,
     median_step,
+    one_time,
     peak_rows,
     run_label,
     step_row,
@@ -25,6 +26,12 @@ from hpc3d.analyze.tables import (
 from hpc3d.analyze.timeline import EVENTS, Timeline, timeline
 from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
 from hpc3d.trace.check import violations
+
+NO_COMMON_TIME = (
+    "a time in common, for each rank counted its own processor time: waits, stragglers, the"
+    " critical path, the rates of collectives, the timeline and the stages of a pipeline"
+)
+OTHER_CLOCK = "the clock that other runs of this report have: how runs scale and differ"
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,16 @@ class Report(NamedTuple):
 
 
 def compare(traces, runs):
-    """The Report of open traces and their Runs; several are compared with the first one."""
-    runs = distinct(runs)
+    """The Report of open traces and their Runs; several are compared with the first one, but for
+    their times if some are those of processors and some not."""
+    runs, wall = distinct(runs), [one_time(trace) for trace in traces]
+    if mixed := len({*wall}) > 1:
+        runs = [
+            run if on_wall else replace(run, missing=[*run.missing, OTHER_CLOCK])
+            for run, on_wall in zip(runs, wall)
+        ]
     tables = {"runs": comparison_rows(runs), "scaling": [], "differences": []}
-    if len(runs) > 1:
+    if len(runs) > 1 and not mixed:
         rows = scaling_rows([run_row(trace) for trace in traces])
         tables["scaling"] = [row | {"run": run.label} for row, run in zip(rows, runs)]
         tables["differences"] = [
@@ -93,13 +106,13 @@ def examine(trace, peak=None, step=None, events=EVENTS):
         **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
     }
     missing, drawn = trace.attrs["missing"].splitlines(), None
-    if _one_time(trace):
+    if one_time(trace):
         path = critical_path(trace, calls, step)
         tables |= _of_calls(calls, path)
         drawn = timeline(trace, calls, step, path, events)
         missing += _doubts(calls, tables)
     else:
-        missing.append("a time in common, for ranks counted their processor time: who waited")
+        missing.append(NO_COMMON_TIME)
     attrs = trace.attrs
     what = run_label(attrs), attrs["run_id"], about(trace), attrs["config"]
     return Run(*what, missing, wrong, tables, step, drawn, panels, matrices)
@@ -127,12 +140,6 @@ def _of_time(trace, calls, peak):
         "memory": peak_rows(trace),
         "memory_ranks": memory_rows(trace),
     }
-
-
-def _one_time(trace):
-    """Whether the clocks of the ranks tell the same time."""
-    config = configuration(trace)
-    return not config or config.trace.clock == "wall"
 
 
 def _of_calls(calls, path):

@@ -166,8 +166,10 @@ def _mean(rows, key):
 
 def _waiting(ranks):
     step = _mean(ranks, "step_s")
-    wait, overlapped = (_mean(ranks, key) / step for key in ("wait_s", "overlapped_s"))
-    return f"waiting {percent(wait)}; computing meanwhile {percent(overlapped)}"
+    overlapped = f"computing meanwhile {percent(_mean(ranks, 'overlapped_s') / step)}"
+    if ranks[0]["wait_s"] is None:
+        return overlapped
+    return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {overlapped}"
 
 
 def _simulated(stages):

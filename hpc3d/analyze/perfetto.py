@@ -35,8 +35,9 @@ def _lines(events):
 def _processes(events):
     for rank, rows in enumerate(events.rows):
         name = f"rank {rank} {_place(rank, events.axes)}".strip()
-        host = events.hosts.get(rank)
-        yield _meta("process_name", rank, 0, name=f"{name}, {host}" if host else name)
+        clock = "" if events.one_time else "its own processor time"
+        parts = filter(None, (name, events.hosts.get(rank), clock))
+        yield _meta("process_name", rank, 0, name=", ".join(parts))
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
         yield _meta("thread_name", rank, STEPS, name="steps")
         for stream in np.unique(events.columns["stream"][rows]).tolist():
@@ -70,7 +71,9 @@ def _slices(events, rows):
         values |= {key: row[key] for key in counted if row[key] >= 0}
         values |= {key: row[key] for key in ("bytes", "flops") if row[key] > 0}
         if row["seq"] >= 0:
-            values |= {"posted_us": row["posted"] / 1e3, "wait_us": row["wait"] / 1e3}
+            values["posted_us"] = row["posted"] / 1e3
+        if row["wait"] > 0:
+            values["wait_us"] = row["wait"] / 1e3
         category = names["category"].get(row["category"], "")
         name = names["name"].get(row["name"], "")
         yield _slice(name, category, row["start"], row["end"], row["rank"], row["stream"], values)

@@ -19,7 +19,7 @@ class Picture(NamedTuple):
 def of_runs(runs, tables):
     """The pictures of several runs side by side, the first one also of a single run."""
     yield Picture("loss", "Loss by training step", "", charts.loss(runs))
-    if len(runs) > 1:
+    if tables["scaling"]:
         caption = "What a mean step of a mean rank is made of."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if len({row["ranks"] for row in tables["scaling"]}) > 1:
@@ -31,7 +31,10 @@ def of_run(run):
     """The pictures of a run that it has something for."""
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
-    caption = "What the mean step of each rank is made of; wait and transfer are time in calls."
+    caption = (
+        "What the mean step of each rank is made of; wait and transfer, together exposed, are time"
+        " in calls."
+    )
     yield Picture("ranks", "Time by rank", caption, charts.ranks(run))
     caption = "The mean step of a mean rank, calls by the mesh axis that they go along."
     yield Picture("phases", "Time by phase", caption, charts.phases(run.tables["time"]))

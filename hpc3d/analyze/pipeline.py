@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.analyze.gantt import spans
+from hpc3d.analyze.tables import one_time
 from hpc3d.config import validate
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
@@ -37,7 +38,7 @@ def observe(trace, step):
         return [], []
     passes = Passes(trace)
     rows = passes.measured(step)
-    if config.trace.clock != "wall" or not any(rows):
+    if not one_time(trace) or not any(rows):
         return [], []
     shown = between(passes.rows(), pairs(rows)) if runs_on(config) else rows
     ideal = simulated(config, step, rows)
@@ -47,9 +48,10 @@ def observe(trace, step):
 
 def configuration(trace):
     """The Config of a run; None where the trace has none that this version reads."""
+    text = trace.attrs["config"]
     try:
-        return validate(tomllib.loads(trace.attrs["config"]))
-    except ValueError:
+        return validate(tomllib.loads(text)) if text.strip() else None
+    except (ValueError, RecursionError):
         return None
 
 

@@ -10,18 +10,30 @@ import tomllib
 
 import numpy as np
 
+from hpc3d.analyze.columns import cells, combinations, event_values, named, own_time
+
 KEYS = ("category", "phase", "axis", "op")
 
 
 def run_label(attrs):
     """Scheme and mesh of a run, such as "3d, x=4 y=4 z=4"; without a scheme the run's id."""
-    try:
-        scheme = tomllib.loads(attrs["config"])["parallel"]["scheme"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        scheme = attrs["run_id"]
+    scheme = _configured(attrs, "parallel", "scheme") or attrs["run_id"]
     sizes = zip(attrs["axes"].split(), attrs["axis_sizes"])
     mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
     return f"{scheme}, {mesh or '1 rank'}"
+
+
+def one_time(trace):
+    """Whether the clocks of the ranks tell the same time: not those that count processor time."""
+    return _configured(trace.attrs, "trace", "clock") != "processor"
+
+
+def _configured(attrs, section, key):
+    """A value of a run's configuration, None where it has none; it may be any text."""
+    try:
+        return tomllib.loads(attrs["config"])[section][key]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def time_rows(trace):
@@ -29,77 +41,37 @@ def time_rows(trace):
 
     The last row is the time of the steps that no event accounts for.
     """
-    inside = _inside_steps(trace)
-    kinds, kind = _kinds(trace, inside)
+    inside = np.flatnonzero(cells(trace) >= 0)
+    kinds, kind = combinations([event_values(trace, key, inside) for key in KEYS])
     measures = {
-        "seconds": _own_time(trace) * 1e-9,
+        "seconds": own_time(trace)[inside] * 1e-9,
         "calls": np.ones(len(inside)),
-        "bytes": trace.events["bytes"],
-        "flop": trace.events["flops"],
+        "bytes": trace.events["bytes"][inside],
+        "flop": trace.events["flops"][inside],
     }
-    for name, values in measures.items():
-        means = np.bincount(kind, values[inside], len(kinds)) / len(trace.steps)
-        for row, mean in zip(kinds, means.tolist()):
-            row[name] = mean
-    step = float(_step_seconds(trace).mean())
+    sums = [np.bincount(kind, values, len(kinds)) for values in measures.values()]
+    means = (np.transpose(sums) / len(trace.steps)).tolist()
+    rows = [row | dict(zip(measures, mean)) for row, mean in zip(named(trace, KEYS, kinds), means)]
+    step = float(step_seconds(trace).mean())
     rest = dict.fromkeys(KEYS, "") | dict.fromkeys(measures, 0.0) | {"category": "unrecorded"}
-    rest["seconds"] = step - sum(row["seconds"] for row in kinds)
+    rest["seconds"] = step - sum(row["seconds"] for row in rows)
     return [
         row
         | {
-            "share": _ratio(row["seconds"], step),
-            "flop_per_s": _ratio(row["flop"], row["seconds"]),
+            "share": ratio(row["seconds"], step),
+            "flop_per_s": ratio(row["flop"], row["seconds"]),
         }
-        for row in [*kinds, rest]
+        for row in [*rows, rest]
     ]
 
 
-def _inside_steps(trace):
-    """Which events lie in a completed step of their rank."""
-    events, steps = (
-        (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
-    )
-    return np.isin(events, steps)
-
-
-def _own_time(trace):
-    """Duration of each event without those of the events that it encloses, in ns."""
-    duration, parent = trace.events["dur"], _indices(trace, "parent", len(trace.events))
-    nested = parent >= 0
-    return duration - np.bincount(parent[nested], duration[nested], len(duration))
-
-
-def _kinds(trace, inside):
-    """The combinations of category, phase, axis and op that occur, and which each event has."""
-    events = trace.events
-    axes, axis = np.unique([group.axis for group in trace.groups] + [""], return_inverse=True)
-    labels = {key: events.labels(key) for key in ("category", "phase", "op")}
-    values = {key: events[key] for key in labels}
-    labels["axis"] = dict(enumerate(axes.tolist()))
-    values["axis"] = axis[_indices(trace, "group", len(trace.groups))]
-    sizes = [256, 256, len(axes), 256]
-    code = np.ravel_multi_index([values[key][inside] for key in KEYS], sizes)
-    codes, kind = np.unique(code, return_inverse=True)
-    rows = np.transpose(np.unravel_index(codes, sizes)).tolist()
-    return [
-        {key: labels[key].get(value, str(value)) for key, value in zip(KEYS, row)} for row in rows
-    ], kind
-
-
-def _indices(trace, column, size):
-    """A column of /events that indexes a table of a file that is not trusted; -1 is none."""
-    indices = trace.events[column]
-    if len(indices) and not -1 <= indices.min() <= indices.max() < size:
-        raise ValueError(f"{trace.path}: events/{column} points outside of its table; merge again")
-    return indices
-
-
 def step_row(trace, time):
-    """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`."""
+    """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
+    and their waits, also those of category copy."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    slowest = _slowest(trace)
+    slowest = slowest_seconds(trace)
     median = float(np.median(slowest))
-    communication = [row for row in time if row["category"] in ("comm", "wait")]
+    communication = [row for row in time if row["category"] in ("comm", "wait") or row["axis"]]
     calls = [row for row in communication if row["category"] == "comm"]
     return {
         "ranks": trace.attrs["world_size"],
@@ -107,10 +79,10 @@ def step_row(trace, time):
         "step_s_min": float(slowest.min()),
         "step_s_median": median,
         "step_s_max": float(slowest.max()),
-        "forward_s": _known(np.median(_means(step, trace.steps["forward_s"]))),
-        "backward_s": _known(np.median(_means(step, trace.steps["backward_s"]))),
-        "tokens_per_s": _ratio(float(np.median(trace.steps["tokens"])), median),
-        "communication_share": _ratio(
+        "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
+        "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
+        "tokens_per_s": ratio(float(np.median(trace.steps["tokens"])), median),
+        "communication_share": ratio(
             sum(row["seconds"] for row in communication), sum(row["seconds"] for row in time)
         ),
         "communication_calls": sum(row["calls"] for row in calls),
@@ -118,18 +90,18 @@ def step_row(trace, time):
     }
 
 
-def _slowest(trace):
+def slowest_seconds(trace):
     """Seconds of each completed step on its slowest rank."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     seconds = np.zeros(len(steps))
-    np.maximum.at(seconds, step, _step_seconds(trace))
+    np.maximum.at(seconds, step, step_seconds(trace))
     return seconds
 
 
 def median_step(trace):
     """A step that took the median time of all, but for step 0 where there are others."""
     steps = np.unique(trace.steps["step"])
-    order = _slowest(trace).argsort(kind="stable")
+    order = slowest_seconds(trace).argsort(kind="stable")
     warm = order[steps[order] > 0] if steps[-1] > 0 else order
     return int(steps[warm[(len(warm) - 1) // 2]])
 
@@ -150,9 +122,9 @@ def peak_rows(trace):
 def loss_rows(trace):
     """Loss and norm of the gradient by step, means over the ranks that know them."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    loss, norm = (_means(step, trace.steps[name]) for name in ("loss", "grad_norm"))
+    loss, norm = (means_of(step, trace.steps[name]) for name in ("loss", "grad_norm"))
     return [
-        {"step": number, "loss": _known(mean), "grad_norm": _known(length)}
+        {"step": number, "loss": finite(mean), "grad_norm": finite(length)}
         for number, mean, length in zip(steps.tolist(), loss, norm)
     ]
 
@@ -174,11 +146,12 @@ def _loss_difference(run, first):
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 
-def _step_seconds(trace):
+def step_seconds(trace):
+    """Seconds of each row of /steps."""
     return (trace.steps["t_end"] - trace.steps["t_start"]) * 1e-9
 
 
-def _means(index, values):
+def means_of(index, values):
     """Mean of the values of each index that are numbers, or not a number if none is."""
     number = np.isfinite(values)
     count = np.bincount(index[number], minlength=index.max() + 1)
@@ -186,9 +159,11 @@ def _means(index, values):
     return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
-def _known(value):
+def finite(value):
+    """A number, None if it is not one."""
     return float(value) if np.isfinite(value) else None
 
 
-def _ratio(part, whole):
-    return part / whole if whole else None
+def ratio(part, whole):
+    """A part of a whole, None if there is no whole or the part is not known."""
+    return part / whole if whole and part is not None else None

@@ -8,7 +8,10 @@ call, and is blocked from when it waits for the result until it has it.  Of this
     transfer   is the rest
 
 on the clock of rank 0: wait at N x N, late sender and late receiver of Scalasca (Geimer et al.
-2010).  A send, a broadcast and a reduction may end before the last arrival.  Then the call did
+2010).  A broadcast blocks when it is called, too: how much is coming goes ahead of the block.  So
+the row of its call, where it has one of its own (category copy), belongs to the meeting as well.
+
+A send, a broadcast and a reduction may end before the last arrival.  Then the call did
 not wait for it, but for what it needs: a block that is broadcast for its root, the others for
 nobody.  A call that ended before an arrival that it needs is a violation: the clocks disagree, by
 the time between the two at least.
@@ -19,17 +22,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc3d.analyze.columns import cells, combinations, event_values, hosts, labelled, named
-from hpc3d.analyze.tables import _indices
 
 MESSAGES = ("send", "recv")
 UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
+EARLY = ("broadcast",)  # may wait when they are called
 
 
 @dataclass(frozen=True)
 class Calls:
     """The calls of a trace, those of one meeting next to each other.
 
-    Times are ns on rank 0's clock.  Of each call: its `row` in /events, whether it is `inside` of
+    Times are ns on rank 0's clock.  Of each call: its `row` in /events, whether this is where it
+    ends (`ending`) or the call of a broadcast that is waited for later, whether it is `inside` of
     a completed step, its `rank`, when it was `posted`, when the rank began to wait (`start`) and
     had the result (`end`), its `meeting`, and the arrival that it waited for: when (`until`) and
     of which rank (`by`).  Of each meeting: its `first` call, the `last` arrival, and the rank that
@@ -38,6 +42,7 @@ class Calls:
 
     trace: object
     row: np.ndarray
+    ending: np.ndarray
     inside: np.ndarray
     rank: np.ndarray
     posted: np.ndarray
@@ -66,7 +71,7 @@ class Calls:
     @property
     def known(self):
         """How many calls of each meeting the trace has."""
-        return np.diff(self.first, append=len(self.row))
+        return np.add.reduceat(self.ending, self.first, dtype=int)
 
     @property
     def members(self):
@@ -78,7 +83,8 @@ class Calls:
 
 
 def calls_of(trace):
-    """The Calls of an open trace: all rows of category comm that have a number."""
+    """The Calls of an open trace: all rows of category comm that have a number, and those of
+    category copy that are the calls of broadcasts."""
     row, meeting = _meetings(trace)
     start, end, posted = _times(trace, row)
     rank = trace.events["rank"][row]
@@ -89,6 +95,7 @@ def calls_of(trace):
     return Calls(
         trace=trace,
         row=row,
+        ending=trace.events["seq"][row] >= 0,
         inside=cells(trace)[row] >= 0,
         rank=rank,
         posted=posted,
@@ -106,21 +113,38 @@ def calls_of(trace):
 def _meetings(trace):
     """The rows of /events that are calls, in the order of their meetings, and these."""
     events, ranks = trace.events, trace.attrs["world_size"]
-    columns = [
-        _indices(trace, name, size).astype("i8")
-        for name, size in (("group", len(trace.groups)), ("rank", ranks), ("peer", ranks))
-    ]
-    counted = (columns[0] >= 0) & (events["seq"] >= 0)
+    counted = (events["group"] >= 0) & (events["seq"] >= 0)
     row = np.flatnonzero(labelled(events, "category", ["comm"]) & counted)
-    group, rank, peer = (column[row] for column in columns)
+    group, rank, peer = (events[name][row].astype("i8") for name in ("group", "rank", "peer"))
     sends, receives = (labelled(events, "op", [name])[row] for name in ("send", "recv"))
     sender = np.where(sends, rank, np.where(receives, peer, -1))
     receiver = np.where(sends, peer, np.where(receives, rank, -1))
     channel = (group * (ranks + 1) + sender + 1) * (ranks + 1) + receiver + 1
     number = events["seq"][row]
+    early, place = _early(events, row)
+    row, channel, number = (
+        np.concatenate(parts)
+        for parts in ((early, row), (channel[place], channel), (number[place], number))
+    )
     order = np.lexsort((number, channel))
     new = np.diff(channel[order], prepend=-1) | np.diff(number[order], prepend=-1)
     return row[order], np.cumsum(new != 0) - 1
+
+
+def _early(events, row):
+    """The rows of category copy that are calls of EARLY operations, and the places in `row` of
+    the waits that end them: those of the rank and group whose call began when the row does."""
+    kind = labelled(events, "op", EARLY)
+    calls = labelled(events, "category", ["copy"]) & kind & (events["seq"] < 0)
+    called = np.flatnonzero(calls)
+    place = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
+    both = np.concatenate([called, row[place]])
+    times = np.concatenate([events["t_start"][called], events["posted"][row[place]]])
+    # Numbers of the times, for the times themselves are too large to be combined.
+    _, when = np.unique(times, return_inverse=True)
+    _, key = combinations([events["rank"][both], events["group"][both], when])
+    _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
+    return called[call], place[end]
 
 
 def _times(trace, row):
@@ -166,7 +190,7 @@ def wait_rows(calls, keys=("axis", "op")):
     np.maximum.at(worst, kind, violation)
     per = 1 / len(calls.trace.steps)
     columns = {
-        "calls": np.bincount(kind, minlength=len(kinds)) * per,
+        "calls": np.bincount(kind, calls.ending[calls.inside], len(kinds)) * per,
         "blocked_s": np.bincount(kind, blocked, len(kinds)) * per * 1e-9,
         "wait_s": np.bincount(kind, wait, len(kinds)) * per * 1e-9,
         "transfer_s": np.bincount(kind, blocked - wait, len(kinds)) * per * 1e-9,
@@ -193,7 +217,7 @@ def straggler_rows(calls):
     """
     inside, ranks = calls.inside, calls.trace.attrs["world_size"]
     steps = len(np.unique(calls.trace.steps["step"]))
-    meetings = np.bincount(calls.rank[inside], minlength=ranks)
+    meetings = np.bincount(calls.rank[inside & calls.ending], minlength=ranks)
     late = np.bincount(calls.late[inside[calls.first]], minlength=ranks)
     wait = calls.wait[inside] * 1e-9 / steps
     imposed, waited = (np.bincount(rank[inside], wait, ranks) for rank in (calls.by, calls.rank))

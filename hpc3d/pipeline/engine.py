@@ -48,9 +48,7 @@ class Engine:
     microbatches and chunks that ever were between F and the end of their B.
     """
 
-    def __init__(
-        self, mesh, stages, placement, buckets, weights, update, clock=time.perf_counter
-    ):
+    def __init__(self, mesh, stages, placement, buckets, weights, update, clock=time.perf_counter):
         self.mesh, self.stages, self.placement = mesh, stages, placement
         self.buckets, self.weights, self.update, self.clock = buckets, weights, update, clock
         self.stage, self.dtype = mesh.coord("p"), buckets.parameters.dtype

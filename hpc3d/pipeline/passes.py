@@ -1,8 +1,7 @@
 """Passes from schedules to what an engine runs: stream in, stream out.
 
-    whole          a B that has no W is the whole backward pass, BW
     add_steps      the optimiser, where the schedule does not say when
-    add_messages   between stages, in an order that cannot deadlock
+    add_messages   between stages, in an order that cannot deadlock; a B that has no W is a BW
     fuse           what stands between two passes becomes one group
     add_reductions the gradients' sums over the data axis, under the last backward pass
 
@@ -28,9 +27,9 @@ def lower(
 ) -> list[list[Group]]:
     """The groups of each stage: all passes, one after the other.
 
-    Raises ValueError if the streams wait for each other.
+    Raises ValueError, with instructions as the streams name them, if these wait for each other.
     """
-    complete = [add_steps(whole(stream)) for stream in streams]
+    complete = [add_steps(stream) for stream in streams]
     moved = add_messages(complete, placement)
     return [list(add_reductions(fuse(stream), overlap)) for stream in moved]
 

@@ -31,7 +31,8 @@ def timeline(
     The streams hold passes, and Reduce and Step, which take no time; a B that has no W comes out
     as BW.  An instruction starts when the one before it on its stage has ended and its inputs are
     there: results of its own stage at once, those of another `cost.comm` after they were ready.
-    Sends never block.  Raises ValueError if the streams wait for each other.
+    Sends never block.  Raises ValueError, with instructions as the streams name them, if these
+    wait for each other.
     """
     return _Clock(streams, placement, cost).run()
 
@@ -69,7 +70,8 @@ class _Clock:
     def __init__(self, streams, placement, cost):
         self.placement, self.comm = placement, cost.comm
         self.seconds = cost.of(placement.chunks)
-        self.streams = [list(whole(stream)) for stream in streams]
+        self.given = [list(stream) for stream in streams]
+        self.streams = [list(whole(stream)) for stream in self.given]
         self.rows = [[] for _ in self.streams]
         self.ends = {}  # (stage, pass) -> when it ended
         self.waiting = {}  # (stage, pass) -> the stages that wait for it
@@ -81,7 +83,7 @@ class _Clock:
         refuse_deadlock(
             {
                 stage: str(stream[len(row)])
-                for stage, (stream, row) in enumerate(zip(self.streams, self.rows))
+                for stage, (stream, row) in enumerate(zip(self.given, self.rows))
                 if len(row) < len(stream)
             }
         )

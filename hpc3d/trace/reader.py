@@ -1,6 +1,6 @@
 """A trace that is read.
 
-    with hpc3d.trace.open("results/RUN/trace.h5") as trace:
+    with hpc3d.trace.open("results/RUN") as trace:     # or its trace.h5
         trace.events["dur"]                            # a column, a NumPy array
         trace.events["dur", trace.rows(3)]             # what of it rank 3 recorded
         trace.events.frame(["rank", "op", "dur"])      # columns in pandas
@@ -29,8 +29,16 @@ class Group(NamedTuple):
 
 
 def open(path):
-    """A trace, to be used in a `with` or closed; ValueError if the file is not a sound one."""
-    return Trace(path)
+    """The trace of a run's folder, or of its file trace.h5, to be used in a `with` or closed.
+
+    ValueError if the file is not a sound one, or the folder has none yet.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return Trace(path)
+    if not (path / "trace.h5").is_file():
+        raise ValueError(f"{path}: no trace.h5; {REMEDY}")
+    return Trace(path / "trace.h5")
 
 
 class Trace:

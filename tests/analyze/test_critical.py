@@ -65,6 +65,25 @@ def test_a_collective_leads_to_the_last_to_arrive(tmp_path):
     assert_path(opened(tmp_path, rows, (15, 14, 20)), wanted)
 
 
+def test_the_call_of_a_broadcast_leads_to_the_last_to_arrive(tmp_path):
+    called = {"op": "broadcast", "group": 1}
+    rows = [
+        row(0, 0, 2, layer=0),
+        row(0, 2, 7, "copy", layer=1, **called),
+        row(0, 7, 10, layer=2),
+        call(0, start=10, end=11, posted=2, seq=0, peer=1, layer=3, **called),
+        row(1, 0, 6, layer=4),
+        call(1, start=6, end=8, seq=0, peer=1, layer=5, **called),
+    ]
+    wanted = [
+        (1, 0, 6, "compute", "", 4),
+        (0, 6, 7, "copy", "p", 1),
+        (0, 7, 10, "compute", "", 2),
+        (0, 10, 11, "comm", "p", 3),
+    ]
+    assert_path(opened(tmp_path, rows, (11, 8)), wanted)
+
+
 def message(number, sender, sent, receiver, received, **values):
     """Both ends of a message, from when they are posted until they end."""
     ends = ("send", sender, sent, receiver), ("recv", receiver, received, sender)

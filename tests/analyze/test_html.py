@@ -1,5 +1,6 @@
 """The page of a report: whole, by itself, and safe whatever a trace calls things."""
 
+import csv
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -8,7 +9,7 @@ import h5py
 import pytest
 
 from hpc3d import trace
-from hpc3d.analyze import html, pictures
+from hpc3d.analyze import charts, html, pictures
 from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import write
@@ -117,7 +118,7 @@ def test_the_page_has_every_picture_for_screen_and_paper(page, folder):
 
 
 def test_the_numbers_that_one_looks_for_first(tmp_path):
-    with small(tmp_path / "trace.h5") as opened:
+    with small(tmp_path / "trace.h5", config='name = "small"') as opened:
         run = examine(opened, peak=1e12)
         found = {title: (value, note) for title, value, note in html.cards(run)}
         assert run.missing == []
@@ -180,13 +181,47 @@ def test_a_page_of_several_runs_has_a_section_each(tmp_path):
 
 
 def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
-    config = '[trace]\nclock = "processor"\n'
-    with small(tmp_path / "trace.h5", config=config) as opened:
+    with small(tmp_path / "trace.h5", config='[trace]\nclock = "processor"\n') as opened:
         run = examine(opened)
-    assert run.missing == ["a time in common, for ranks counted their processor time: who waited"]
+        report = compare([opened], [run])
+    (line,) = run.missing
+    assert line.startswith("a time in common, for each rank counted its own processor time: waits")
     names = {picture.name for picture in pictures.of_run(run)}
     assert names == {"ranks", "phases", "traffic", "traffic-x", "memory"}
     assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
+    for row, exposed in zip(run.tables["ranks"], (5e-3, 2e-3)):
+        assert row["wait_s"] is row["transfer_s"] is None
+        assert row["exposed_s"] == pytest.approx(exposed)
+    parts = charts.ranks(run).parts
+    assert parts.keys() == {"compute", "exposed", "unrecorded"}
+    assert sum(values[0] for _, values in parts.values()) == pytest.approx(10)
+    write(report, tmp_path)
+    page = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    shown = page.text.split("What the numbers mean")[1]
+    for text in (shown, (tmp_path / "report.md").read_text(encoding="utf-8")):
+        assert line in text
+        assert not any(word in text for word in ("wait [ms]", "transfer [ms]", "waiting", "arrow"))
+    assert {path.stem for path in (tmp_path / "tables").iterdir()}.isdisjoint(
+        ("path", "waits", "stragglers", "collectives", "pipeline")
+    )
+    with (tmp_path / "tables/ranks.csv").open(newline="") as file:
+        assert {row[key] for row in csv.DictReader(file) for key in ("wait_s", "transfer_s")} == {
+            ""
+        }
+
+
+def test_processor_time_is_not_compared_with_that_on_the_wall(tmp_path):
+    wall, processor = "", '[trace]\nclock = "processor"\n'
+    for place, configs in enumerate([(wall, processor), (wall, wall), (processor, processor)]):
+        paths = [tmp_path / f"{place}-{number}.h5" for number in (1, 2)]
+        traces = [small(path, config=config) for path, config in zip(paths, configs)]
+        report = compare(traces, [examine(each) for each in traces])
+        mixed = place == 0
+        assert [bool(report.tables[name]) for name in ("scaling", "differences")] == [
+            not mixed
+        ] * 2
+        told = ["the clock that other runs" in " ".join(run.missing) for run in report.runs]
+        assert told == [False, mixed]
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path):

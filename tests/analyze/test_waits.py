@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from hpc3d.analyze.breakdown import rank_rows
+from hpc3d.analyze.collectives import bandwidth_rows
 from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import COMPUTE, JITTER, SLOT, by_hand, call, jitter, large, row
@@ -195,6 +197,50 @@ def test_a_sender_numbers_its_messages_to_each_receiver(tmp_path):
     calls = calls_of(by_hand(tmp_path / "t.h5", rows, steps, GROUPS))
     assert np.split(calls.rank, calls.first[1:])[1].tolist() == [0, 2]
     assert calls.wait.sum() == 1_000_000 and incomplete(calls) == 0
+
+
+# rank, start and end of the call, start and end of the wait; wait in the call, and for whom [ms]
+CALLED_EARLY = {
+    "all meet": ((0, 2, 7, 8, 9, 4, 2), (1, 5, 7, 7.5, 8, 1, 2), (2, 6, 7, 8, 9, 0, 2)),
+    "the root goes on": ((0, 2, 6, 8, 9, 3, 1), (1, 5, 5.5, 7, 8, 0, 1), (2, 9, 10, 11, 12, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CALLED_EARLY)
+def test_a_broadcast_waits_when_it_is_called(tmp_path, name):
+    """Rank 1 is the root; all compute for half a millisecond or more between call and wait."""
+    rows, members = [], CALLED_EARLY[name]
+    for rank, called, free, begin, end, *_ in members:
+        late = {"ahead": CLOCKS[rank], "op": "broadcast"}
+        rows += [row(rank, called, free, "copy", group=0, **late)]
+        rows += [row(rank, free, begin, ahead=CLOCKS[rank])]
+        rows += [call(rank, start=begin, end=end, posted=called, seq=0, peer=1, **late)]
+    trace = opened(tmp_path, rows)
+    calls, wanted = calls_of(trace), {each[0]: each[-2:] for each in members}
+    early = zip(calls.rank, calls.wait * 1e-6, calls.by, calls.ending)
+    assert {rank: (wait, by) for rank, wait, by, ending in early if not ending} == wanted
+    assert not calls.wait[calls.ending].any() and not calls.violation.any()
+    assert len(calls.first) == 1 and incomplete(calls) == 0
+    (only,) = wait_rows(calls)
+    blocked = sum(free - called + end - begin for _, called, free, begin, end, *_ in members)
+    assert (only["calls"], only["blocked_s"]) == (1, pytest.approx(blocked / 3 * 1e-3))
+    assert [each["meetings"] for each in straggler_rows(calls)] == [1, 1, 1]
+    for each in rank_rows(trace, calls):
+        _, called, free, begin, end, wait, _ = members[each["rank"]]
+        assert each["wait_s"] == pytest.approx(wait * 1e-3)
+        assert each["exposed_s"] == pytest.approx((free - called + end - begin) * 1e-3)
+        assert each["copy_s"] == pytest.approx(0) and each["overlapped_s"] > 0
+    (collective,) = bandwidth_rows(calls)
+    assert collective["count"] == 1
+
+
+def test_other_calls_are_no_waits(tmp_path):
+    """A block that is written where its peers can read it is copied, however late these are."""
+    rows = [row(0, 1, 3, "copy", op="all_gather", group=1), row(0, 3, 4)]
+    rows += [call(0, "all_gather", 4, 9, 0, group=1, posted=1)]
+    rows += [call(2, "all_gather", 8, 9, 0, group=1)]
+    calls = calls_of(opened(tmp_path, rows))
+    assert calls.ending.all() and calls.wait.tolist() == [4_000_000, 0]
 
 
 def test_a_missing_member_is_counted(tmp_path):

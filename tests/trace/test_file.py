@@ -45,6 +45,17 @@ def test_attributes_ranks_and_index(path):
         assert trace.clock_samples["rank"].tolist() == [2] * SEGMENTS
 
 
+def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
+    for folder in (path.parent, str(path.parent)):
+        with hpc3d.trace.open(folder) as trace:
+            assert trace.path == path and len(trace.ranks) == 4
+    unmerged = tmp_path_factory.mktemp("unmerged")
+    with pytest.raises(
+        ValueError, match=rf"{unmerged}: no trace\.h5; merge the run again: .*--merge"
+    ):
+        hpc3d.trace.open(unmerged)
+
+
 def test_a_table_that_the_file_lacks_is_empty(path):
     with h5py.File(path, "r+") as file:
         del file["clock"]
