@@ -10,6 +10,7 @@ Every operation is told to the `meter` of its arrays, which may let time pass fo
 """
 
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -17,6 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import Communicator, Pending, contiguous, ready
 from hpc3d.cluster.mesh import Mesh
+from hpc3d.cluster.node import SMALL
 
 
 class Meter:
@@ -29,19 +31,19 @@ class Meter:
         """Another operation, which reads and writes `nbytes` in all."""
 
 
-class Flags:
-    """Of every Shape: nobody shares it."""
+class Flags(NamedTuple):
+    """Of an array: not writeable where all members of a communicator share its memory."""
 
-    writeable = True
+    writeable: bool
 
 
 class Lease:
     """Memory of a kind that is not there: its death gives the bytes back."""
 
-    __slots__ = ("give_back", "kind", "slot_of")
+    __slots__ = ("give_back", "kind", "shared", "slot_of")
 
     def __init__(self, kind, give_back):
-        self.kind, self.give_back = kind, give_back
+        self.kind, self.give_back, self.shared = kind, give_back, False
 
     def __del__(self):
         self.give_back()
@@ -51,7 +53,6 @@ class Shape(NDArrayOperatorsMixin):
     """An array with a shape and a type and no data; `lease` is the memory that it shows."""
 
     __slots__ = ("dtype", "lease", "meter", "shape")
-    flags = Flags()
 
     def __init__(self, shape, dtype, meter, lease=None):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
@@ -74,6 +75,7 @@ class Shape(NDArrayOperatorsMixin):
     def nbytes(self):
         return self.size * self.dtype.itemsize
 
+    flags = property(lambda self: Flags(not (self.lease and self.lease.shared)))
     itemsize = property(lambda self: self.dtype.itemsize)
     ndim = property(lambda self: len(self.shape))
     T = property(lambda self: self.view(self.shape[::-1]))
@@ -279,8 +281,10 @@ class Counted(Communicator):
         return Pending(lambda copy=copy: part)
 
     def sum_all(self, block, op):
-        copy = self.placed(block)
-        return Pending(lambda copy=copy: self.like(block, block.shape))
+        copy, total = self.placed(block), self.like(block, block.shape)
+        if isinstance(total, Shape) and block.nbytes > SMALL and block.size >= self.size:
+            total.lease.shared = True  # all members read one total
+        return Pending(lambda copy=copy: total)
 
     def spread(self, block, root):
         if not block.shape[0]:
