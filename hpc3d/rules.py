@@ -157,23 +157,23 @@ def wrong_sizes(config):
     turned, outer = split.next(), split.whole()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
-    rows = sequences // micros * model.sequence
-    needs = {
-        (batch, sequences // micros): [split.y[0], outer.y[0]],
-        (f"{batch} x model.sequence", rows): [split.x[0], turned.y[0]],
-        ("model.heads", model.heads): [split.y[1], turned.x[1]],
-        ("model.hidden", model.hidden): [
-            split.x[1],
-            split.sharded.w[0],
-            turned.w[1],
-            outer.next().w[1],
-        ],
-        ("4 x model.hidden", 4 * model.hidden): [turned.sharded.w[0]],
-    }
     sizes = config.mesh.sizes()
+
+    def used(*places):
+        return {tuple(axis for axis in axes if sizes[axis] > 1) for axes in places}
+
+    whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
+    rows = sequences // micros * model.sequence
+    columns = used(split.x[1], split.sharded.w[0], turned.w[1], outer.next().w[1])
+    needs = {
+        (batch, sequences // micros): whole,
+        (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
+        ("model.heads", model.heads): used(split.y[1], turned.x[1]),
+        ("model.hidden", model.hidden): columns,
+        ("4 x model.hidden", 4 * model.hidden): used(turned.sharded.w[0]),
+    }
     for (key, value), places in needs.items():
-        used = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in places)
-        for axes in dict.fromkeys(used):
+        for axes in sorted(places):
             yield from indivisible(key, value, axes, sizes)
 
 

@@ -44,8 +44,8 @@ class Engine:
     """The stages of this rank, a chunk each, and what is in flight between them.
 
     `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
-    training step, `seconds` the time of a run by operation on `clock`, and `peak` the largest number of
-    microbatches and chunks that ever were between F and the end of their B.
+    training step, `seconds` the time of a run by operation on `clock`, and `peak` the largest
+    number of microbatches and chunks that ever were between F and the end of their B.
     """
 
     def __init__(self, mesh, stages, placement, buckets, weights, update, clock=time.perf_counter):

@@ -69,6 +69,11 @@ def simulate(config, vocabulary, machine):
     Dropout is left out: it moves nothing and holds nothing.  ValueError where a block has an owner
     (scheme 3d-broadcast): its owner does not do what the others do.
     """
+    if config.split().own:
+        raise ValueError(
+            f"parallel.scheme = {config.parallel.scheme}: where blocks have owners, ranks differ, "
+            "and one cannot stand for all; simulate scheme 3d"
+        )
     config = replace(config, model=replace(config.model, dropout=0.0))
     program = program_of(config)
     return threads.run(

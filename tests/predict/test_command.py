@@ -1,0 +1,90 @@
+"""`python -m hpc3d.simulate INPUT --machine M`: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc3d import trace
+from hpc3d.report import main as report
+from hpc3d.simulate import main
+from tests.runs import train
+
+ROOT = Path(__file__).parents[2]
+INPUT = str(ROOT / "inputs" / "gpt-4d-64.toml")
+MACHINE = ["--machine", str(ROOT / "inputs" / "machines" / "v100-4x16.toml")]
+
+
+def simulate(capsys, *words):
+    code = main([*map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_step_in_numbers(capsys):
+    code, out, err = simulate(capsys, INPUT, *MACHINE, "--json")
+    assert (code, err) == (0, "")
+    assert "64 ranks of v100-4x16: p=4 d=2 x=2 y=2 z=2, scheme 3d, schedule 1f1b" in out
+    found = json.loads(out.splitlines()[-1])
+    wanted = "machine ranks step_time_s tokens_per_s bubble communication flop mfu hfu memory bytes"
+    assert [*found] == wanted.split()
+    assert found["ranks"] == 64 and 0 < found["mfu"] < found["hfu"] + 1e-12 < 1
+    assert found["tokens_per_s"] * found["step_time_s"] == pytest.approx(192 * 64)
+    stages = found["memory"]["stages"]
+    assert len(stages) == 4 and found["memory"]["worst"]["stage"] == 0
+    assert found["memory"]["total"] == 16 * sum(stage["all"] for stage in stages)
+    # Eight microbatches of 192 / (8 d x y) sequences of 64 tokens and 384 / 2 floats.
+    assert found["bytes"]["p"]["send"] == {"calls": 8, "bytes": 8 * 3 * 64 * 192 * 4}
+
+
+def test_options_change_the_input(capsys):
+    words = [INPUT, *MACHINE, "--ranks", "128", "--mesh.d", "4", "--train.batch", "384", "--json"]
+    assert json.loads(simulate(capsys, *words)[1].splitlines()[-1])["ranks"] == 128
+
+
+def test_the_trace_is_reported_like_a_measured_one(capsys, tmp_path):
+    out = tmp_path / "simulated"
+    code, said, _ = simulate(capsys, INPUT, *MACHINE, "--out", out, "--json")
+    assert code == 0
+    found = json.loads(said.splitlines()[-1])
+    with trace.open(out / "trace.h5") as opened:
+        assert len(opened.ranks) == 64 and opened.attrs["kind"] == "simulated"
+        length = opened.steps["t_end"].max() - opened.steps["t_start"].min()
+    assert length / 1e9 == pytest.approx(found["step_time_s"])
+    assert report([str(out), "--tables"]) == 0
+    assert simulate(capsys, INPUT, *MACHINE, "--out", out)[0] == 2
+
+
+def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
+    run = train(2, tmp_path, mesh__x=2, train__steps=2)
+    machine = tmp_path / "machine.toml"
+    text = Path(MACHINE[1]).read_text(encoding="utf-8")
+    machine.write_text(text.replace("[gemm.float32]", "[gemm.float64]"), encoding="utf-8")
+    code, out, err = simulate(capsys, run, "--machine", machine, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out.splitlines()[-1])
+    with trace.open(run) as opened:
+        quantities = dict(zip(opened.prediction["quantity"], opened.prediction["value"]))
+        assert opened.attrs["kind"] == "measured" and len(opened.steps) == 4
+    assert quantities["step_s"] == found["step_time_s"]
+    assert quantities["peak_all_bytes"] == found["memory"]["stages"][0]["all"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent.toml", *MACHINE], "absent.toml: No such file"),
+        ([INPUT, "--machine", "absent.toml"], "absent.toml: No such file"),
+        ([str(ROOT / "inputs/gpt-dp-vs-pp.toml"), *MACHINE, "--mesh.d", "3"], "does not divide"),
+        ([INPUT, *MACHINE, "--mesh.q", "3"], "mesh.q: unknown key"),
+        ([INPUT, *MACHINE, "--ranks", "65"], "65"),
+        ([INPUT, *MACHINE, "--parallel.scheme", "3d-broadcast"], "3d-broadcast"),
+        ([INPUT, *MACHINE, "--train.dtype", "float64"], "no rates of float64"),
+        ([str(ROOT / "README.md"), *MACHINE], "README.md"),
+        ([str(ROOT / "tests"), *MACHINE], "config.toml"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, words, said):
+    code, out, err = simulate(capsys, *words)
+    assert code == 2 and said in err and "Traceback" not in err
+    assert len(err.splitlines()) == 1
