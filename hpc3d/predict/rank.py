@@ -79,9 +79,9 @@ def observe(mesh, config, vocabulary, program=None):
     recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
-    trainer.step(0)
-    recorder.count = 0
-    trainer.step(1)
+    for number in range(min(2, config.train.steps)):
+        recorder.count = 0
+        trainer.step(number)
     events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     axes = [group["axis"] for group in recorder.header["groups"]]
     return Prediction(events, axes, dict(mesh.pool.peak))

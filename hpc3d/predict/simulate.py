@@ -21,7 +21,7 @@ from hpc3d.rules import settle
 from hpc3d.training.loop import Trainer
 from hpc3d.training.program import program_of
 
-SECOND = 1  # the step that is looked at: the first one begins with empty clocks and caches
+SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
 
 
 class StageRun(NamedTuple):
@@ -29,8 +29,8 @@ class StageRun(NamedTuple):
 
     `rows` are those of /events, which index `names` and the mesh axes `axes`; times in ns from the
     start of the run.  `step` is the row of /steps and `memory` those of /memory; `peak` the bytes
-    of arrays by kind, "all" for the peak of their sum, and `tables` those of the copies of token
-    tables among them.
+    of arrays by kind, "all" for the peak of their sum; among them are those of a copy of the
+    token table, `tables`, and of the logits of a microbatch, `logits`.
     """
 
     rank: int
@@ -41,6 +41,7 @@ class StageRun(NamedTuple):
     memory: list
     peak: dict
     tables: int
+    logits: int
 
     @property
     def seconds(self):
@@ -74,7 +75,8 @@ def simulate(config, vocabulary, machine):
             f"parallel.scheme = {config.parallel.scheme}: where blocks have owners, ranks differ, "
             "and one cannot stand for all; simulate scheme 3d"
         )
-    config = replace(config, model=replace(config.model, dropout=0.0))
+    steady = replace(config.train, steps=SECOND + 2)
+    config = replace(config, model=replace(config.model, dropout=0.0), train=steady)
     program = program_of(config)
     return threads.run(
         {"p": config.mesh.p},
@@ -90,6 +92,7 @@ def run(peers, config, vocabulary, machine, program):
     ledger = Ledger(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
     trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
+    logits = bytes_of_logits(trainer)
     if not program.asynchronous:
         play(trainer, mesh, ledger, clock, program)
     for number in range(SECOND + 1):
@@ -98,14 +101,26 @@ def run(peers, config, vocabulary, machine, program):
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == SECOND]
     rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
-    step, tables = ledger.steps[-1], bytes_of_tables(trainer.parameters)
-    return StageRun(mesh.rank, rows, names, axes, step, memory, peak, tables)
+    ends = bytes_of_tables(trainer.parameters), logits
+    return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *ends)
 
 
 def bytes_of_tables(parameters):
     """Bytes of the values of token tables: the first stage has one, and the last its copy."""
     places = [parameters.places[item].value for item in parameters if item.rows]
     return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
+
+
+def bytes_of_logits(trainer):
+    """Bytes of this rank's logits of the largest microbatch; 0 on stages without the head."""
+    train, count = trainer.config.train, trainer.config.parallel.microbatches
+    rows = -(-train.batch // count) * trainer.config.model.sequence
+    shapes = [
+        stage.head.layout.block((rows, stage.head.table.shape[0]), trainer.mesh)
+        for stage in trainer.engine.stages
+        if stage.head
+    ]
+    return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
 def play(trainer, mesh, ledger, clock, program):

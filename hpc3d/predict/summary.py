@@ -14,10 +14,12 @@ MESSAGES = [OP.index("send"), OP.index("recv")]
 def summary(runs, config, machine):
     """Plain values for `--json`; seconds, bytes and FLOP of a step.
 
-    `memory` has the peaks of a rank of each stage and kind, and of the `worst` stage, `tables`
-    being the copies of the token table among the parameters; `total` is the sum of the peaks of
-    all ranks.  `bytes` are received by a rank of stage 0, by axis and operation; `mfu` counts the
-    products and the attention without recomputation, `hfu` all, against the machine's peak.
+    `memory` has the peaks of a rank of each stage and kind, and of the `worst` stage: activations
+    in flight are of kind activation, gathered blocks and buffers of kind communication; among them
+    are `tables`, the copy of the token table, and the `logits` of a microbatch.  `total` is the
+    sum of the peaks of all ranks.  `bytes` are received by a rank of stage 0, by axis and
+    operation.  `mfu` counts the products and the attention without recomputation, `hfu` all,
+    against the machine's peak.
     """
     ranks = int(np.prod([*config.mesh.sizes().values()]))
     here = ranks // len(runs)  # of a stage
@@ -69,7 +71,7 @@ def exposed(run):
 def memory(runs, here, machine):
     peaks = [
         {kind: run.peak.get(kind, 0) for kind in MEMORY_KIND}
-        | {"all": run.peak["all"], "tables": run.tables}
+        | {"all": run.peak["all"], "tables": run.tables, "logits": run.logits}
         for run in runs
     ]
     worst = max(range(len(peaks)), key=lambda stage: peaks[stage]["all"])

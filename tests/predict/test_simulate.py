@@ -19,7 +19,12 @@ from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
 
 TIMES = {"t_start", "t_global", "dur", "posted", "name"}
 COPY = CATEGORY.index("copy")
-PIPELINES = [
+ASYNCHRONOUS = """
+p=4 schedule=pipedream microbatches=6 tied=false clip=0 steps=4
+p=4 schedule=pipedream-2bw microbatches=8 tied=false steps=4
+p=2 d=2 x=2 schedule=pipedream-2bw microbatches=4 steps=3
+""".strip().splitlines()
+PIPELINES = ASYNCHRONOUS + [
     line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
 ]
 
@@ -55,6 +60,14 @@ def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
         assert opened.prediction["value"][0] == found["step_time_s"]
         shares = [row["share"] for row in time_rows(opened)]
         assert sum(shares) == pytest.approx(1, abs=1e-9)
+
+
+def test_token_tables_and_logits_are_named():
+    """Stage 0 and the last have a copy of the table; the last the logits of a microbatch of 72 tokens."""
+    config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
+    found = summary(runs, config, MACHINE)["memory"]["stages"]
+    assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
+    assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
 
 
 def test_the_time_of_a_product_and_of_a_call_are_the_machines():
