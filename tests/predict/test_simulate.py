@@ -47,7 +47,7 @@ def test_played_passes_are_like_those_that_are_run(line):
         assert Counter(run.peak) == Counter(whole.peak)
 
 
-@pytest.mark.parametrize("line", PIPELINES[::5])
+@pytest.mark.parametrize("line", PIPELINES[len(ASYNCHRONOUS) :: 5])
 def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
     config, runs = simulated(line)
     path = write_trace(tmp_path, runs, config, MACHINE)
@@ -63,7 +63,7 @@ def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
 
 
 def test_token_tables_and_logits_are_named():
-    """Stage 0 and the last have a copy of the table; the last the logits of a microbatch of 72 tokens."""
+    """The first stage and the last have a table; the last has logits, of 72 tokens."""
     config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
     found = summary(runs, config, MACHINE)["memory"]["stages"]
     assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
@@ -107,6 +107,12 @@ def test_sums_run_beside_backward_only_where_they_may():
         found = summary(runs, config, MACHINE)
         waits[overlap] = found["communication"] * found["step_time_s"]
     assert waits["true"] < 0.8 * waits["false"]
+
+
+def test_steps_that_overlap_make_no_trace(tmp_path):
+    config, runs = simulated(ASYNCHRONOUS[0])
+    with pytest.raises(ValueError, match="its steps overlap"):
+        write_trace(tmp_path, runs, config, MACHINE)
 
 
 def test_a_trace_of_too_many_rows_is_refused(tmp_path):
