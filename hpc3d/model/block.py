@@ -6,7 +6,7 @@ from math import sqrt
 import numpy as np
 
 from hpc3d.model import ops
-from hpc3d.model.attention import attend, attend_grad
+from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import Dropout, LayerNorm, Linear
 
 
@@ -14,9 +14,9 @@ class Block:
     """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X.
 
     `recompute` says what backward runs again instead of keeping it (arXiv:2205.05198, section 5):
-    "selective" the core of attention, from q, k and v; "full" the whole block, with its messages,
-    from X.  One rank with n elements of X, T tokens of h features a sequence and a heads keeps
-    n (16 + a T / h) elements with "none", 16 n with "selective" and n with "full".
+    "selective" the probabilities of attention, from q and k; "full" the whole block, with its
+    messages, from X.  One rank with n elements of X, T tokens of h features a sequence and a heads
+    keeps n (16 + a T / h) elements with "none", 16 n with "selective" and n with "full".
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Block:
         self.mesh.trace.layer = self.number
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
-        a, p = self.attend(qkv, self.drop_probabilities(micro, qkv))
+        a, p = self.attend(qkv, micro)
         p = None if self.recompute == "selective" else p
         a, saved_proj = self.proj.forward(a)
         x = self.add(x, self.drop(self.drop1, a, micro))
@@ -94,20 +94,26 @@ class Block:
             dh = np.multiply(slope, dg, out=slope)
         dy = self.norm2.backward(self.up.backward(dh, saved_up, later), saved_n2, residual=dy)
         da = self.proj.backward(self.drop(self.drop1, dy, micro), saved_proj, later)
-        drop = self.drop_probabilities(micro, qkv)
         if self.recompute == "selective":
-            with self.recomputing():
-                p = self.attend(qkv, drop)[1]
+            p = self.attend_again(qkv)
         with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
+            drop = self.drop_probabilities(micro)
             dqkv = attend_grad(da, qkv, p, self.model.width, self.mesh.empty, drop)
         return self.norm1.backward(
             self.qkv.backward(dqkv, saved_qkv, later), saved_n1, residual=dy
         )
 
-    def attend(self, qkv, drop):
+    def attend(self, qkv, micro):
         """The core of attention: its output and the probabilities."""
+        drop = self.drop_probabilities(micro)
         with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
             return attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
+
+    def attend_again(self, qkv):
+        """The probabilities once more: half of the work."""
+        trace, half = self.mesh.trace, self.flops(qkv) // 2
+        with self.recomputing(), trace.span("attention", "attention", half):
+            return attend_again(qkv, self.model.sequence, self.model.width, self.mesh.empty)
 
     def add(self, x, y):
         with self.mesh.trace.span("residual"):
@@ -116,13 +122,9 @@ class Block:
     def drop(self, dropout, x, micro):
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)
 
-    def drop_probabilities(self, micro, qkv):
-        """The factors of this rank's attention probabilities [B, heads, T, T], or None."""
-        if not self.model.dropout:
-            return None
-        square = self.model.sequence**2
-        scale = self.drop_p.scale(micro, 1, self.model.heads * square, qkv.dtype)
-        return scale.reshape(len(scale), scale.shape[1] // square, *[self.model.sequence] * 2)
+    def drop_probabilities(self, micro):
+        """The `Mask` of this rank's attention probabilities, [B, heads * T * T], or None."""
+        return self.drop_p.mask(micro, 1, self.model.heads * self.model.sequence**2)
 
     def flops(self, qkv):
         """Of q k' and p v: 2 products of 2 T D for every row and head."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc3d.cluster.arrays import kernel
 from hpc3d.model import ops
-from hpc3d.model.random import keep
+from hpc3d.model.random import Mask
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
 
@@ -51,8 +51,14 @@ class Linear:
         """The gradients of weight and bias."""
         dw = self.matmul.adjoint_w(rest).wait()
         with self.mesh.trace.span("gradient"):
-            self.weight.grad += dw
+            accumulate(self.weight.grad, dw)
             self.bias.grad += ops.sum_rows(dy)
+
+
+@kernel
+def accumulate(grad, dw):
+    """Add dW to the sum of the microbatches' gradients."""
+    grad += dw
 
 
 def gradient(matmul):
@@ -103,7 +109,7 @@ class LayerNorm:
 
 
 class Dropout:
-    """Scales each element by 0 or 1 / (1 - rate); the mask is drawn again in backward.
+    """Scales each element by 0 or 1 / (1 - rate); the factors are drawn again in backward.
 
     Element e of the batch's tensor is dropped by draw e of the key (seed, name, step): every mesh
     drops the same ones, however the batch is cut into microbatches.
@@ -113,21 +119,24 @@ class Dropout:
         self.mesh, self.name, self.layout = mesh, name, layout
         self.rate, self.seed = rate, seed
 
-    def scale(self, micro, rows, columns, dtype):
-        """The factors of this rank's block of a tensor with `rows` rows a sequence."""
+    def mask(self, micro, rows, columns):
+        """That of this rank's block of a tensor with `rows` rows a sequence; None at rate 0."""
+        if not self.rate:
+            return None
         shape = (micro.sequences * rows, columns)
         where, block = self.layout.slices(shape, self.mesh)
         before = micro.first * rows
-        where = slice(before + where.start, before + where.stop)
-        kept = keep((self.seed, self.name, micro.step), self.rate, (where, block), columns)
-        return kept * np.dtype(dtype).type(1 / (1 - self.rate))
+        where = range(before + where.start, before + where.stop)
+        key = self.seed, self.name, micro.step
+        return Mask(key, self.rate, where, range(block.start, block.stop), columns)
 
     def apply(self, x, micro, rows, columns):
         """x times the factors; the same for a gradient."""
-        if not self.rate:
+        mask = self.mask(micro, rows, columns)
+        if mask is None:
             return x
         with self.mesh.trace.span("dropout"):
-            return np.multiply(x, self.scale(micro, rows, columns, x.dtype))
+            return ops.dropped(x, mask, self.mesh.empty(x.shape, x.dtype))
 
 
 class Embedding:

@@ -34,6 +34,14 @@ def sum_rows(y):
 
 
 @kernel
+def dropped(x, mask, out):
+    """x times the factors of a `Mask`; the same for a gradient."""
+    for rows in row_blocks(x):
+        np.multiply(x[rows], mask.factors(rows, slice(None), x.dtype), out=out[rows])
+    return out
+
+
+@kernel
 def add_repeated(x, table, first, out):
     """x plus the rows of a table again and again, from its row `first` on."""
     return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)

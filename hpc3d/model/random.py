@@ -5,6 +5,7 @@ Element e of a tensor is made of draw e (or e / 4) of the counter-based generato
 """
 
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,3 +56,23 @@ def keep(key, rate, slices, width):
         return bits.view(np.uint16)[head : head + count] >= limit
 
     return by_rows(slices, width, make)
+
+
+class Mask(NamedTuple):
+    """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
+    of its elements, drawn when it is needed, so that they never all exist.
+
+    `rows` and `columns` are those of the block in the matrix.
+    """
+
+    key: tuple
+    rate: float
+    rows: range
+    columns: range
+    width: int
+
+    def factors(self, rows, columns, dtype):
+        """Those of slices of the block."""
+        slices = self.rows[rows], self.columns[columns]
+        kept = keep(self.key, self.rate, slices, self.width)
+        return kept * np.dtype(dtype).type(1 / (1 - self.rate))

@@ -7,8 +7,10 @@ from hpc3d.cluster.shapes import rule
 from hpc3d.model import attention, layers, loss, ops, parameters
 
 rule(parameters.initialise)(lambda value, item, seed, mesh: None)
+rule(layers.accumulate)(lambda grad, dw: None)
 rule(layers.gather_rows)(lambda table, index: table.like((index.size, table.shape[1])))
 rule(layers.scatter_rows)(lambda dy, index, shape: dy.like(shape))
+rule(ops.dropped)(lambda x, mask, out: out)
 rule(ops.add_repeated)(lambda x, table, first, out: out)
 rule(ops.sum_repeated)(lambda dx, first, period: dx.like((period, dx.shape[1])))
 rule(ops.gelu_tanh)(lambda h, out: out)
@@ -34,19 +36,36 @@ def _(logits, top, index):
 
 @rule(attention.attend)
 def _(qkv, sequence, width, empty, drop=None):
-    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // (3 * width)
-    chunk = attention.chunk_of(heads, sequence, qkv.itemsize)
-    chunks = batch * heads // chunk
-    probabilities = empty((chunks, sequence, chunk, sequence), qkv.dtype)
+    batch, heads, probabilities = scored(qkv, sequence, width, empty)
     out = empty((batch, sequence, heads, width), qkv.dtype)
-    qkv.meter.product(sequence, sequence, width, qkv.dtype, batch * heads)
+    drawn(drop, probabilities)
     qkv.meter.product(sequence, width, sequence, qkv.dtype, batch * heads)
     return out.reshape(batch * sequence, heads * width), probabilities
+
+
+@rule(attention.attend_again)
+def _(qkv, sequence, width, empty):
+    return scored(qkv, sequence, width, empty)[-1]
 
 
 @rule(attention.attend_grad)
 def _(dout, qkv, probabilities, width, empty, drop=None):
     sequence, heads = probabilities.shape[1], qkv.size // (3 * width * probabilities.shape[1])
+    drawn(drop, probabilities)
     for m, n, k in 2 * [(sequence, width, sequence), (sequence, sequence, width)]:
         qkv.meter.product(m, n, k, qkv.dtype, heads)
     return empty(qkv.shape, qkv.dtype)
+
+
+def scored(qkv, sequence, width, empty):
+    """Samples, heads and probabilities, of q k' and its softmax."""
+    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // (3 * width)
+    shape = attention.chunks_of(batch, heads, sequence, qkv.itemsize)
+    qkv.meter.product(sequence, sequence, width, qkv.dtype, batch * heads)
+    return batch, heads, empty(shape, qkv.dtype)
+
+
+def drawn(drop, probabilities):
+    """Dropout inside of attention takes the time of a kernel of its own."""
+    if drop is not None:
+        probabilities.meter.kernel(ops.dropped.__name__, 2 * probabilities.nbytes)

@@ -15,19 +15,24 @@ from hpc3d.cluster.shapes import Counted, Meter, ShapePool, line
 class Clock(Meter):
     """Whole nanoseconds from the start of a run, as a trace has them.
 
-    `wire` is when the last of the rank's collectives ends: they follow each other, beside what
-    the rank computes.  `share` is how much longer everything takes that a processor does, where
-    ranks share processors.
+    `busy` is the part of them in which the rank computes, and `wire` is when the last of its
+    collectives ends: they follow each other, beside what it computes.  `share` is how much longer
+    everything takes where ranks share processors.
     """
 
     def __init__(self, machine, share=1.0):
-        self.machine, self.share, self.now, self.wire = machine, share, 0, 0
+        self.machine, self.share = machine, share
+        self.now = self.busy = self.wire = 0
+
+    def work(self, seconds):
+        length = nanoseconds(self.share * seconds)
+        self.now, self.busy = self.now + length, self.busy + length
 
     def product(self, m, n, k, dtype, batch=1):
-        self.now += nanoseconds(self.share * self.machine.product(m, n, k, dtype.name, batch))
+        self.work(self.machine.product(m, n, k, dtype.name, batch))
 
     def kernel(self, name, nbytes):
-        self.now += nanoseconds(self.share * self.machine.kernel(name, nbytes))
+        self.work(self.machine.kernel(name, nbytes))
 
     def call(self, op, nbytes, members):
         return nanoseconds(self.machine.call(op, nbytes, members))
@@ -37,6 +42,14 @@ class Clock(Meter):
         self.wire = max(self.now, self.wire) + self.call(op, nbytes, members)
         return self.wire
 
+    def leave(self, nbytes, members, last):
+        """When a message has left that is sent now, or at `last`, when the one before has."""
+        return max(self.now, last) + self.call("send", nbytes, members)
+
+    def receive(self, nbytes, members, arrival):
+        """Wait for a message and take it."""
+        self.now = max(self.now, arrival)
+
     def until(self, end, pending):
         """A `Pending` that is waited for until `end`."""
 
@@ -45,6 +58,36 @@ class Clock(Meter):
             return pending.wait()
 
         return Pending(finish)
+
+
+class Carried(Clock):
+    """Where no device moves blocks: the rank's processor does so when it makes the call.
+
+    What the last one posts is there at once, but those that wait for it have to wake up.
+    """
+
+    def wake(self, time):
+        """When a rank goes on that waits until `time`."""
+        return time + nanoseconds(self.share * self.machine.wake_s)
+
+    def post(self, op, nbytes, members):
+        self.work(self.machine.call(op, nbytes, members))
+        self.wire = max(self.now, self.wire)
+        return self.wake(self.wire)
+
+    def leave(self, nbytes, members, last):
+        self.work(self.machine.call("send", nbytes, members))
+        return self.now
+
+    def receive(self, nbytes, members, arrival):
+        if arrival > self.now:
+            self.now = self.wake(arrival)
+        self.work(self.machine.call("recv", nbytes, members))
+
+
+def clock_of(machine, share=1.0):
+    """The Clock of a machine: Carried where its ranks have no devices."""
+    return (Carried if machine.cores else Clock)(machine, share)
 
 
 def nanoseconds(seconds):
@@ -102,8 +145,7 @@ class Linked(Timed):
         return super().timed(op, nbytes, pending)
 
     def post(self, block, peer):
-        begin = max(self.clock.now, self.leaves.get(peer, 0))
-        end = begin + self.clock.call("send", block.nbytes, self.pair(peer))
+        end = self.clock.leave(block.nbytes, self.pair(peer), self.leaves.get(peer, 0))
         self.leaves[peer] = end
         self.peers.send(np.array([end]), self.stages[peer])
         return self.clock.until(end, super().post(block, peer))
@@ -111,7 +153,13 @@ class Linked(Timed):
     def take(self, shape, dtype, peer):
         arrival = self.peers.recv((1,), np.int64, self.stages[peer])
         pending = super().take(shape, dtype, peer)
-        return Pending(lambda: self.clock.until(int(arrival.wait()[0]), pending).wait())
+
+        def finish():
+            block = pending.wait()
+            self.clock.receive(block.nbytes, self.pair(peer), int(arrival.wait()[0]))
+            return block
+
+        return Pending(finish)
 
     def pair(self, peer):
         return self.members[self.rank], self.members[peer]

@@ -78,8 +78,8 @@ class Link:
 class Measured:
     """A table of measured calls: `seconds` that an `op` takes whose trace says `bytes`.
 
-    The group has `members`, `stride` ranks apart; `groups` says whether it called "alone" or all
-    groups of the axis "at once".
+    The group has `members`, `stride` ranks apart (0: any number of them); `groups` says whether it
+    called "alone" or all groups of the axis "at once".
     """
 
     __pydantic_config__ = STRICT
@@ -159,7 +159,8 @@ class Machine:
     A node has `ranks_per_node`; where they outnumber its `cores`, they share them (0: each rank
     has a device).  `memory_gb` is that of a rank.  A kernel takes `launch_s` and the time to move
     its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.  `links` go from
-    the innermost outwards.
+    the innermost outwards.  A core makes calls itself, and goes on with its rank `wake_s` after
+    what that waited for.
     """
 
     __pydantic_config__ = STRICT
@@ -174,6 +175,7 @@ class Machine:
     links: tuple[Link, ...]
     kernels: dict[str, float] = field(default_factory=dict)
     measured: tuple[Measured, ...] = ()
+    wake_s: float = 0.0
 
     def product(self, m, n, k, dtype, batch=1):
         """Seconds of `batch` products [m, k] [k, n].
@@ -254,7 +256,8 @@ class Machine:
         found = {}
         for groups in ("alone", "at once") if alone_serves else ("at once",):
             for table in self.measured:
-                if (table.members, {table.stride}, table.groups) == (len(ranks), strides, groups):
+                fits = not table.stride or {table.stride} == strides
+                if fits and (table.members, table.groups) == (len(ranks), groups):
                     found[table.op] = table.time
         return found
 

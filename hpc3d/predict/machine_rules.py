@@ -64,8 +64,9 @@ def wrong_numbers(machine):
         **{f"gemm.{dtype}.peak": rates.peak for dtype, rates in machine.gemm.items()},
     }
     yield from (must_be_positive(key, value) for key, value in amounts.items() if not sound(value))
-    if not 0 <= machine.launch_s < inf:
-        yield f"launch_s = {machine.launch_s}: must be at least 0, in seconds"
+    for key in ("launch_s", "wake_s"):
+        if not 0 <= getattr(machine, key) < inf:
+            yield f"{key} = {getattr(machine, key)}: must be at least 0, in seconds"
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
     for dtype, rates in machine.gemm.items():
@@ -105,8 +106,8 @@ def wrong_tables(machine):
             yield f"{key}.op = {table.op!r}: unknown; known are {', '.join(ALGORITHMS)}"
         if table.members < 2:
             yield f"{key}.members = {table.members}: must be at least 2"
-        if table.stride < 1:
-            yield f"{key}.stride = {table.stride}: must be at least 1"
+        if table.stride < 0:
+            yield f"{key}.stride = {table.stride}: must be at least 0, which is any number"
         yield from wrong_knots(key, least=2, bytes=table.bytes, seconds=table.seconds)
     calls = [(each.op, each.members, each.stride, each.groups) for each in machine.measured]
     for (op, members, stride, groups), times in Counter(calls).items():

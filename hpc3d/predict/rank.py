@@ -6,7 +6,6 @@ memory are those of a trace, exactly.
 """
 
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -67,15 +66,14 @@ class Prediction(NamedTuple):
 def predict(config, vocabulary, coords, program=None):
     """The Prediction of the rank at `coords` (axis -> coordinate) in the second step of a run.
 
-    Dropout is left out: it moves nothing and holds nothing.  ValueError where a block has an owner
-    (scheme 3d-broadcast): there a rank alone does not know the shapes.
+    ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
+    the shapes.
     """
     return observe(shapes.rank_of(config.mesh.sizes(), coords), config, vocabulary, program)
 
 
 def observe(mesh, config, vocabulary, program=None):
     """The Prediction of the rank of a mesh without data."""
-    config = replace(config, model=replace(config.model, dropout=0.0))
     recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)

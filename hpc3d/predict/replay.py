@@ -17,12 +17,13 @@ from hpc3d.pipeline.engine import Later
 
 
 class Take(NamedTuple):
-    """What a pass did: when it began and how long it took [ns], its rows of the trace, the number
-    of the first call in each group and how many follow, bytes by kind that it left behind and
-    that it had at its peaks, against those before, and the layer where it ended."""
+    """What a pass did: when it began, how long it took and was busy [ns], its rows of the trace,
+    the number of the first call in each group and how many follow, bytes by kind that it left
+    behind and that it had at its peaks, against those before, and the layer where it ended."""
 
     start: int
     length: int
+    busy: int
     rows: np.ndarray
     first: dict
     calls: dict
@@ -43,7 +44,8 @@ class Studio:
     def take(self, kind):
         """Record what is done in this context as a pass of this kind, if it is the first."""
         self.ledger.make_room()
-        pool, count, now = self.mesh.pool, self.ledger.count, self.clock.now
+        pool, count = self.mesh.pool, self.ledger.count
+        now, busy = self.clock.now, self.clock.busy
         before, peak, first = Counter(pool.live), pool.peak, self.numbers()
         pool.reset_peak()
         yield
@@ -53,8 +55,9 @@ class Studio:
         if kind not in self.takes:
             calls = differences(self.numbers(), first)
             rows = self.ledger.rows(count)
-            length, layer = self.clock.now - now, self.ledger.layer
-            self.takes[kind] = Take(now, length, rows, first, calls, live, high, layer)
+            times = now, self.clock.now - now, self.clock.busy - busy
+            layer = self.ledger.layer
+            self.takes[kind] = Take(*times, rows, first, calls, live, high, layer)
 
     @contextmanager
     def play(self, kind, microbatch):
@@ -64,6 +67,7 @@ class Studio:
         for group, count in take.calls.items():
             self.comms[group].sequence["collective"] += count
         self.clock.now += take.length
+        self.clock.busy += take.busy
         self.ledger.latest, self.ledger.layer = self.clock.now, take.layer
         total = before.total()
         yield

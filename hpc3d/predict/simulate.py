@@ -13,7 +13,7 @@ import numpy as np
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import threads
 from hpc3d.config import load
-from hpc3d.predict.clock import Clock, representative
+from hpc3d.predict.clock import clock_of, representative
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
 from hpc3d.predict.replay import Replay, Studio, to_run
@@ -30,7 +30,8 @@ class StageRun(NamedTuple):
     `rows` are those of /events, which index `names` and the mesh axes `axes`; times in ns from the
     start of the run.  `step` is the row of /steps and `memory` those of /memory; `peak` the bytes
     of arrays by kind, "all" for the peak of their sum; among them are those of a copy of the
-    token table, `tables`, and of the logits of a microbatch, `logits`.
+    token table, `tables`, and of the logits of a microbatch, `logits`.  `busy` are the ns in which
+    the rank did something itself.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class StageRun(NamedTuple):
     peak: dict
     tables: int
     logits: int
+    busy: int
 
     @property
     def seconds(self):
@@ -67,8 +69,8 @@ def settled(path, overrides, ranks=None):
 def simulate(config, vocabulary, machine):
     """The StageRun of each stage, for a settled `config` on a `machine`.
 
-    Dropout is left out: it moves nothing and holds nothing.  ValueError where a block has an owner
-    (scheme 3d-broadcast): its owner does not do what the others do.
+    ValueError where a block has an owner (scheme 3d-broadcast): its owner does not do what the
+    others do.
     """
     if config.split().own:
         raise ValueError(
@@ -76,18 +78,22 @@ def simulate(config, vocabulary, machine):
             "and one cannot stand for all; simulate scheme 3d"
         )
     steady = replace(config.train, steps=SECOND + 2)
-    config = replace(config, model=replace(config.model, dropout=0.0), train=steady)
+    config = replace(config, train=steady)
     program = program_of(config)
-    return threads.run(
-        {"p": config.mesh.p},
-        lambda mesh: run(mesh.comm("p"), config, vocabulary, machine, program),
-    )
+
+    def runs(share):
+        def stage(mesh):
+            return run(mesh.comm("p"), config, vocabulary, program, clock_of(machine, share))
+
+        return threads.run({"p": config.mesh.p}, stage)
+
+    crowd, free = crowding(machine, prod(config.mesh.sizes().values())), runs(1.0)
+    return runs(stretching(crowd, free)) if crowd > 1 else free
 
 
-def run(peers, config, vocabulary, machine, program):
+def run(peers, config, vocabulary, program, clock):
     """The StageRun of the stage whose number is that of this member of `peers`."""
     sizes = config.mesh.sizes()
-    clock = Clock(machine, crowding(machine, prod(sizes.values())))
     bare = representative(sizes, clock, peers)
     ledger = Ledger(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
@@ -96,13 +102,13 @@ def run(peers, config, vocabulary, machine, program):
     if not program.asynchronous:
         play(trainer, mesh, ledger, clock, program)
     for number in range(SECOND + 1):
-        ledger.count = 0
+        ledger.count, busy = 0, clock.busy
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == SECOND]
     rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
-    ends = bytes_of_tables(trainer.parameters), logits
-    return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *ends)
+    last = bytes_of_tables(trainer.parameters), logits, clock.busy - busy
+    return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *last)
 
 
 def bytes_of_tables(parameters):
@@ -139,3 +145,14 @@ def crowding(machine, ranks):
     """How many ranks of a node share each of its processors; 1 where each has its own device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
+
+
+def stretching(crowd, runs):
+    """How much longer a step takes where a `crowd` of ranks shares a processor; `runs` have one
+    each.
+
+    A rank that waits leaves its processor to others.  So a step ends as if all had their own, or
+    when the processors have done the work of all, whichever is later.
+    """
+    first, last = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
+    return max(1.0, crowd * sum(run.busy for run in runs) / len(runs) / (last - first))

@@ -5,8 +5,9 @@ import pytest
 
 from hpc3d.cluster.arrays import Pool
 from hpc3d.model import ops
-from hpc3d.model.attention import attend, attend_grad
+from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import scatter_rows
+from hpc3d.model.random import Mask
 
 RNG = np.random.default_rng(7)
 
@@ -57,32 +58,47 @@ def test_moments_of_parts_are_those_of_the_whole():
         np.testing.assert_allclose(ours, whole, rtol=1e-9)
 
 
-def causal(q, k, v):
-    """Attention of one head [T, D], row by row."""
+def causal(q, k, v, factors):
+    """Attention of one head [T, D], row by row; `factors` [key, query] of its probabilities."""
     rows = []
     for t in range(len(q)):
         scores = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[1]))
-        rows.append(scores @ v[: t + 1] / scores.sum())
+        rows.append((scores / scores.sum() * factors[: t + 1, t]) @ v[: t + 1])
     return np.array(rows)
 
 
-@pytest.mark.parametrize("scores", [1 << 20, 1], ids=["a sample a chunk", "a head a chunk"])
-@pytest.mark.parametrize("rate", [0.0, 0.5])
+def masked(rate, *shape):
+    """Dropout of probabilities [B, heads, key, query], and all of its factors."""
+    batch, heads, sequence, _ = shape
+    if not rate:
+        return None, np.ones(shape)
+    columns = heads * sequence**2
+    mask = Mask((3, "p"), rate, range(4, 4 + batch), range(columns, 2 * columns), 3 * columns)
+    factors = mask.factors(slice(None), slice(None), np.float64)
+    assert {*factors.ravel()} == {0, 1 / (1 - rate)}
+    return mask, factors.reshape(shape)
+
+
+SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_attention_and_its_gradient(scores, rate, monkeypatch):
     monkeypatch.setattr("hpc3d.model.attention.SCORES", scores)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
     qkv = RNG.normal(size=(batch * sequence, heads * 3 * width))
-    drop = RNG.random((batch, heads, sequence, sequence)) >= rate if rate else None  # 0 or 1
+    drop, factors = masked(rate, batch, heads, sequence, sequence)
     out, p = attend(qkv, sequence, width, empty, drop)
-    if not rate:
-        parts = qkv.reshape(batch, sequence, heads, 3, width)
-        expected = [
-            [causal(*(parts[b, :, h, i] for i in range(3))) for h in range(heads)]
-            for b in range(batch)
-        ]
-        expected = np.array(expected).swapaxes(1, 2).reshape(out.shape)
-        np.testing.assert_allclose(out, expected, atol=1e-12)
+    parts = qkv.reshape(batch, sequence, heads, 3, width)
+    expected = [
+        [causal(*(parts[b, :, h, i] for i in range(3)), factors[b, h]) for h in range(heads)]
+        for b in range(batch)
+    ]
+    expected = np.array(expected).swapaxes(1, 2).reshape(out.shape)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+    np.testing.assert_array_equal(attend_again(qkv, sequence, width, empty), p)
     dout = RNG.normal(size=out.shape)
     np.testing.assert_allclose(
         attend_grad(dout, qkv, p, width, empty, drop),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc3d.model.random import keep, normal
+from hpc3d.model.random import Mask, keep, normal
 
 WIDTH = 23
 
@@ -39,3 +39,16 @@ def test_numbers_are_normal_and_differ_by_key():
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
 def test_masks_drop_at_the_rate(rate):
     assert keep((1, "m"), rate, whole(20000), WIDTH).mean() == pytest.approx(1 - rate, abs=0.003)
+
+
+@given(
+    st.tuples(st.integers(0, 5), st.integers(0, 9)).map(sorted),
+    st.tuples(st.integers(0, 8), st.integers(0, 9)).map(sorted),
+)
+def test_factors_of_a_part_are_those_of_the_whole(rows, columns):
+    mask = Mask((1, "m"), 0.25, range(3, 8), range(7, 15), WIDTH)
+    every = keep((1, "m"), 0.25, (slice(3, 8), slice(7, 15)), WIDTH) / np.float32(0.75)
+    where = slice(*rows), slice(*columns)
+    found = mask.factors(*where, np.float32)
+    np.testing.assert_array_equal(found, every[where])
+    assert found.dtype == np.float32

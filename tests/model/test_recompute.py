@@ -154,9 +154,10 @@ def test_between_b_and_w_only_the_operands_of_dw_are_kept(recompute):
 SLOPES = {"none": 16 * N + SCORES, "selective": 16 * N, "full": N}
 
 
+@pytest.mark.parametrize("dropout", [0, 0.25])
 @pytest.mark.parametrize("recompute", SLOPES)
-def test_every_layer_adds_to_the_peak_of_a_step_what_it_keeps(recompute):
-    sizes = f"batch={B} sequence={T} hidden={H} heads={HEADS}"
+def test_every_layer_adds_to_the_peak_of_a_step_what_it_keeps(recompute, dropout):
+    sizes = f"batch={B} sequence={T} hidden={H} heads={HEADS} dropout={dropout}"
     first, second, fifth = (
         peak(f"layers={layers} {sizes} recompute={recompute}") for layers in (1, 2, 5)
     )

@@ -77,9 +77,9 @@ p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d
 p=2 d=2 x=2 z=2 schedule=interleaved chunks=2 microbatches=3 zero=3 scheme=2.5d
 p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa
 p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 order="x d p y z c e"
-d=2 x=4 batch=4 sequence=6 microbatches=2 scheme=1d-sequence zero=1
+d=2 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence zero=1
 p=2 x=4 batch=6 sequence=4 schedule=zb-h1 microbatches=2 scheme=1d-sequence dropout=0.25
-x=2 y=2 z=2 batch=4 scheme=3d
+x=2 y=2 z=2 schedule=none batch=4 microbatches=1 scheme=3d
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.

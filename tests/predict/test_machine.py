@@ -316,6 +316,7 @@ def test_the_file_of_these_tests_is_good(tmp_path):
         ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node = 0: must be at least 1"),
         ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: must be positive"),
         ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: must be at least 0, in"),
+        ("wake_s = 0.0", "wake_s = -1.0", "wake_s = -1.0: must be at least 0, in"),
         ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: must be positive"),
         ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: unknown type; known are float64,"),
         ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate; give as many of one"),
@@ -334,7 +335,7 @@ def test_the_file_of_these_tests_is_good(tmp_path):
         ("pair_bandwidth = 0.0", "pair_bandwidth = -1", "links.0.pair_bandwidth = -1.0: must be"),
         ('"all_gather"', '"gather"', "measured.0.op = 'gather': unknown; known are all_gather,"),
         ("members = 4", "members = 1", "measured.0.members = 1: must be at least 2"),
-        ("stride = 1", "stride = 0", "measured.0.stride = 0: must be at least 1"),
+        ("stride = 1", "stride = -1", "measured.0.stride = -1: must be at least 0"),
         ('"alone"', '"both"', "measured.0.groups: input should be 'alone' or 'at once', not 'bo"),
         ("bytes = [1000.0, ", "bytes = [", "measured.0: 1 bytes and 2 seconds; give as many"),
         (
