@@ -1,12 +1,20 @@
-"""Measure what the code itself costs, in pairs.
+"""Measure what the code itself costs, in pairs; predict what others have measured.
 
-    python -m hpc3d.bench NAME ... [--rounds N] [--json]
+    python -m hpc3d.bench NAME ... [--rounds N] [--machine FILE] [--out DIR] [--json]
 
     overhead   a step on 64 ranks against one rank with all cores
     step       a step on one rank, one thread, against the same model in torch, eager
     trace      a step with and without the trace
     overlap    the sums of gradients over the data axis, while backward runs and after it
     schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
+
+    calibrate  this machine, from runs of up to 8 ranks: a file for `hpc3d.simulate --machine`;
+               with --check, steps of 12 other runs, measured and predicted
+    findings   when a pipeline beats replicas, what a poor partition holds, the size of messages,
+               waiting against transfer: tables, and figures in DIR/findings
+    published  steps of Megatron-LM (arXiv:2205.05198, arXiv:2104.04473) on A100
+    speedups   3-D over 1-D and 2-D on 64 V100 (arXiv:2105.14450)
+    vtrain     the published rows of vTrain (arXiv:2312.12391), a tenth of them to calibrate
 
 Ratios are medians of pairs that ran one after the other; single times say little on a machine
 that is busy.
@@ -15,43 +23,27 @@ that is busy.
 import argparse
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
+from importlib import import_module
 
 from hpc3d.cluster import launch
 
-INPUTS = Path(__file__).parent.parent / "inputs"
-HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
-CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
-OVERHEAD = {
-    "hidden 512, 4 layers, 8,192 tokens, 4 x 4 x 4": HIDDEN_512,
-    "hidden 512, 4 layers, 8,192 tokens, 16 x 4 x 1": [*HIDDEN_512, *CUBOID],
-    "gpt-3d-64.toml, 4 x 4 x 4": [],
+MODULES = {
+    "pairs": ("overhead", "step", "trace", "overlap", "schemes"),
+    "calibration": ("calibrate",),
+    "predicted": ("findings", "published", "speedups", "vtrain"),
 }
-REPLICAS = ["--mesh.d", "2", "--parallel.bucket_mb", "1", "--train.batch", "32"]
-OVERLAP = {
-    "2 replicas, MPI": [*REPLICAS, "--mesh.transport", "mpi"],
-    "2 replicas, shared memory": REPLICAS,
-}
-SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
+BENCHMARKS = {name: module for module, names in MODULES.items() for name in names}
+SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc3d.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=0, help="pairs (default: a few)")
-    parser.add_argument("--out", default="results", help="folder of the figure (schemes)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    options = parser.parse_args(argv)
-    single_thread(options.names)
+    options = _parser().parse_args(argv)
+    if SINGLE & {*options.names}:  # before NumPy is loaded
+        os.environ |= dict.fromkeys(launch.THREAD_VARIABLES, "1")
     try:
-        found = {name: BENCHMARKS[name](options) for name in options.names}
-    except ValueError as error:
+        found = {name: benchmark(name)(options) for name in options.names}
+    except (ValueError, OSError) as error:
         print(f"hpc3d.bench: {error}", file=sys.stderr)
         return launch.BAD_INPUT
     if options.json:
@@ -59,102 +51,34 @@ def main(argv=None):
     return 0
 
 
-def single_thread(names):
-    """One thread for what runs in this process; it must be settled before NumPy is loaded."""
-    if {"step", "trace"} & set(names):
-        for variable in launch.THREAD_VARIABLES:
-            os.environ[variable] = "1"
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc3d.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
+    add("--rounds", type=rounds, default=0, metavar="N", help="pairs (default: a few)")
+    add("--out", default="results", metavar="DIR", help="folder of the figures")
+    add("--machine", metavar="FILE", help="the machine that predicts, or that calibrate writes")
+    add("--transport", default="auto", help="mesh.transport of the runs (calibrate)")
+    add("--check", action="store_true", help="predict other runs (calibrate)")
+    add("--json", action="store_true", help="one JSON object on the last line")
+    return parser
 
 
-def overhead(options):
-    from hpc3d.analyze import paired
-
-    results = {}
-    for label, sizes in OVERHEAD.items():
-        path = str(INPUTS / "gpt-3d-64.toml")
-        found = results[label] = paired.overhead(path, sizes, 64, options.rounds or 3)
-        print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {pair(found)}")
-        print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
-        print("    processor seconds a step, all ranks together     64 ranks  one rank")
-        ours, serial = found["processor"], found["processor_serial"]
-        for name in sorted(ours, key=ours.get, reverse=True)[:12]:
-            print(f"    {name:44s} {ours[name]:10.2f} {serial.get(name, 0):9.2f}")
-    return results
+def rounds(text):
+    """A number of pairs."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give the number of pairs, 1 or more")
+    return int(text)
 
 
-def step(options):
-    from hpc3d.analyze import paired
+def benchmark(name):
+    """The function of a benchmark, whose module is loaded only now."""
+    return getattr(import_module(f"hpc3d.benchmarks.{BENCHMARKS[name]}"), name)
 
-    results = {}
-    for label, config in serial_configs().items():
-        found = results[label] = paired.against_torch(config, options.rounds or 5)
-        print(f"{label}: hpc3d {found['ours_s']:.2f} s a step, torch eager {pair(found)}")
-    return results
-
-
-def trace(options):
-    from hpc3d.analyze import paired
-
-    config = serial_configs()["gpt-serial.toml"]
-    small = paired.with_sizes(config, batch=24)
-    found = paired.tracing(small, options.rounds or 20)
-    share = found["events"] * found["event_us"] / (found["theirs_s"] * 1e6)
-    print(f"traced {found['ours_s']:.3f} s a step, not traced {pair(found)}")
-    print(f"{found['events']:.0f} events of {found['event_us']:.2f} us: {share:.2%} of a step")
-    return {**found, "share": share}
-
-
-def overlap(options):
-    from hpc3d.analyze import paired
-
-    results = {}
-    for label, sizes in OVERLAP.items():
-        path = str(INPUTS / "gpt-dp-vs-pp.toml")
-        found = results[label] = paired.overlap(path, sizes, 2, options.rounds or 7)
-        times = (
-            f"{found['ours_s'] * 1e3:.1f} ms a step with overlap, {found['theirs_s'] * 1e3:.1f}"
-        )
-        spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
-        print(f"{label}: exposed {times} ms without, ratio {spread}; bytes {found['bytes']}")
-    return results
-
-
-def schemes(options):
-    from hpc3d.analyze import paired
-
-    folders = []
-    for name in SCHEMES:
-        done = paired.run(64, [str(INPUTS / f"{name}.toml")], options.out, steps=20)
-        folders.append(str(done["folder"]))
-    report = [sys.executable, "-m", "hpc3d.report", *folders]
-    subprocess.run([*report, "--out", str(Path(options.out) / "schemes")], check=True)
-    return {"runs": folders}
-
-
-def serial_configs():
-    """The shapes of gpt-serial.toml, and those with hidden 512."""
-    from hpc3d.analyze import paired
-    from hpc3d.config import load
-    from hpc3d.rules import settle
-
-    config = settle(load(INPUTS / "gpt-serial.toml", []), 1)
-    wide = paired.with_sizes(config, hidden=512, layers=4, batch=128)
-    return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
-
-
-def pair(found):
-    """The other side of a pair and the ratio."""
-    low, high = found["ratio_min"], found["ratio_max"]
-    return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"
-
-
-BENCHMARKS = {
-    "overhead": overhead,
-    "step": step,
-    "trace": trace,
-    "overlap": overlap,
-    "schemes": schemes,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,6 +18,7 @@ FLOORS = [
     {"rules"},
     {"training"},
     {"analyze", "partition", "predict"},
+    {"benchmarks"},
 ]
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 
@@ -25,7 +26,7 @@ HOMES = {
     "mpi4py": {"cluster"},
     "cupy": {"cluster", "model/kernels"},
     "h5py": {"trace/file", "training/checkpoint", "training/tokens"},
-    "torch": {"partition", "analyze/peer"},
+    "torch": {"partition", "benchmarks/peer"},
     "matplotlib": {"analyze"},
     "bokeh": {"analyze"},
     "jinja2": {"analyze"},

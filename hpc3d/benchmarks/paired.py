@@ -75,7 +75,7 @@ def steps_of(trainer):
 
 def against_torch(config, rounds):
     """Our training step and that of torch, eager, in one process with one thread each."""
-    from hpc3d.analyze import peer
+    from hpc3d.benchmarks import peer
 
     trainer = serial_trainer(config)
     ours = trainer.parameters, trainer.shape

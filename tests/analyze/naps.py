@@ -3,7 +3,7 @@
 from time import sleep
 
 from hpc3d import trace
-from hpc3d.analyze.paired import Noise
+from hpc3d.benchmarks.paired import Noise
 from hpc3d.cluster import threads
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder, Span

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 
 from hpc3d import trace
-from hpc3d.analyze.paired import Noise
+from hpc3d.benchmarks.paired import Noise
 from hpc3d.cluster import threads
 from hpc3d.config import load, to_toml
 from hpc3d.pipeline.instruction import parse

@@ -1,0 +1,1 @@
+"""What `python -m hpc3d.bench` measures and predicts."""

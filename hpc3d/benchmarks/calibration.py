@@ -1,0 +1,92 @@
+"""This machine, from runs of up to 8 ranks, and steps of other runs as it predicts them."""
+
+import os
+import platform
+import tempfile
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import hpc3d.trace
+from hpc3d.benchmarks import paired
+from hpc3d.predict.aligned import works
+from hpc3d.predict.calibrate import awake, machine_of, step_seconds
+from hpc3d.predict.calibrate_runs import CALIBRATE, CHECK, config_of, settings
+from hpc3d.predict.machine import dumps
+from hpc3d.predict.simulate import simulate
+
+MACHINE = Path(__file__).parents[2] / "inputs" / "machines" / "this-machine.toml"
+RANKS = 8  # of the largest runs that calibrate, and so of a node
+
+
+def calibrate(options):
+    how, out = {"transport": options.transport}, Path(options.machine or MACHINE)
+    if not out.parent.is_dir():
+        raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
+    with tempfile.TemporaryDirectory() as folder:
+        told = [work for line in CALIBRATE for work in works_of(line, folder, how)]
+        machine = machine_of(told, **this_machine(options.transport))
+        free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
+        timed = [(config_of(line, **how), min(steps_of(line, folder, how))) for line in free]
+        machine = awake(machine, timed)
+        out.write_text(dumps(machine))
+        print(f"written to {out}")
+        rows = [*check(machine, folder, how, options.rounds or 1)] if options.check else []
+    return {"machine": str(out), "check": rows}
+
+
+def check(machine, folder, how, repeats):
+    """Steps of other runs than those that calibrate, measured and predicted; a row each."""
+    errors = []
+    print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
+    for line in CHECK:
+        config = config_of(line, **how)
+        measured = median(time for _ in range(repeats) for time in steps_of(line, folder, how))
+        predicted = step_seconds(simulate(config, config.model.vocabulary, machine))
+        errors.append(predicted / measured - 1)
+        times = f"{measured * 1e3:7.1f} ms {predicted * 1e3:7.1f} ms"
+        print(f"{times} {errors[-1]:+8.1%}  {line}", flush=True)
+        yield {"run": line, "measured_s": measured, "predicted_s": predicted}
+    sizes = [*map(abs, errors)]
+    print(f"error: {median(sizes):.1%} in the median, {max(sizes):.1%} at worst")
+
+
+def works_of(line, folder, how):
+    """What the ranks of a run spent their processor time on."""
+    print(f"calibrate: {line}", flush=True)
+    with trained(line, folder, {**how, "clock": "processor"}) as trace:
+        return works(trace)
+
+
+def steps_of(line, folder, how):
+    """Seconds of the steps of a run on the wall, without the first two."""
+    with trained(line, folder, how) as trace:
+        mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
+        return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
+
+
+def trained(line, folder, how):
+    """The trace of a run as a line of hpc3d.predict.calibrate_runs has it."""
+    return hpc3d.trace.open(paired.run(*settings(line, **how), folder, steps=10)["folder"])
+
+
+def this_machine(transport):
+    """What a Machine says of itself, but for its times; its ranks have one thread each."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "name": "this-machine",
+        "source": f"python -m hpc3d.bench calibrate on {date.today()}: {processor()}, {cores} "
+        f"cores, one thread a rank, mesh.transport {transport}",
+        "ranks_per_node": RANKS,
+        "cores": cores,
+        "memory_gb": round(memory / RANKS / 1e9, 3),
+    }
+
+
+def processor():
+    """The name of the processor, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
