@@ -1,0 +1,267 @@
+"""Which layout to use on so many ranks, and why the others lose.
+
+    python -m hpc3d.plan INPUT.toml --ranks 64
+    python -m hpc3d.plan INPUT.toml --ranks 1024 --machine inputs/machines/a100-selene.toml
+    python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
+
+Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
+rank: stages p, replicas d, tensor axes x y z with any scheme but 3d-broadcast, the order of the
+axes on nodes, schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again.
+Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
+is left, and whole steps of the best are simulated; "~" marks what is only estimated.
+"""
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+MACHINE = Path(__file__).parent.parent / "inputs" / "machines" / "h100.toml"
+MOST_COSTS = 1300  # that are measured, some 3 ms each
+MOST_EFFORT = 6000  # of simulations, in ms of hpc3d.predict.ranking.effort
+UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+JSON = """\
+print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
+searched, applied; a layout has layout (tables of the input file), step_time_s, simulated, bubble,
+communication, axis, waits_s, peak_bytes, stage, memory"""
+
+
+def main(argv=None):
+    """Plan what the command line says; the exit code is 2 for what cannot be planned."""
+    options, overrides = parser().parse_known_args(argv)
+    try:
+        found = plan(options, overrides)
+    except OSError as error:
+        print(f"hpc3d.plan: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"hpc3d.plan: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+def parser():
+    parser = argparse.ArgumentParser(
+        "python -m hpc3d.plan",
+        usage="%(prog)s INPUT.toml --ranks N [options] [--section.key value ...]",
+        description=__doc__,
+        epilog="exit codes: 0 good, 2 bad input, or no layout fits (one line on stderr says what)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("input", metavar="INPUT.toml", help="the model, and what else is trained with")
+    add("--ranks", type=positive, required=True, metavar="N", help="number of ranks")
+    add("--machine", metavar="FILE", help="of inputs/machines (h100.toml)")
+    add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
+    add("--top", type=positive, default=10, metavar="K", help="layouts that are shown (10)")
+    add("--apply", metavar="FILE", help="write the input file with the best layout")
+    add("--json", action="store_true", help=JSON)
+    return parser
+
+
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return int(text)
+
+
+def size(text):
+    """Bytes that are written as 80GB, 40GiB or 80, which are GB."""
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
+    if not number or number[2] not in UNITS or not float(number[1]):
+        units = ", ".join(filter(None, UNITS))
+        raise argparse.ArgumentTypeError(f"{text}: must be a size like 80GB (units: {units})")
+    return float(number[1]) * UNITS[number[2]]
+
+
+def plan(options, overrides):
+    """Search, print, write the input file; what is found, as plain values."""
+    from hpc3d.config import load
+    from hpc3d.predict import machine as machines
+    from hpc3d.rules import not_there_yet, refuse, unknown_values
+
+    config, ranks = load(options.input, overrides), options.ranks
+    refuse([*unknown_values(config), *not_there_yet(config)])
+    machine = machines.load(options.machine or MACHINE)
+    memory = options.memory or machine.memory_gb * 1e9
+    found, ranking = ranked(config, ranks, machine, memory, options.top)
+    best = ranking.best(options.top)
+    if not best:
+        raise ValueError(nothing_fits(found, memory))
+    named = {"any p and d": ranking.named(), here(config.mesh): ranking.named(config.mesh)}
+    losers = ranking.losers(best[0])
+    if options.apply:
+        apply(options.apply, config, best[0].config, ranks)
+    print(f"{ranks} ranks of {machine.name}, {gigabytes(memory)} each\n")
+    show(best, named, losers, memory)
+    show_search(found, ranking, options.apply)
+    about = {"machine": machine.name, "ranks": ranks, "memory_bytes": memory}
+    rest = {"searched": searched(found, ranking), "applied": options.apply}
+    return about | told(best, named, losers) | rest
+
+
+def ranked(config, ranks, machine, memory, top):
+    """What was found on so many ranks, and its Ranking."""
+    from hpc3d.predict.ranking import Ranking
+    from hpc3d.predict.search import Search
+    from hpc3d.predict.simulate import BYTES
+
+    search = Search(config, ranks, config.model.vocabulary or BYTES, machine, memory)
+    found = search.run(top, most=min(MOST_COSTS, 64 + 2 * ranks))
+    ranking = Ranking(search, found, machine, most=min(MOST_EFFORT, 300 + 5 * ranks))
+    ranking.widen()
+    ranking.widen(config.mesh)
+    return found, ranking
+
+
+def told(best, named, losers):
+    """The rows as plain values."""
+    return {
+        "layouts": [plain(row) for row in best],
+        "named": {
+            where: {name: row and plain(row) for name, row in rows.items()}
+            for where, rows in named.items()
+        },
+        "losers": [
+            {"reason": reason, "count": count, "nearest": plain(nearest)}
+            for reason, count, nearest in losers
+        ],
+    }
+
+
+def here(mesh):
+    return f"p={mesh.p} d={mesh.d} as in the input"
+
+
+def searched(found, ranking):
+    """How many layouts there are, and what became of their sizes."""
+    return {
+        "layouts": found.considered,
+        "timed": len(found.timed),
+        "cut": len(found.cut),
+        "left": len(found.left),
+        "estimates": ranking.search.estimates,
+        "simulated": len(ranking.known),
+    }
+
+
+def plain(row):
+    """A row as plain values for `--json`."""
+    from hpc3d.predict.ranking import layout
+
+    return {
+        "layout": layout(row.config),
+        "step_time_s": row.seconds,
+        "simulated": row.simulated,
+        "bubble": row.bubble,
+        "communication": row.communication,
+        "axis": row.axis,
+        "waits_s": row.waits,
+        "peak_bytes": row.peak,
+        "stage": row.stage,
+        "memory": row.kinds,
+    }
+
+
+def nothing_fits(found, memory):
+    """Which layout comes closest, and what would make it fit."""
+    from hpc3d.predict.ranking import estimated, words
+
+    row = estimated(min((each.best for each in found.timed), key=lambda each: each.peak))
+    return (
+        f"no layout fits {gigabytes(memory)}: {words(row.config)} comes closest with {held(row)}; "
+        f"use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
+    )
+
+
+def apply(path, config, planned, ranks):
+    """Write the input file `path` with the mesh and the parallelism that were planned."""
+    from hpc3d.config import load, to_toml
+    from hpc3d.rules import settle
+
+    config = replace(config, mesh=planned.mesh, parallel=planned.parallel)
+    Path(path).write_text(to_toml(config), encoding="utf-8")
+    settle(load(path, []), ranks)
+
+
+def show(best, named, losers, memory):
+    """Print the layouts: the best, those with a name, those that lose."""
+    print("         step    memory  bubble  comm.  axis  layout")
+    for number, row in enumerate(best, 1):
+        print(f"{number:3d} {line(row)}")
+    for where, rows in named.items():
+        print(f"\nThe best by name, with {where}:")
+        for name, row in rows.items():
+            print(f"{name}:")
+            print(f"    {line(row)}{over(row, memory)}" if row else "    none")
+    print("\nWhy others lose, and the nearest of them:")
+    for reason, count, nearest in losers:
+        print(f"{count:5d} {because(reason, nearest)}")
+
+
+def show_search(found, ranking, applied):
+    """Print what was looked at."""
+    sizes = len(found.timed) + len(found.cut) + len(found.left)
+    print(f"{len(found.cut):5d} were cut: others of their p and d move less, or a bound is longer")
+    if found.left:
+        print(f"{len(found.left):5d} were not timed: less promising, and enough was measured")
+    print(
+        f"\n{found.considered:,} layouts of {sizes:,} sizes and schemes (not 3d-broadcast); "
+        f"{ranking.search.estimates:,} estimated, {len(ranking.known)} simulated"
+    )
+    if applied:
+        print(f"the first one is written to {applied}")
+
+
+def line(row):
+    """The columns of a layout."""
+    from hpc3d.predict.ranking import words
+
+    about = "" if row.simulated else "~"
+    return (
+        f"{about + duration(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
+        f"{row.communication:6.1%}  {row.axis:5s} {words(row.config)}".rstrip()
+    )
+
+
+def over(row, memory):
+    return f": does not fit, {held(row)}" if row.peak > memory else ""
+
+
+def because(reason, row):
+    """What layouts lose by, and how much of it the nearest has."""
+    from hpc3d.predict.ranking import words
+
+    kind, _, axis = reason.partition(" ")
+    texts = {
+        "memory": lambda: f"do not fit: {held(row)}",
+        "bubble": lambda: f"idle longer in the pipeline: {row.bubble:.1%} of a step",
+        "compute": lambda: "compute longer: smaller products, or a larger update",
+        "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
+        "axis": lambda: f"wait longer on axis {axis}: {duration(row.waits[axis])}",
+    }
+    return f"{texts[kind]()}; ~{duration(row.seconds)} {words(row.config)}".rstrip()
+
+
+def held(row):
+    """The peak of a layout by kind, the largest first."""
+    kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
+    return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
+
+
+def duration(seconds):
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+def gigabytes(nbytes):
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What a layer and the two ends of a model cost: the program itself, on a machine's clock, once.
+
+A step is made of few different passes.  Those of one layer, of the embeddings and of the head are
+run on arrays without data, and hpc3d.predict.estimate puts a step together from them.
+"""
+
+from collections import Counter
+from functools import partial
+from math import ceil, inf, prod
+from typing import NamedTuple
+
+import numpy as np
+
+import hpc3d.training.shapes  # noqa: F401
+from hpc3d.cluster.communicator import Pending
+from hpc3d.cluster.shapes import line
+from hpc3d.model.buckets import Buckets
+from hpc3d.model.layers import at_once
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import Micro, Part, build
+from hpc3d.pipeline.engine import Later
+from hpc3d.predict.clock import Clock, representative
+from hpc3d.predict.simulate import crowding
+from hpc3d.training.loop import shape_of
+from hpc3d.training.optimizer import OPTIMIZERS
+
+LAYER, FIRST, LAST = (
+    Part(range(1), False, False),
+    Part(range(0), True, False),
+    Part(range(0), False, True),
+)
+
+
+class Alone(NamedTuple):
+    """The place of a stage that has no others around it."""
+
+    rank: int = 0
+    size: int = 1
+
+
+class Pass(NamedTuple):
+    """Seconds of a pass, those before it first waits, and those in which it waits, by axis; and
+    its bytes, more than there were before: those it leaves behind, its result left out, and those
+    of its peak."""
+
+    seconds: float
+    ahead: float
+    waits: Counter
+    left: int
+    peak: int
+
+    def __add__(self, other):
+        """One pass after the other; the second has its peak on top of what the first left."""
+        ahead = self.ahead if self.waits else self.seconds + other.ahead
+        left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
+        return Pass(self.seconds + other.seconds, ahead, self.waits + other.waits, left, peak)
+
+    def __mul__(self, times):
+        """As many of it, one after the other."""
+        if not times:
+            return NOTHING
+        waits = Counter({axis: times * seconds for axis, seconds in self.waits.items()})
+        ahead = self.ahead if waits else times * self.seconds
+        peak = (times - 1) * max(0, self.left) + self.peak
+        return Pass(times * self.seconds, ahead, waits, times * self.left, peak)
+
+
+NOTHING = Pass(0.0, 0.0, Counter(), 0, 0)
+
+
+class Passes(NamedTuple):
+    """Of a part of the model: forward, the whole backward pass, and its two halves."""
+
+    forward: Pass
+    whole: Pass
+    backward: Pass
+    weight: Pass
+
+    def __add__(self, other):
+        return Passes(*(one + two for one, two in zip(self, other)))
+
+    def __mul__(self, times):
+        return Passes(*(each * times for each in self))
+
+
+class Waits(Clock):
+    """A clock that adds up for whom it waits, the members of a group, and knows when it first did.
+
+    `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
+    more than `most`.
+    """
+
+    def __init__(self, machine, share):
+        super().__init__(machine, share)
+        self.waited, self.latest, self.first = Counter(), None, None
+        self.times, self.most = 1, inf
+
+    def kernel(self, name, nbytes):
+        begin = self.now
+        super().kernel(name, nbytes)
+        self.now += round((self.times - 1) * (self.now - begin))
+
+    def post(self, op, nbytes, members):
+        self.latest = members
+        nbytes *= self.times
+        calls = ceil(nbytes / self.most) or 1
+        self.wire += (calls - 1) * self.call(op, nbytes / calls, members)
+        return super().post(op, nbytes / calls, members)
+
+    def until(self, end, pending):
+        # A call is waited for through what it returns: it is the one that was posted last.
+        members, ended = self.latest, super().until(end, pending)
+
+        def finish():
+            before = self.now
+            self.first = before if self.first is None else self.first
+            block = ended.wait()
+            self.waited[members] += self.now - before
+            return block
+
+        return Pending(finish)
+
+
+class Sample:
+    """One layer and both ends of a model, on the first rank of a mesh without data.
+
+    Each has parameters of its own, as on stages of a pipeline, and ends that are on one stage
+    have theirs together: `ends` are groups of FIRST and LAST.
+    """
+
+    def __init__(self, config, vocabulary, machine, ends):
+        self.config, self.sizes = config, config.mesh.sizes()
+        self.shape = shape_of(config.model, vocabulary)
+        self.clock = Waits(machine, crowding(machine, prod(self.sizes.values())))
+        self.mesh = representative(self.sizes, self.clock, Alone())
+        self.pool = self.mesh.pool
+        coords = dict.fromkeys(self.sizes, 0)
+        self.axes = {tuple(line(self.sizes, coords, axis)): axis for axis in self.sizes}
+        self.stages, self.held = {}, {}
+        self.layer = self.add(LAYER)
+        for parts in ends:
+            self.add(*parts)
+
+    def add(self, *parts):
+        """Build the stages of `parts`; `held` are the bytes of their parameters, by kind."""
+        config, before = self.config, Counter(self.pool.live)
+        parameters = Parameters(self.mesh, config.train.dtype, config.parallel.zero)
+        how = config.keep(), config.seed, config.parallel.recompute
+        stages = build(self.mesh, parameters, self.shape, config.split(), parts, *how)
+        parameters.allocate(config.seed)
+        optimizer = OPTIMIZERS[config.train.optimizer](parameters, 0.0)
+        self.held[parts] = Counter(self.pool.live) - before
+        self.stages |= dict(zip(parts, stages))
+        return parameters, optimizer
+
+    def passes(self, part, sequences, halves):
+        """The Passes of a part on a microbatch of so many sequences; its halves if asked for."""
+        stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
+        zeros = np.broadcast_to(zeros, (sequences, self.shape.sequence))
+        micro = Micro(0, 0, zeros, zeros, 1.0)
+        forward, saved = self.forward(stage, micro, part)
+        whole = self.backward(stage, micro, part, saved, at_once)
+        if not halves:
+            return Passes(forward, whole, NOTHING, NOTHING)
+        _, saved = self.forward(stage, micro, part)
+        later = Later(self.mesh.trace)
+        backward = self.backward(stage, micro, part, saved, later)
+        _, weight = self.measured(later.run)
+        return Passes(forward, whole, backward, weight)
+
+    def forward(self, stage, micro, part):
+        """The Pass, and what backward needs."""
+        before = self.pool.live.total()
+        x = None if part.first else self.block(stage, micro)
+        (y, saved), done = self.measured(partial(stage.forward, x, micro))
+        del x
+        left = self.pool.live.total() - before - getattr(y, "nbytes", 0)
+        return done._replace(left=left), saved
+
+    def backward(self, stage, micro, part, saved, later):
+        """The Pass; what it leaves is what `later` keeps."""
+        dy = None if part.last else self.block(stage, micro)
+        before = self.pool.live.total() - getattr(dy, "nbytes", 0)
+        dx, done = self.measured(partial(stage.backward, dy, saved, micro, later))
+        del dy
+        left = self.pool.live.total() - before - getattr(dx, "nbytes", 0)
+        return done._replace(left=left)
+
+    def block(self, stage, micro):
+        return self.mesh.empty(stage.block_of(micro.sequences), self.config.train.dtype)
+
+    def measured(self, work):
+        """What `work()` returns, and its Pass."""
+        clock, live, waited = self.clock, self.pool.live.total(), Counter(self.clock.waited)
+        start, clock.first = clock.now, None
+        clock.wire = start
+        self.pool.reset_peak()
+        result = work()
+        waits = Counter()
+        for members, nanoseconds in (clock.waited - waited).items():
+            waits[self.axes[members]] += nanoseconds / 1e9
+        left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
+        ahead = (clock.now if clock.first is None else clock.first) - start
+        return result, Pass((clock.now - start) / 1e9, ahead / 1e9, waits, left, peak)
+
+    def update(self, times):
+        """The Passes of the sums of gradients over ranks, and of the update, of so many layers."""
+        (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
+        buckets = Buckets(parameters, most)
+        self.clock.times, self.clock.most = times, max(1.0, most)
+
+        def update():
+            parameters.sum_of_squares()
+            optimizer.update(1.0, 1.0)
+            buckets.gather()
+            buckets.begin()
+
+        _, sums = self.measured(buckets.wait)
+        _, rest = self.measured(update)
+        self.clock.times, self.clock.most = 1, inf
+        return sums, rest

@@ -1,0 +1,228 @@
+"""What a search is told as: the best layouts simulated, those with a name, why the others lose."""
+
+from collections import Counter
+from dataclasses import asdict
+from itertools import islice
+from statistics import mean
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.config import Config, MeshConfig, ParallelConfig
+from hpc3d.predict.layouts import kind
+from hpc3d.predict.simulate import simulate
+from hpc3d.predict.summary import summary
+from hpc3d.trace.events import CATEGORY
+
+CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
+NAMED = {
+    "1-D": lambda config: kind(config) == "1-D",
+    "2-D": lambda config: kind(config) == "2-D",
+    "cube": lambda config: kind(config) == "3-D" and is_cube(config.mesh),
+    "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in CUBOIDS,
+}
+EACH = 2  # places that are timed for a name
+RECOMPUTE = ("none", "selective", "full")  # more and more
+
+
+class Row(NamedTuple):
+    """A layout with its step: `bubble` and `communication` are shares of it, `waits` seconds by
+    axis, `kinds` the bytes of the fullest rank, on `stage`.  Not `simulated`: estimated."""
+
+    config: Config
+    seconds: float
+    bubble: float
+    communication: float
+    waits: dict
+    peak: int
+    stage: int
+    kinds: dict
+    simulated: bool
+
+    @property
+    def axis(self):
+        """The axis that is waited for most, or "none"."""
+        axes = {axis: seconds for axis, seconds in self.waits.items() if axis != "world"}
+        return max(axes, key=axes.get) if sum(axes.values()) else "none"
+
+
+class Loser(NamedTuple):
+    """Why `count` layouts lose, and the one of them that is nearest to winning."""
+
+    reason: str
+    count: int
+    nearest: Row
+
+
+def is_cube(mesh):
+    return mesh.x == mesh.y == mesh.z > 1
+
+
+def estimated(estimate):
+    """The Row of an estimate."""
+    seconds, waits = estimate.seconds, estimate.waits
+    return Row(
+        estimate.config,
+        seconds,
+        estimate.bubble / seconds,
+        waits.total() / seconds,
+        dict(waits),
+        int(estimate.peak),
+        estimate.stage,
+        {name: int(size) for name, size in estimate.kinds.items() if size},
+        False,
+    )
+
+
+def simulated(config, vocabulary, machine):
+    """The Row of a simulation; the communication is that of the stage that idles least."""
+    runs = simulate(config, vocabulary, machine)
+    found = summary(runs, config, machine)
+    seconds, worst = found["step_time_s"], found["memory"]["worst"]
+    waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
+    kinds = {name: size for name, size in worst.items() if name not in ("stage", "all", "tables")}
+    return Row(
+        config,
+        seconds,
+        found["bubble"],
+        (waits.total() - waits["p"]) / seconds,
+        {axis: waits[axis] for axis in waits if axis != "p"},
+        worst["all"],
+        worst["stage"],
+        {name: size for name, size in kinds.items() if size},
+        True,
+    )
+
+
+def waits_of(run):
+    """Seconds that a stage waits, by axis."""
+    calls, waits = run.rows[run.rows["category"] == CATEGORY.index("comm")], Counter()
+    for group in np.unique(calls["group"]).tolist():
+        spent = calls["dur"][calls["group"] == group].sum() / 1e9
+        waits[run.axes[group]] += float(spent)
+    return waits
+
+
+def effort(config):
+    """What it takes to simulate a layout, roughly in ms: its layers, its stages, its passes."""
+    stages, parallel = config.mesh.p, config.parallel
+    passes = stages * parallel.microbatches * parallel.chunks
+    return 8 * config.model.layers + 10 * stages + passes
+
+
+class Ranking:
+    """The rows of a search: simulations of the best and of the named, as far as `most` [ms of
+    effort] goes, and estimates of the others, corrected by what was simulated."""
+
+    def __init__(self, search, found, machine, most):
+        self.search, self.found, self.machine, self.left = search, found, machine, most
+        self.known, self.ratios = {}, []
+
+    def row(self, estimate):
+        """The Row of a layout, simulated if there is effort left; the first one is in any case."""
+        config = estimate.config
+        if config not in self.known:
+            cost = effort(config)
+            if self.known and cost > self.left:
+                seconds = estimate.seconds * mean(self.ratios)
+                return estimated(estimate)._replace(seconds=seconds)
+            self.left -= cost
+            row = simulated(config, self.search.estimator.vocabulary, self.machine)
+            self.known[config] = row
+            self.ratios.append(row.seconds / estimate.seconds)
+        return self.known[config]
+
+    def best(self, top):
+        """The quickest layouts that fit, by simulation where there is one."""
+        fitting = (self.row(each.best) for each in self.found.timed if each.fits)
+        rows = islice((row for row in fitting if self.fits(row)), top)
+        return sorted(rows, key=lambda row: row.seconds)
+
+    def fits(self, row):
+        return row.peak <= self.search.memory
+
+    def widen(self, mesh=None):
+        """Time some places of every name, too."""
+        for is_it in NAMED.values():
+            promising = sorted(self.places(is_it, mesh), key=self.search.bounds.least)[:EACH]
+            self.found.widen(promising, self.search.timed)
+
+    def places(self, is_it, mesh):
+        """The places that have a name, with the p and d of a mesh if one is given."""
+        found = self.found
+        for place in [*(each.place for each in found.timed), *found.left, *found.cut]:
+            if is_it(place.config) and (mesh is None or alike(place.config.mesh, mesh)):
+                yield place
+
+    def named(self, mesh=None):
+        """Name -> the Row of the best layout of that name, with the p and d of a mesh if one is
+        given; None where there is none."""
+        return {name: self.called(is_it, mesh) for name, is_it in NAMED.items()}
+
+    def called(self, is_it, mesh):
+        """The best of what was timed, or of what was simulated, among those that have a name."""
+        chosen = {id(place) for place in self.places(is_it, mesh)}
+        timed = [each for each in self.found.timed if id(each.place) in chosen]
+        rows = [self.row(each.best) for each in timed[:1]]
+        rows += [self.row(each.best) for each in timed if each.best.config in self.known]
+        fitting = [row for row in rows if self.fits(row)]
+        return min(fitting or rows, key=lambda row: row.seconds, default=None)
+
+    def losers(self, best):
+        """Why all others lose against the row `best`."""
+        winner = next(each for each in self.found.timed if each.best.config == best.config)
+        groups = {}
+        for each in self.found.timed:
+            if each is not winner:
+                groups.setdefault(self.reason(each, winner.best), []).append(each.best)
+        losers = [
+            Loser(reason, len(group), estimated(self.nearest(group)))
+            for reason, group in groups.items()
+        ]
+        return sorted(losers, key=lambda loser: -loser.count)
+
+    def nearest(self, group):
+        """The quickest of those that fit, else the smallest."""
+        fitting = [each for each in group if self.fits(each)]
+        smallest = min(group, key=lambda each: each.peak)
+        return min(fitting, key=lambda each: each.seconds, default=smallest)
+
+    def reason(self, each, winner):
+        """What a layout takes longest for, more than the winner."""
+        if not each.fits:
+            return "memory"
+        more = {f"axis {axis}": s - winner.waits[axis] for axis, s in each.best.waits.items()}
+        more["bubble"] = each.best.bubble - winner.bubble
+        again = RECOMPUTE.index(each.best.config.parallel.recompute)
+        again -= RECOMPUTE.index(winner.config.parallel.recompute)
+        more["recompute" if again > 0 else "compute"] = each.best.compute - winner.compute
+        return max(more, key=more.get)
+
+
+def alike(mesh, other):
+    return (mesh.p, mesh.d) == (other.p, other.d)
+
+
+def layout(config):
+    """A layout as tables of the input file, {"mesh": {...}, "parallel": {...}}, without the keys
+    that have their defaults."""
+    usual = {"mesh": asdict(MeshConfig()), "parallel": asdict(ParallelConfig())}
+    values = {table: asdict(getattr(config, table)) for table in usual}
+    return {
+        table: {key: value for key, value in values[table].items() if value != usual[table][key]}
+        for table in usual
+    }
+
+
+def words(config):
+    """The same on a line, without sizes and counts of 1."""
+    tables = layout(config)
+    scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}
+    shown = {key: tables["mesh"][key] for key in "pdxyz" if key in tables["mesh"]}
+    shown |= scheme | tables["mesh"] | tables["parallel"]
+    plain = {"microbatches": 1, "chunks": 1, "schedule": "none", **dict.fromkeys("pdxyz", 1)}
+    return " ".join(written(*item) for item in shown.items() if item not in plain.items())
+
+
+def written(key, value):
+    return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"

@@ -1,0 +1,171 @@
+"""`python -m hpc3d.plan`: what it prints, writes and refuses, and how long it takes."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc3d.config import load
+from hpc3d.plan import main
+from hpc3d.predict.machine import dumps
+from hpc3d.predict.machine import load as load_machine
+from hpc3d.predict.simulate import simulate
+from hpc3d.rules import settle
+from tests.predict.test_search import CLUSTER
+
+INPUTS = Path(__file__).parent.parent / "inputs"
+SMALL = [str(INPUTS / "gpt-3d-8.toml"), "--ranks", "8"]
+HUGE = """
+name = "gpt-175b"
+[model]
+layers = 96
+hidden = 12288
+heads = 96
+sequence = 2048
+vocabulary = 51200
+[train]
+batch = 1024
+"""
+
+
+def plan(capsys, *words):
+    code = main([*words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def planned(capsys, *words):
+    """The object of the last line."""
+    code, out, err = plan(capsys, *words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out.splitlines()[-1])
+
+
+def test_the_best_layouts_are_listed(capsys):
+    code, out, err = plan(capsys, *SMALL, "--top", "3")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "8 ranks of h100, 80.00 GB each"
+    assert lines[2].split() == ["step", "memory", "bubble", "comm.", "axis", "layout"]
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
+    text = " ".join(lines)
+    for part in ("any p and d", "1-D:", "2-D:", "cube:", "best cuboid:", "Why others lose"):
+        assert part in text
+
+
+def test_json_has_the_same(capsys):
+    found = planned(capsys, *SMALL, "--top", "3")
+    assert (found["machine"], found["ranks"], found["memory_bytes"]) == ("h100", 8, 80e9)
+    steps = [row["step_time_s"] for row in found["layouts"]]
+    assert len(steps) == 3 and steps == sorted(steps)
+    assert all(row["peak_bytes"] <= 80e9 for row in found["layouts"])
+    searched = found["searched"]
+    assert searched["layouts"] > searched["estimates"] > searched["timed"] > 3
+    assert sum(loser["count"] for loser in found["losers"]) == searched["timed"] - 1
+    here, anywhere = (found["named"][key] for key in sorted(found["named"], reverse=True))
+    assert anywhere.keys() == {"1-D", "2-D", "cube", "best cuboid"} == here.keys()
+    assert here["cube"]["layout"]["mesh"] == {"x": 2, "y": 2, "z": 2}
+    assert here["cube"]["step_time_s"] >= here["best cuboid"]["step_time_s"]
+    assert all(anywhere[name]["step_time_s"] <= here[name]["step_time_s"] for name in here)
+
+
+def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
+    path = tmp_path / "planned.toml"
+    found = planned(
+        capsys, *SMALL, "--model.layers", "4", "--memory", "30MB", "--apply", str(path)
+    )
+    config = settle(load(path, []), 8)
+    original = load(INPUTS / "gpt-3d-8.toml", ["--model.layers", "4"])
+    assert (config.model, config.train, config.name) == (
+        original.model,
+        original.train,
+        original.name,
+    )
+    best = found["layouts"][0]
+    assert best["layout"]["parallel"]["microbatches"] > 1
+    for table, values in best["layout"].items():
+        for key, value in values.items():
+            assert getattr(getattr(config, table), key) == value
+    runs = simulate(config, 256, load_machine(INPUTS / "machines" / "h100.toml"))
+    start, end = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
+    assert best["simulated"]
+    assert best["step_time_s"] == pytest.approx((end - start) / 1e9, rel=1e-9)
+    assert best["peak_bytes"] == max(run.peak["all"] for run in runs)
+    assert found["applied"] == str(path)
+
+
+def test_machine_and_memory(capsys, tmp_path):
+    path = tmp_path / "machine.toml"
+    path.write_text(dumps(CLUSTER))
+    found = planned(capsys, *SMALL, "--machine", str(path))
+    assert (found["machine"], found["memory_bytes"]) == ("nodes of 4", 16e9)
+    less = planned(capsys, *SMALL, "--machine", str(path), "--memory", "15MB")
+    assert less["memory_bytes"] == 15e6
+    assert less["layouts"][0]["peak_bytes"] <= 15e6
+    assert less["layouts"][0]["step_time_s"] > found["layouts"][0]["step_time_s"]
+    assert "memory" in [loser["reason"] for loser in less["losers"]]
+
+
+def test_one_rank_has_one_layout(capsys):
+    found = planned(capsys, SMALL[0], "--ranks", "1")
+    assert len(found["layouts"]) == 1 and not found["losers"]
+    assert set(found["named"]["any p and d"].values()) == {None}
+
+
+REFUSED = {
+    "no layout of 7 ranks divides this model; the first one: ": ["--ranks", "7"],
+    "no layout fits 1.00 MB: ": ["--memory", "1MB"],
+    "nothing.toml: No such file or directory": ["--machine", "nothing.toml"],
+    "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
+    "model.layers = 0: must be at least 1": ["--model.layers", "0"],
+    "train.backend = 'cupy': not there yet": ["--train.backend", "cupy"],
+    "machine h100: no rates of float64": ["--train.dtype", "float64"],
+    "/no/folder/planned.toml: No such file or directory": ["--apply", "/no/folder/planned.toml"],
+    "64: not understood": ["64"],
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_one_line(capsys, line):
+    code, out, err = plan(capsys, *SMALL, *REFUSED[line])
+    assert (code, out) == (2, "")
+    assert err.startswith(f"hpc3d.plan: {line}") and err.count("\n") == 1
+
+
+def test_what_would_make_it_fit(capsys):
+    _, _, err = plan(capsys, *SMALL, "--memory", "1MB")
+    assert "comes closest with" in err and "on stage 0 (" in err
+    memory = err.partition("use --memory ")[2].partition(",")[0]
+    code, out, _ = plan(capsys, *SMALL, "--memory", memory)
+    assert code == 0 and f"h100, {float(memory[:-2]):.2f} MB each" in out
+
+
+@pytest.mark.parametrize("words", [["--ranks", "0"], ["--memory", "8KG"], ["--top", "none"]])
+def test_bad_options_are_refused(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, *words])
+    assert ended.value.code == 2
+    assert words[1] in capsys.readouterr().err
+
+
+def processor_seconds(*words):
+    """Of the whole command."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "hpc3d.plan", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_64_ranks_are_planned_in_two_seconds():
+    assert processor_seconds(str(INPUTS / "gpt-3d-64.toml"), "--ranks", "64") < 2
+
+
+@pytest.mark.slow
+def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
+    path = tmp_path / "gpt-175b.toml"
+    path.write_text(HUGE)
+    assert processor_seconds(str(path), "--ranks", "1024") < 20
