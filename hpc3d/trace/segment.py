@@ -38,14 +38,15 @@ def replacing(path):
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _sync(path):
+def sync(path):
+    """Have a file, or the names in a folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,264 @@
+"""The state of a run on disk, in pieces that any layout can read.
+
+    checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
+
+A rank writes the parameters and optimiser states whose copy on it counts, each once: what it holds
+of a tensor is a few rectangles of it.  The manifest, written last, has the rectangles of all files
+and their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder gets its
+name when all of it is on disk: a checkpoint is whole or not there.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.trace.segment import replacing, sync
+
+FORMAT, VERSION = "hpc3d-checkpoint", 1
+STATES = ("value", "master", "first", "second")
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of a tensor; a vector is one row."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def size(self):
+        return max(0, self.bottom - self.top) * max(0, self.right - self.left)
+
+    def within(self, other):
+        """The part that both have."""
+        return Rectangle(
+            max(self.top, other.top),
+            min(self.bottom, other.bottom),
+            max(self.left, other.left),
+            min(self.right, other.right),
+        )
+
+    def of(self, outer):
+        """The index of this part in an array that has the rectangle `outer`."""
+        rows = slice(self.top - outer.top, self.bottom - outer.top)
+        return rows, slice(self.left - outer.left, self.right - outer.left)
+
+
+def block_of(item, mesh):
+    """The rectangle of this rank's block of a parameter; the padding of a table is none of it."""
+    *rows, columns = item.layout.slices(item.shape, mesh)
+    rows = rows[0] if rows else slice(0, 1)
+    end = min(rows.stop, item.rows) if item.rows else rows.stop
+    return Rectangle(rows.start, max(rows.start, end), columns.start, columns.stop)
+
+
+def rectangles(block, start, stop):
+    """Elements `start` to `stop` of a block, counted row by row, as at most three rectangles:
+    the end of a row, whole rows, the beginning of a row."""
+    width = block.right - block.left
+    stop = min(stop, block.size)
+    if not width or start >= stop:
+        return []
+    first, last = -(-start // width), stop // width
+    if first > last:  # within one row
+        edges = [(start, stop)]
+    else:
+        ends = [start, first * width, last * width, stop]
+        edges = [pair for pair in pairwise(ends) if pair[0] < pair[1]]
+    return [_rectangle(block, width, *edge) for edge in edges]
+
+
+def _rectangle(block, width, start, stop):
+    top, left = divmod(start, width)
+    rows = max(1, (stop - start) // width)
+    right = width if left + stop - start >= width else left + stop - start
+    return Rectangle(
+        block.top + top, block.top + top + rows, block.left + left, block.left + right
+    )
+
+
+class Piece(NamedTuple):
+    """What a rank holds of one array of a tensor: consecutive elements, at `offset` bytes."""
+
+    name: str
+    kind: str
+    dtype: str
+    offset: int
+    rectangles: list
+
+
+class Snapshot:
+    """A copy of this rank's share of the state: `pieces` and the elements of each."""
+
+    def __init__(self, parameters, optimizer):
+        self.pieces, self.arrays, offset = [], [], 0
+        for item, kind, array in shares(parameters, optimizer):
+            place, block = parameters.places[item], block_of(item, parameters.mesh)
+            first = place.own_value.start - place.value.start
+            parts = rectangles(block, first, first + len(array))
+            elements = array[: sum(part.size for part in parts)].copy()
+            self.pieces.append(Piece(item.name, kind, elements.dtype.str, offset, parts))
+            self.arrays.append(elements)
+            offset += elements.nbytes
+
+    @property
+    def nbytes(self):
+        return sum(array.nbytes for array in self.arrays)
+
+
+def shares(parameters, optimizer):
+    """(parameter, kind, this rank's own elements) of all arrays whose copy here counts."""
+    for item, place in parameters.places.items():
+        if parameters.counts(item):
+            yield item, "value", parameters.value[place.own_value]
+            for kind in STATES[1:]:
+                state = getattr(optimizer, kind, None)
+                if state is not None:
+                    yield item, kind, state[place.state]
+
+
+# Writing
+
+
+def write_shard(folder, rank, snapshot):
+    """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256."""
+    path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for array in snapshot.arrays:
+            digest.update(array)
+            file.write(array)
+    index = {"file": path.name, "bytes": snapshot.nbytes, "sha256": digest.hexdigest()}
+    index["pieces"] = snapshot.pieces
+    write_json(folder / f"rank-{rank:05d}.json", index)
+
+
+def write_json(path, value):
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+
+
+def complete(folder, ranks, header, keep):
+    """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
+    it the latest, and remove those beyond the `keep` newest."""
+    paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    write_json(folder / "manifest.json", {**header, "files": files})
+    for path in paths:
+        path.unlink()
+    final = folder.with_suffix("")
+    os.replace(folder, final)
+    sync(final.parent)
+    with replacing(final.parent / "latest") as temporary:
+        temporary.write_text(final.name + "\n", encoding="utf-8")
+    for old in steps_of(final.parent)[keep:]:
+        discard(old)
+
+
+def discard(folder):
+    """Remove a checkpoint: first its manifest, so that what is left of it is none."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
+        path.unlink()
+    folder.rmdir()
+
+
+def steps_of(parent):
+    """The checkpoints of a run, the newest first."""
+    found = [path for path in Path(parent).glob("step-????????") if path.is_dir()]
+    return sorted(found, reverse=True)
+
+
+# Reading
+
+
+class Checkpoint:
+    """A checkpoint to be read from; `header` is its manifest without the files.
+
+    ValueError, which names what is wrong, if the manifest or a file's size is.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        try:
+            manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+            self.files = manifest.pop("files")
+            self.header = manifest
+            self._check()
+            self.sources = self._sources()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{self.folder} is no whole checkpoint: {reason}") from None
+
+    def _check(self):
+        if self.header["format"] != FORMAT or self.header["version"] > VERSION:
+            raise ValueError("its manifest is not one that this hpc3d reads")
+        for file in self.files:
+            size = (self.folder / file["file"]).stat().st_size
+            if size != file["bytes"]:
+                raise ValueError(f"{file['file']} has {size} bytes, not {file['bytes']}")
+
+    def _sources(self):
+        """(name, kind) -> [(array of elements, rectangle)]."""
+        sources = {}
+        for file in self.files:
+            data = np.memmap(self.folder / file["file"], "u1", "r") if file["bytes"] else None
+            for name, kind, dtype, offset, parts in file["pieces"]:
+                for part in itertools.starmap(Rectangle, parts):
+                    nbytes = part.size * np.dtype(dtype).itemsize
+                    elements = data[offset : offset + nbytes].view(dtype)
+                    shape = part.bottom - part.top, part.right - part.left
+                    found = elements.reshape(shape), part
+                    sources.setdefault((name, kind), []).append(found)
+                    offset += nbytes
+        return sources
+
+    def verify(self, number=0, of=1):
+        """ValueError for the first file of every `of`-th from `number` on that was changed."""
+        for file in self.files[number::of]:
+            with (self.folder / file["file"]).open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != file["sha256"]:
+                raise ValueError(f"{self.folder}: {file['file']} was changed or damaged on disk")
+
+    def fill(self, array, name, kind, rectangle):
+        """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""
+        missing = rectangle.size
+        for elements, part in self.sources.get((name, kind), ()):
+            both = part.within(rectangle)
+            if both.size:
+                array[both.of(rectangle)] = elements[both.of(part)]
+                missing -= both.size
+        if missing:
+            raise ValueError(
+                f"{self.folder} lacks {missing} of {rectangle.size} elements of {name}, {kind}: "
+                "it is of another model or optimiser"
+            )
+
+
+def restore(checkpoint, parameters, optimizer):
+    """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint."""
+    for item, place in parameters.places.items():
+        block = block_of(item, parameters.mesh)
+        fill_flat(checkpoint, parameters.value[place.value], item.name, "value", block, 0)
+        first = place.own_value.start - place.value.start
+        for kind in STATES[1:]:
+            state = getattr(optimizer, kind, None)
+            if state is not None:
+                fill_flat(checkpoint, state[place.state], item.name, kind, block, first)
+
+
+def fill_flat(checkpoint, flat, name, kind, block, first):
+    """Fill consecutive elements of a block, from its element `first` on; padding stays."""
+    for part in rectangles(block, first, first + len(flat)):
+        shape = part.bottom - part.top, part.right - part.left
+        checkpoint.fill(flat[: part.size].reshape(shape), name, kind, part)
+        flat = flat[part.size :]
