@@ -1,0 +1,97 @@
+"""Checkpoints of a run as it goes, and the one that it goes on from."""
+
+import shutil
+import threading
+from pathlib import Path
+
+from hpc3d.training.checkpoint import (
+    FORMAT,
+    VERSION,
+    Checkpoint,
+    Snapshot,
+    complete,
+    restore,
+    steps_of,
+    write_shard,
+)
+
+
+class Saver:
+    """Saves the state of a trainer after every `every`-th step (0: never), and keeps `keep`.
+
+    The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
+    checkpoint.  `header` is plain data for the manifest.
+    """
+
+    def __init__(self, folder, trainer, every, keep, header):
+        self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
+        self.every, self.keep, self.thread = every, keep, None
+
+    def after(self, number):
+        """Save if it is time to, after step `number`."""
+        if self.every and (number + 1) % self.every == 0:
+            self.save(number + 1)
+
+    def save(self, done):
+        """Save the state after `done` steps; waits for the one before to be on disk."""
+        self.wait()
+        mesh, trainer = self.trainer.mesh, self.trainer
+        with mesh.trace.span("snapshot", category="io"):
+            snapshot = Snapshot(trainer.parameters, trainer.optimizer)
+        header = {
+            **self.header,
+            "format": FORMAT,
+            "version": VERSION,
+            "step": done,
+            "updates": trainer.optimizer.steps,
+        }
+        self.thread = threading.Thread(target=self.write, args=(snapshot, header))
+        self.thread.start()
+
+    def write(self, snapshot, header):
+        mesh = self.trainer.mesh
+        folder = self.parent / f"step-{header['step']:08d}.tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shard(folder, mesh.rank, snapshot)
+        if mesh.rank == 0:
+            complete(folder, mesh.ranks, header, self.keep)
+
+    def wait(self):
+        """Until what was begun is on disk."""
+        if self.thread:
+            with self.trainer.mesh.trace.span("checkpoint", category="io"):
+                self.thread.join()
+            self.thread = None
+
+
+def clear(run_dir):
+    """Remove what a killed run had begun to save."""
+    for folder in (Path(run_dir) / "checkpoints").glob("step-????????.tmp"):
+        shutil.rmtree(folder)
+
+
+def newest(run_dir, share):
+    """The newest whole Checkpoint of a run, and a line for each newer one that is not.
+
+    `share(checkpoint)` checks the files, perhaps with other ranks, and returns what is wrong.
+    ValueError if there is none.
+    """
+    wrong = []
+    for folder in steps_of(Path(run_dir) / "checkpoints"):
+        try:
+            opened = Checkpoint(folder)
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
+        problems = share(opened)
+        if not problems:
+            return opened, wrong
+        wrong += problems
+    raise ValueError("\n".join([*wrong, f"{run_dir}: no checkpoint to resume from; train anew"]))
+
+
+def resume(opened, trainer):
+    """Give a trainer the state of a checkpoint; the number of steps that are done."""
+    restore(opened, trainer.parameters, trainer.optimizer)
+    trainer.optimizer.steps = opened.header["updates"]
+    return opened.header["step"]
