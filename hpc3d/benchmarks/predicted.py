@@ -17,9 +17,9 @@ def findings(options):
 
 
 def published(options):
-    from hpc3d.predict import published
+    from hpc3d.predict import published_report
 
-    return published.main(options)
+    return published_report.main(options)
 
 
 def speedups(options):

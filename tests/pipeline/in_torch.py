@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from hpc3d.analyze import peer
+from hpc3d.benchmarks import peer
 from hpc3d.cluster.threads import run
 from hpc3d.config import MeshConfig, ParallelConfig
 from hpc3d.model.loss import IGNORE

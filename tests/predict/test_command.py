@@ -26,7 +26,9 @@ def test_a_step_in_numbers(capsys):
     assert (code, err) == (0, "")
     assert "64 ranks of v100-4x16: p=4 d=2 x=2 y=2 z=2, scheme 3d, schedule 1f1b" in out
     found = json.loads(out.splitlines()[-1])
-    wanted = "machine ranks step_time_s tokens_per_s bubble communication flop mfu hfu memory bytes"
+    wanted = (
+        "machine ranks step_time_s tokens_per_s bubble communication flop mfu hfu memory bytes"
+    )
     assert [*found] == wanted.split()
     assert found["ranks"] == 64 and 0 < found["mfu"] < found["hfu"] + 1e-12 < 1
     assert found["tokens_per_s"] * found["step_time_s"] == pytest.approx(192 * 64)

@@ -43,7 +43,7 @@ def counted(config):
 def quick_and_slow(lines, every=6):
     """All lines; `make test` takes one in so many."""
     return [
-        pytest.param(line, marks=[pytest.mark.slow] if place % every else [])
+        pytest.param(line, marks=[pytest.mark.slow] if place % every or line in LARGE else [])
         for place, line in enumerate(lines)
     ]
 
