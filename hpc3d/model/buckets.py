@@ -72,11 +72,14 @@ class Buckets:
         mine += theirs
 
     def gather(self):
-        """Give every replica the parts that the others updated."""
-        for bucket in self.gathers:
-            bucket.post()
-        for bucket in self.gathers:
-            bucket.wait()
+        """Give every replica the parts that the others updated: a bucket while the next is on
+        its way, so that no more than two take memory."""
+        ahead = iter(self.gathers)
+        for bucket in [None, *self.gathers]:
+            if after := next(ahead, None):
+                after.post()
+            if bucket:
+                bucket.wait()
 
 
 class Bucket:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc3d.analyze import peer
+from hpc3d.benchmarks import peer
 from hpc3d.cluster.threads import run
 from hpc3d.model.gpt2 import Shape
 from hpc3d.model.loss import IGNORE

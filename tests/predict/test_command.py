@@ -87,6 +87,6 @@ def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
     ],
 )
 def test_bad_input_is_one_line(capsys, words, said):
-    code, out, err = simulate(capsys, *words)
+    code, _, err = simulate(capsys, *words)
     assert code == 2 and said in err and "Traceback" not in err
     assert len(err.splitlines()) == 1
