@@ -13,6 +13,7 @@ is left, and whole steps of the best are simulated; "~" marks what is only estim
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -33,14 +34,16 @@ def main(argv=None):
     options, overrides = parser().parse_known_args(argv)
     try:
         found = plan(options, overrides)
+        if options.json:
+            print(json.dumps(found))
+    except BrokenPipeError:  # who reads has enough, also of what Python flushes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"hpc3d.plan: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"hpc3d.plan: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps(found))
     return 0
 
 

@@ -7,6 +7,7 @@ python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 import argparse
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def main(argv=None):
             _schedule(_schedule_parser().parse_args(words[1:]))
         else:
             _step(*_step_parser().parse_known_args(words))
+    except BrokenPipeError:  # who reads has enough, also of what Python flushes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"hpc3d.simulate: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
@@ -101,11 +104,13 @@ def _step(options, overrides):
     machine = load(options.machine)
     runs = simulate(config, config.model.vocabulary, machine)
     found = summary(runs, config, machine)
-    _print_step(config, found)
+    kept = []
     if folder:
-        _keep_beside(folder, runs, found)
+        kept.append(_keep_beside(folder, runs, found))
     if options.out:
-        _keep(options.out, runs, config, machine)
+        kept.append(_keep(options.out, runs, config, machine))
+    _print_step(config, found)
+    print(*kept, sep="\n")
     if options.json:
         print(json.dumps(found))
 
@@ -116,7 +121,7 @@ def _keep(out, runs, config, machine):
     if out.exists():
         raise ValueError(f"--out {out} exists: name a new folder")
     out.mkdir(parents=True)
-    print(f"\nwritten to {write_trace(out, runs, config, machine)}")
+    return f"\nwritten to {write_trace(out, runs, config, machine)}"
 
 
 def _keep_beside(folder, runs, found):
@@ -124,7 +129,7 @@ def _keep_beside(folder, runs, found):
     from hpc3d.trace.supplement import write_prediction
 
     write_prediction(folder / "trace.h5", prediction(runs, found))
-    print(f"\nthe prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}")
+    return f"\nthe prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}"
 
 
 def _print_step(config, found):
