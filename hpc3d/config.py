@@ -4,7 +4,7 @@ Plain dataclasses, so that ranks get them by broadcast and need no parser: only 
 the file imports pydantic.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -273,10 +273,20 @@ def hint(sections, name):
 
 
 def known_keys():
-    """Every key of an input file, with its section."""
-    tree = asdict(Config())
-    tables = {key: value for key, value in tree.items() if isinstance(value, dict)}
-    return [*tree, *(f"{key}.{name}" for key, names in tables.items() for name in names)]
+    """Every key of an input file, with its section, and the sections."""
+    return [*asdict(Config()), *(key for key in flat(Config()) if "." in key)]
+
+
+def flat(config):
+    """{key: value} of a configuration, keys with their section."""
+    tree = asdict(config)
+    tables = {key: tree.pop(key) for key in [*tree] if is_section(key)}
+    nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}
+    return {**tree, **nested}
+
+
+def is_section(key):
+    return is_dataclass(getattr(Config(), key))
 
 
 def to_toml(config):

@@ -70,6 +70,7 @@ def too_small(config):
         "train.steps": (train.steps, 1),
         "train.batch": (train.batch, 1),
         "train.warmup": (train.warmup, 0),
+        "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
         "trace.sync_every": (config.trace.sync_every, 1),
     }
@@ -113,7 +114,6 @@ def not_there_yet(config):
         "mesh.c": (config.mesh.c, 1),
         "mesh.e": (config.mesh.e, 1),
         "train.backend": (config.train.backend, "numpy"),
-        "checkpoint.every": (config.checkpoint.every, 0),
     }
     for key, (value, only) in fixed.items():
         if value != only:
@@ -198,6 +198,11 @@ def wrong_pipeline(config):
             f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
             f"whole run, here {passes} forward passes; use at most "
             f"{MOST_PASSES // (config.mesh.p * parallel.microbatches)} steps"
+        )
+    if schedule.asynchronous and config.checkpoint.every:
+        yield (
+            f"checkpoint.every = {config.checkpoint.every}: schedule {schedule.name} has passes "
+            "in flight whenever a step ends; use 0, or a schedule that is synchronous"
         )
     if parallel.zero > 1 and config.split().own and config.mesh.d > 1:
         yield (

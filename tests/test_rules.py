@@ -38,7 +38,7 @@ RULES = {
     "train.weight_decay": ("-0.1", "train.weight_decay = -0.1: must be at least 0"),
     "train.clip": ("inf", "train.clip = inf: must be at least 0 and below inf"),
     "train.backend": ("cupy", "train.backend = 'cupy': not there yet; use 'numpy'"),
-    "checkpoint.every": ("5", "checkpoint.every = 5: not there yet; use 0"),
+    "checkpoint.every": ("-1", "checkpoint.every = -1: must be at least 0"),
     "checkpoint.keep": ("0", "checkpoint.keep = 0: must be at least 1"),
     "run.watchdog_s": ("0", "run.watchdog_s = 0.0: must be at least 0.1"),
 }

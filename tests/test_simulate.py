@@ -107,7 +107,7 @@ def test_a_file_that_deadlocks_is_refused(capsys, tmp_path):
         capsys, "--name", f"csv:{file}", "--stages", "2", "--microbatches", "2"
     )
     assert code == 2
-    assert "deadlock: stage 0 at BW0, stage 1 at F1" in err
+    assert "deadlock: stage 0 at B0, stage 1 at F1" in err
 
 
 @pytest.mark.parametrize("words", [[], ["schedule"], ["--forward=-1"], ["--comm", "nan"]])

@@ -147,7 +147,7 @@ def write_json(path, value):
 
 def complete(folder, ranks, header, keep):
     """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
-    it the latest, and remove those beyond the `keep` newest."""
+    it the latest, read it again, and remove those beyond the `keep` newest."""
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
@@ -156,11 +156,13 @@ def complete(folder, ranks, header, keep):
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")
+    if final.exists():  # one that was not whole, or that another attempt has passed
+        discard(final)
     os.replace(folder, final)
     sync(final.parent)
     with replacing(final.parent / "latest") as temporary:
         temporary.write_text(final.name + "\n", encoding="utf-8")
-    for old in steps_of(final.parent)[keep:]:
+    for old in [] if Checkpoint(final).damage() else steps_of(final.parent)[keep:]:
         discard(old)
 
 
@@ -221,13 +223,15 @@ class Checkpoint:
                     offset += nbytes
         return sources
 
-    def verify(self, number=0, of=1):
-        """ValueError for the first file of every `of`-th from `number` on that was changed."""
+    def damage(self, number=0, of=1):
+        """What is wrong with the first bad file of every `of`-th from `number` on; None if none
+        was changed."""
         for file in self.files[number::of]:
             with (self.folder / file["file"]).open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             if digest != file["sha256"]:
-                raise ValueError(f"{self.folder}: {file['file']} was changed or damaged on disk")
+                return f"{self.folder}: {file['file']} was changed or damaged on disk"
+        return None
 
     def fill(self, array, name, kind, rectangle):
         """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""

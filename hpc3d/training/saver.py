@@ -17,29 +17,30 @@ from hpc3d.training.checkpoint import (
 
 
 class Saver:
-    """Saves the state of a trainer after every `every`-th step (0: never), and keeps `keep`.
+    """Saves the state of a trainer as `how` says: after every `every`-th step and the last one
+    (0: never), of which it keeps `keep`.
 
     The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
-    checkpoint.  `header` is plain data for the manifest.
+    checkpoint.  `header(done)` is plain data for the manifest.
     """
 
-    def __init__(self, folder, trainer, every, keep, header):
+    def __init__(self, folder, trainer, how, header):
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
-        self.every, self.keep, self.thread = every, keep, None
+        self.how, self.thread = how, None
 
     def after(self, number):
         """Save if it is time to, after step `number`."""
-        if self.every and (number + 1) % self.every == 0:
-            self.save(number + 1)
+        done, last = number + 1, self.trainer.config.train.steps
+        if self.how.every and (done % self.how.every == 0 or done == last):
+            self.save(done)
 
     def save(self, done):
         """Save the state after `done` steps; waits for the one before to be on disk."""
         self.wait()
-        mesh, trainer = self.trainer.mesh, self.trainer
-        with mesh.trace.span("snapshot", category="io"):
+        trainer = self.trainer
+        with trainer.mesh.trace.span("snapshot", "none"):
             snapshot = Snapshot(trainer.parameters, trainer.optimizer)
-        header = {
-            **self.header,
+        header = self.header(done) | {
             "format": FORMAT,
             "version": VERSION,
             "step": done,
@@ -54,12 +55,12 @@ class Saver:
         folder.mkdir(parents=True, exist_ok=True)
         write_shard(folder, mesh.rank, snapshot)
         if mesh.rank == 0:
-            complete(folder, mesh.ranks, header, self.keep)
+            complete(folder, mesh.ranks, header, self.how.keep)
 
     def wait(self):
         """Until what was begun is on disk."""
         if self.thread:
-            with self.trainer.mesh.trace.span("checkpoint", category="io"):
+            with self.trainer.mesh.trace.span("checkpoint", "none"):
                 self.thread.join()
             self.thread = None
 

@@ -1,0 +1,126 @@
+"""Runs on real ranks that end and go on: `--resume RUN_DIR`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc3d.training.checkpoint import steps_of
+from tests.mpi import ENVIRONMENT, ROOT, checked, mpirun
+from tests.runs import losses, newest, said, train, words
+
+STEPS = 8
+LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of a run that nothing disturbs."""
+    return losses(train(8, tmp_path_factory.mktemp("whole"), train__steps=STEPS))
+
+
+def part(folder, steps=4, **values):
+    """A run that saves every second step and ends."""
+    return train(8, folder, train__steps=steps, checkpoint__every=2, **values)
+
+
+def resumed(ranks, run, *options, steps=STEPS):
+    return checked(
+        ranks, "-m", "hpc3d.train", "--resume", run, "--train.steps", steps, *options, timeout=200
+    )
+
+
+def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
+    run = part(tmp_path)
+    resumed(8, run)
+    assert losses(run).tolist() == whole[4:].tolist()
+    assert (run / "trace-1.h5").exists() and (run / "config-1.toml").exists()
+    log = (run / "train.log").read_text(encoding="utf-8")
+    assert [int(step) for step, _ in LINE.findall(log)] == [*range(STEPS)]
+
+
+@pytest.mark.slow
+def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
+    run = part(tmp_path)
+    said = resumed(12, run, steps=5)
+    assert "resume: mesh.y was 2, is 3" in said
+    resumed(1, run, steps=6)
+    layout = ["--mesh.p", 2, "--mesh.d", 2, "--mesh.x", 2, "--mesh.y", 1, "--mesh.z", 1]
+    layout += ["--parallel.schedule", "1f1b", "--parallel.microbatches", 4, "--parallel.zero", 1]
+    resumed(8, run, *layout)
+    np.testing.assert_allclose(losses(run), whole[6:], rtol=1e-10)
+
+
+def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
+    """kill -9 of all ranks, somewhere behind the second checkpoint."""
+    beside = Path(sys.executable).with_name("mpirun")
+    line = [str(beside), "-np", "8", sys.executable, "-m", "hpc3d.train"]
+    line += words(tmp_path, train__steps=1000, checkpoint__every=1)
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        line, env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: any(len(steps_of(run / "checkpoints")) > 1 for run in tmp_path.iterdir()))
+    finally:
+        ranks = subprocess.run(
+            ["pkill", "-9", "-f", str(tmp_path)], check=False, capture_output=True
+        )
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert ranks.returncode == 0
+    run = newest(tmp_path)
+    done = int(steps_of(run / "checkpoints")[0].name.removeprefix("step-"))
+    resumed(8, run, steps=max(STEPS, done + 1))
+    found = losses(run)
+    assert found[: STEPS - done].tolist() == whole[done:].tolist()
+    assert not [*(run / "checkpoints").glob("*.tmp")]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
+    run = part(tmp_path)
+    shard = run / "checkpoints" / "step-00000004" / "rank-00003.bin"
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    out = resumed(8, run)
+    assert f"{shard.name} was changed or damaged" in out and "resume: step 2 follows" in out
+    assert losses(run).tolist() == whole[2:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--resume"], "--resume .: no run is there"),
+        (["--resume", "absent"], "--resume absent: no run is there"),
+        (["--resume", "{run}", "--train.steps", 4], "4 steps are done; ask for more"),
+        (["--resume", "{run}", "--model.layers", 3], "it is of another model or optimiser"),
+        (["--resume", "{empty}"], "no checkpoint to resume from"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(runs, options, line):
+    words = [str(word).format(**runs) for word in options]
+    done = mpirun(2, "-m", "hpc3d.train", *words, timeout=100)
+    assert done.returncode == 2
+    assert any(line in one for one in said(done)), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run = part(folder / "one")
+    return {"run": run, "empty": train(2, folder / "two", train__steps=1)}
