@@ -12,7 +12,7 @@
 PYTHON ?= python3
 NP     ?= 64
 INPUT  ?= inputs/gpt-3d-64.toml
-RUN    ?= $(firstword $(shell ls -td results/*/ 2>/dev/null))
+RUN    ?= $(patsubst %/trace,%,$(firstword $(shell ls -td results/*/trace 2>/dev/null)))
 
 # A cluster's own MPI knows its network: it wins over the wheel.
 SITE_MPIRUN := $(filter-out $(CURDIR)/.venv/%,$(shell command -v mpirun 2>/dev/null))

@@ -6,6 +6,8 @@ python -m hpc3d.report results/RUN-1D results/RUN-3D --out results/comparison
 
 import argparse
 import json
+import math
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +16,9 @@ from hpc3d import trace
 from hpc3d.analyze import markdown
 from hpc3d.analyze.export import FORMATS, events_of, export
 from hpc3d.analyze.findings import compare, examine
-from hpc3d.analyze.folder import write
+from hpc3d.analyze.folder import clear, write
 from hpc3d.analyze.waits import calls_of
-from hpc3d.trace.merge import merge
+from hpc3d.trace.run import trace_of
 
 DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
@@ -25,8 +27,8 @@ pipeline also what each stage did. Several runs are also compared with each othe
 
 The report is printed and written to the output folder: report.html, one page that needs no other
 file and no network; report.md; figures/ as PNG and SVG; tables/ as CSV in SI units, Markdown and
-LaTeX; and, if it is told to, exports/ for other programs. The trace is merged first if the run has
-only its ranks' segments yet."""
+LaTeX; and, if it is told to, exports/ for other programs. A report that lies there is replaced.
+The trace is merged first if the ranks have written more than it has."""
 
 
 def main(argv=None):
@@ -40,8 +42,15 @@ def main(argv=None):
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong."""
+
+    def error(self, message):
+        self.exit(2, f"hpc3d.report: {message}\n")
+
+
 def _parser():
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "python -m hpc3d.report",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,7 +66,7 @@ def _parser():
     )
     add("--tables", action="store_true", help="no figures and no page: needs NumPy and h5py only")
     add("--step", type=int, help="the step to be drawn (default: one that took the median time)")
-    add("--peak", type=float, metavar="FLOPS", help="FLOP/s of one rank at best: gives MFU")
+    add("--peak", type=_peak, metavar="FLOPS", help="FLOP/s of one rank at best: gives MFU")
     add(
         "--export",
         type=_formats,
@@ -71,11 +80,21 @@ def _parser():
         type=_steps,
         default=(0, None),
         metavar="FIRST:LAST",
-        help="the steps to be exported (default: all)",
+        help="the steps to be exported, or the only one (default: all)",
     )
     add("--merge", action="store_true", help="merge the segments again, even if trace.h5 exists")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser
+
+
+def _peak(text):
+    try:
+        peak = float(text)
+    except ValueError:
+        peak = math.nan
+    if not 0 < peak < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give FLOP/s, such as 1e12")
+    return peak
 
 
 def _formats(text):
@@ -86,9 +105,9 @@ def _formats(text):
 
 
 def _steps(text):
-    first, _, last = text.partition(":")
+    first, several, last = text.partition(":")
     try:
-        return int(first or 0), int(last) if last else None
+        return int(first or 0), int(last) if last else None if several else int(first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: give FIRST:LAST, such as 3:5") from None
 
@@ -99,16 +118,37 @@ def _report(options):
         traces = [stack.enter_context(trace.open(path)) for path in paths]
         runs = [examine(each, options.peak, options.step) for each in traces]
         report = compare(traces, runs)
-        out = options.out or _run_dir(options.runs[0]) / "report"
+        out = _cleared(options.out or _run_dir(options.runs[0]) / "report")
         for each, name in zip(traces, _folders(report)):
             if options.export:
                 events = events_of(each, calls_of(each), *options.steps)
                 export(options.export, events, out / "exports" / name)
     write(report, out, options.tables)
-    print(markdown.page(report))
-    print(f"written to {out}")
+    _say(markdown.page(report))
+    _say(f"written to {out}")
     if options.json:
-        print(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
+        _say(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
+
+
+def _cleared(out):
+    """The output folder without the report that it had."""
+    try:
+        clear(out)
+    except OSError as error:
+        raise ValueError(
+            f"{out}: cannot write there ({error.strerror}); name another folder with --out"
+        ) from error
+    return out
+
+
+def _say(text):
+    """Print what the terminal has letters for; that the reader has gone is no error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _folders(report):
@@ -125,10 +165,9 @@ def _plain(report):
 
 
 def _trace_path(path, again):
-    """The trace of a run, merged now if it was not before."""
+    """The trace of a run, merged now if it lacks segments."""
     if path.is_dir():
-        merged = path / "trace.h5"
-        return merge(path) if again or not merged.exists() else merged
+        return trace_of(path, again)
     if again:
         raise ValueError(f"{path}: --merge wants the folder of a run")
     return path

@@ -164,13 +164,12 @@ def wrong_sizes(config):
 
     whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
     rows = sequences // micros * model.sequence
-    columns = used(split.x[1], split.sharded.w[0], turned.w[1], outer.next().w[1])
+    inputs, outputs = (split.sharded.w[0], turned.sharded.w[0]), (turned.w[1], outer.next().w[1])
     needs = {
         (batch, sequences // micros): whole,
         (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
         ("model.heads", model.heads): used(split.y[1], turned.x[1]),
-        ("model.hidden", model.hidden): columns,
-        ("4 x model.hidden", 4 * model.hidden): used(turned.sharded.w[0]),
+        ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
     }
     for (key, value), places in needs.items():
         for axes in sorted(places):

@@ -1,15 +1,18 @@
 """Train a Transformer on a mesh of ranks.
 
-    mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...]
+    mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...] [--resume RUN_DIR]
 
 Without INPUT: the default model on the best cuboid of N ranks.  Any value of the input file can be
-given as an option (--train.steps 100).  The run is kept in results/<name>-<stamp>/: configuration,
-environment, train.log and trace.h5, which `python -m hpc3d.report` reads.
+given as an option (--train.steps 100).  With --resume the run in RUN_DIR goes on from its newest
+whole checkpoint (checkpoint.every), on the same or any other layout.  The run is kept in
+results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and trace.h5, which
+`python -m hpc3d.report` reads.
 
 Exit codes: 0 done, 2 bad input (one line each, nothing started), 1 a rank failed (the job ends).
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -21,7 +24,11 @@ from typing import NamedTuple
 from hpc3d import __version__
 from hpc3d.cluster import launch
 
-CLOCKS = {"wall": time.monotonic_ns, "processor": time.process_time_ns}
+# What the trace and what the training loop reads, in ns and in s: the same clock.
+CLOCKS = {
+    "wall": (time.monotonic_ns, time.monotonic),
+    "processor": (time.process_time_ns, time.process_time),
+}
 
 
 class Plan(NamedTuple):
@@ -30,6 +37,8 @@ class Plan(NamedTuple):
     config: object
     folder: Path
     git: str
+    resumed: bool
+    changes: list
 
 
 def main(argv=None):
@@ -50,15 +59,20 @@ def train(job, words):
 
     mesh = build(plan.config.mesh.sizes(), transport=plan.config.mesh.transport)
     mesh = traced(job, mesh, plan)
-    log = Log(plan.folder / "train.log", job.rank == 0)
+    log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
     log.header(plan, mesh, job)
     batches = reader.get("batches")
-    trainer = Trainer(mesh, plan.config, plan.config.model.vocabulary, batches, program)
-    for number in range(plan.config.train.steps):
+    _, clock = CLOCKS[plan.config.trace.clock]
+    trainer = Trainer(mesh, plan.config, plan.config.model.vocabulary, batches, program, clock)
+    start = resume(job, plan, trainer, log) if plan.resumed else 0
+    saver = saver_of(plan, trainer, batches)
+    for number in range(start, plan.config.train.steps):
         launch.watch(plan.config.run.watchdog_s)
         if number % plan.config.trace.sync_every == 0:
             mesh.trace.synchronise()
         log.step(trainer.step(number))
+        saver.after(number)
+    saver.wait()
     mesh.trace.synchronise()
     launch.unwatch()
     save_position(plan, batches)
@@ -88,8 +102,10 @@ def prepare(job, words, reader):
     from hpc3d.training.program import program_of
     from hpc3d.training.tokens import open_tokens
 
-    path = words.pop(0) if words and not words[0].startswith("-") else None
-    config = settle(values.load(path, words), job.size, default=path is None)
+    run = resumed_run(words)
+    path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
+    config = values.load(path, words)
+    config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     if config.train.dtype == "float16":
         raise ValueError(
             "train.dtype = float16: processors are slow at it; use float32, or simulate it"
@@ -105,8 +121,76 @@ def prepare(job, words, reader):
     sizes = config.model.sequence, config.train.batch
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)
-    where = folder.create(config, values.to_toml(config))
-    return Plan(config, where, folder.git_revision())
+    changes = changed(run, config) if run else []
+    text = values.to_toml(config)
+    where = folder.reopen(run, text) if run else folder.create(config, text)
+    return Plan(config, where, folder.git_revision(), bool(run), changes)
+
+
+def resumed_run(words):
+    """The folder that --resume names, which is taken out of the words; None without it."""
+    if "--resume" not in words:
+        return None
+    place = words.index("--resume")
+    run = Path((words[place + 1 : place + 2] or [""])[0])
+    del words[place : place + 2]
+    if not (run / "config.toml").is_file():
+        raise ValueError(f"--resume {run}: no run is there; name a folder results/NAME-STAMP")
+    return run
+
+
+def fitted(config, ranks):
+    """A stored configuration whose mesh gives way, where it is of another number of ranks."""
+    from hpc3d.config import MeshConfig
+
+    mesh = config.mesh
+    if prod(mesh.sizes().values()) == ranks or None in (mesh.x, mesh.y, mesh.z):
+        return config
+    stages = mesh.p * mesh.d
+    kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}
+    mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
+    freed = {} if kept else {"schedule": None, "chunks": None, "stages": None, "zero": 0}
+    return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
+
+
+def changed(run, config):
+    """A line for each setting that is not what it was in the run."""
+    from hpc3d.config import flat, load
+
+    before, now = flat(load(run / "config.toml", [])), flat(config)
+    return [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
+
+
+def resume(job, plan, trainer, log):
+    """Take the state of the newest whole checkpoint; the number of the next step."""
+    from hpc3d.training import saver
+
+    def share(opened):
+        """What is wrong with the files, of which each rank reads some."""
+        return [line for line in job.gather(opened.damage(job.rank, job.size)) if line]
+
+    try:
+        opened, wrong = saver.newest(plan.folder, share)
+        start = saver.resume(opened, trainer)
+    except ValueError as error:
+        job.refuse(str(error))
+    if start >= plan.config.train.steps:
+        job.refuse(f"--resume: {start} steps are done; ask for more with --train.steps")
+    for line in [*plan.changes, *wrong]:
+        log.say(f"resume: {line}")
+    log.say(f"resume: step {start} follows {opened.folder}")
+    return start
+
+
+def saver_of(plan, trainer, batches):
+    from hpc3d.config import to_toml
+    from hpc3d.training.saver import Saver
+
+    def header(done):
+        position = batches.position(done) if batches else None
+        return {"run_id": plan.folder.name, "config": to_toml(plan.config), "position": position}
+
+    return Saver(plan.folder, trainer, plan.config.checkpoint, header)
 
 
 def programs(config, program):
@@ -154,6 +238,7 @@ def traced(job, mesh, plan):
         "coords": [mesh.coord(axis) for axis in mesh.sizes],
         **place,
         "device": "cpu",
+        "cores": os.cpu_count() or 0,
         "run_id": plan.folder.name,
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "time_unit": "ns",
@@ -162,7 +247,8 @@ def traced(job, mesh, plan):
         "mpi": job.library(),
         "version": __version__,
     }
-    recorder = Recorder(plan.folder, header, clock=CLOCKS[plan.config.trace.clock])
+    clock, _ = CLOCKS[plan.config.trace.clock]
+    recorder = Recorder(plan.folder, header, clock=clock)
     if plan.config.trace.clock == "wall":
         hosts = [place["host"] for place in places]
         recorder.clocks = Clocks(mesh.world, hosts, recorder.clock)
@@ -173,8 +259,8 @@ def traced(job, mesh, plan):
 class Log:
     """The lines of rank 0, on the terminal and in train.log."""
 
-    def __init__(self, path, speaks):
-        self.file = path.open("w") if speaks else None
+    def __init__(self, path, speaks, mode="w"):
+        self.file = path.open(mode) if speaks else None
 
     def say(self, line):
         if self.file:
@@ -194,6 +280,8 @@ class Log:
             f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
             f"{' '.join(map(str, layers))} layers; ZeRO {parallel.zero}"
         )
+        if config.trace.clock == "processor":
+            self.say("times are processor time: tokens/s are those of a second of rank 0's")
         self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
 
     def step(self, done):

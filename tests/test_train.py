@@ -184,6 +184,18 @@ def test_every_rank_has_every_step_with_the_same_loss(run):
     assert len({row[1:] for row in rows}) == 3
 
 
+def test_passes_and_steps_are_of_one_clock(tmp_path):
+    """Four ranks that take turns: on the wall their passes take longer than they compute."""
+    sizes = {"train__steps": 2, "train__batch": 24, "model__hidden": 48}
+    path = train(4, tmp_path, trace__clock="processor", **sizes)
+    with hpc3d.trace.open(path) as trace:
+        steps = trace.steps
+        passes = steps["forward_s"] + steps["backward_s"]
+        assert (passes > 0).all()
+        assert (passes <= (steps["t_end"] - steps["t_start"]) * 1e-9).all()
+        assert isinstance(trace.attrs["cores"], int) and trace.attrs["cores"] > 0
+
+
 def test_a_run_without_a_trace(tmp_path):
     path = train(2, tmp_path, train__steps=1, trace__enabled="false")
     assert not list((path / "trace").iterdir())

@@ -18,6 +18,7 @@ def about(trace):
         "created": attrs.get("created_utc"),
         "ranks": _ranks(attrs),
         "hosts": _hosts(trace),
+        "cores": _cores(trace),
         **(_configured(config) if config else {}),
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
@@ -38,6 +39,16 @@ def _hosts(trace):
     named = [f"{name} ({ranks})" for name, ranks in count.most_common(SHOWN)]
     more = [f"{len(count) - SHOWN} more"] if len(count) > SHOWN else []
     return f"{', '.join(named + more)}; {trace.attrs.get('device') or 'unknown device'}"
+
+
+def _cores(trace):
+    """How many processors rank 0's host has for its ranks; None if that is not known."""
+    cores, host = trace.attrs.get("cores"), trace.ranks["host_id"]
+    if not isinstance(cores, int) or cores < 1:
+        return None
+    ranks = int((host == host[0]).sum())
+    share = ": they take turns, so times are longer than on a core each" if ranks > cores else ""
+    return f"{cores} for {ranks} ranks a host{share}"
 
 
 def _configured(config):

@@ -22,7 +22,8 @@ from hpc3d.analyze.columns import (
     slices,
 )
 from hpc3d.analyze.intervals import in_common, merged
-from hpc3d.analyze.tables import one_time, ratio, step_seconds
+from hpc3d.analyze.tables import ratio, step_seconds
+from hpc3d.trace.settings import one_time
 
 DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorded_s")
 
@@ -71,19 +72,20 @@ def rank_rows(trace, calls):
     compute_s (with the optimiser), wait_s and transfer_s (`waits`: the two parts of the time in
     which the rank is blocked in a call, together exposed_s), copy_s (calls that are waited for
     later, without those of broadcasts, which block), other_s and unrecorded_s add up to step_s.
-    overlapped_s is the part of compute_s in which a call of the rank was on its way: posted and
-    not waited for yet.  Where ranks count their processor time, wait_s and transfer_s are None:
-    then exposed_s is known only as a whole.
+    outstanding_s is the part of compute_s in which a call of the rank was outstanding: posted and
+    not waited for yet.  The call may have been over long before, so this is an upper bound of the
+    communication that computation hides.  Where ranks count their processor time, wait_s and
+    transfer_s are None: then exposed_s is known only as a whole.
     """
     spent = defaultdict(lambda: defaultdict(float))
     for row in breakdown(trace, ("rank", "stage", "category")):
         spent[row["rank"], row["stage"]][row["category"]] += row["seconds"]
     early, wait = (_in_calls(calls, time) for time in (calls.blocked * ~calls.ending, calls.wait))
-    overlapped, host, known = _overlapped(trace, calls), hosts(trace), one_time(trace)
+    outstanding, host, known = _outstanding(trace, calls), hosts(trace), one_time(trace)
     return [
         {"rank": rank, "host": host.get(rank), "stage": stage, "step_s": sum(times.values())}
         | _parts(times, early[rank], wait[rank] if known else None)
-        | {"overlapped_s": overlapped[rank]}
+        | {"outstanding_s": outstanding[rank]}
         for (rank, stage), times in spent.items()
     ]
 
@@ -111,10 +113,10 @@ def _in_calls(calls, time):
     return (total / np.maximum(1, steps) * 1e-9).tolist()
 
 
-def _overlapped(trace, calls):
-    """Seconds a step in which each rank computes while a call of its own is on its way, [ranks].
+def _outstanding(trace, calls):
+    """Seconds a step in which each rank computes while a call of its own is outstanding, [ranks].
 
-    Calls that are on their way at one time count once.
+    Calls that are outstanding at one time count once.
     """
     events, steps = trace.events, _steps_of_ranks(trace)
     work = np.flatnonzero(labelled(events, "category", WORK) & (cells(trace) >= 0))

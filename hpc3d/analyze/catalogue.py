@@ -1,20 +1,11 @@
 """The tables of a run, in the order of a report: headings, units, and whence the numbers come."""
 
-from hpc3d.analyze import (
-    breakdown,
-    bubble,
-    collectives,
-    critical,
-    efficiency,
-    pipeline,
-    tables,
-    waits,
-)
 from hpc3d.analyze.sheets import (
     Field,
     Sheet,
     count,
     integer,
+    layer,
     microseconds,
     milliseconds,
     number,
@@ -47,7 +38,6 @@ STEP = Sheet(
         Field("tokens_per_s", "tokens/s", prefixed),
         Field("communication_share", "communication", percent),
     ),
-    tables.step_row,
 )
 EFFICIENCY = Sheet(
     "efficiency",
@@ -60,7 +50,6 @@ EFFICIENCY = Sheet(
         Field("mfu", "MFU", percent),
         Field("hfu", "HFU", percent),
     ),
-    efficiency.efficiency_row,
 )
 TIME = Sheet(
     "time",
@@ -76,13 +65,11 @@ TIME = Sheet(
         Field("bytes", "received [B]", prefixed),
         Field("flop_per_s", "rate [FLOP/s]", prefixed),
     ),
-    tables.time_rows,
 )
 LAYERS = Sheet(
     "layers",
     "Time by layer",
-    (Field("layer", "layer"), PHASE, CATEGORY, SECONDS, SHARE),
-    breakdown.breakdown,
+    (Field("layer", "layer", layer), PHASE, CATEGORY, SECONDS, SHARE),
     brief=10,
 )
 RANKS = Sheet(
@@ -100,9 +87,8 @@ RANKS = Sheet(
         Field("copy_s", "copy [ms]", milliseconds),
         Field("other_s", "other [ms]", milliseconds),
         Field("unrecorded_s", "unrecorded [ms]", milliseconds),
-        Field("overlapped_s", "overlapped [ms]", milliseconds),
+        Field("outstanding_s", "a call outstanding [ms]", milliseconds),
     ),
-    breakdown.rank_rows,
     brief=8,
 )
 IMBALANCE = Sheet(
@@ -115,7 +101,6 @@ IMBALANCE = Sheet(
         Field("imbalance", "max / mean", ratio),
         Field("rank", "on rank", number),
     ),
-    breakdown.imbalance_rows,
 )
 WAITS = Sheet(
     "waits",
@@ -130,7 +115,6 @@ WAITS = Sheet(
         Field("violations", "violations", integer),
         Field("worst_s", "worst [us]", microseconds),
     ),
-    waits.wait_rows,
 )
 STRAGGLERS = Sheet(
     "stragglers",
@@ -143,14 +127,12 @@ STRAGGLERS = Sheet(
         Field("imposed_s", "others wait for it [ms]", milliseconds),
         Field("wait_s", "waits itself [ms]", milliseconds),
     ),
-    waits.straggler_rows,
     brief=5,
 )
 PATH = Sheet(
     "path",
     "Critical path",
     (CATEGORY, PHASE, AXIS, OP, SECONDS, SHARE),
-    critical.critical_path,
     brief=10,
 )
 COLLECTIVES = Sheet(
@@ -165,9 +147,8 @@ COLLECTIVES = Sheet(
         Field("seconds", "median [us]", microseconds),
         Field("algbw", "algbw [B/s]", prefixed),
         Field("busbw", "busbw [B/s]", prefixed),
-        Field("overlapped", "overlapped", percent),
+        Field("later", "waited for later", percent),
     ),
-    collectives.bandwidth_rows,
     brief=12,
 )
 TRAFFIC = Sheet(
@@ -179,7 +160,6 @@ TRAFFIC = Sheet(
         Field("receiver", "receiver", number),
         Field("bytes", "bytes [B]", prefixed),
     ),
-    collectives.communication_matrix,
     brief=-1,
 )
 PIPELINE = Sheet(
@@ -198,7 +178,6 @@ PIPELINE = Sheet(
         Field("in_flight", "in flight", integer),
         Field("in_flight_simulated", "in flight, simulated", integer),
     ),
-    pipeline.stage_rows,
 )
 BUBBLE = Sheet(
     "bubble",
@@ -211,7 +190,6 @@ BUBBLE = Sheet(
         Field("steady_s", "steady [ms]", milliseconds),
         Field("drain_s", "drain [ms]", milliseconds),
     ),
-    bubble.bubble_rows,
 )
 MEMORY = Sheet(
     "memory",
@@ -221,7 +199,6 @@ MEMORY = Sheet(
         Field("peak", "highest peak [B]", prefixed),
         RANK._replace(heading="on rank"),
     ),
-    tables.peak_rows,
 )
 MEMORY_RANKS = Sheet(
     "memory_ranks",
@@ -230,8 +207,19 @@ MEMORY_RANKS = Sheet(
         Field("rank", "rank", number),
         *(Field(kind, f"{kind} [B]", prefixed) for kind in MEMORY_KIND),
     ),
-    breakdown.memory_rows,
     brief=-1,
+)
+PREDICTION = Sheet(
+    "prediction",
+    "Prediction",
+    (
+        Field("quantity", "quantity"),
+        STAGE,
+        RANK,
+        Field("predicted", "predicted", prefixed),
+        Field("measured", "measured", prefixed),
+        Field("ratio", "predicted / measured", ratio),
+    ),
 )
 LOSS = Sheet(
     "loss",
@@ -241,12 +229,11 @@ LOSS = Sheet(
         Field("loss", "loss [nat]", "{:.6f}".format),
         Field("grad_norm", "norm of the gradient", "{:.4f}".format),
     ),
-    tables.loss_rows,
     brief=-1,
 )
 
 OF_A_RUN = (
-    *(STEP, EFFICIENCY, LOSS),
+    *(STEP, EFFICIENCY, PREDICTION, LOSS),
     *(TIME, LAYERS, RANKS, IMBALANCE),
     *(WAITS, STRAGGLERS, PATH),
     *(COLLECTIVES, TRAFFIC),

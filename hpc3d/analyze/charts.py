@@ -25,6 +25,7 @@ RANK_PARTS = {
     "unrecorded": PALE,
 }
 LATE = 16  # ranks in the chart of stragglers
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 CELLS = 256  # rows and columns of a matrix at most
 
 
@@ -86,19 +87,35 @@ def _less(line, other):
 
 
 def speedup(rows):
-    """The speed-up over the first run by the number of ranks, and what would be ideal."""
-    ranks = sorted({row["ranks"] for row in rows})
-    lines = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}
-    for row in sorted(rows, key=lambda row: row["ranks"]):
-        numbers, values = lines.setdefault(row["scheme"] or "measured", ([], []))
-        numbers.append(row["ranks"])
-        values.append(row["speedup"])
-    return Lines("ranks", "speed-up over the first run", lines)
+    """The speed-up over the first run by the number of ranks, a line a series, and what would be
+    ideal; None if no series has runs on two numbers of ranks."""
+    series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
+    ranks = sorted({count for numbers, _ in series.values() for count in numbers})
+    ideal = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}
+    return Lines("ranks", "speed-up over the first run", ideal | series) if series else None
+
+
+def _series(rows):
+    """{layout and kind of scaling: (ranks, speed-ups)}: runs of one layout that do the work of the
+    first one or as much a rank.  A first run on one rank begins them all."""
+    first, lines = rows[0], {}
+    for row in rows[1:]:
+        if row["scaling"] != "other" and row["speedup"] is not None:
+            name = f"{row['layout'] or '1 rank'}, {row['scaling']}"
+            begins = first["ranks"] == 1 or first["layout"] == row["layout"]
+            start = [first] if begins and first["speedup"] is not None else []
+            lines.setdefault(name, start).append(row)
+    pairs = {
+        name: sorted((row["ranks"], row["speedup"]) for row in line)
+        for name, line in lines.items()
+    }
+    return {name: tuple(map(list, zip(*line))) for name, line in pairs.items()}
 
 
 def runs(found):
     """What the mean step of each run is made of."""
-    return _of_ranks([run.label for run in found], [_mean(run.tables["ranks"]) for run in found])
+    labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
+    return _of_ranks([*labels], rows)._replace(lying=True)
 
 
 def _mean(rows):
@@ -188,4 +205,5 @@ def traffic(matrix):
     block = -(-len(matrix) // CELLS)
     edges = np.arange(0, len(matrix), block)
     sums = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
-    return Heat("MB of a step", np.where(sums > 0, sums * 1e-6, np.nan), block)
+    unit, size = next(each for each in UNITS if sums.max() >= each[1] or each[1] == 1)
+    return Heat(f"{unit} of a step", np.where(sums > 0, sums / size, np.nan), block)

@@ -21,27 +21,38 @@ ITEMSIZE = dict(zip(DTYPE, (0, 8, 4, 2, 2, 8, 4, 1)))
 
 def communication_matrix(calls, axis=None):
     """Bytes a step that go from each rank to each other, [sender, receiver], along a mesh axis or
-    along all.
+    along all: whose data it is, whatever way the library sends it.
 
-    A message counts where it is received; what a rank receives in a collective comes from the
-    other members in equal parts.
+    A message counts where it is received.  What is broadcast comes from the root, and what is
+    reduced goes to it; what a rank receives in other collectives comes from the other members in
+    equal parts.
     """
     events, groups = calls.trace.events, calls.trace.groups
     ranks, row = calls.trace.attrs["world_size"], calls.row[calls.inside]
     along = np.array([axis in (None, group.axis) for group in groups], bool)
     row = row[along[events["group"][row]]]
-    sends, receives = (labelled(events, "op", [name])[row] for name in ("send", "recv"))
+    peer, rank, received = (events[key][row] for key in ("peer", "rank", "bytes"))
+    arrives, leaves, equal = (
+        labelled(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), BUS)
+    )
+    arrives, leaves = arrives & (peer >= 0), leaves & (peer >= 0) & (peer != rank)
     matrix = np.zeros((ranks, ranks))
-    sender, receiver, received = (events[key][row[receives]] for key in ("peer", "rank", "bytes"))
-    np.add.at(matrix, (sender, receiver), received)
-    row = row[~sends & ~receives]
-    group, rank, received = (events[key][row] for key in ("group", "rank", "bytes"))
-    pairs, pair = combinations([group, rank])
-    amounts = np.bincount(pair, received, len(pairs)).tolist()
+    np.add.at(matrix, (peer[arrives], rank[arrives]), received[arrives])
+    np.add.at(matrix, (rank[leaves], peer[leaves]), _block_bytes(events, row[leaves]))
+    pairs, pair = combinations([events["group"][row[equal]], rank[equal]])
+    amounts = np.bincount(pair, received[equal], len(pairs)).tolist()
     for (number, receiver), amount in zip(pairs.tolist(), amounts):
         others = [member for member in groups[number].members if member != receiver]
         matrix[others, receiver] += amount / max(1, len(others))
     return matrix / len(np.unique(calls.trace.steps["step"]))
+
+
+def _block_bytes(events, row):
+    """The size of the blocks that went into calls."""
+    itemsize = np.zeros(256, int)
+    for code, name in events.labels("dtype").items():
+        itemsize[code] = ITEMSIZE.get(name, 0)
+    return events["count"][row] * itemsize[events["dtype"][row]]
 
 
 def bandwidth_rows(calls):
@@ -50,10 +61,10 @@ def bandwidth_rows(calls):
 
     The time is from the last arrival to the last end, of a message to the end of the receive, on
     rank 0's clock.  Where a member does something else between its call and its wait the end may
-    be late: `overlapped` is the share of such calls.  A time that is not positive, because clocks
+    be late: `later` is the share of such calls.  A time that is not positive, because clocks
     disagree, has no rate.
     """
-    kinds, kind, time, overlapped = _meetings(calls)
+    kinds, kind, time, later = _meetings(calls)
     order = np.lexsort((time, kind))
     count = np.bincount(kind, minlength=len(kinds))
     first = np.cumsum(count) - count
@@ -63,7 +74,7 @@ def bandwidth_rows(calls):
         "size": kinds[:, 3],
         "count": count,
         "seconds": (low + high) * 0.5e-9,
-        "overlapped": np.bincount(kind, overlapped, len(kinds)) / count,
+        "later": np.bincount(kind, later, len(kinds)) / count,
     }
     values = zip(*(column.tolist() for column in columns.values()))
     what = named(calls.trace, ("axis", "op"), kinds)
@@ -93,15 +104,12 @@ def _meetings(calls):
     ending = calls.ending & ~labelled(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)
-    overlapped, ends = (np.add.reduceat(each, first, dtype=int) for each in (later, ending))
-    return kinds, kind, time[whole], (overlapped / np.maximum(1, ends))[whole]
+    later, ends = (np.add.reduceat(each, first, dtype=int) for each in (later, ending))
+    return kinds, kind, time[whole], (later / np.maximum(1, ends))[whole]
 
 
 def _sizes(calls, members):
     """S of each meeting, in bytes: the largest block that went in, of all-gathers all of them."""
     events, row, first = calls.trace.events, calls.row, calls.first
-    itemsize = np.zeros(256, int)
-    for code, name in events.labels("dtype").items():
-        itemsize[code] = ITEMSIZE.get(name, 0)
-    block = np.maximum.reduceat(events["count"][row] * itemsize[events["dtype"][row]], first)
+    block = np.maximum.reduceat(_block_bytes(events, row), first)
     return block * np.where(labelled(events, "op", ["all_gather"])[row[first]], members, 1)

@@ -84,10 +84,16 @@ def combinations(columns):
     """The combinations of whole numbers that occur in the columns, [combinations, columns], in
     order; and the number of the one that each row has."""
     lowest = [int(column.min(initial=0)) for column in columns]
-    shifted = [column - low for column, low in zip(columns, lowest)]
-    sizes = [1 + int(column.max(initial=0)) for column in shifted]
+    sizes = [1 + int(column.max(initial=low)) - low for column, low in zip(columns, lowest)]
+    shifted = [_shifted(*each) for each in zip(columns, lowest, sizes)]
     codes, which = np.unique(np.ravel_multi_index(shifted, sizes), return_inverse=True)
     return np.transpose(np.unravel_index(codes, sizes)) + lowest, which
+
+
+def _shifted(column, low, size):
+    """A column from 0 on, in a type that holds `size` values."""
+    shifted = column.astype("i8") - low
+    return shifted.astype("u4") if size <= 1 << 32 else shifted
 
 
 def slices(ranks, count):

@@ -6,8 +6,9 @@ import numpy as np
 
 from hpc3d.analyze.breakdown import breakdown
 from hpc3d.analyze.efficiency import recorded_flops
+from hpc3d.analyze.layout import layout_of
 from hpc3d.analyze.pipeline import configuration
-from hpc3d.analyze.tables import finite, means_of, ratio, run_label, slowest_seconds
+from hpc3d.analyze.tables import finite, means_of, ratio, slowest_seconds
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1.
 T95 = (
@@ -15,8 +16,9 @@ T95 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-MODEL = ("layers", "hidden", "sequence")
-FAMILY = {"1d-sequence": "1d", "2d-summa": "2d", "3d-broadcast": "3d"}
+MODEL = ("layers", "hidden", "heads", "sequence")
+PEERS = ("ranks", "p", "d", "batch", *MODEL)
+CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
 
 
 # Two runs
@@ -80,9 +82,10 @@ def run_row(trace):
 
     step_s is the median over steps of the slowest rank; forward_s and backward_s are medians over
     steps of the mean over ranks.  average_step_s = (forward_s + backward_s) / batch is the
-    "average step time" of arXiv:2105.14450.
+    "average step time" of arXiv:2105.14450: passes only, without the messages between stages, the
+    sums of gradients over replicas and the optimiser, which step_s has.
     """
-    config, ranks = configuration(trace), trace.attrs["world_size"]
+    config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
     _, step = np.unique(trace.steps["step"], return_inverse=True)
     forward, backward = (
         finite(np.median(means_of(step, trace.steps[name])))
@@ -93,8 +96,12 @@ def run_row(trace):
     sizes = _sizes(config)
     known = None not in (forward, backward, sizes["batch"])
     return {
-        "run": run_label(trace.attrs),
+        "run": layout.label,
+        "layout": layout.kind,
+        "family": layout.family,
         "ranks": ranks,
+        "p": layout.sizes.get("p", 1),
+        "d": layout.sizes.get("d", 1),
         **sizes,
         "forward_s": forward,
         "backward_s": backward,
@@ -107,46 +114,68 @@ def run_row(trace):
 
 
 def _sizes(config):
-    keys = ("scheme", "batch", "layers", "hidden", "heads", "sequence")
+    keys = ("batch", *MODEL)
     if config is None:
         return dict.fromkeys(keys)
-    parts = vars(config.parallel) | vars(config.train) | vars(config.model)
+    parts = vars(config.train) | vars(config.model)
     return {key: parts[key] for key in keys}
 
 
 def scaling_rows(runs):
-    """The rows of `run_row` with how they scale, and what a scheme gains over others.
+    """The rows of `run_row` with how they scale.
 
-    `scaling` is strong where the run does the work of the first one, weak where it does another;
+    `scaling` is strong where the run does the work of the first one, weak where its ranks do as
+    much each (parameters of the blocks times tokens, within CONSTANT), other where neither holds.
     speedup is its rate of FLOP/s over that of the first run, for the same work the ratio of the
-    step times, and efficiency that by the ratio of the ranks.  over_1d and over_2d say how many
-    times the average step time of the best 1-D or 2-D run is this run's, of runs of one model on
-    as many ranks (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks); None without any.
+    step times, and efficiency that by the ratio of the ranks.
     """
-    return [{**run, **_scaling(run, runs[0]), **_gains(run, runs)} for run in runs]
+    return [{**run, **_scaling(run, runs[0])} for run in runs]
 
 
 def _scaling(run, first):
-    same = all(run[key] == first[key] for key in ("batch", *MODEL))
     speedup = ratio(run["flop_per_s"], first["flop_per_s"])
     return {
-        "scaling": "strong" if same else "weak",
+        "scaling": _kind_of_scaling(run, first),
         "speedup": speedup,
         "efficiency": ratio(speedup, run["ranks"] / first["ranks"]),
     }
 
 
+def _kind_of_scaling(run, first):
+    if all(run[key] == first[key] for key in ("batch", *MODEL)):
+        return "strong"
+    own, theirs = _work(run), _work(first)
+    weak = None not in (own, theirs) and abs(own / theirs - 1) <= CONSTANT
+    return "weak" if weak else "other"
+
+
+def _work(run):
+    """What a rank does in a step: 12 L h^2 parameters of the blocks times tokens, None unknown."""
+    if run["batch"] is None:
+        return None
+    tokens = run["batch"] * run["sequence"]
+    return 12 * run["layers"] * run["hidden"] ** 2 * tokens / run["ranks"]
+
+
+def gain_rows(runs):
+    """What a scheme of tensor parallelism gains over others, of rows of `run_row`.
+
+    over_1d and over_2d say how many times the average step time of the best 1-D or 2-D run is
+    this run's (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks), step_over_1d and
+    step_over_2d the same of the whole steps.  Only runs of one model and batch on as many ranks,
+    stages and replicas are compared.  No rows where no two of them differ in their scheme.
+    """
+    rows = [run | _gains(run, runs) for run in runs if run["family"]]
+    return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
+
+
 def _gains(run, runs):
-    """over_1d and over_2d of a run among runs."""
-    peers = [each for each in runs if all(each[key] == run[key] for key in ("ranks", *MODEL))]
+    """How many times the best peers of another family take what a run takes."""
+    peers = [each for each in runs if all(each[key] == run[key] for key in PEERS)]
     gains = {}
     for family in ("1d", "2d"):
-        times = [each["average_step_s"] for each in peers if _family(each) == family]
-        best = min((time for time in times if time is not None), default=None)
-        own = _family(run) == family
-        gains[f"over_{family}"] = None if own else ratio(best, run["average_step_s"])
+        others = [each for each in peers if each["family"] == family != run["family"]]
+        for name, key in ((f"over_{family}", "average_step_s"), (f"step_over_{family}", "step_s")):
+            times = [each[key] for each in others if each[key] is not None]
+            gains[name] = ratio(min(times, default=None), run[key])
     return gains
-
-
-def _family(run):
-    return FAMILY.get(run["scheme"], run["scheme"])

@@ -1,6 +1,5 @@
 """The tables over several runs, in the order of a report."""
 
-from hpc3d.analyze import compare, tables
 from hpc3d.analyze.catalogue import AXIS, CATEGORY, OP, PHASE
 from hpc3d.analyze.sheets import (
     Field,
@@ -26,10 +25,10 @@ RUNS = Sheet(
         Field("communication_share", "communication", percent),
         Field("communication_calls", "calls", count),
         Field("communication_bytes", "received [B]", prefixed),
-        Field("loss", "last loss [nat]", "{:.6f}".format),
-        Field("loss_difference", "loss difference [nat]", "{:.1e}".format),
+        Field("loss_step", "loss after step", integer),
+        Field("loss", "loss [nat]", "{:.6f}".format),
+        Field("loss_difference", "largest difference [nat]", "{:.1e}".format),
     ),
-    tables.comparison_rows,
 )
 SCALING = Sheet(
     "scaling",
@@ -48,10 +47,21 @@ SCALING = Sheet(
         Field("scaling", "scaling"),
         Field("speedup", "speed-up", ratio),
         Field("efficiency", "efficiency", percent),
+    ),
+)
+GAINS = Sheet(
+    "gains",
+    "Schemes",
+    (
+        RUN,
+        Field("family", "loops cut"),
+        Field("average_step_s", "average step time [ms]", milliseconds),
         Field("over_1d", "over 1-D", ratio),
         Field("over_2d", "over 2-D", ratio),
+        Field("step_s", "step [ms]", milliseconds),
+        Field("step_over_1d", "step over 1-D", ratio),
+        Field("step_over_2d", "step over 2-D", ratio),
     ),
-    compare.scaling_rows,
 )
 DIFFERENCES = Sheet(
     "differences",
@@ -68,8 +78,7 @@ DIFFERENCES = Sheet(
         Field("low", "from [ms]", milliseconds),
         Field("high", "to [ms]", milliseconds),
     ),
-    compare.difference_rows,
     brief=10,
 )
 
-OVER_RUNS = (RUNS, SCALING, DIFFERENCES)
+OVER_RUNS = (RUNS, SCALING, GAINS, DIFFERENCES)

@@ -8,7 +8,8 @@ import numpy as np
 
 from hpc3d.analyze.columns import cells, labelled
 from hpc3d.analyze.pipeline import configuration
-from hpc3d.analyze.tables import ratio, slowest_seconds
+from hpc3d.analyze.tables import rate, ratio, slowest_seconds
+from hpc3d.trace.settings import one_time
 
 PRODUCTS = ("gemm", "attention")
 
@@ -37,17 +38,18 @@ def efficiency_row(trace, peak=None):
     * the vocabulary, which is padded to a multiple of the ranks that share it;
     * recomputation, which only recorded_flop has.
 
-    So MFU is that of model_flop and HFU that of recorded_flop.
+    So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their processor
+    time there is neither a rate nor MFU and HFU.
     """
     step = float(np.median(slowest_seconds(trace)))
     model, recorded = _of_model(trace), recorded_flops(trace)
-    capacity = peak and peak * trace.attrs["world_size"] * step
+    capacity = peak * trace.attrs["world_size"] * step if peak and one_time(trace) else None
     return {
         "step_s": step,
         "model_flop": model,
         "recorded_flop": recorded,
-        "flop_per_s": ratio(model, step),
-        "recorded_flop_per_s": ratio(recorded, step),
+        "flop_per_s": rate(trace, model, step),
+        "recorded_flop_per_s": rate(trace, recorded, step),
         "mfu": ratio(model, capacity),
         "hfu": ratio(recorded, capacity),
     }

@@ -6,7 +6,7 @@ import numpy as np
 
 from hpc3d.analyze import kineto, perfetto, pipit
 from hpc3d.analyze.columns import event_values, hosts, labels, slices
-from hpc3d.analyze.tables import one_time
+from hpc3d.trace.settings import one_time
 
 COLUMNS = (
     *("rank", "step", "stream", "name", "category", "phase", "op", "axis", "layer", "microbatch"),

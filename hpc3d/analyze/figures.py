@@ -127,7 +127,7 @@ def _heat(chart: Heat):
     panel.set_xlabel("receiver [rank]")
     panel.set_ylabel("sender [rank]")
     for axis in (panel.xaxis, panel.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, label=chart.unit, shrink=0.8)
     return figure
 

@@ -9,29 +9,31 @@ from hpc3d.analyze.about import about
 from hpc3d.analyze.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
 from hpc3d.analyze.bubble import bubble_rows
 from hpc3d.analyze.collectives import bandwidth_rows, communication_matrix
-from hpc3d.analyze.compare import difference_rows, run_row, scaling_rows
+from hpc3d.analyze.compare import difference_rows, gain_rows, run_row, scaling_rows
 from hpc3d.analyze.critical import critical_path, path_rows
 from hpc3d.analyze.efficiency import efficiency_row
+from hpc3d.analyze.layout import layout_of
 from hpc3d.analyze.pipeline import Passes, configuration, observe, runs_on
+from hpc3d.analyze.prediction import prediction_rows
 from hpc3d.analyze.tables import (
     comparison_rows,
     loss_rows,
     median_step,
-    one_time,
     peak_rows,
-    run_label,
     step_row,
     time_rows,
 )
 from hpc3d.analyze.timeline import EVENTS, Timeline, timeline
 from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
 from hpc3d.trace.check import violations
+from hpc3d.trace.settings import one_time
 
 NO_COMMON_TIME = (
-    "a time in common, for each rank counted its own processor time: waits, stragglers, the"
-    " critical path, the rates of collectives, the timeline and the stages of a pipeline"
+    "the time on the wall, for each rank counted its own processor time: tokens/s, FLOP/s and MFU,"
+    " how runs scale and differ, waits, stragglers, the critical path, the rates of collectives,"
+    " the timeline and the stages of a pipeline"
 )
-OTHER_CLOCK = "the clock that other runs of this report have: how runs scale and differ"
+DROPPED = "events of {ranks}: trust only the step, loss and memory tables, the others lack them"
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,13 @@ class Report(NamedTuple):
 
 
 def compare(traces, runs):
-    """The Report of open traces and their Runs; several are compared with the first one, but for
-    their times if some are those of processors and some not."""
-    runs, wall = distinct(runs), [one_time(trace) for trace in traces]
-    if mixed := len({*wall}) > 1:
-        runs = [
-            run if on_wall else replace(run, missing=[*run.missing, OTHER_CLOCK])
-            for run, on_wall in zip(runs, wall)
-        ]
-    tables = {"runs": comparison_rows(runs), "scaling": [], "differences": []}
-    if len(runs) > 1 and not mixed:
-        rows = scaling_rows([run_row(trace) for trace in traces])
-        tables["scaling"] = [row | {"run": run.label} for row, run in zip(rows, runs)]
+    """The Report of open traces and their Runs; several are compared with the first one, but not
+    their times if any are those of processors."""
+    runs = distinct(runs)
+    tables = {"runs": comparison_rows(runs), "scaling": [], "gains": [], "differences": []}
+    if len(runs) > 1 and all(map(one_time, traces)):
+        rows = [run_row(trace) | {"run": run.label} for trace, run in zip(traces, runs)]
+        tables["scaling"], tables["gains"] = scaling_rows(rows), gain_rows(rows)
         tables["differences"] = [
             {"run": run.label} | row
             for trace, run in zip(traces[1:], runs[1:])
@@ -113,18 +110,31 @@ def examine(trace, peak=None, step=None, events=EVENTS):
         missing += _doubts(calls, tables)
     else:
         missing.append(NO_COMMON_TIME)
+    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
+        missing.append(DROPPED.format(ranks=_ranks(dropped)))
     attrs = trace.attrs
-    what = run_label(attrs), attrs["run_id"], about(trace), attrs["config"]
+    what = layout_of(trace).label, attrs["run_id"], about(trace), attrs["config"]
     return Run(*what, missing, wrong, tables, step, drawn, panels, matrices)
 
 
 def distinct(runs):
-    """The runs with their ids in those labels that several of them have."""
+    """The runs with their ids in those labels that several of them have, and with their places
+    where this is one run twice."""
     labels = [run.label for run in runs]
-    return [
-        replace(run, label=f"{run.label}, {run.run_id}") if labels.count(run.label) > 1 else run
-        for run in runs
+    named = [
+        f"{run.label}, {run.run_id}" if labels.count(run.label) > 1 else run.label for run in runs
     ]
+    return [
+        replace(run, label=f"{name}, {place}" if named.count(name) > 1 else name)
+        for place, (run, name) in enumerate(zip(runs, named), 1)
+    ]
+
+
+def _ranks(numbers):
+    """Ranks as text, the first of many."""
+    shown = ", ".join(map(str, numbers[:8].tolist()))
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
 
 
 def _of_time(trace, calls, peak):
@@ -132,6 +142,7 @@ def _of_time(trace, calls, peak):
     return {
         "step": [step_row(trace, time)],
         "efficiency": [efficiency_row(trace, peak)],
+        "prediction": prediction_rows(trace),
         "loss": loss_rows(trace),
         "time": time,
         "layers": breakdown(trace, ("layer", "phase", "category")),

@@ -1,8 +1,23 @@
 """The folder of a report: report.md, tables/, figures/, and the page that has it all."""
 
+import shutil
+
 from hpc3d.analyze import figures, html, markdown, pictures, sheets
 from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.comparisons import OVER_RUNS, RUN
+
+FILES, FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports")
+
+
+def clear(out):
+    """Remove the report that a folder has, by the names that a report writes; and make it."""
+    if (out / "report.md").is_file():
+        for name in FILES:
+            (out / name).unlink(missing_ok=True)
+        for name in FOLDERS:
+            if (out / name).exists():
+                shutil.rmtree(out / name)
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def write(report, out, tables_only=False):

@@ -4,9 +4,7 @@ The figures are there twice: for the screen, where they answer to the mouse, and
 """
 
 import base64
-import inspect
 import re
-import sys
 from html import escape
 from importlib import resources
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from hpc3d import __version__
 from hpc3d.analyze import interactive
 from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.comparisons import OVER_RUNS
+from hpc3d.analyze.meaning import GENERAL, MEANING
 from hpc3d.analyze.pictures import Picture
 from hpc3d.analyze.sheets import milliseconds, percent, prefixed
 
@@ -50,8 +49,10 @@ def page(report, pictures, folder):
         shown=shown[0],
         runs=list(zip(report.runs, shown[1:])),
         sheets={sheet.name: sheet for sheet in (*OVER_RUNS, *OF_A_RUN)},
-        definitions=definitions(),
+        general=prose(GENERAL),
+        definitions=[(sheet, prose(MEANING[sheet.name])) for sheet in (*OVER_RUNS, *OF_A_RUN)],
         cards=cards,
+        counted=counted,
         version=__version__,
         open_rows=OPEN,
         example=example,
@@ -93,34 +94,13 @@ def _text(name):
     return (resources.files("hpc3d.analyze") / "page" / name).read_text(encoding="utf-8")
 
 
-# What the numbers mean: the docstrings of the functions that compute them
-
-
-def definitions():
-    """[(what a module's numbers have in common, [(sheet, what its numbers mean)])] as HTML."""
-    found = {}
-    for sheet in (*OVER_RUNS, *OF_A_RUN):
-        found.setdefault(sheet.source.__module__, []).append((sheet, prose(sheet.meaning)))
-    return [(prose(inspect.getdoc(sys.modules[name])), sheets) for name, sheets in found.items()]
-
-
 def prose(text):
-    """A docstring as HTML: paragraphs, lists with stars, and indented lines as they are."""
-    return "\n".join(map(_paragraph, re.split(r"\n\n+", text)))
-
-
-def _paragraph(text):
-    lines = text.splitlines()
-    if lines[0].startswith("    "):
-        return f"<pre>{escape(text)}</pre>"
-    if lines[0].startswith("* "):
-        items = re.split(r"^\* ", text, flags=re.MULTILINE)[1:]
-        return "<ul>" + "".join(f"<li>{_marked(item)}</li>" for item in items) + "</ul>"
-    return f"<p>{_marked(text)}</p>"
+    """A text as HTML: paragraphs, and headings between `."""
+    return "\n".join(f"<p>{_marked(part)}</p>" for part in text.split("\n\n"))
 
 
 def _marked(text):
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"`([^`]+)`", r"<b>\1</b>", escape(text, quote=False))
 
 
 # The numbers that one looks for first
@@ -152,6 +132,11 @@ def cards(run):
     yield "loss", _written(last["loss"], "{:.4f}".format), f"nat a token after step {last['step']}"
 
 
+def counted(number, noun):
+    """All of some things: "the only rank", "all 8 ranks"."""
+    return f"the only {noun}" if number == 1 else f"all {number} {noun}s"
+
+
 def _written(value, write):
     return "unknown" if value is None else write(value)
 
@@ -166,10 +151,10 @@ def _mean(rows, key):
 
 def _waiting(ranks):
     step = _mean(ranks, "step_s")
-    overlapped = f"computing meanwhile {percent(_mean(ranks, 'overlapped_s') / step)}"
+    outstanding = f"computing, a call outstanding {percent(_mean(ranks, 'outstanding_s') / step)}"
     if ranks[0]["wait_s"] is None:
-        return overlapped
-    return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {overlapped}"
+        return outstanding
+    return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 
 def _simulated(stages):

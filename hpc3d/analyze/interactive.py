@@ -126,13 +126,14 @@ def _legend(plot):
 
 @draw.register
 def _heat(chart: Heat):
-    from bokeh.models import ColorBar, HoverTool, LinearColorMapper
+    from bokeh.models import BasicTicker, ColorBar, HoverTool, LinearColorMapper
     from bokeh.palettes import Blues256
 
     edge = len(chart.values) * chart.ranks
     sides = {"x_range": (-0.5, edge - 0.5), "y_range": (edge - 0.5, -0.5)}
     names = {"x_axis_label": "receiver [rank]", "y_axis_label": "sender [rank]"}
     plot = _plot(460, match_aspect=True, **sides, **names)
+    plot.axis.ticker = BasicTicker(min_interval=1)
     high = float(np.nanmax(chart.values))
     colours = LinearColorMapper(Blues256[::-1], low=0, high=high, nan_color="white")
     plot.image([chart.values.astype("f4")], x=-0.5, y=-0.5, dw=edge, dh=edge, color_mapper=colours)

@@ -22,9 +22,9 @@ def of_runs(runs, tables):
     if tables["scaling"]:
         caption = "What a mean step of a mean rank is made of."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
-    if len({row["ranks"] for row in tables["scaling"]}) > 1:
+    if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
         caption = "Rate of floating-point operations over that of the first run."
-        yield Picture("speedup", "Speed-up", caption, charts.speedup(tables["scaling"]))
+        yield Picture("speedup", "Speed-up", caption, speedup)
 
 
 def of_run(run):

@@ -12,14 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.analyze.bubble import BACKWARD
+from hpc3d.analyze.columns import labelled
 from hpc3d.analyze.gantt import spans
-from hpc3d.analyze.tables import one_time
 from hpc3d.config import validate
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, streams
 from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.trace.settings import one_time
 
 PLACE = ("stage", "step", "microbatch", "chunk")
 PASS = np.dtype([(name, "i8") for name in ("op", *PLACE, "start", "end")])
@@ -49,10 +51,14 @@ def observe(trace, step):
 def configuration(trace):
     """The Config of a run; None where the trace has none that this version reads."""
     text = trace.attrs["config"]
-    try:
-        return validate(tomllib.loads(text)) if text.strip() else None
-    except (ValueError, RecursionError):
+    if not text.strip():
         return None
+    try:
+        config = validate(tomllib.loads(text))
+        config.split()  # nothing but this looks at the letters of a split
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return config
 
 
 def runs_on(config):
@@ -155,13 +161,21 @@ def _events_of_passes(trace):
 
 
 def _ops(events):
-    """The place in COMPUTE of the pass that each event belongs to, -1 for none."""
+    """The place in COMPUTE of the pass that each event belongs to, -1 for none.
+
+    What is computed again belongs to the backward pass that goes on after it.
+    """
     ops = {PHASE[op]: place for place, op in enumerate(COMPUTE)}
     number = np.full(256, -1)
     for code, label in events.labels("phase").items():
         number[code] = ops.get(label, -1)
-    messages = [code for code, label in events.labels("op").items() if label in MESSAGES]
-    return np.where(np.isin(events["op"], messages), -1, number[events["phase"]])
+    found = number[events["phase"]]
+    found[labelled(events, "op", MESSAGES)] = -1
+    again = np.flatnonzero(labelled(events, "phase", ["recompute"]))
+    backward = np.flatnonzero(np.isin(found, [COMPUTE.index(op) for op in BACKWARD]))
+    after = np.searchsorted(backward, again)
+    found[again] = np.append(found[backward], -1)[after]
+    return found
 
 
 def _merged(events):

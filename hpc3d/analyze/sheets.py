@@ -4,7 +4,6 @@ A table file in CSV has the values themselves, in SI units, under the names of t
 """
 
 import csv
-import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,8 +26,7 @@ class Field(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """A kind of table: the name of its files, its title, its columns and the function that
-    computes its rows, whose docstring says what the numbers mean.
+    """A kind of table: the name of its files, its title and its columns.
 
     `brief` is how many rows a terminal shows; 0 are all.
     """
@@ -36,12 +34,7 @@ class Sheet(NamedTuple):
     name: str
     title: str
     fields: tuple
-    source: Callable
     brief: int = 0
-
-    @property
-    def meaning(self):
-        return inspect.getdoc(self.source)
 
     def known(self, rows):
         """The columns that have a value in any row."""
@@ -74,6 +67,11 @@ def integer(value):
 def number(value):
     """A number that names something, such as a rank; negative ones name nothing."""
     return f"{value:d}" if value >= 0 else "-"
+
+
+def layer(value):
+    """The number of a layer; what is before the first and after the last one are the ends."""
+    return "ends" if value == -1 else str(value)
 
 
 def ratio(value):

@@ -6,38 +6,16 @@ up to the step's.  Tables are lists of rows, rows map columns to values in SI un
 is not known is None.
 """
 
-import tomllib
-
 import numpy as np
 
-from hpc3d.analyze.columns import cells, combinations, event_values, named, own_time
+from hpc3d.analyze.columns import cells, combinations, event_values, labelled, named, own_time
+from hpc3d.trace.settings import one_time
 
 KEYS = ("category", "phase", "axis", "op")
 
 
-def run_label(attrs):
-    """Scheme and mesh of a run, such as "3d, x=4 y=4 z=4"; without a scheme the run's id."""
-    scheme = _configured(attrs, "parallel", "scheme") or attrs["run_id"]
-    sizes = zip(attrs["axes"].split(), attrs["axis_sizes"])
-    mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
-    return f"{scheme}, {mesh or '1 rank'}"
-
-
-def one_time(trace):
-    """Whether the clocks of the ranks tell the same time: not those that count processor time."""
-    return _configured(trace.attrs, "trace", "clock") != "processor"
-
-
-def _configured(attrs, section, key):
-    """A value of a run's configuration, None where it has none; it may be any text."""
-    try:
-        return tomllib.loads(attrs["config"])[section][key]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
 def time_rows(trace):
-    """Seconds, share of the step, calls, bytes received and flop, a rank and step.
+    """Seconds, share of the step, calls, bytes received (of sends none) and flop, a rank and step.
 
     The last row is the time of the steps that no event accounts for.
     """
@@ -46,7 +24,7 @@ def time_rows(trace):
     measures = {
         "seconds": own_time(trace)[inside] * 1e-9,
         "calls": np.ones(len(inside)),
-        "bytes": trace.events["bytes"][inside],
+        "bytes": (trace.events["bytes"] * ~labelled(trace.events, "op", ["send"]))[inside],
         "flop": trace.events["flops"][inside],
     }
     sums = [np.bincount(kind, values, len(kinds)) for values in measures.values()]
@@ -67,7 +45,10 @@ def time_rows(trace):
 
 def step_row(trace, time):
     """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
-    and their waits, also those of category copy."""
+    and their waits, also those of category copy.
+
+    Where ranks count their processor time there is no rate: the step took longer on the wall.
+    """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     slowest = slowest_seconds(trace)
     median = float(np.median(slowest))
@@ -81,7 +62,7 @@ def step_row(trace, time):
         "step_s_max": float(slowest.max()),
         "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
         "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
-        "tokens_per_s": ratio(float(np.median(trace.steps["tokens"])), median),
+        "tokens_per_s": rate(trace, float(np.median(trace.steps["tokens"])), median),
         "communication_share": ratio(
             sum(row["seconds"] for row in communication), sum(row["seconds"] for row in time)
         ),
@@ -130,19 +111,22 @@ def loss_rows(trace):
 
 
 def comparison_rows(runs):
-    """A row a run: its steps, its last loss and its largest difference from the first run's."""
+    """A row a run: its steps, its loss after the last step that all runs have, and the largest
+    difference of its losses from those of the first run."""
+    losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
+    step = max(set.intersection(*map(set, losses)), default=None)
     return [
         {"run": run.label}
         | run.tables["step"][0]
-        | {"loss": run.tables["loss"][-1]["loss"]}
-        | {"loss_difference": _loss_difference(run, runs[0])}
-        for run in runs
+        | {"loss_step": step, "loss": own.get(step)}
+        | {"loss_difference": _largest_difference(own, losses[0])}
+        for run, own in zip(runs, losses)
     ]
 
 
-def _loss_difference(run, first):
-    reference = {row["step"]: row["loss"] for row in first.tables["loss"]}
-    pairs = [(row["loss"], reference.get(row["step"])) for row in run.tables["loss"]]
+def _largest_difference(losses, others):
+    """Of losses by step, in the steps that both have."""
+    pairs = [(loss, others.get(step)) for step, loss in losses.items()]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 
@@ -162,6 +146,11 @@ def means_of(index, values):
 def finite(value):
     """A number, None if it is not one."""
     return float(value) if np.isfinite(value) else None
+
+
+def rate(trace, amount, seconds):
+    """An amount a second; None where it is not known, or the seconds are processor time."""
+    return ratio(amount, seconds) if one_time(trace) else None
 
 
 def ratio(part, whole):

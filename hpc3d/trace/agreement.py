@@ -4,9 +4,9 @@ Rows belong together by their numbers (`seq`), not by their times.  Where a trac
 what it lacks is not asked for; ranks whose clocks were not compared are not compared, either.
 """
 
-import tomllib
-
 import numpy as np
+
+from hpc3d.trace.settings import one_time
 
 MESSAGES = ("send", "recv")
 FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -85,16 +85,8 @@ def _comparable(trace, rows):
         return np.ones(len(rows), bool)
     host = trace.ranks["host_id"]
     compared = [*host[:1], *host[trace.clock_samples["rank"]]]
-    known = np.isin(host, compared) & (_clock(trace) == "wall")
+    known = np.isin(host, compared) & one_time(trace)
     return known[trace.events["rank"][rows]]
-
-
-def _clock(trace):
-    """The clock of a run: that on the wall, or the time of each processor."""
-    try:
-        return tomllib.loads(trace.attrs["config"])["trace"]["clock"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "wall"
 
 
 class Calls:

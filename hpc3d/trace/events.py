@@ -139,7 +139,7 @@ RANKS = (
     Column("device", TEXT, "text", "device the rank computes on"),
     Column("pid", "i8", "1", "process id on the host, -1 if unknown", -1),
     Column("n_events", "i8", "1", "rows of the rank in /events", 0),
-    Column("dropped", "i8", "1", "events that found the rank's buffer full", 0),
+    Column("dropped", "i8", "1", "events that found the rank's table full", 0),
 )
 COORDS = Column("coords", "i4", "1", "coordinates [ranks, axes] in the mesh, -1 if unknown", -1)
 
@@ -262,7 +262,9 @@ ATTRIBUTES = (
     Attribute("git", str, "revision of the source"),
     Attribute("mpi", str, "MPI library"),
     Attribute("device", str, "devices that the ranks compute on"),
-    Attribute("complete", bool, "whether everything that was recorded is here", True),
+    Attribute("cores", int, "processors of rank 0's host, 0 if unknown"),
+    Attribute("segments", int, "files of the ranks that were merged into this one"),
+    Attribute("complete", bool, "whether all that the run was to do is here", True),
     Attribute("missing", str, "what is not, a line each", True),
 )
 

@@ -168,6 +168,11 @@ def open_file(path):
 
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give a run folder or its trace.h5")
+    if not h5py.is_hdf5(path):
+        raise ValueError(
+            f"{path}: not a file in HDF5; give a run folder or its trace.h5, and if this is it,"
+            f" {REMEDY}"
+        )
     with explained(path):
         return h5py.File(path, "r")
 

@@ -12,12 +12,14 @@ from hpc3d.trace import events as schema
 from hpc3d.trace.clock import IDENTITY, fit
 from hpc3d.trace.file import Growing, create, write_table
 from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing, segment_path
+from hpc3d.trace.settings import configured
 from hpc3d.trace.supplement import add_supplements, supplements
 
 WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
 SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
 OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
+OPTIONAL = {"kind": "measured", "cores": 0}
 
 
 def merge(run_dir):
@@ -30,12 +32,13 @@ def merge(run_dir):
     path = Path(run_dir) / "trace.h5"
     count = count_segments(run_dir)
     if not count:
-        raise ValueError(f"{run_dir}: no trace; set enabled = true in [trace] and run again")
+        raise ValueError(f"{run_dir}: there are no segments of a trace to be merged")
     with replacing(path) as temporary, create(temporary) as file:
         merged = _Merge(file)
         for rank in count:
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count[rank])])
         merged.finish()
+        file.attrs["segments"] = sum(count.values())
         add_supplements(file, *supplements(path, merged.run_id))
     return path
 
@@ -67,8 +70,8 @@ class _Merge:
         parts = [*self._read(rank, paths)]
         if not parts:
             return
-        whole = {"kind": "measured"} | parts[-1].header
-        header = self.headers[rank] = {key: whole[key] for key in (*RUN, *OWN, "kind")}
+        whole = OPTIONAL | parts[-1].header
+        header = self.headers[rank] = {key: whole[key] for key in (*RUN, *OWN, *OPTIONAL)}
         events, *others = (np.concatenate(tables) for tables in zip(*(part[1:] for part in parts)))
         del parts
         rest = dict(zip([*TABLES][1:], others))
@@ -133,6 +136,7 @@ class _Merge:
         steps = np.unique(np.concatenate([*self.steps.values()]))
         for rank in ranks:
             self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
+        self.missing += self._unfinished(steps)
         self._write_ranks(ranks)
         self._write_groups()
         self._write_clock()
@@ -149,12 +153,21 @@ class _Merge:
             found.append(_named(absent[absent < last]))
         if self.begun[rank] < max(self.begun.values()) or (absent > last).any():
             found.append(f"nothing after step {last}" if last >= 0 else "no complete step")
+        elif self.begun[rank] > last:
+            found.append(f"the end of step {self.begun[rank]}")
         apart = self.clocks[host] is IDENTITY and host != self.first["host"]
         if apart and self.first["kind"] == "measured":
             found.append("its clock, which was not compared with rank 0's")
         if dropped := self.headers[rank]["dropped"]:
-            found.append(f"{dropped} events, its buffer was full")
+            found.append(f"{dropped} events, its table was full")
         return found
+
+    def _unfinished(self, steps):
+        """The steps that a run was to do and that no rank completed."""
+        wanted = configured(self.first["config"], "train", "steps")
+        done = 1 + int(steps.max(initial=-1))
+        if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
+            yield f"steps from {done} on: the run ended, or goes on, after {done} of {wanted}"
 
     def _write_ranks(self, ranks):
         unknown = dict.fromkeys(OWN, -1) | {"host": "", "device": "", "dropped": 0}
@@ -211,7 +224,7 @@ def _named(steps):
 
 
 def _attributes(first, headers, missing):
-    same = "kind run_id created_utc world_size axis_sizes time_unit config git mpi"
+    same = "kind run_id created_utc world_size axis_sizes time_unit config git mpi cores"
     return {key: first[key] for key in same.split()} | {
         "format": schema.FORMAT,
         "version": schema.VERSION,

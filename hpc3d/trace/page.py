@@ -20,7 +20,8 @@ columns that it does not know.
 
 Until a run ends, its trace is `RUN/trace/rank-RRRRR-NNNN.npz`: what a rank recorded between two
 writes, each file whole or absent, so that a run that is killed loses at most what was recorded
-since the last one. `python -m hpc3d.report RUN --merge` makes `trace.h5` of what is there.
+since the last one. `python -m hpc3d.report RUN` makes `trace.h5` of what is there, again when
+ranks have written more since.
 
 ## Attributes of the root
 """
@@ -48,8 +49,10 @@ parent add up to at most the step, and what they leave is time in which nothing 
 row of category `comm` is the wait for its block: `t_start` is when the wait began, `posted` when
 the call was made. Where something lay in between, the call itself is a row of category `copy`,
 with `seq` -1 and no bytes; between the two rows the rank was free to compute while the block was
-on its way. Where nothing lay in between, one row spans both and `posted` is its `t_start`. The
-other categories that ranks record are `compute` and, with norm and update, `optimizer`.
+on its way. (A broadcast waits when it is called, too: the size of the block goes ahead of it. So
+its row of category `copy` may be long.) Where nothing lay in between, one row spans both and
+`posted` is its `t_start`. The other categories that ranks record are `compute`, with norm and
+update `optimizer`, and on the rank that reads the text `io`.
 
 **A group** is the ranks that communicate along one mesh axis, a row of `/groups`: those of
 `/groups/members` from `offset` on, `size` of them. The collectives of a group are numbered by
@@ -93,13 +96,14 @@ refused with a ValueError of one line that says what is wrong:
 ```python
 import hpc3d.trace
 
-with hpc3d.trace.open("results/RUN/trace.h5") as trace:
+with hpc3d.trace.open("results/RUN") as trace:  # or its trace.h5
     duration = trace.events["dur"]  # NumPy, a whole column
     mine = trace.events["dur", trace.rows(3)]  # of rank 3 only
     names = [trace.strings[i] for i in trace.events["name"]]
     trace.groups[0]  # Group(axis="x", members=(0, 1))
     trace.attrs["complete"], trace.attrs["missing"]
-    trace.calibration["all_gather", "x"].attrs["beta"]  # s/B, if it was measured
+    [*trace.calibration]  # (op, axis) of the calls that were measured by themselves, if any
+    {call: table.attrs["beta"] for call, table in trace.calibration.items()}  # s/B
 ```
 
 In pandas, with names in place of numbers (`pip install 'hpc3d[report]'`):

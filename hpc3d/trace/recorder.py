@@ -1,7 +1,7 @@
 """The recorder of one rank: a preallocated table of events, filled at one packed row an event.
 
-A step neither allocates nor touches a file; between steps the table is written as a closed segment
-when it is half full or old.
+A step touches no file, and allocates only where the table is full, which doubles it: once or twice
+in a run.  Between steps the table is written as a closed segment when it is half full or old.
 """
 
 import struct
@@ -27,8 +27,8 @@ from hpc3d.trace.segment import segment_path, write_segment
 
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
-COMPUTE, COMM, COPY, OPTIMIZER = (
-    CATEGORY.index(n) for n in ("compute", "comm", "copy", "optimizer")
+COMPUTE, COMM, COPY, OPTIMIZER, IO = (
+    CATEGORY.index(n) for n in ("compute", "comm", "copy", "optimizer", "io")
 )
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
@@ -36,6 +36,7 @@ DTYPE_NUMBER = {
     np.dtype(name).str: number for number, name in enumerate(DTYPE) if name in np.sctypeDict
 }
 MESSAGES = ("send", "recv")
+MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
 NANOSECONDS = 1_000_000_000
 
 
@@ -45,14 +46,18 @@ class Recorder:
     `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `clocks`
     compares the hosts' clocks (hpc3d.trace.clock), unless there is but one time; `step`,
     `layer`, `phase` and the place in the pipeline are set by the code that runs and stamped on
-    every event: on a call as they were when it was posted.
+    every event: on a call as they were when it was posted.  The table has `capacity` rows first
+    and `most` at last; events beyond are only counted, as `dropped`.
     """
 
-    def __init__(self, run_dir, header, capacity=1 << 15, every_s=30, clock=time.monotonic_ns):
+    def __init__(
+        self, run_dir, header, capacity=1 << 15, every_s=30, clock=time.monotonic_ns, most=MOST
+    ):
         self.clocks = None
         self.run_dir, self.header, self.clock = run_dir, {**header, "groups": []}, clock
         self.rank, self.every_s = header["rank"], every_s
-        self.capacity, self.table = capacity, bytearray(capacity * ROW.size)
+        self.capacity, self.most = capacity, most
+        self.table = bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
         self.strings, self.steps, self.memory, self.samples = {}, [], [], []
         self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
@@ -82,7 +87,7 @@ class Recorder:
         return self.strings.setdefault(text, len(self.strings))
 
     def span(self, name, op="elementwise", flops=0):
-        """A context whose time is one event of computation."""
+        """A context whose time is one event of computation, or of reading where op is none."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def put(
@@ -105,7 +110,7 @@ class Recorder:
     ):
         """One row, for a span of `duration` ns that began at `start`, in this step or another."""
         self.latest = start + duration
-        if self.count == self.capacity:
+        if self.count == self.capacity and not self.grow():
             self.dropped += 1
             return
         phase, microbatch, stage, chunk, layer = context
@@ -118,6 +123,14 @@ class Recorder:
         )
         # fmt: on
         self.count += 1
+
+    def grow(self):
+        """Whether there is room for more rows: twice as many as before, up to `most`."""
+        more = min(self.capacity, self.most - self.capacity)
+        if more > 0:
+            self.table.extend(bytes(more * ROW.size))
+            self.capacity += more
+        return more > 0
 
     def wrap(self, comm, axis):
         """`comm` with every call recorded as communication along `axis`."""
@@ -163,7 +176,7 @@ class Recorder:
 
 
 class Span:
-    """The context of one compute event."""
+    """The context of one event that is no call."""
 
     __slots__ = ("flops", "name", "op", "recorder", "start")
 
@@ -176,7 +189,7 @@ class Span:
 
     def __exit__(self, *exception):
         recorder = self.recorder
-        category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE
+        category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE if self.op else IO
         duration = recorder.clock() - self.start
         context, flops = recorder.context, self.flops
         recorder.put(self.start, duration, self.name, category, self.op, context, flops=flops)

@@ -82,6 +82,9 @@ class Table:
         return values if values.ndim == 1 else [*map(tuple, values.tolist())]
 
     def _dataset(self, name):
+        if name not in self._columns:
+            known = ", ".join(self._columns)
+            raise ValueError(f"/{self._name} has no column {name}; it has {known}")
         if name not in self:
             raise ValueError(f"{self._path}: the column {name} is missing; {REMEDY}")
         return self._datasets[name]

@@ -41,6 +41,7 @@ class Feed:
         """Inputs and targets of a whole batch; in memory of this rank's own."""
         pair = np.empty((0, *self.shape), np.int32)
         if self.batches is not None:
-            pair = np.stack(self.batches.batch(step))
+            with self.mesh.trace.span("read the text", "none"):
+                pair = np.stack(self.batches.batch(step))
         tokens, targets = np.array(self.mesh.world.broadcast(pair, 0).wait())
         return tokens, targets

@@ -158,7 +158,7 @@ def test_the_parts_of_a_rank(hand):
         "other_s": 0,
         "unrecorded_s": 3.75e-3,
         "exposed_s": 3.5e-3,
-        "overlapped_s": 2e-3,
+        "outstanding_s": 2e-3,
     }
     assert first == close(wanted)
     wanted = {
@@ -173,7 +173,7 @@ def test_the_parts_of_a_rank(hand):
         "other_s": 1e-3,
         "unrecorded_s": 1.5e-3,
         "exposed_s": 5e-3,
-        "overlapped_s": 0,
+        "outstanding_s": 0,
     }
     assert second == close(wanted)
 
@@ -196,7 +196,7 @@ def test_calls_that_are_on_their_way_together_overlap_once(tmp_path):
     ]
     trace = by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 10)}, GROUPS)
     (only,) = rank_rows(trace, calls_of(trace))
-    assert only["overlapped_s"] == pytest.approx(4e-3)
+    assert only["outstanding_s"] == pytest.approx(4e-3)
 
 
 def test_imbalance_is_the_most_over_the_mean(hand):
@@ -271,6 +271,12 @@ def test_many_ranks_are_broken_down_as_the_formula_says(tmp_path):
     assert rows["compute",] + rows["comm",] == pytest.approx(20 * 0.1)
     first, *_ = rank_rows(trace, calls_of(trace))
     assert first["compute_s"] == pytest.approx(sum(60e-6 + i * 13 % 11 * 1e-6 for i in range(20)))
+
+
+def test_a_number_as_large_as_its_type_is_combined():
+    columns = [np.array([-1, 2**31 - 1, -1], "i4"), np.array([0, 1, 0], "u1")]
+    kinds, kind = combinations(columns)
+    assert kinds.tolist() == [[-1, 0], [2**31 - 1, 1]] and kind.tolist() == [0, 1, 0]
 
 
 def test_combinations_say_which_row_has_which():

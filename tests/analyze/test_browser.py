@@ -72,6 +72,20 @@ def columns(page):
     }
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_is_as_wide_as_its_window(page, width):
+    page.call(
+        "Emulation.setDeviceMetricsOverride",
+        **{"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    page.until(f"innerWidth === {width} && {DRAWN}")
+    assert page.value("document.documentElement.scrollWidth") <= width
+    if width == 1280:
+        hidden = "[...document.querySelectorAll('details[open] .scroll')].filter(each => "
+        hidden += "each.scrollWidth > each.clientWidth + 1).length"
+        assert page.value(hidden) == 0
+
+
 def look_at(page, start, end):
     """Show the time from start to end."""
     page.value(f"{MODEL}.x_range.setv({{start: {start}, end: {end}}}); 0")

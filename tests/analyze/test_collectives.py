@@ -51,7 +51,7 @@ def test_rates_are_those_of_nccl_tests(tmp_path, op):
     rows = meeting(op, 0, 3, 11, counts, received, **peer)
     (found,) = bandwidth_rows(calls_of(opened(tmp_path, rows)))
     assert (found["axis"], found["op"], found["members"], found["size"]) == ("x", op, 4, size)
-    assert (found["count"], found["overlapped"]) == (1, 0)
+    assert (found["count"], found["later"]) == (1, 0)
     assert found["seconds"] == pytest.approx(8e-3)
     assert found["algbw"] == pytest.approx(4000 / 8e-3)
     assert found["busbw"] == pytest.approx(factor * 4000 / 8e-3)
@@ -74,7 +74,7 @@ def test_the_time_is_a_median_by_axis_members_and_size(tmp_path):
     times = [(each["axis"], each["members"], each["size"], each["count"]) for each in found]
     assert times == [("x", 4, 40, 2), ("x", 4, 4000, 4), ("y", 2, 4000, 1)]
     assert [each["seconds"] for each in found] == pytest.approx([3.5e-3, 6e-3, 4e-3])
-    assert [each["overlapped"] for each in found] == [0, 0, 0.5]
+    assert [each["later"] for each in found] == [0, 0, 0.5]
 
 
 def test_what_is_not_whole_or_not_inside_has_no_rate(tmp_path):
@@ -111,7 +111,23 @@ def test_a_message_counts_once_and_for_its_receiver(tmp_path):
     (found,) = bandwidth_rows(calls)
     assert (found["op"], found["members"], found["size"]) == ("send", 2, 1000)
     assert found["busbw"] == found["algbw"] == pytest.approx(1000 / 5e-3)
-    assert found["overlapped"] == 0, "when the sender looks after its message says nothing"
+    assert found["later"] == 0, "when the sender looks after its message says nothing"
+
+
+def test_what_has_a_root_goes_from_it_or_to_it(tmp_path):
+    """Rank 2 broadcasts 1000 bytes to three others; three ranks reduce 800 bytes to rank 1.
+
+    The chain of the reduction begins behind its root, on rank 2, which receives nothing.
+    """
+    rows = [
+        *meeting("broadcast", 0, 3, 11, [0, 0, 250, 0], [1000, 1000, 0, 1000], peer=2),
+        *meeting("reduce", 1, 3, 30, [200] * 4, [800, 800, 0, 800], peer=1),
+    ]
+    wanted = np.zeros((4, 4))
+    wanted[2, [0, 1, 3]] += 1000
+    wanted[[0, 2, 3], 1] += 800
+    calls = calls_of(opened(tmp_path, rows))
+    assert communication_matrix(calls).tolist() == wanted.tolist()
 
 
 def test_a_collective_is_spread_evenly_over_its_members(tmp_path):

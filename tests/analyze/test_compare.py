@@ -1,10 +1,12 @@
 """Runs beside each other: differences with known intervals, and scaling by hand."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from hpc3d.analyze.compare import difference_rows, run_row, scaling_rows
+from hpc3d.analyze.compare import difference_rows, gain_rows, run_row, scaling_rows
 from hpc3d.config import to_toml
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import by_hand, call, row
@@ -124,17 +126,23 @@ def test_a_layer_that_got_slower_is_found(tmp_path):
 # Scaling
 
 
-def scheme_of(path, name, ranks, batch=24, hidden=8, step=100, passes=(0.03, 0.05), flops=1e9):
-    """A run of two steps in which each rank makes `flops` a step."""
-    values = {"parallel__scheme": name, "train__batch": batch, "model__hidden": hidden}
-    config = config_of(ranks, mesh__x=ranks, mesh__y=1, mesh__z=1, model__heads=hidden, **values)
+def scheme_of(
+    path, name, mesh, batch=24, hidden=8, step=100, passes=(0.03, 0.05), flops=1e9, **values
+):
+    """A run of two steps in which each rank makes `flops` a step, on a mesh {axis: size} or on so
+    many ranks along x."""
+    mesh = {"x": mesh} if isinstance(mesh, int) else mesh
+    mesh, ranks = dict.fromkeys("pdxyz", 1) | mesh, math.prod(mesh.values())
+    values |= {"parallel__scheme": name, "train__batch": batch, "model__hidden": hidden}
+    values |= {f"mesh__{axis}": size for axis, size in mesh.items()}
+    config = config_of(ranks, **{"model__heads": 8, **values})
     steps = {(rank, at): (1000 * at, 1000 * at + step) for rank in range(ranks) for at in (0, 1)}
     rows = [
         row(rank, at, at + 1, flops=flops, step=number)
         for (rank, number), (at, _) in steps.items()
     ]
     results = {"forward_s": passes[0], "backward_s": passes[1], "tokens": 4 * batch}
-    text = {"config": to_toml(config), "axes": "x", "axis_sizes": [ranks]}
+    text = {"config": to_toml(config), "axes": " ".join(mesh), "axis_sizes": [*mesh.values()]}
     return run_row(by_hand(path, rows, steps, results=results, **text))
 
 
@@ -142,8 +150,11 @@ def test_a_row_of_a_run(tmp_path):
     found = scheme_of(tmp_path / "t.h5", "1d", 2)
     assert found == {
         "run": "1d, x=2",
+        "layout": "1d",
+        "family": "1d",
         "ranks": 2,
-        "scheme": "1d",
+        "p": 1,
+        "d": 1,
         "batch": 24,
         "layers": 8,
         "hidden": 8,
@@ -171,34 +182,63 @@ def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
     assert [each["efficiency"] for each in rows] == pytest.approx([1, 5 / 6, 5 / 8])
 
 
-def test_weak_scaling_is_the_work_in_that_time(tmp_path):
-    """Twice the batch on twice the ranks in 5 / 4 of the time; a larger model."""
+def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
+    """Twice the batch on twice the ranks in 5 / 4 of the time; four times the parameters on twice
+    the ranks, and on four times the ranks; half the work."""
     runs = [
         scheme_of(tmp_path / "1.h5", "1d", 1),
         scheme_of(tmp_path / "2.h5", "1d", 2, batch=48, step=125),
         scheme_of(tmp_path / "3.h5", "1d", 2, hidden=16, step=200, flops=1.5e9),
+        scheme_of(tmp_path / "4.h5", "1d", 4, hidden=16, step=200, flops=1.5e9),
+        scheme_of(tmp_path / "5.h5", "1d", 1, batch=12, flops=5e8),
     ]
     rows = scaling_rows(runs)
-    assert [each["scaling"] for each in rows] == ["strong", "weak", "weak"]
-    assert [each["speedup"] for each in rows] == pytest.approx([1, 1.6, 1.5])
-    assert [each["efficiency"] for each in rows] == pytest.approx([1, 0.8, 0.75])
+    assert [each["scaling"] for each in rows] == ["strong", "weak", "other", "weak", "other"]
+    assert [each["speedup"] for each in rows] == pytest.approx([1, 1.6, 1.5, 3, 0.5])
+    assert [each["efficiency"] for each in rows] == pytest.approx([1, 0.8, 0.75, 0.75, 0.5])
 
 
-def test_gains_are_over_the_best_run_of_another_scheme_on_as_many_ranks(tmp_path):
-    """Seconds of forward and backward by batch, as in arXiv:2105.14450."""
+FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
+
+
+def test_gains_are_over_the_best_run_of_another_scheme(tmp_path):
+    """Seconds of forward and backward by batch, as in arXiv:2105.14450, and those of steps."""
     runs = [
-        scheme_of(tmp_path / "a.h5", "1d", 4, passes=(0.24, 0.24)),  # 20 ms a sequence
-        scheme_of(tmp_path / "b.h5", "1d-sequence", 4, batch=48, passes=(0.36, 0.36)),  # 15
-        scheme_of(tmp_path / "c.h5", "2d", 4, passes=(0.10, 0.14)),  # 10
-        scheme_of(tmp_path / "d.h5", "3d", 4, passes=(0.06, 0.06)),  # 5
-        scheme_of(tmp_path / "e.h5", "3d", 2, passes=(0.06, 0.06)),
-        scheme_of(tmp_path / "f.h5", "3d", 4, hidden=16, passes=(0.06, 0.06)),
+        scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24), step=500),  # 20 ms a sequence
+        scheme_of(tmp_path / "b.h5", "1d-sequence", 8, passes=(0.18, 0.18), step=600),  # 15
+        scheme_of(tmp_path / "c.h5", "2d", FLAT, passes=(0.10, 0.14), step=400),  # 10
+        scheme_of(tmp_path / "d.h5", "3d", CUBE, passes=(0.06, 0.06), step=200),  # 5
     ]
-    gains = [(each["over_1d"], each["over_2d"]) for each in scaling_rows(runs)]
-    approx = [tuple(each and pytest.approx(each) for each in pair) for pair in [
-        (None, 10 / 20), (None, 10 / 15), (1.5, None), (3, 2), (None, None), (None, None)
+    keys = ("over_1d", "over_2d", "step_over_1d", "step_over_2d")
+    gains = [tuple(each[key] for key in keys) for each in gain_rows(runs)]
+    approx = [tuple(each and pytest.approx(each) for each in row) for row in [
+        (None, 10 / 20, None, 4 / 5),
+        (None, 10 / 15, None, 4 / 6),
+        (1.5, None, 1.25, None),
+        (3, 2, 2.5, 2),
     ]]  # fmt: skip
     assert gains == approx
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "others"),
+    [
+        ("3d", {"x": 8}, {}),
+        ("3d", {"p": 8}, {"parallel__schedule": "1f1b", "parallel__microbatches": 8}),
+        ("3d", {"d": 8}, {}),
+        ("3d", {"x": 2, "y": 1, "z": 2}, {}),
+        ("3d", CUBE, {"batch": 48}),
+        ("3d", CUBE, {"hidden": 16}),
+        ("3d", CUBE, {"model__heads": 4}),
+        ("3d", {"d": 2, "x": 2, "z": 2}, {}),
+    ],
+)
+def test_what_is_another_scheme_or_no_peer_has_no_gain(tmp_path, name, mesh, others):
+    runs = [
+        scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24)),
+        scheme_of(tmp_path / "b.h5", name, mesh, passes=(0.06, 0.06), **others),
+    ]
+    assert gain_rows(runs) == []
 
 
 def test_what_is_not_known_is_none(tmp_path):
@@ -208,6 +248,6 @@ def test_what_is_not_known_is_none(tmp_path):
         tmp_path / "t.h5", [row(0, 0, 1)], steps, results=nothing, config="who = knows"
     )
     (found,) = scaling_rows([run_row(trace)])
-    unknown = ("batch", "hidden", "forward_s", "average_step_s", "speedup", "efficiency")
+    unknown = ("batch", "family", "forward_s", "average_step_s", "speedup", "efficiency")
     assert [found[key] for key in unknown] == [None] * len(unknown)
     assert found["step_s"] == pytest.approx(0.1)

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.analyze.efficiency import efficiency_row, model_flops, recorded_flops
+from hpc3d.analyze.layout import layout_of
 from hpc3d.analyze.pipeline import configuration
-from hpc3d.analyze.tables import one_time, run_label
 from hpc3d.config import to_toml
+from hpc3d.trace.settings import one_time
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import by_hand, row
 from tests.analyze.traces import config_of
@@ -122,11 +123,14 @@ def test_a_vocabulary_that_the_tokenizer_chose_is_seen_in_the_head(tmp_path):
     assert efficiency_row(trace)["model_flop"] == pytest.approx(model_flops(config.model, 24, 40))
 
 
-@pytest.mark.parametrize("config", ["", "who = knows", "parallel = 3", "[trace]\nclock = []"])
+@pytest.mark.parametrize(
+    "config",
+    ["", "who = knows", "parallel = 3", "[trace]\nclock = []", "[parallel]\nsplit = { q = 'x' }"],
+)
 def test_without_a_configuration_the_model_is_not_known(tmp_path, config):
     trace = by_hand(tmp_path / "trace.h5", [gemm(0, 6.0)], {(0, 0): (0, 10)}, config=config)
     assert configuration(trace) is None and one_time(trace)
-    assert run_label(trace.attrs) == "synthetic, 1 rank"
+    assert layout_of(trace).label == "synthetic, 1 rank"
     found = efficiency_row(trace, peak=1e3)
     assert found["model_flop"] is found["flop_per_s"] is found["mfu"] is None
     assert found["hfu"] == pytest.approx(6 / 10e-3 / 1e3)

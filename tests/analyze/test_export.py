@@ -309,6 +309,17 @@ def test_the_report_exports_what_it_is_told_to(real, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
+def test_one_step_may_be_named_alone(real, tmp_path):
+    texts = {}
+    for steps in ("1", "1:1", "1:", ":1"):
+        out = tmp_path / steps.replace(":", "-")
+        words = ["--tables", "--out", str(out), "--steps", steps, "--export", "pipit"]
+        assert report.main([str(real.path), *words]) == 0
+        texts[steps] = (out / "exports" / "pipit.csv").read_bytes()
+    assert texts["1"] == texts["1:1"]
+    assert len(set(texts.values())) == 3
+
+
 def test_paths_of_what_was_exported_are_returned(hand, tmp_path):
     paths = export(["pipit", "hta"], exported(hand), tmp_path / "new")
     assert [path.name for path in paths] == ["pipit.csv", "hta"]

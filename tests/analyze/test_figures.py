@@ -100,19 +100,51 @@ def test_a_matrix_of_many_ranks_is_summed_in_blocks():
 
 def test_a_speedup_is_drawn_beside_the_ideal():
     rows = [
-        {"scheme": scheme, "ranks": ranks, "speedup": speedup}
-        for scheme, ranks, speedup in [
-            ("3d", 8, 1.0),
-            ("1d", 8, 0.5),
-            ("3d", 64, 6.0),
-            ("3d", 1, 0.2),
-        ]
+        scaled("3d", 8, 1.0),
+        scaled("1d", 8, 0.5),
+        scaled("3d", 64, 6.0),
+        scaled("3d", 27, 2.0, "other"),
+        scaled("3d", 2, None),
+        scaled("3d", 4, 0.2),
     ]
     assert charts.speedup(rows).lines == {
-        "ideal": ([1, 8, 64], [1 / 8, 1, 8]),
-        "1d": ([8], [0.5]),
-        "3d": ([1, 8, 64], [0.2, 1.0, 6.0]),
+        "ideal": ([4, 8, 64], [1 / 2, 1, 8]),
+        "3d, strong": ([4, 8, 64], [0.2, 1.0, 6.0]),
     }
+
+
+def test_every_series_begins_at_a_first_run_on_one_rank():
+    rows = [scaled("", 1, 1.0), scaled("1d", 4, 2.0), scaled("3d", 8, 7.0, "weak")]
+    assert charts.speedup(rows).lines == {
+        "ideal": ([1, 4, 8], [1, 4, 8]),
+        "1d, strong": ([1, 4], [1.0, 2.0]),
+        "3d, weak": ([1, 8], [1.0, 7.0]),
+    }
+
+
+def test_runs_that_are_no_series_have_no_speedup_figure():
+    assert charts.speedup([scaled("3d", 8, 1.0), scaled("1d", 4, 0.5)]) is None
+
+
+def scaled(layout, ranks, speedup, scaling="strong"):
+    return {"layout": layout, "ranks": ranks, "speedup": speedup, "scaling": scaling}
+
+
+@pytest.mark.parametrize(
+    ("largest", "unit", "value"),
+    [(300, "B", 300), (3e5, "kB", 300), (3e6, "MB", 3), (4e9, "GB", 4), (5e12, "TB", 5)],
+)
+def test_a_matrix_has_a_unit_of_its_size(largest, unit, value):
+    chart = charts.traffic(np.array([[0, largest], [0, 0]]))
+    assert (chart.unit, chart.values[0, 1]) == (f"{unit} of a step", value)
+
+
+def test_ranks_of_a_matrix_are_whole_numbers():
+    figure = draw(Heat("MB", np.array([[NAN, 2.0], [1.0, NAN]]), ranks=1))
+    figure.canvas.draw()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        ticks = [tick for tick in axis.get_ticklocs() if -0.5 <= tick <= 1.5]
+        assert ticks == [round(tick) for tick in ticks]
 
 
 def test_time_by_phase_has_a_part_for_each_axis():

@@ -13,6 +13,8 @@ from hpc3d.analyze import charts, html, pictures
 from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import write
+from hpc3d.analyze.meaning import MEANING
+from hpc3d.trace.supplement import write_prediction
 from tests.analyze.naps import trained
 from tests.analyze.small import ROWS, small
 
@@ -55,7 +57,10 @@ class Reader(HTMLParser):
 def folder(tmp_path_factory):
     """The report of a real pipeline of 2 stages on 4 ranks."""
     out = tmp_path_factory.mktemp("report")
-    with trained(out / "run", 4, **PIPELINE) as opened:
+    trained(out / "run", 4, **PIPELINE).close()
+    whole = {"step": [-1], "stage": [-1], "rank": [-1]}
+    write_prediction(out / "run" / "trace.h5", {"quantity": ["step_s"], "value": [0.5]} | whole)
+    with trace.open(out / "run") as opened:
         write(compare([opened], [examine(opened, peak=1e9)]), out)
     return out
 
@@ -100,8 +105,8 @@ def test_the_page_has_every_table_and_what_it_means(page):
             assert re.search(rf"{re.escape(sheet.title)} \d+ rows? what it means", text), (
                 sheet.name
             )
-        assert " ".join(html.prose(sheet.meaning).split())[:60] in " ".join(page.split())
-    for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d, p=2 x=2"):
+        assert " ".join(html.prose(MEANING[sheet.name]).split()) in " ".join(page.split())
+    for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):
         assert word in text or word == "12.5%"
 
 
@@ -185,7 +190,7 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
         run = examine(opened)
         report = compare([opened], [run])
     (line,) = run.missing
-    assert line.startswith("a time in common, for each rank counted its own processor time: waits")
+    assert line.startswith("the time on the wall, for each rank counted its own processor time")
     names = {picture.name for picture in pictures.of_run(run)}
     assert names == {"ranks", "phases", "traffic", "traffic-x", "memory"}
     assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
@@ -210,18 +215,46 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
         }
 
 
-def test_processor_time_is_not_compared_with_that_on_the_wall(tmp_path):
+def test_processor_time_is_not_compared(tmp_path):
     wall, processor = "", '[trace]\nclock = "processor"\n'
     for place, configs in enumerate([(wall, processor), (wall, wall), (processor, processor)]):
         paths = [tmp_path / f"{place}-{number}.h5" for number in (1, 2)]
         traces = [small(path, config=config) for path, config in zip(paths, configs)]
         report = compare(traces, [examine(each) for each in traces])
-        mixed = place == 0
-        assert [bool(report.tables[name]) for name in ("scaling", "differences")] == [
-            not mixed
-        ] * 2
-        told = ["the clock that other runs" in " ".join(run.missing) for run in report.runs]
-        assert told == [False, mixed]
+        compared = [bool(report.tables[name]) for name in ("scaling", "differences")]
+        assert compared == [processor not in configs] * 2
+        told = ["how runs scale and differ" in " ".join(run.missing) for run in report.runs]
+        assert told == [config == processor for config in configs]
+
+
+def test_processor_time_has_no_rates(tmp_path):
+    config = '[trace]\nclock = "processor"\n'
+    with small(tmp_path / "trace.h5", config=config) as opened:
+        tables = examine(opened, peak=1e9).tables
+    rates = [tables["step"][0]["tokens_per_s"]]
+    rates += [tables["efficiency"][0][key] for key in ("recorded_flop_per_s", "mfu", "hfu")]
+    assert rates == [None] * 4
+    assert tables["efficiency"][0]["recorded_flop"] == 9e9
+
+
+def test_events_that_were_dropped_are_a_doubt(tmp_path):
+    small(tmp_path / "trace.h5").close()
+    with h5py.File(tmp_path / "trace.h5", "r+") as file:
+        file["ranks/dropped"][1] = 7
+    with trace.open(tmp_path / "trace.h5") as opened:
+        (line,) = examine(opened).missing
+    assert line.startswith("events of rank 1: trust only the step, loss and memory tables")
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [(0, None), (1, "1 for 2 ranks a host: they take turns"), (2, "2 for 2 ranks a host")],
+)
+def test_ranks_that_take_turns_are_told(tmp_path, cores, text):
+    with small(tmp_path / "trace.h5", hosts=["a", "a"], cores=cores) as opened:
+        found = examine(opened).about.get("cores")
+    assert (found and found[: len(text)]) == text
+    assert not text or ("turns" in found) == (cores == 1)
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path):
@@ -229,16 +262,6 @@ def test_a_step_that_is_not_there_is_refused(tmp_path):
         examine(opened, step=5)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            "One `code`\ngoes on.\n\nTwo <b>.",
-            "<p>One <code>code</code>\ngoes on.</p>\n<p>Two &lt;b&gt;.</p>",
-        ),
-        ("* first\n  goes on\n* second", "<ul><li>first\n  goes on\n</li><li>second</li></ul>"),
-        ("    a = b * c\n    d", "<pre>    a = b * c\n    d</pre>"),
-    ],
-)
-def test_docstrings_become_paragraphs(text, found):
-    assert html.prose(text) == found
+def test_texts_become_paragraphs():
+    found = "<p>One <b>heading</b>\ngoes on.</p>\n<p>Two &lt;b&gt;.</p>"
+    assert html.prose("One `heading`\ngoes on.\n\nTwo <b>.") == found

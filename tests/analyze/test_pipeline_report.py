@@ -231,7 +231,7 @@ def test_the_report_has_the_table_and_the_figure(hand, capsys):
         "|     0 |     1 |      4 |   8.00 |   16.00 | 52.0% |           33.3% |         2 |",
         "|     1 |     1 |      4 |   4.00 |   24.00 | 44.0% |           33.3% |         1 |",
         "Step 1, on the first rank of each stage",
-        "![Pipeline of 3d, p=2](figures/pipeline.png)",
+        "![Pipeline of 1f1b, p=2](figures/pipeline.png)",
     ):
         assert line in text
     assert "B [ms] |" not in text and "W [ms]" in text
@@ -239,7 +239,7 @@ def test_the_report_has_the_table_and_the_figure(hand, capsys):
     assert (figures / "pipeline.png").read_bytes().startswith(b"\x89PNG")
     with (tables / "pipeline.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
-    assert (first["run"], first["stage"], second["stage"]) == ("3d, p=2", "0", "1")
+    assert (first["run"], first["stage"], second["stage"]) == ("1f1b, p=2", "0", "1")
     assert float(first["idle_share"]) == pytest.approx(0.52) and first["input_s"] == ""
 
 
@@ -269,6 +269,34 @@ def test_a_stage_that_is_missing_is_left_out(hand, capsys):
     segment_path(hand, 1, 0).unlink()
     (result,) = reported(capsys, hand, "--merge", "--tables")["runs"]
     assert [(row["stage"], row["passes"]) for row in result["pipeline"]] == [(0, 4)]
+
+
+def test_what_is_computed_again_belongs_to_the_backward_pass(tmp_path):
+    """Stage 1 repeats 2 ms before each B, and 1 ms in the middle of the second."""
+    again = {"phase": "recompute"}
+    rows = [
+        event("F0", 0, 4),
+        event("F1", 4, 4),
+        event("B0", 10, 2, **again),
+        event("B0", 12, 4),
+        event("W0", 16, 2),
+        event("B1", 20, 2, **again),
+        event("B1", 22, 2),
+        event("B1", 24, 1, **again),
+        event("B1", 25, 3),
+        event("W1", 28, 2),
+    ]
+    path = by_hand(tmp_path / "run", {0: rows, 1: []}, **SIZES | {"parallel__schedule": "zb-h1"})
+    with opened(path) as recorded:
+        (row, *_) = Passes(recorded).measured(1)
+    assert [(round(a * 1e3), round(b * 1e3), str(what)) for a, b, what in row] == [
+        (0, 4, "F0"),
+        (4, 8, "F1"),
+        (10, 16, "B0"),
+        (16, 18, "W0"),
+        (20, 28, "B1"),
+        (28, 30, "W1"),
+    ]
 
 
 @pytest.mark.filterwarnings("error")

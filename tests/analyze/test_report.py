@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
 
 import h5py
 import numpy as np
@@ -10,11 +13,15 @@ import pytest
 
 from hpc3d import report
 from hpc3d.trace import events as schema
+from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import segment_path, write_segment
+from tests.analyze.small import small
+from tests.analyze.synthetic import call
 
 US = 1000  # ns
 MS = 1000 * US
 NAN = float("nan")
+PEAKS = ("-5", "nan", "0", "inf", "fast")
 
 HOST, COMPUTE, COMM, WAIT = (schema.CATEGORY.index(c) for c in ("host", "compute", "comm", "wait"))
 FLOAT = schema.DTYPE.index("float32")
@@ -222,21 +229,24 @@ def test_tables_are_printed_and_written(run, capsys):
     printed = capsys.readouterr().out
     text = (run / "report" / "report.md").read_text()
     for line in (
-        "| 3d, x=2 y=2 |     4 |      1.80 |      1 M |          9.7% |   1.5 |        4.5 k |",
+        "| 3d along m n, x=2 y=2 |     4 |      1.80 |      1 M |          9.7% |   1.5 |   ",
         "| compute    | backward |      | gemm           |      0.40 | 24.2% |   2.0 |",
     ):
         assert line in printed and line in text
     assert "Pipeline" not in text
     with (run / "report" / "tables" / "time.csv").open(newline="") as file:
         rows = {(row["category"], row["axis"]): row for row in csv.DictReader(file)}
-    assert rows["comm", "x"]["run"] == "3d, x=2 y=2"
+    assert rows["comm", "x"]["run"] == "3d along m n, x=2 y=2"
     assert float(rows["comm", "x"]["bytes"]) == 4000.0
     assert {path.name for path in (run / "report").iterdir()} == {"report.md", "tables"}
 
 
 # Its three gathers along x with rank 3, and its reduce-scatter along y with rank 0.
+CUT_OFF = [f"rank {rank}: the end of step 2" for rank in range(4)]
 WITHOUT_RANK_1 = [
+    CUT_OFF[0],
     "rank 1: no segment",
+    *CUT_OFF[2:],
     "4 collectives and messages: the call of a member, so their waits may be longer",
 ]
 
@@ -250,9 +260,31 @@ def test_what_is_missing_is_said(run, capsys):
 def test_merged_only_when_needed_or_told(run, capsys):
     reported(capsys, run)
     segment_path(run, 1, 0).unlink()
-    assert reported(capsys, run / "trace.h5")["runs"][0]["missing"] == []
-    assert reported(capsys, run)["runs"][0]["missing"] == []
+    assert reported(capsys, run / "trace.h5")["runs"][0]["missing"] == CUT_OFF
+    assert reported(capsys, run)["runs"][0]["missing"] == CUT_OFF
     assert reported(capsys, run, "--merge")["runs"][0]["missing"] == WITHOUT_RANK_1
+
+
+def test_losses_are_compared_in_the_same_step(run, tmp_path, capsys):
+    """Step 1 is the last that both have."""
+    longer = write_run(tmp_path / "longer", scheme="1d", losses=(3.5, 3.0, 2.5))
+    rows = reported(capsys, run, longer)["comparison"]
+    assert [(row["loss_step"], row["loss"]) for row in rows] == [(1, 3.25), (1, 3.0)]
+
+
+def test_what_is_sent_is_not_received(tmp_path, capsys):
+    """A rank sends 7000 bytes to another, which receives them."""
+    rows = [
+        call(0, "send", 4, 5, seq=0, peer=1, bytes=7000, count=1750, posted=4),
+        call(1, "recv", 4, 6, seq=0, peer=0, bytes=7000, posted=4),
+    ]
+    small(tmp_path / "trace.h5", rows).close()
+    (found,) = reported(capsys, tmp_path / "trace.h5")["runs"]
+    assert found["step"][0]["communication_bytes"] == 3500
+    assert {row["op"]: row["bytes"] for row in found["time"] if row["category"] == "comm"} == {
+        "send": 0,
+        "recv": 3500,
+    }
 
 
 def test_runs_are_compared(run, tmp_path, capsys):
@@ -260,7 +292,7 @@ def test_runs_are_compared(run, tmp_path, capsys):
     out = tmp_path / "comparison"
     found = reported(capsys, run, other, "--out", out)
     first, second = found["comparison"]
-    assert (first["run"], second["run"]) == ("3d, x=2 y=2", "1d, x=2 y=2")
+    assert (first["run"], second["run"]) == ("3d along m n, x=2 y=2", "1d, x=2 y=2")
     assert (first["loss"], first["loss_difference"]) == (3.25, 0)
     assert (second["loss"], second["loss_difference"]) == (3.125, 0.125)
     assert [row["speedup"] for row in found["scaling"]] == [1, 1]
@@ -278,7 +310,8 @@ def test_labels_tell_runs_apart(run, tmp_path, capsys):
     twin = write_run(tmp_path / "twin")
     unnamed = write_run(tmp_path / "unnamed", scheme=None)
     rows = reported(capsys, run, twin, unnamed)["comparison"]
-    labels = ["3d, x=2 y=2, small", "3d, x=2 y=2, twin", "unnamed, x=2 y=2"]
+    labels = [f"3d along m n, x=2 y=2, {name}" for name in ("small", "twin")]
+    labels.append("unnamed, x=2 y=2")
     assert [row["run"] for row in rows] == labels
 
 
@@ -300,15 +333,100 @@ def test_a_run_without_a_completed_step_is_refused(tmp_path, capsys):
     ("arguments", "reason"),
     [
         (["absent"], "absent: no such file"),
-        (["."], "no trace; set enabled = true"),
+        ([""], "not the folder of a run; give one"),
+        (["."], "not the folder of a run; give one"),
+        (["silent"], "silent: no trace; set enabled = true"),
+        (["killed"], "killed: no trace yet; the first segments come after 30 s"),
+        (["whole/trace"], "whole/trace: the segments of a run; give the folder that it lies in"),
+        (["merged", "--merge"], "merged: no segments to be merged; leave --merge out"),
         (["trace.h5", "--merge"], "--merge wants the folder of a run"),
-        (["text"], "text: .*merge the run again"),
+        (["text"], "text: not a file in HDF5; give a run folder or its trace.h5"),
+        (["whole/trace/rank-00000-0000.npz"], "not a file in HDF5"),
+        (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
+        (["whole", "--steps", "a"], "--steps: a: give FIRST:LAST"),
+        (["whole", "--export", "x"], "--export: x: not one of perfetto"),
+        *((["whole", f"--peak={peak}"], f"--peak: {peak}: give FLOP/s") for peak in PEAKS),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, reason):
     (tmp_path / "text").write_text("no trace")
+    write_run(tmp_path / "whole")
+    for name, enabled in (("silent", "false"), ("killed", "true")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[trace]\nenabled = {enabled}\n")
+    (tmp_path / "merged").mkdir()
+    merge(tmp_path / "whole").rename(tmp_path / "merged" / "trace.h5")
     monkeypatch.chdir(tmp_path)
-    assert report.main(arguments) == 2
+    assert code_of(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hpc3d.report: ")
     assert re.search(reason, line)
+
+
+def code_of(arguments):
+    """The exit code of the command."""
+    try:
+        return report.main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
+def test_what_ranks_have_written_since_is_reported(run, capsys):
+    """Also where something was put into the file after they wrote it."""
+    late = segment_path(run, 3, 0)
+    late.rename(run / "late")
+    assert "rank 3: no segment" in reported(capsys, run)["runs"][0]["missing"]
+    (run / "late").rename(late)
+    (run / "trace.h5").touch()
+    assert reported(capsys, run)["runs"][0]["missing"] == CUT_OFF
+    before = (run / "trace.h5").stat().st_mtime_ns
+    reported(capsys, run)
+    assert (run / "trace.h5").stat().st_mtime_ns == before, "merged again for nothing"
+
+
+def test_a_report_takes_the_place_of_another_one(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert report.main([str(run), "--out", str(out), "--export", "pipit"]) == 0
+    (out / "mine.txt").write_text("mine")
+    assert {path.name for path in out.iterdir()} > {"figures", "report.html", "exports"}
+    reported(capsys, run, "--out", out)
+    assert {path.name for path in out.iterdir()} == {"mine.txt", "report.md", "tables"}
+
+
+def test_a_folder_without_a_report_keeps_what_it_has(run, tmp_path, capsys):
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    reported(capsys, run, "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "figures").is_dir()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
+    name = "x \u00fc \u4e2d"
+    run = run.rename(run.with_name(name))
+    done = printed(run, stdout=subprocess.PIPE, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert f"written to {run}".encode(encoding, "replace") in done.stdout
+
+
+def test_a_reader_that_goes_is_no_error(run):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = printed(run, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (run / "report" / "report.md").exists()
+
+
+def printed(run, stdout, encoding="utf-8"):
+    """The command as a program."""
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "hpc3d.report", str(run), "--tables"]
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=120, check=False
+    )
+
+
+def test_one_run_twice_has_two_labels(run, capsys):
+    rows = reported(capsys, run, run)["comparison"]
+    first, second = (row["run"] for row in rows)
+    assert (first, second) == tuple(f"3d along m n, x=2 y=2, small, {n}" for n in (1, 2))

@@ -8,6 +8,7 @@ import pytest
 from hpc3d.analyze import sheets
 from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.comparisons import OVER_RUNS
+from hpc3d.analyze.meaning import MEANING
 from hpc3d.analyze.sheets import Field, Sheet, latex, markdown
 
 FIELDS = (
@@ -80,6 +81,9 @@ def test_files_have_what_is_known(tmp_path):
         (sheets.ratio, 1.0004, "1.000"),
         (sheets.prefixed, 12345678, "12.35 M"),
         (sheets.prefixed, 999, "999"),
+        (sheets.layer, -1, "ends"),
+        (sheets.layer, 0, "0"),
+        (sheets.layer, "", ""),
         (sheets.prefixed, 1.5e13, "15 T"),
         (sheets.prefixed, -2e9, "-2 G"),
     ],
@@ -92,5 +96,8 @@ def test_every_table_says_what_its_numbers_mean():
     names = [sheet.name for sheet in (*OVER_RUNS, *OF_A_RUN)]
     assert len(names) == len(set(names))
     for sheet in (*OVER_RUNS, *OF_A_RUN):
-        assert len(sheet.meaning) > 40, sheet.name
         assert re.fullmatch(r"[a-z_]+", sheet.name)
+        text = MEANING[sheet.name]
+        named = {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)}
+        assert named <= {field.heading for field in sheet.fields}, sheet.name
+    assert MEANING.keys() == {*names}

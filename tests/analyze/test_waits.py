@@ -229,7 +229,7 @@ def test_a_broadcast_waits_when_it_is_called(tmp_path, name):
         _, called, free, begin, end, wait, _ = members[each["rank"]]
         assert each["wait_s"] == pytest.approx(wait * 1e-3)
         assert each["exposed_s"] == pytest.approx((free - called + end - begin) * 1e-3)
-        assert each["copy_s"] == pytest.approx(0) and each["overlapped_s"] > 0
+        assert each["copy_s"] == pytest.approx(0) and each["outstanding_s"] > 0
     (collective,) = bandwidth_rows(calls)
     assert collective["count"] == 1
 

@@ -56,6 +56,14 @@ def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
         hpc3d.trace.open(unmerged)
 
 
+def test_a_column_that_no_trace_has_is_named_with_those_that_are(path):
+    with (
+        hpc3d.trace.open(path) as trace,
+        pytest.raises(ValueError, match="/steps has no column foo; it has rank, step, t_start"),
+    ):
+        trace.steps["foo"]
+
+
 def test_a_table_that_the_file_lacks_is_empty(path):
     with h5py.File(path, "r+") as file:
         del file["clock"]

@@ -1,6 +1,7 @@
 """Segments and their merge, against expectations built row by row in Python."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +159,7 @@ def test_a_missing_rank_is_named_and_has_no_rows(run):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"dropped": 5}, "rank 3: 5 events, its buffer was full"),
+        ({"dropped": 5}, "rank 3: 5 events, its table was full"),
         ({"run_id": "old"}, "rank 3: rank-00003-0001.npz belongs to another run"),
         ({"world_size": 8}, "rank 3: rank-00003-0001.npz belongs to another run"),
         ({"groups": []}, "rank 3: rank-00003-0001.npz cannot be read (its column group points"),
@@ -189,6 +190,43 @@ def test_a_header_that_lacks_something_is_named(run):
         "rank 3: rank-00003-0001.npz has a header without mpi, host",
         "rank 3: nothing after step 0",
     ]
+
+
+def test_a_step_that_was_cut_off_is_named(run):
+    """Rank 3 began step 1, as the others did, and did not complete it."""
+    path = segment_path(run, 3, 1)
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    np.savez(path, **content | {"steps": content["steps"][:0]})
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["missing"] == "rank 3: nothing after step 0"
+    for rank in range(3):
+        path = segment_path(run, rank, 1)
+        with np.load(path) as arrays:
+            content = dict(arrays)
+        np.savez(path, **content | {"steps": content["steps"][:0]})
+    with hpc3d.trace.open(merge(run)) as trace:
+        lines = [f"rank {rank}: the end of step 1" for rank in range(RANKS)]
+        assert trace.attrs["missing"].splitlines() == lines
+        assert not trace.attrs["complete"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "missing"),
+    [
+        ("measured", 2, ""),
+        ("measured", 5, "steps from 2 on: the run ended, or goes on, after 2 of 5"),
+        ("simulated", 5, ""),
+        ("measured", '"many"', ""),
+    ],
+)
+def test_a_run_that_ended_early_is_not_complete(tmp_path, kind, steps, missing):
+    """All ranks agree: none has more than steps 0 and 1."""
+    for rank, number in product(range(RANKS), range(SEGMENTS)):
+        write(tmp_path, rank, number, {"kind": kind, "config": f"[train]\nsteps = {steps}\n"})
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        assert trace.attrs["missing"] == missing
+        assert trace.attrs["complete"] == (not missing)
 
 
 def test_a_rank_that_ends_early_is_named(run):
@@ -254,7 +292,7 @@ def test_without_a_readable_segment_the_old_trace_stays(run):
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no trace; set enabled = true"):
+    with pytest.raises(ValueError, match="there are no segments"):
         merge(tmp_path)
 
 

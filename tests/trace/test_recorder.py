@@ -240,14 +240,34 @@ def test_a_step_is_a_row_with_its_memory(recorder):
     assert segment.events["step"].tolist() == [-1]
 
 
-def test_a_full_table_counts_what_it_drops(recorder):
+def fill(recorder, events):
     recorder.begin_step(0)
-    for _ in range(70):
-        with recorder.span("event"):
+    for number in range(events):
+        with recorder.span("event", flops=number):
             pass
+
+
+def test_a_full_table_grows_and_keeps_every_event(recorder):
+    fill(recorder, 1000)
     segment = recorded(recorder)
-    assert len(segment.events) == 64
-    assert segment.header["dropped"] == 6
+    assert segment.events["flops"].tolist() == [*range(1000)]
+    assert segment.header["dropped"] == 0
+    assert recorder.capacity == 1024
+
+
+def test_a_table_that_may_not_grow_counts_what_it_drops(tmp_path, clock):
+    recorder = Recorder(tmp_path, HEADER, capacity=64, clock=clock, most=100)
+    fill(recorder, 170)
+    segment = recorded(recorder)
+    assert segment.events["flops"].tolist() == [*range(100)]
+    assert segment.header["dropped"] == 70
+
+
+def test_what_is_read_is_of_category_io(recorder):
+    with recorder.span("read the text", "none"):
+        pass
+    (row,) = recorded(recorder).events
+    assert (CATEGORY[row["category"]], OP[row["op"]]) == ("io", "none")
 
 
 def test_a_segment_is_written_between_steps_only_when_it_is_due(recorder, clock, tmp_path):

@@ -1,0 +1,130 @@
+"""What the numbers of a report mean, table by table, in the words of their headings.
+
+Words between ` are headings of the table.  How the numbers come about is said where they do.
+"""
+
+GENERAL = """\
+A training step has a forward pass, which computes the loss from the text, a backward pass,
+which computes how the loss changes with every weight, and the optimiser, which changes the
+weights.
+
+Times, calls and bytes are means over the ranks and the completed steps of a run, unless a
+table has a row for each. A dash stands for what is not known. Where a pass or a call encloses
+other events, its own time is what these leave. The files in tables/ have the same numbers in
+seconds, bytes and floating-point operations (FLOP), without prefixes."""
+
+MEANING = {
+    "runs": """\
+`step [ms]` is the median over the steps of the slowest rank, and `tokens/s` the tokens of a
+step over this time. `communication` is the part of the ranks' time that went into calls:
+collectives and messages. `received [B]` is what a rank must receive in a step under
+algorithms that are optimal in bandwidth.
+
+`loss [nat]` is that of the last step that all runs have, `loss after step`. The `largest
+difference [nat]` from the loss of the first run, in any step, says whether two layouts train
+the same model.""",
+    "scaling": """\
+`forward [ms]` and `backward [ms]` are the time of a mean rank in its forward and backward
+passes, of all microbatches; `average step time [ms]` is their sum over `batch`, the sequences
+of a step, as arXiv:2105.14450 defines it. That leaves out the messages between stages, the
+sums of gradients over replicas and the optimiser. `tokens/s` and `tokens/s a rank` are those
+of whole steps.
+
+`scaling` is strong where a run does the same work as the first one, weak where a rank does as
+much work as a rank of the first one (parameters of the blocks times tokens, within a tenth),
+and other where neither holds. `speed-up` is the rate of floating-point operations over that
+of the first run, and `efficiency` the speed-up over the ratio of the ranks.""",
+    "gains": """\
+`loops cut` says in how many dimensions the products are really cut. `over 1-D` is how many
+times as long as in this run the `average step time [ms]` is in the best 1-D run, of the same
+model, batch, ranks, stages and replicas; `over 2-D` the same of 2-D. arXiv:2105.14450 reports
+2.32 and 1.57 for 3-D on 64 ranks. `step over 1-D` and `step over 2-D` compare `step [ms]`,
+the whole step of the slowest rank, optimiser and all.""",
+    "differences": """\
+What takes longer than in the first run: the time of a step in both, and the `difference
+[ms]`, which lies between `from [ms]` and `to [ms]` with 95 % confidence (Welch's interval
+over the steps, taken for independent). The first step of a run is left out where there are
+others.""",
+    "step": """\
+`min [ms]`, `median [ms]` and `max [ms]` are over the steps, each that of its slowest rank.
+`forward [ms]` is the time of a mean rank in forward passes and `backward [ms]` that in
+backward passes, with the calls inside of them, but without what stages send each other, sums
+over replicas and the optimiser. `tokens/s` is the tokens of a step over the median, and
+`communication` the part of the ranks' time that went into calls.""",
+    "efficiency": """\
+`model [FLOP]` are the floating-point operations that a step of this model needs, by equation
+7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) for B sequences of s
+tokens, L layers of width h and a vocabulary of V. `recorded [FLOP]` are those of the products
+and the attention that the ranks recorded: more where something is computed again, or the
+vocabulary padded. Over the median step they give `model [FLOP/s]` and `recorded [FLOP/s]`,
+and over the peak rate of all ranks (--peak) `MFU` and `HFU`, the utilisation of the hardware
+by the model and by all that was done.""",
+    "prediction": """\
+What python -m hpc3d.simulate predicted of this run, and what was measured. `predicted /
+measured` below 1 means that the run took more than predicted. step_s is the median step of
+the slowest rank [s], peak_KIND_bytes the highest peak of a kind of memory on a rank [B]. The
+peak of all kinds together is not recorded.""",
+    "loss": """\
+The mean loss of a token after each step, and the `norm of the gradient` before it is clipped.""",
+    "time": """\
+Where the `time [ms]` of a mean step goes. `category` is what a rank did: compute, comm (the
+wait for the result of a call), copy (a call that is waited for later), optimizer, io (reading
+the text). unrecorded is the rest of the step, of which no event tells. `phase` is the part of
+the step, `axis` the mesh axis that a call goes along, `operation` what was computed or
+called. `received [B]` counts nothing for what is sent, since another rank receives it. `rate
+[FLOP/s]` is that of a rank.""",
+    "layers": """\
+The same by Transformer layer; the ends are what lies before the first and after the last one:
+embedding, head and loss, and the optimiser.""",
+    "ranks": """\
+`step [ms]` is made of `compute [ms]` (with the optimiser), `wait [ms]` and `transfer [ms]`
+(blocked in a call before and after the last member came, together `exposed [ms]`), `copy
+[ms]` (calls that are waited for later), `other [ms]` (reading, and what has no other name)
+and `unrecorded [ms]`.
+
+`a call outstanding [ms]` is the part of `compute [ms]` in which the rank had made a call that
+it did not wait for yet. The call may have been over long before, so this is an upper bound of
+the communication that computation hides.""",
+    "imbalance": """\
+The computation of the busiest rank over that of the mean one: `max / mean` is 1 where all
+ranks have the same to do.""",
+    "waits": """\
+A rank is `blocked [ms]` from when it waits for the result of a call until it has it. `wait
+[ms]` is the part before the last member has come, `transfer [ms]` the part after. A broadcast
+waits for its root only. Violations are calls that ended before a member came that they need:
+then the clocks of two hosts disagree, by `worst [us]` at least.""",
+    "stragglers": """\
+`arrives last` is in how many of its `meetings`, collectives and messages, a rank was the last
+to come. `others wait for it [ms]` sums over all other ranks, in a step. A rank may be late
+because it waited for another one before: the critical path tells.""",
+    "path": """\
+What would have to be faster for the step to be faster: from its end back, the path follows
+the rank that works, and from a wait it goes on with the rank that was waited for. So its
+pieces lie end to end and no wait is among them. host is time between two events.""",
+    "collectives": """\
+`median [us]` is the time from the arrival of the last member to the end of the call. `size
+[B]` is the whole array, `algbw [B/s]` that over the time, and `busbw [B/s]` algbw times
+(n-1)/n, for all-reduce 2(n-1)/n, of n members: the rate of each member's link (nccl-tests).
+`waited for later` is the share of calls in which a rank did something else before it asked
+for the result; then the end may seem late.""",
+    "traffic": """\
+Whose data goes to whom in a step, whatever way the library sends it: what is broadcast comes
+from the root, what is reduced goes to it, and in other collectives all members send equal
+parts.""",
+    "pipeline": """\
+Milliseconds of a stage in its forward passes `F [ms]` and its backward passes: `BW [ms]`
+whole, or `B [ms]` for the gradient of the input and `W [ms]` for those of the weights. `idle`
+is the share of the time from the first to the last pass of all stages in which the stage is
+in none; `idle, simulated` that of the schedule on a clock where messages take no time and all
+stages the same. `in flight` are the microbatches whose backward pass is still to come, at
+most.""",
+    "bubble": """\
+The idle time of a stage in three parts: `warm-up [ms]` before its first backward pass, `drain
+[ms]` after its last forward pass, and `steady [ms]` between. `all passes [ms]` is the time
+from the first to the last pass of all stages.""",
+    "memory": """\
+The highest peak of each kind of arrays, and a rank that has it. The peaks of different kinds
+need not be at one time.""",
+    "memory_ranks": """\
+The highest peak of each kind on each rank; the last row sums over the ranks.""",
+}

@@ -1,0 +1,13 @@
+"""The command `bench` before it measures anything."""
+
+import pytest
+
+from hpc3d import bench
+
+
+@pytest.mark.parametrize("rounds", ["-3", "0", "1.5", "many"])
+def test_a_number_of_pairs_is_at_least_one(rounds, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(["trace", f"--rounds={rounds}"])
+    assert end.value.code == 2
+    assert f"{rounds}: give the number of pairs, 1 or more" in capsys.readouterr().err
