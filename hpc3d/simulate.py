@@ -87,7 +87,7 @@ def _step_parser():
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
     add("--machine", required=True, metavar="MACHINE.toml", help="see inputs/machines")
-    add("--ranks", type=int, metavar="N", help="(default: the product of the sizes of [mesh])")
+    add("--ranks", type=_ranks, metavar="N", help="(default: the product of the sizes of [mesh])")
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
     add("--json", action="store_true", help=STEP_JSON)
     return parser
@@ -99,6 +99,13 @@ def _step(options, overrides):
     from hpc3d.predict.summary import summary
 
     folder = options.input if options.input.is_dir() else None
+    if folder and (overrides or options.ranks):
+        raise ValueError(
+            f"{folder} is a run, which was as it was: leave {' '.join(overrides) or '--ranks'} "
+            "away, or simulate its config.toml"
+        )
+    if options.out and options.out.exists():
+        raise ValueError(f"--out {options.out} exists: name a new folder")
     source = folder / "config.toml" if folder else options.input
     config = settled(source, overrides, options.ranks)
     machine = load(options.machine)
@@ -118,8 +125,6 @@ def _step(options, overrides):
 def _keep(out, runs, config, machine):
     from hpc3d.predict.write import write_trace
 
-    if out.exists():
-        raise ValueError(f"--out {out} exists: name a new folder")
     out.mkdir(parents=True)
     return f"\nwritten to {write_trace(out, runs, config, machine)}"
 
@@ -139,7 +144,8 @@ def _print_step(config, found):
     print(f"step            {found['step_time_s']:.6g} s, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
-    print(f"communication   {found['communication']:.1%} of the step, not overlapped\n")
+    waits = "of the step, of the busiest stage and without messages between stages"
+    print(f"communication   {found['communication']:.1%} {waits}\n")
     _print_memory(found["memory"])
     print("\naxis    operation         calls     received [MB]  (a rank of stage 0)")
     for axis, ops in found["bytes"].items():
@@ -147,9 +153,16 @@ def _print_step(config, found):
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
 
 
+def _ranks(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return int(text)
+
+
 def _print_memory(memory):
     kinds = [*memory["stages"][0]]
     print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at its peak")
+    print("(tables and logits are among parameter and activation or communication)")
     for stage, peaks in enumerate(memory["stages"]):
         print(f"{stage:5d} " + "".join(f"{peaks[kind] / 1e6:14.3f}" for kind in kinds))
     fits = "fits" if memory["fits"] else "does not fit: more stages, ZeRO or recomputation"

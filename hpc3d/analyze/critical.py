@@ -60,7 +60,8 @@ class _Rows:
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
         leaf[parent] = False  # parent -1 is the entry behind the last event
-        self.row = rows = np.flatnonzero(leaf[:size] & (events["step"] == step))
+        lasting = (events["step"] == step) & (events["dur"] > 0)
+        self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
             raise ValueError(f"{trace.path}: no events of step {step}; choose another one")
         self.rank, self.start = events["rank"][rows], events["t_global"][rows]

@@ -16,7 +16,7 @@ from hpc3d.predict.machine import dumps
 from hpc3d.predict.simulate import simulate
 
 MACHINE = Path(__file__).parents[2] / "inputs" / "machines" / "this-machine.toml"
-RANKS = 8  # of the largest runs that calibrate, and so of a node
+RANKS, ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
 
 
 def calibrate(options):
@@ -78,7 +78,7 @@ def this_machine(transport):
         "name": "this-machine",
         "source": f"python -m hpc3d.bench calibrate on {date.today()}: {processor()}, {cores} "
         f"cores, one thread a rank, mesh.transport {transport}",
-        "ranks_per_node": RANKS,
+        "ranks_per_node": ONE_NODE,
         "cores": cores,
         "memory_gb": round(memory / RANKS / 1e9, 3),
     }

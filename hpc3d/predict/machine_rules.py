@@ -9,6 +9,7 @@ from math import inf
 from hpc3d.predict.collectives import ALGORITHMS
 from hpc3d.predict.machine import ITEMSIZE, Link, Machine, Measured, Rates
 
+LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
 PARTS = {"gemm": Rates, "links": Link, "measured": Measured}
 
 
@@ -27,7 +28,8 @@ def validate(tree):
         machine = TypeAdapter(Machine).validate_json(text, strict=True)
     except ValidationError as errors:
         raise ValueError("\n".join(map(explain, errors.errors()))) from None
-    if found := [*wrong_numbers(machine), *wrong_links(machine), *wrong_tables(machine)]:
+    found = *wrong_numbers(machine), *wrong_rates(machine), *wrong_links(machine)
+    if found := [*found, *wrong_tables(machine)]:
         raise ValueError("\n".join(found))
     return machine
 
@@ -57,22 +59,35 @@ def wrong_numbers(machine):
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:
         yield f"cores = {machine.cores}: must be at least 0, which is a device for each rank"
-    amounts = {
-        "memory_gb": machine.memory_gb,
+    if not sound(machine.memory_gb):
+        yield f"memory_gb = {machine.memory_gb}: must be positive"
+    rates = {
         "memory_bandwidth": machine.memory_bandwidth,
         **{f"kernels.{name}": rate for name, rate in machine.kernels.items()},
         **{f"gemm.{dtype}.peak": rates.peak for dtype, rates in machine.gemm.items()},
     }
-    yield from (must_be_positive(key, value) for key, value in amounts.items() if not sound(value))
+    for key, rate in rates.items():
+        if not SLOWEST <= rate < inf:
+            yield f"{key} = {rate}: must be at least {SLOWEST:g} a second"
     for key in ("launch_s", "wake_s"):
-        if not 0 <= getattr(machine, key) < inf:
-            yield f"{key} = {getattr(machine, key)}: must be at least 0, in seconds"
+        if not 0 <= getattr(machine, key) <= LONGEST:
+            value = getattr(machine, key)
+            yield f"{key} = {value}: must be at least 0, in seconds, and at most {LONGEST:g}"
+
+
+def wrong_rates(machine):
+    """Rates of products that are none, or above their own peak."""
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
     for dtype, rates in machine.gemm.items():
         if dtype not in ITEMSIZE:
             yield f"gemm.{dtype}: unknown type; known are {', '.join(ITEMSIZE)}"
         yield from wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
+        if SLOWEST <= rates.peak < max(rates.rate, default=0):
+            yield (
+                f"gemm.{dtype}.peak = {rates.peak:g}: less than its own rates reach, "
+                f"{max(rates.rate):g}; give what the device could do at best"
+            )
 
 
 def wrong_links(machine):
@@ -80,22 +95,28 @@ def wrong_links(machine):
     if not machine.links:
         yield "links: none; add [[links]] with ranks = 0, which joins all"
     for place, link in enumerate(machine.links):
-        key, last = f"links.{place}", link is machine.links[-1]
-        if last and link.ranks:
-            yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
-        if not last and link.ranks < 2:
-            yield f"{key}.ranks = {link.ranks}: must be at least 2, and 0 for the last link only"
-        if not sound(link.bandwidth):
-            yield must_be_positive(f"{key}.bandwidth", link.bandwidth)
-        for name in ("alpha_s", "node_bandwidth", "pair_bandwidth"):
-            if not 0 <= getattr(link, name) < inf:
-                yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
+        yield from wrong_link(f"links.{place}", link, last=link is machine.links[-1])
     for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
                 f"links.{place}.ranks = {outer.ranks}: must be a multiple of the {inner.ranks} of "
                 "the link before it; order links from the innermost outwards"
             )
+
+
+def wrong_link(key, link, last):
+    """What is wrong with one of them."""
+    if last and link.ranks:
+        yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
+    if not last and link.ranks < 2:
+        yield f"{key}.ranks = {link.ranks}: must be at least 2, and 0 for the last link only"
+    if not SLOWEST <= link.bandwidth < inf:
+        yield f"{key}.bandwidth = {link.bandwidth}: must be at least {SLOWEST:g} bytes/s"
+    if not 0 <= link.alpha_s <= LONGEST:
+        yield f"{key}.alpha_s = {link.alpha_s}: must be at least 0, in seconds, and at most 10"
+    for name in ("node_bandwidth", "pair_bandwidth"):
+        if not 0 <= getattr(link, name) < inf:
+            yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
 
 
 def wrong_tables(machine):
@@ -130,10 +151,6 @@ def wrong_knots(key, least=1, **columns):
         yield f"{key}: {first} and {second} must be positive numbers"
     elif any(here >= there for here, there in pairwise(x)):
         yield f"{key}.{first}: must ascend; order the knots and keep one of equal ones"
-
-
-def must_be_positive(key, value):
-    return f"{key} = {value}: must be positive"
 
 
 def sound(value):

@@ -1,18 +1,14 @@
 """What a search is told as: the best layouts simulated, those with a name, why the others lose."""
 
-from collections import Counter
 from dataclasses import asdict
 from itertools import islice
 from statistics import mean
 from typing import NamedTuple
 
-import numpy as np
-
 from hpc3d.config import Config, MeshConfig, ParallelConfig
 from hpc3d.predict.layouts import kind
 from hpc3d.predict.simulate import simulate
-from hpc3d.predict.summary import summary
-from hpc3d.trace.events import CATEGORY
+from hpc3d.predict.summary import summary, waits_of
 
 CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
 NAMED = {
@@ -75,7 +71,7 @@ def estimated(estimate):
 
 
 def simulated(config, vocabulary, machine):
-    """The Row of a simulation; the communication is that of the stage that idles least."""
+    """The Row of a simulation; the waits are those of the stage that idles least."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
@@ -85,22 +81,13 @@ def simulated(config, vocabulary, machine):
         config,
         seconds,
         found["bubble"],
-        (waits.total() - waits["p"]) / seconds,
+        found["communication"],
         {axis: waits[axis] for axis in waits if axis != "p"},
         worst["all"],
         worst["stage"],
         {name: size for name, size in kinds.items() if size},
         True,
     )
-
-
-def waits_of(run):
-    """Seconds that a stage waits, by axis."""
-    calls, waits = run.rows[run.rows["category"] == CATEGORY.index("comm")], Counter()
-    for group in np.unique(calls["group"]).tolist():
-        spent = calls["dur"][calls["group"] == group].sum() / 1e9
-        waits[run.axes[group]] += float(spent)
-    return waits
 
 
 def effort(config):

@@ -139,6 +139,8 @@ class Search:
             found += self.options(place.config, counts[-1], *last)
             return Timed(place, min(found, key=lambda each: each.peak), False)
         best = min(fitting, key=lambda each: each.seconds)
+        fewer = filter(self.fits, [*self.fewer(place.config, counts, best)])
+        best = min([best, *fewer], key=lambda each: each.seconds)
         best = min([best, *filter(self.fits, self.split(best))], key=lambda each: each.seconds)
         return Timed(place, best, True)
 
@@ -165,6 +167,17 @@ class Search:
             if seconds > best or (seconds < inf and config.mesh.p == 1):
                 return
             best = seconds
+
+    def fewer(self, config, counts, best):
+        """Estimates with fewer microbatches than the best, which fit where more is done again."""
+        mesh, found = config.mesh, []
+        for micros in counts:
+            if micros < best.config.parallel.microbatches:
+                for group in zeros(mesh):
+                    way = self.first_that_fits(config, micros, group, savers(mesh), found)
+                    if way is not None:
+                        found += self.options(config, micros, group, way)
+        return found
 
     def split(self, best):
         """Estimates of the schedules that split the backward pass, in place of that of `best`."""

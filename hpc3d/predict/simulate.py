@@ -77,6 +77,8 @@ def simulate(config, vocabulary, machine):
             f"parallel.scheme = {config.parallel.scheme}: where blocks have owners, ranks differ, "
             "and one cannot stand for all; simulate scheme 3d"
         )
+    ranks = prod(config.mesh.sizes().values())
+    machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
     steady = replace(config.train, steps=SECOND + 2)
     config = replace(config, train=steady)
     program = program_of(config)

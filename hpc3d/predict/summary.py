@@ -19,7 +19,7 @@ def summary(runs, config, machine):
     are `tables`, the copy of the token table, and the `logits` of a microbatch.  `total` is the
     sum of the peaks of all ranks.  `bytes` are received by a rank of stage 0, by axis and
     operation.  `mfu` counts the products and the attention without recomputation, `hfu` all,
-    against the machine's peak.
+    against the machine's peak.  `communication` is a share of the step.
     """
     ranks = int(np.prod([*config.mesh.sizes().values()]))
     here = ranks // len(runs)  # of a stage
@@ -34,7 +34,7 @@ def summary(runs, config, machine):
         "step_time_s": seconds,
         "tokens_per_s": tokens / seconds,
         "bubble": bubble(runs),
-        "communication": max(map(exposed, runs)),
+        "communication": communication(runs, seconds),
         "flop": float(flops),
         "mfu": float((flops - again) / peak),
         "hfu": float(flops / peak),
@@ -63,9 +63,25 @@ def span_and_work(run):
     return int(end - begin), int(end - begin - waits["dur"][inside].sum())
 
 
+def communication(runs, seconds):
+    """The share of a step that the stage which idles least waits for calls, without those for the
+    messages of other stages, which are in the bubble."""
+    waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
+    return (waits.total() - waits["p"]) / seconds
+
+
 def exposed(run):
-    """The share of its step in which a rank waits for calls."""
-    return float(run.rows["dur"][run.rows["category"] == COMM].sum() / 1e9 / run.seconds)
+    """The share of its step in which a rank waits for calls, messages among them."""
+    return waits_of(run).total() / run.seconds
+
+
+def waits_of(run):
+    """Seconds that a stage waits for calls, by axis."""
+    calls, waits = run.rows[run.rows["category"] == COMM], Counter()
+    for group in np.unique(calls["group"]).tolist():
+        spent = calls["dur"][calls["group"] == group].sum() / 1e9
+        waits[run.axes[group]] += float(spent)
+    return waits
 
 
 def memory(runs, here, machine):

@@ -15,7 +15,7 @@ from hpc3d.trace.events import CLOCK_SAMPLES, DTYPE, MEMORY, MEMORY_KIND, OP, ST
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import segment_path, write_segment
 
-MOST_ROWS = 10_000_000  # of the events of all ranks together
+MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
 MESSAGES = [OP.index("send"), OP.index("recv")]
 BROADCAST, REDUCE = OP.index("broadcast"), OP.index("reduce")
 ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
@@ -33,10 +33,11 @@ def write_trace(folder, runs, config, machine, git=""):
         )
     sizes = config.mesh.sizes()
     total = sum(len(run.rows) for run in runs) * prod(sizes.values()) // len(runs)
-    if total > MOST_ROWS:
+    if total > MOST_ROWS or prod(sizes.values()) > MOST_RANKS:
         raise ValueError(
-            f"a trace of all ranks would have {total:,} events, more than {MOST_ROWS:,}: leave "
-            "--out away, or simulate fewer ranks or microbatches"
+            f"a trace of {prod(sizes.values()):,} ranks would have {total:,} events, and "
+            f"{MOST_RANKS:,} and {MOST_ROWS:,} are the most: leave --out away, or simulate fewer "
+            "ranks or microbatches"
         )
     for rank, place in enumerate(product(*map(range, sizes.values()))):
         coords = dict(zip(sizes, place, strict=True))

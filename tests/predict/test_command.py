@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc3d import trace
+from hpc3d.analyze.critical import critical_path
+from hpc3d.analyze.waits import calls_of
 from hpc3d.report import main as report
 from hpc3d.simulate import main
 from tests.runs import train
@@ -52,7 +54,10 @@ def test_the_trace_is_reported_like_a_measured_one(capsys, tmp_path):
     with trace.open(out / "trace.h5") as opened:
         assert len(opened.ranks) == 64 and opened.attrs["kind"] == "simulated"
         length = opened.steps["t_end"].max() - opened.steps["t_start"].min()
+        path = critical_path(opened, calls_of(opened), 0)
+        host = sum(piece.seconds for piece in path if piece.category == "host")
     assert length / 1e9 == pytest.approx(found["step_time_s"])
+    assert host < 0.3 * found["step_time_s"]  # what lies between events, not what they wait for
     assert report([str(out), "--tables"]) == 0
     assert simulate(capsys, INPUT, *MACHINE, "--out", out)[0] == 2
 
@@ -69,6 +74,8 @@ def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
         quantities = dict(zip(opened.prediction["quantity"], opened.prediction["value"]))
         assert opened.attrs["kind"] == "measured" and len(opened.steps) == 4
     assert quantities["step_s"] == found["step_time_s"]
+    code, _, err = simulate(capsys, run, "--machine", machine, "--train.batch", "72")
+    assert code == 2 and "is a run, which was as it was" in err
     assert quantities["peak_all_bytes"] == found["memory"]["stages"][0]["all"]
 
 

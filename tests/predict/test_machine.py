@@ -317,14 +317,16 @@ def test_the_file_of_these_tests_is_good(tmp_path):
         ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: must be positive"),
         ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: must be at least 0, in"),
         ("wake_s = 0.0", "wake_s = -1.0", "wake_s = -1.0: must be at least 0, in"),
-        ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: must be positive"),
+        ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: must be at least 1"),
         ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: unknown type; known are float64,"),
         ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate; give as many of one"),
         ("rate = [1", "rate = [-1", "gemm.float32: flop and rate must be positive numbers"),
         ("flop = [1", "flop = [9000000", "gemm.float32.flop: must ascend; order the knots"),
         ("flop = [1", "flop = [10000000000.0, 1", "gemm.float32: 3 flop and 2 rate; give as many"),
         ("flop = [100000000.0", "flop = [10000000000.0", "gemm.float32.flop: must ascend;"),
-        ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: must be positive"),
+        ("peak = 1", "peak = 2.0 # 1", "gemm.float32.peak = 2: less than its own rates reach"),
+        ("launch_s = 5e-06", "launch_s = 1e9", "launch_s = 1000000000.0: must be at least 0"),
+        ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: must be at least 1"),
         ("peak =", "peek =", "gemm.float32.peek: unknown key; did you mean peak?"),
         ("ranks = 0", "ranks = 64", "links.1.ranks = 64: the last link joins all ranks; write 0"),
         ("ranks = 4\n", "ranks = 0\n", "links.0.ranks = 0: must be at least 2, and 0 for the"),
@@ -389,7 +391,7 @@ def test_a_file_that_is_not_there_is_refused():
         load("no-machine.toml")
 
 
-POSITIVE = st.floats(1e-12, 1e18)
+POSITIVE, RATE, TIME = st.floats(1e-12, 1e18), st.floats(1, 1e18), st.floats(0, 10)
 KNOTS = st.lists(POSITIVE, min_size=2, max_size=5, unique=True).map(sorted).map(tuple)
 
 
@@ -408,7 +410,7 @@ def machines(draw):
     links, ranks = [], 1
     for factor in [*inner, 0]:
         ranks *= factor
-        links.append(Link(ranks, *draw(st.tuples(*[POSITIVE] * 4))))
+        links.append(Link(ranks, draw(TIME), *draw(st.tuples(*[RATE] * 3))))
     kinds = st.tuples(
         st.sampled_from(sorted(ALGORITHMS)),
         st.integers(2, 99),
@@ -421,11 +423,11 @@ def machines(draw):
         ranks_per_node=draw(st.integers(1, 64)),
         cores=draw(st.integers(0, 64)),
         memory_gb=draw(POSITIVE),
-        memory_bandwidth=draw(POSITIVE),
-        launch_s=draw(POSITIVE),
-        gemm={dtype: Rates(draw(POSITIVE), *draw(curves())) for dtype in sorted(dtypes)},
+        memory_bandwidth=draw(RATE),
+        launch_s=draw(TIME),
+        gemm={dtype: Rates(1e18, *draw(curves())) for dtype in sorted(dtypes)},
         links=tuple(links),
-        kernels=draw(st.dictionaries(st.text(min_size=1), POSITIVE, max_size=3)),
+        kernels=draw(st.dictionaries(st.text(min_size=1), RATE, max_size=3)),
         measured=tuple(
             Measured(*kind, *draw(curves())) for kind in draw(st.sets(kinds, max_size=3))
         ),

@@ -294,3 +294,18 @@ def test_layouts_have_names():
 def test_a_layout_in_words_is_that_of_the_input_file():
     line = "p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=zb-h1"
     assert words(settled(f"{SMALL} {line}")) == line
+
+
+def test_where_memory_is_short_fewer_microbatches_may_do_more_again():
+    """Less memory than the quickest has: what fits and is simulated is nowhere much quicker."""
+    line = f"{SMALL} model.hidden=1024 model.sequence=512"
+    _, plenty = search(line)
+    memory = 0.6 * plenty.timed[0].best.peak
+    _, found = search(line, memory=memory)
+    best = found.timed[0].best
+    quickest, _ = step(best.config)
+    for recompute, micros in product(("none", "selective", "full"), (1, 2, 4)):
+        for sizes in ("x=8", "x=4 y=2", "x=2 y=2 z=2"):
+            config = settled(f"{line} {sizes} microbatches={micros} recompute={recompute}")
+            seconds, peak = step(config)
+            assert peak > memory or seconds > 0.95 * quickest, config.parallel
