@@ -90,6 +90,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
     run = part(tmp_path)
     shard = run / "checkpoints" / "step-00000004" / "rank-00003.bin"

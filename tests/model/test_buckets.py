@@ -151,10 +151,11 @@ def test_a_step_begins_with_gradients_of_zero_and_all_buckets_to_post():
     assert lines == (["post d 20"] * 3 + ["wait d 20"] * 3) * 2
 
 
-def test_all_gathers_are_posted_before_the_first_is_waited_for():
+def test_gathers_are_one_bucket_ahead():
     buckets, lines = diary(three_layers, 160, zero=1)
     buckets.gather()
-    assert lines == ["post d 10"] * 3 + ["wait d 10"] * 3
+    post, wait = "post d 10", "wait d 10"
+    assert lines == [post, post, wait, post, wait, wait]
 
 
 SIZES = {"layers.0.a": 7, "layers.0.b": 4, "layers.1.a": 1, "head.b": 12}

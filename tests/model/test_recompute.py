@@ -19,6 +19,7 @@ from hpc3d.tensor.split import SCHEMES
 from tests.mpi import checked
 from tests.pipeline.mixes import config_of, cover, ranks, same, train, trainer_of
 from tests.pipeline.on_mpi import expected
+from tests.strided import strided
 
 # Every scheme, schedules that part B and W, stashed weights, dropout, ZeRO.
 MIXES = """
@@ -43,12 +44,12 @@ def trained(line, recompute):
     return run(config.mesh.sizes(), lambda mesh: train(mesh, config))
 
 
-@pytest.mark.parametrize("line", MIXES)
+@pytest.mark.parametrize("line", strided(MIXES, 2, 1))
 def test_full(line):
     is_serial_and_the_same_to_the_last_bit(line, "full")
 
 
-@pytest.mark.parametrize("line", MIXES[1::2])
+@pytest.mark.parametrize("line", strided(MIXES, 3))
 def test_selective(line):
     is_serial_and_the_same_to_the_last_bit(line, "selective")
 

@@ -7,6 +7,7 @@ from hpc3d.predict.rank import every_rank
 from hpc3d.predict.simulate import settled, simulate
 from tests.predict.fixed import MACHINE
 from tests.runs import train, words
+from tests.strided import strided
 
 LAYOUTS = [
     {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2},
@@ -24,14 +25,9 @@ LAYOUTS = [
 ]
 
 
-def quick_and_slow(layouts):
-    """The first and the third; the others are for `make test-slow`."""
-    for place, layout in enumerate(layouts):
-        marks = [] if place in (0, 2) else [pytest.mark.slow]
-        yield pytest.param(layout, id=" ".join(map(str, layout.values())), marks=marks)
-
-
-@pytest.mark.parametrize("layout", quick_and_slow(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout", strided(LAYOUTS, 5, 2, ids=lambda layout: " ".join(map(str, layout.values())))
+)
 def test_peaks_are_measured_ones(layout, tmp_path):
     """On 8 ranks with shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
     folder = train(8, tmp_path, train__steps=2, **layout)

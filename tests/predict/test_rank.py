@@ -11,6 +11,7 @@ from hpc3d.trace.events import EVENTS, record_type
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.loop import Trainer
 from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
+from tests.strided import strided
 
 # One rank, cubes of 27 and 64 ranks, and four axes at once.
 MORE = """
@@ -40,15 +41,7 @@ def counted(config):
     return run(config.mesh.sizes(), rank)
 
 
-def quick_and_slow(lines, every=6):
-    """All lines; `make test` takes one in so many."""
-    return [
-        pytest.param(line, marks=[pytest.mark.slow] if place % every or line in LARGE else [])
-        for place, line in enumerate(lines)
-    ]
-
-
-@pytest.mark.parametrize("line", quick_and_slow([*MIXES, *LARGE, *MORE]))
+@pytest.mark.parametrize("line", strided([*MIXES, *MORE, *LARGE], 6))
 def test_predicted_is_counted(line):
     config = config_of(line)
     predicted = list(every_rank(config, config.model.vocabulary))

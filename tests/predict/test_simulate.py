@@ -17,6 +17,7 @@ from hpc3d.trace.events import CATEGORY, OP
 from hpc3d.trace.supplement import write_prediction
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
+from tests.strided import strided
 
 TIMES = {"t_start", "t_global", "dur", "posted", "name"}
 COPY = CATEGORY.index("copy")
@@ -35,7 +36,7 @@ def simulated(line):
     return config, simulate(config, config.model.vocabulary, MACHINE)
 
 
-@pytest.mark.parametrize("line", PIPELINES)
+@pytest.mark.parametrize("line", strided(PIPELINES, 3))
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)
