@@ -17,7 +17,19 @@ ENVIRONMENT = {
 }
 
 
-def mpirun(ranks, *arguments, timeout=120, cwd=None, environment=None):
+NOT_STARTED = "PMIx server's listener thread failed to start"  # of the launcher, before any rank
+
+
+def mpirun(*arguments, **how):
+    """`launch`, again if the launcher itself did not start, as happens on a crowded machine."""
+    for _ in range(3):
+        done = launch(*arguments, **how)
+        if NOT_STARTED not in done.stderr:
+            break
+    return done
+
+
+def launch(ranks, *arguments, timeout=120, cwd=None, environment=None):
     """`mpirun -np ranks python ARGUMENTS`; a hang is a failure, and the whole group is killed.
 
     Returns a CompletedProcess with text in stdout and stderr.
