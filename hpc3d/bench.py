@@ -27,6 +27,7 @@ import sys
 from importlib import import_module
 
 from hpc3d.cluster import launch
+from hpc3d.cluster.exits import BAD_INPUT
 
 MODULES = {
     "pairs": ("overhead", "step", "trace", "overlap", "schemes"),
@@ -45,7 +46,7 @@ def main(argv=None):
         found = {name: benchmark(name)(options) for name in options.names}
     except (ValueError, OSError) as error:
         print(f"hpc3d.bench: {error}", file=sys.stderr)
-        return launch.BAD_INPUT
+        return BAD_INPUT
     if options.json:
         print(json.dumps(found))
     return 0

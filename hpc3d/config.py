@@ -86,10 +86,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The optimisation; `batch` counts the sequences of a global batch."""
+    """The optimisation; `batch` counts the sequences of a global batch.  The run stops and saves
+    after the step in which its `max_minutes` have passed (0: no limit)."""
 
     __pydantic_config__ = STRICT
     steps: int = 20
+    max_minutes: float = 0.0
     batch: int = 192
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 3e-3
@@ -111,6 +113,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What is checked as a run goes: replicated parameters after every `replicas_every`-th step,
+    all products and messages of every `products_every`-th step (0: never), and losses that lie
+    `spike` standard deviations above those before."""
+
+    __pydantic_config__ = STRICT
+    replicas_every: int = 100
+    products_every: int = 0
+    spike: float = 6.0
+
+
+@dataclass(frozen=True)
 class TraceConfig:
     """`clock` "processor" counts the processor time of each rank instead of what the wall clock
     shows: where ranks outnumber cores, that is what an operation costs.  The clocks of several
@@ -124,10 +138,12 @@ class TraceConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is kept, and after how many silent seconds it is given up."""
+    """Where a run is kept, the signal that, like SIGTERM, asks it to save and stop, and after how
+    many silent seconds it is given up."""
 
     __pydantic_config__ = STRICT
     out: str = "results"
+    signal: Literal["USR1", "USR2", "HUP", "INT", "URG"] = "USR1"
     watchdog_s: float = 300
 
 
@@ -144,6 +160,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -19,6 +19,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from hpc3d.cluster.exits import BAD_INPUT
+
 MACHINE = Path(__file__).parent.parent / "inputs" / "machines" / "h100.toml"
 MOST_COSTS = 1300  # that are measured, some 3 ms each
 MOST_EFFORT = 6000  # of simulations, in ms of hpc3d.predict.ranking.effort
@@ -40,10 +42,10 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"hpc3d.plan: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except ValueError as error:
         print(f"hpc3d.plan: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     return 0
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from hpc3d.cluster.exits import BAD_INPUT, CHECK_FAILED
 from hpc3d.training.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
 from hpc3d.training.tokens import SUFFIX, TokenFile, verify, write_tokens
 
-GOOD, BAD_INPUT, FAILED_CHECK = 0, 2, 3
 BPE_VOCABULARY = 8192
 
 
@@ -69,7 +69,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     size = sum(text.stat().st_size for text in texts)
     write_tokens(output, texts, tokenizer, progress(size))
     describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
-    return GOOD
+    return 0
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -83,9 +83,9 @@ def check(arguments: argparse.Namespace) -> int:
         verify(arguments.verify)
     except ValueError as error:
         complain(error)
-        return FAILED_CHECK
+        return CHECK_FAILED
     describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
-    return GOOD
+    return 0
 
 
 def new_file(arguments: argparse.Namespace) -> Path:

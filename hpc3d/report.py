@@ -18,6 +18,7 @@ from hpc3d.analyze.export import FORMATS, events_of, export
 from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import clear, write
 from hpc3d.analyze.waits import calls_of
+from hpc3d.cluster.exits import BAD_INPUT
 from hpc3d.trace.run import trace_of
 
 DESCRIPTION = """\
@@ -38,7 +39,7 @@ def main(argv=None):
         _report(options)
     except (ValueError, OSError) as error:
         print(f"hpc3d.report: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     return 0
 
 

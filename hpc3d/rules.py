@@ -72,6 +72,8 @@ def too_small(config):
         "train.warmup": (train.warmup, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
+        "guard.replicas_every": (config.guard.replicas_every, 0),
+        "guard.products_every": (config.guard.products_every, 0),
         "trace.sync_every": (config.trace.sync_every, 1),
     }
     for key, (value, lowest) in least.items():
@@ -88,6 +90,8 @@ def out_of_range(config):
         "train.learning_rate": (train.learning_rate, 0, inf),
         "train.weight_decay": (train.weight_decay, 0, inf),
         "train.clip": (train.clip, 0, inf),
+        "train.max_minutes": (train.max_minutes, 0, inf),
+        "guard.spike": (config.guard.spike, 0, inf),
         "run.watchdog_s": (config.run.watchdog_s, 0.1, 1e9),
     }
     for key, (value, lowest, limit) in ranges.items():

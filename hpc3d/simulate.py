@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from hpc3d.cluster.exits import BAD_INPUT
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
@@ -66,10 +67,10 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"hpc3d.simulate: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except ValueError as error:
         print(f"hpc3d.simulate: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     return 0
 
 

@@ -8,27 +8,23 @@ whole checkpoint (checkpoint.every), on the same or any other layout.  The run i
 results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and trace.h5, which
 `python -m hpc3d.report` reads.
 
-Exit codes: 0 done, 2 bad input (one line each, nothing started), 1 a rank failed (the job ends).
+SIGTERM, the signal of run.signal, train.max_minutes and a file STOP in that folder end the run
+behind the step that runs, with everything saved.
+
+Exit codes: 0 done; 2 bad input (one line each, nothing started); 75 stopped early, go on with
+--resume; 3 something computed is wrong; 4 a loss or gradient is not finite; 5 nothing moved for
+run.watchdog_s; 1 a rank failed (the job ends).
 """
 
 import json
-import os
 import sys
-import time
 from dataclasses import replace
-from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc3d import __version__
 from hpc3d.cluster import launch
-
-# What the trace and what the training loop reads, in ns and in s: the same clock.
-CLOCKS = {
-    "wall": (time.monotonic_ns, time.monotonic),
-    "processor": (time.process_time_ns, time.process_time),
-}
+from hpc3d.cluster.exits import STOPPED, Ended
 
 
 class Plan(NamedTuple):
@@ -56,34 +52,61 @@ def train(job, words):
     program = job.deal(lambda: programs(plan.config, reader["program"]))
     from hpc3d.cluster.cart import build
     from hpc3d.training.loop import Trainer
+    from hpc3d.training.recording import CLOCKS, recorded
+    from hpc3d.training.resume import resume
+    from hpc3d.training.stop import Stop
 
-    mesh = build(plan.config.mesh.sizes(), transport=plan.config.mesh.transport)
-    mesh = traced(job, mesh, plan)
+    config = plan.config
+    launch.stop_when_told(job, config.run.signal)
+    mesh = build(config.mesh.sizes(), transport=config.mesh.transport)
+    mesh = recorded(job, mesh, config, plan.folder, plan.git)
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
     log.header(plan, mesh, job)
     batches = reader.get("batches")
-    _, clock = CLOCKS[plan.config.trace.clock]
-    trainer = Trainer(mesh, plan.config, plan.config.model.vocabulary, batches, program, clock)
-    start = resume(job, plan, trainer, log) if plan.resumed else 0
+    _, clock = CLOCKS[config.trace.clock]
+    trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
+    for line in plan.changes:
+        log.say(f"resume: {line}")
+    start = resume(job, plan.folder, trainer, log.say) if plan.resumed else 0
     saver = saver_of(plan, trainer, batches)
-    for number in range(start, plan.config.train.steps):
-        launch.watch(plan.config.run.watchdog_s)
-        if number % plan.config.trace.sync_every == 0:
-            mesh.trace.synchronise()
-        log.step(trainer.step(number))
-        saver.after(number)
+    stop = Stop(job, plan.folder, config.train.max_minutes)
+    done = steps(plan, trainer, saver, stop, log, start)
     saver.wait()
     mesh.trace.synchronise()
     launch.unwatch()
-    save_position(plan, batches)
+    save_position(plan, batches, done)
     launch.finish(job)
     job.barrier()
-    if job.rank == 0 and plan.config.trace.enabled:
+    if job.rank == 0 and config.trace.enabled:
         from hpc3d.trace.merge import merge
 
         merge(plan.folder)
     log.say(f"run kept in {plan.folder}")
     job.barrier()
+    if done < config.train.steps:
+        raise Ended(STOPPED)
+
+
+def steps(plan, trainer, saver, stop, log, start):
+    """The steps from `start` on, until the last one or a wish to stop; how many are done."""
+    from hpc3d.training.stop import reason
+
+    config, trace = plan.config, trainer.mesh.trace
+    for number in range(start, config.train.steps):
+        launch.watch(config.run.watchdog_s)
+        if number % config.trace.sync_every == 0:
+            trace.synchronise()
+        step = trainer.step(number, stop.wish)
+        log.step(step)
+        saver.after(number)
+        if step.wish and number + 1 < config.train.steps:
+            saved = saver.stop(number)
+            log.say(
+                f"stopped behind step {number}, for {reason(step.wish)}; "
+                + (f"go on with --resume {plan.folder}" if saved else "nothing is saved")
+            )
+            return number + 1
+    return config.train.steps
 
 
 def explain():
@@ -100,9 +123,10 @@ def prepare(job, words, reader):
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
     from hpc3d.training.program import program_of
+    from hpc3d.training.resume import changes, fitted, run_to_resume
     from hpc3d.training.tokens import open_tokens
 
-    run = resumed_run(words)
+    run = run_to_resume(words)
     path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
     config = values.load(path, words)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
@@ -121,65 +145,10 @@ def prepare(job, words, reader):
     sizes = config.model.sequence, config.train.batch
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)
-    changes = changed(run, config) if run else []
+    changed = changes(run, config) if run else []
     text = values.to_toml(config)
     where = folder.reopen(run, text) if run else folder.create(config, text)
-    return Plan(config, where, folder.git_revision(), bool(run), changes)
-
-
-def resumed_run(words):
-    """The folder that --resume names, which is taken out of the words; None without it."""
-    if "--resume" not in words:
-        return None
-    place = words.index("--resume")
-    run = Path((words[place + 1 : place + 2] or [""])[0])
-    del words[place : place + 2]
-    if not (run / "config.toml").is_file():
-        raise ValueError(f"--resume {run}: no run is there; name a folder results/NAME-STAMP")
-    return run
-
-
-def fitted(config, ranks):
-    """A stored configuration whose mesh gives way, where it is of another number of ranks."""
-    from hpc3d.config import MeshConfig
-
-    mesh = config.mesh
-    if prod(mesh.sizes().values()) == ranks or None in (mesh.x, mesh.y, mesh.z):
-        return config
-    stages = mesh.p * mesh.d
-    kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}
-    mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
-    freed = {} if kept else {"schedule": None, "chunks": None, "stages": None, "zero": 0}
-    return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
-
-
-def changed(run, config):
-    """A line for each setting that is not what it was in the run."""
-    from hpc3d.config import flat, load
-
-    before, now = flat(load(run / "config.toml", [])), flat(config)
-    return [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
-
-
-def resume(job, plan, trainer, log):
-    """Take the state of the newest whole checkpoint; the number of the next step."""
-    from hpc3d.training import saver
-
-    def share(opened):
-        """What is wrong with the files, of which each rank reads some."""
-        return [line for line in job.gather(opened.damage(job.rank, job.size)) if line]
-
-    try:
-        opened, wrong = saver.newest(plan.folder, share)
-        start = saver.resume(opened, trainer)
-    except ValueError as error:
-        job.refuse(str(error))
-    if start >= plan.config.train.steps:
-        job.refuse(f"--resume: {start} steps are done; ask for more with --train.steps")
-    for line in [*plan.changes, *wrong]:
-        log.say(f"resume: {line}")
-    log.say(f"resume: step {start} follows {opened.folder}")
-    return start
+    return Plan(config, where, folder.git_revision(), bool(run), changed)
 
 
 def saver_of(plan, trainer, batches):
@@ -202,10 +171,9 @@ def programs(config, program):
     return [program.of(stage) for stage in stages]
 
 
-def save_position(plan, batches):
+def save_position(plan, batches, done):
     """Rank 0: where in the data the run ended, for one that goes on from here."""
     if batches is not None:
-        done = plan.config.train.steps
         position = {"step": done, **batches.position(done)}
         (plan.folder / "position.json").write_text(json.dumps(position) + "\n")
 
@@ -214,46 +182,6 @@ def find(path):
     """`path` from here, or from the source tree, where the shipped corpus lies."""
     shipped = Path(__file__).parent.parent / path
     return shipped if not Path(path).exists() and shipped.exists() else path
-
-
-def traced(job, mesh, plan):
-    """The mesh with a recorder, and the environment of the run on disk."""
-    place = job.place()
-    places = job.gather(place)
-    if job.rank == 0:
-        from hpc3d.training.folder import describe
-
-        describe(plan.folder, places, job.library())
-    if not plan.config.trace.enabled:
-        return mesh
-    from hpc3d.config import to_toml
-    from hpc3d.trace.clock import Clocks
-    from hpc3d.trace.recorder import Recorder
-
-    header = {
-        "rank": job.rank,
-        "world_size": job.size,
-        "axes": list(mesh.sizes),
-        "axis_sizes": list(mesh.sizes.values()),
-        "coords": [mesh.coord(axis) for axis in mesh.sizes],
-        **place,
-        "device": "cpu",
-        "cores": os.cpu_count() or 0,
-        "run_id": plan.folder.name,
-        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "time_unit": "ns",
-        "config": to_toml(plan.config),
-        "git": plan.git,
-        "mpi": job.library(),
-        "version": __version__,
-    }
-    clock, _ = CLOCKS[plan.config.trace.clock]
-    recorder = Recorder(plan.folder, header, clock=clock)
-    if plan.config.trace.clock == "wall":
-        hosts = [place["host"] for place in places]
-        recorder.clocks = Clocks(mesh.world, hosts, recorder.clock)
-    job.at_end.append(recorder.flush)
-    return mesh.traced(recorder)
 
 
 class Log:

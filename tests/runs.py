@@ -1,6 +1,7 @@
 """Small runs of `train` on real ranks, and what they leave."""
 
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -46,3 +47,10 @@ def losses(path):
         mine = trace.steps["rank"] == 0
         assert (np.diff(trace.steps["step"][mine]) == 1).all()
         return trace.steps["loss"][mine]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -42,7 +42,7 @@ def test_a_wrong_type_is_refused(option, value, line):
         ("steps", "steps: unknown key; did you mean train.steps?"),
         ("run.name", "run.name: unknown key; did you mean name?"),
         ("modell", "modell: unknown key; did you mean model?"),
-        ("run.qqq", "run.qqq: unknown key; known here: run.out, run.watchdog_s"),
+        ("run.qqq", "run.qqq: unknown key; known here: run.out, run.signal, run.watchdog_s"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_full_name_of_a_near_one(option, line):

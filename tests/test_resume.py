@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from hpc3d.training.checkpoint import steps_of
 from tests.mpi import ENVIRONMENT, ROOT, checked, mpirun
-from tests.runs import losses, newest, said, train, words
+from tests.runs import losses, newest, said, train, wait_for, words
 
 STEPS = 8
 LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
@@ -81,13 +80,6 @@ def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
     found = losses(run)
     assert found[: STEPS - done].tolist() == whole[done:].tolist()
     assert not [*(run / "checkpoints").glob("*.tmp")]
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

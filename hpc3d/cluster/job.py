@@ -9,16 +9,18 @@ import time
 
 from mpi4py import MPI
 
-from hpc3d.cluster.launch import Refused
+from hpc3d.cluster.exits import BAD_INPUT, Ended
 
 
 class Job:
-    """All ranks.  `at_end` are the functions to call before the job ends, well or not."""
+    """All ranks.  `at_end` are the functions to call before the job ends, well or not; `told` the
+    signals that asked for its end, which a job that `stops` by itself looks at."""
 
     def __init__(self, name):
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.at_end, self.ending = [], threading.Lock()
+        self.told, self.stops, self.started = [], False, time.monotonic()
         self.id = self.comm.bcast(f"{socket.gethostname()}-{os.getpid()}")
 
     def agree(self, function):
@@ -39,7 +41,7 @@ class Job:
         if self.rank == 0:
             for line in problem.splitlines():
                 print(f"hpc3d.{self.name}: {line}", file=sys.stderr, flush=True)
-        raise Refused
+        raise Ended(BAD_INPUT)
 
     def deal(self, function):
         """This rank's value of the list, one a rank, that `function()` makes on rank 0."""

@@ -12,15 +12,12 @@ import threading
 import time
 import traceback
 
-BAD_INPUT = 2
+from hpc3d.cluster.exits import FAILED, Ended
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
 WORLD_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-class Refused(Exception):
-    """Bad input that all ranks know of; rank 0 has said what it is."""
 
 
 def number_in(names, default):
@@ -58,8 +55,9 @@ def set_environment():
 def run(name, body):
     """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
 
-    Bad input that all ranks agree on is exit code 2 everywhere.  Anything else that goes wrong on
-    one rank is printed once, with its rank, and aborts the job after `job.at_end` has been called.
+    An end that all ranks agree on (`Ended`) is the same exit code everywhere.  Anything else that
+    goes wrong on one rank is printed once, with its rank, and aborts the job after `job.at_end`
+    has been called.
     """
     set_environment()
     from hpc3d.cluster.job import Job
@@ -73,8 +71,8 @@ def run(name, body):
         if job.size == 1 and meant > 1:
             job.refuse(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else "")
         code = body(job)
-    except Refused:
-        return BAD_INPUT
+    except Ended as end:
+        return end.code
     except SystemExit as error:
         code = error.code
     except BaseException as error:
@@ -111,12 +109,13 @@ def exit_code(error):
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     code = getattr(error, "code", None)
-    return code if isinstance(error, SystemExit) and isinstance(code, int) else 1
+    return code if isinstance(error, SystemExit) and isinstance(code, int) else FAILED
 
 
 def leave_when_told(job):
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
+    A job that stops by itself (`stop_when_told`) goes on, until it is told a second time.
     Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
     the signal writes to a pipe reaches another thread.
     """
@@ -126,27 +125,51 @@ def leave_when_told(job):
     signal.set_wakeup_fd(tell)
 
     def listen():
-        while signal.SIGTERM not in os.read(told, 1):
-            pass
-        leave(job)
+        while True:
+            (number,) = os.read(told, 1)
+            again = number in job.told
+            job.told.append(number)
+            if number == signal.SIGTERM and (again or not job.stops):
+                leave(job)
+            elif number == signal.SIGTERM and not again:
+                keep(job)
 
     threading.Thread(target=listen, daemon=True).start()
 
 
-def leave(job):
-    """End this process, unless it is ending already.
+def stop_when_told(job, name):
+    """From now on SIGTERM and SIG`name` are only noted in `job.told`: the job stops by itself."""
+    signal.signal(signal.Signals[f"SIG{name}"], lambda *_: None)
+    job.stops = True
 
-    Open MPI's launcher kills what is left a quarter of a second after SIGTERM, or as soon as one
-    process has gone; a child with a session of its own has the time to save what can be saved.
-    """
+
+def leave(job):
+    """End this process, unless it is ending already."""
     if job.ending.acquire(blocking=False):
         os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
-        if os.fork() == 0:
-            os.setsid()
-            call_all(job)
-        else:
-            time.sleep(1)
+        save_in_child(job)
+        time.sleep(1)
         os._exit(128 + signal.SIGTERM)
+
+
+def keep(job):
+    """Save what can be saved now: this process may be killed before it has stopped."""
+    with job.ending:
+        os.waitpid(save_in_child(job), 0)
+
+
+def save_in_child(job):
+    """Do what is to be done at the end of the job, in a process with a session of its own.
+
+    Open MPI's launcher kills its processes a quarter of a second after SIGTERM, or as soon as one
+    of them has gone; this one has the time to finish.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        call_all(job)
+        os._exit(0)
+    return child
 
 
 def finish(job):

@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 @contextmanager
 def replacing(path):
     """A temporary name that takes the place of `path`, safe on disk, if the block succeeds."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         sync(temporary)

@@ -1,7 +1,8 @@
 """The folder of a run: everything that says what was run, and what came out.
 
 results/<name>-<stamp>/
-    config.toml  command.txt  environment.json  train.log  position.json  trace.h5  report/
+    config.toml  command.txt  environment.json  train.log  position.json  trace.h5  checkpoints/
+    report/  STOP (made by the user: stop behind the next step)
 """
 
 import json
@@ -49,6 +50,7 @@ def reopen(folder, text):
     begun to save is removed.
     """
     saver.clear(folder)
+    (folder / "STOP").unlink(missing_ok=True)
     number = next(n for n in count(1) if not (folder / f"config-{n}.toml").exists())
     with suppress(ValueError):  # nothing of its trace can be read
         merge(folder)

@@ -18,7 +18,7 @@ from hpc3d.training.program import program_of
 
 class Step(NamedTuple):
     """What a step came to: `loss` a token, times in seconds, `communication` a share of the step,
-    `peak` the bytes of arrays on the fullest rank."""
+    `peak` the bytes of arrays on the fullest rank, `wish` the largest of all ranks."""
 
     number: int
     loss: float
@@ -28,6 +28,7 @@ class Step(NamedTuple):
     seconds: float
     communication: float
     peak: int
+    wish: int
 
 
 class Trainer:
@@ -72,8 +73,11 @@ class Trainer:
         how = config.keep(), config.seed, config.parallel.recompute, twin
         return build(self.mesh, self.parameters, self.shape, config.split(), parts, *how)
 
-    def step(self, number):
-        """Step `number`: forward and backward of its microbatches, sums over ranks, update."""
+    def step(self, number, wish=int):
+        """Step `number`: forward and backward of its microbatches, sums over ranks, update.
+
+        `wish()` is why this rank wants the run to stop after it: a number, 0 for going on.
+        """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
         self.mesh.pool.reset_peak()
@@ -84,12 +88,12 @@ class Trainer:
             self.total()
         trace.phase = "other"
         seconds = self.clock() - start
-        share, peak = self.worst(trace.communication / 1e9 / seconds)
+        share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
         spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
         forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
         rate = learning_rate(self.config.train, number)
         trace.end_step(self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward)
-        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak)
+        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, wish)
 
     def update(self):
         """Sum the gradients, clip them to the global norm, update and start new ones."""
@@ -120,12 +124,12 @@ class Trainer:
                 f"step {self.number}: loss {self.loss}, gradient norm {self.norm}"
             )
 
-    def worst(self, communication):
-        """The mean share of communication and the highest peak of array bytes."""
-        mine = np.array([communication, self.mesh.pool.peak["all"]], np.float64)
-        world = self.mesh.world
-        share = world.all_reduce(mine[:1]).wait()[0] / self.mesh.ranks
-        return float(share), int(world.all_reduce(mine[1:], "max").wait()[0])
+    def worst(self, communication, wish):
+        """The mean share of communication, the highest peak of array bytes, the largest wish."""
+        share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
+        most = np.array([self.mesh.pool.peak["all"], wish], np.float64)
+        peak, wish = self.mesh.world.all_reduce(most, "max").wait()
+        return float(share), int(peak), int(wish)
 
 
 def shape_of(model, vocabulary):

@@ -26,7 +26,7 @@ class Saver:
 
     def __init__(self, folder, trainer, how, header):
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
-        self.how, self.thread = how, None
+        self.how, self.thread, self.saved = how, None, 0
 
     def after(self, number):
         """Save if it is time to, after step `number`."""
@@ -34,10 +34,21 @@ class Saver:
         if self.how.every and (done % self.how.every == 0 or done == last):
             self.save(done)
 
+    def stop(self, number):
+        """Save after step `number` if that has not been done; whether there is anything to save.
+
+        An asynchronous schedule has passes in flight that no checkpoint holds.
+        """
+        if self.trainer.feed.asynchronous:
+            return False
+        if self.saved != number + 1:
+            self.save(number + 1)
+        return True
+
     def save(self, done):
         """Save the state after `done` steps; waits for the one before to be on disk."""
         self.wait()
-        trainer = self.trainer
+        trainer, self.saved = self.trainer, done
         with trainer.mesh.trace.span("snapshot", "none"):
             snapshot = Snapshot(trainer.parameters, trainer.optimizer)
         header = self.header(done) | {

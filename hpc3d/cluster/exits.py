@@ -1,0 +1,16 @@
+"""How a job ends: its exit codes, which README lists."""
+
+FAILED = 1  # a rank failed, and the job with it
+BAD_INPUT = 2
+CHECK_FAILED = 3  # something that was stored or computed is wrong
+NOT_FINITE = 4
+STALLED = 5  # nothing moved for run.watchdog_s
+STOPPED = 75  # before its last step, on request, with everything saved: sysexits' EX_TEMPFAIL
+
+
+class Ended(Exception):
+    """All ranks end the job with `code`; what there is to say has been said."""
+
+    def __init__(self, code):
+        super().__init__(code)
+        self.code = code

@@ -1,0 +1,53 @@
+"""The recorder of a run, and the environment that the run leaves on disk."""
+
+import os
+import time
+from datetime import UTC, datetime
+
+from hpc3d import __version__
+from hpc3d.config import to_toml
+
+# What the trace and what the training loop reads, in ns and in s: the same clock.
+CLOCKS = {
+    "wall": (time.monotonic_ns, time.monotonic),
+    "processor": (time.process_time_ns, time.process_time),
+}
+
+
+def recorded(job, mesh, config, folder, git):
+    """The mesh with a recorder where the run is traced; rank 0 describes the environment."""
+    place = job.place()
+    places = job.gather(place)
+    if job.rank == 0:
+        from hpc3d.training.folder import describe
+
+        describe(folder, places, job.library())
+    if not config.trace.enabled:
+        return mesh
+    from hpc3d.trace.clock import Clocks
+    from hpc3d.trace.recorder import Recorder
+
+    header = {
+        "rank": job.rank,
+        "world_size": job.size,
+        "axes": list(mesh.sizes),
+        "axis_sizes": list(mesh.sizes.values()),
+        "coords": [mesh.coord(axis) for axis in mesh.sizes],
+        **place,
+        "device": "cpu",
+        "cores": os.cpu_count() or 0,
+        "run_id": folder.name,
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time_unit": "ns",
+        "config": to_toml(config),
+        "git": git,
+        "mpi": job.library(),
+        "version": __version__,
+    }
+    clock, _ = CLOCKS[config.trace.clock]
+    recorder = Recorder(folder, header, clock=clock)
+    if config.trace.clock == "wall":
+        hosts = [place["host"] for place in places]
+        recorder.clocks = Clocks(mesh.world, hosts, recorder.clock)
+    job.at_end.append(recorder.flush)
+    return mesh.traced(recorder)

@@ -1,0 +1,35 @@
+"""Why a run stops before its last step: a signal, the end of its minutes, the file STOP.
+
+A rank wishes (a number), the trainer takes the largest wish of all ranks at the end of a step, and
+so all ranks stop behind the same one.
+"""
+
+import signal
+import time
+
+MINUTES, FILE = 1001, 1002  # beyond the numbers of signals
+
+
+class Stop:
+    """The wishes of this rank of a job, of a run in `folder`; the clock and the folder are looked
+    at by rank 0."""
+
+    def __init__(self, job, folder, minutes):
+        self.job, self.file = job, folder / "STOP"
+        self.end = job.started + 60 * minutes if minutes else float("inf")
+
+    def wish(self):
+        """0 to go on; else the number of a signal, MINUTES or FILE."""
+        if self.job.told:
+            return self.job.told[0]
+        if self.job.rank:
+            return 0
+        if time.monotonic() > self.end:
+            return MINUTES
+        return FILE if self.file.exists() else 0
+
+
+def reason(wish):
+    """A wish in words."""
+    words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
+    return words.get(wish) or f"{signal.Signals(wish).name} came"

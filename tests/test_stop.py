@@ -1,0 +1,114 @@
+"""Runs that are asked to stop: they save, say so, exit with 75, and can be gone on with."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hpc3d.cluster.exits import STOPPED
+from hpc3d.training.checkpoint import Checkpoint, steps_of
+from hpc3d.training.stop import FILE, MINUTES, Stop, reason
+from tests.mpi import checked, mpirun
+from tests.runs import losses, newest, train, wait_for, words
+
+
+def when_running(out, act):
+    """In a thread: `act(run folder)` when a run in `out` has done its second step."""
+
+    def wait():
+        wait_for(lambda: any("   1 " in log.read_text() for log in out.glob("*/train.log")))
+        act(newest(out))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def ranks_of(run):
+    """The processes of the ranks of a run, by their command line; the launcher is none of them."""
+    found = subprocess.run(
+        ["pgrep", "-f", f"^{sys.executable} .*{run.parent}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [int(word) for word in found.stdout.split() if int(word) != os.getpid()]
+
+
+ACTS = {
+    "signal of one rank": lambda run: os.kill(ranks_of(run)[-1], signal.SIGUSR1),
+    "SIGTERM of one rank": lambda run: os.kill(ranks_of(run)[0], signal.SIGTERM),
+    "file": lambda run: (run / "STOP").touch(),
+}
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "SIGTERM of one rank",
+        pytest.param("signal of one rank", marks=slow),
+        pytest.param("file", marks=slow),
+    ],
+)
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, tmp_path):
+    thread = when_running(tmp_path, ACTS[act])
+    done = mpirun(4, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000))
+    thread.join()
+    assert done.returncode == STOPPED, done.stderr
+    run = newest(tmp_path)
+    (saved,) = steps_of(run / "checkpoints")
+    step = Checkpoint(saved).header["step"]
+    assert f"stopped behind step {step - 1}, for " in done.stdout
+    assert len(losses(run)) == step
+    checked(4, "-m", "hpc3d.train", "--resume", run, "--train.steps", step + 1)
+    whole = train(4, tmp_path / "whole", train__steps=step + 1)
+    assert losses(run)[-1] == losses(whole)[-1]
+
+
+@slow
+def test_the_minutes_of_a_run_end_it(tmp_path):
+    done = mpirun(
+        2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, train__max_minutes=0.1)
+    )
+    assert done.returncode == STOPPED
+    assert "train.max_minutes have passed; go on with --resume" in done.stdout
+
+
+@slow
+def test_a_schedule_with_passes_in_flight_stops_and_says_that_nothing_is_saved(tmp_path):
+    how = {"mesh__p": 2, "parallel__schedule": "pipedream", "parallel__microbatches": 2}
+    how |= {"model__tied": "false", "train__clip": 0}
+    thread = when_running(tmp_path, ACTS["file"])
+    done = mpirun(2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, **how))
+    thread.join()
+    assert done.returncode == STOPPED, done.stderr
+    assert "in the folder; nothing is saved" in done.stdout
+    assert not (newest(tmp_path) / "checkpoints").exists()
+
+
+class Job:
+    """A job of which only this rank is looked at."""
+
+    def __init__(self, rank=0, told=(), started=0.0):
+        self.rank, self.told, self.started = rank, [*told], started
+
+
+def test_a_rank_wishes_what_it_sees(tmp_path):
+    assert Stop(Job(), tmp_path, 0).wish() == 0
+    assert Stop(Job(), tmp_path, 1e-9).wish() == MINUTES
+    assert Stop(Job(1), tmp_path, 1e-9).wish() == 0
+    assert Stop(Job(1, [signal.SIGUSR2]), tmp_path, 0).wish() == signal.SIGUSR2
+    (tmp_path / "STOP").touch()
+    assert Stop(Job(), tmp_path, 0).wish() == FILE
+    assert Stop(Job(1), tmp_path, 0).wish() == 0
+
+
+@pytest.mark.parametrize("wish", [signal.SIGTERM, MINUTES, FILE])
+def test_every_wish_has_a_reason(wish):
+    assert reason(wish)
