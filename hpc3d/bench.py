@@ -20,14 +20,13 @@ Ratios are medians of pairs that ran one after the other; single times say littl
 that is busy.
 """
 
-import argparse
 import json
 import os
 import sys
 from importlib import import_module
 
 from hpc3d.cluster import launch
-from hpc3d.cluster.exits import BAD_INPUT
+from hpc3d.command import Parser, positive, run
 
 MODULES = {
     "pairs": ("overhead", "step", "trace", "overlap", "schemes"),
@@ -42,38 +41,26 @@ def main(argv=None):
     options = _parser().parse_args(argv)
     if SINGLE & {*options.names}:  # before NumPy is loaded
         os.environ |= dict.fromkeys(launch.THREAD_VARIABLES, "1")
-    try:
-        found = {name: benchmark(name)(options) for name in options.names}
-    except (ValueError, OSError) as error:
-        print(f"hpc3d.bench: {error}", file=sys.stderr)
-        return BAD_INPUT
+    return run("bench", lambda: measure(options))
+
+
+def measure(options):
+    found = {name: benchmark(name)(options) for name in options.names}
     if options.json:
         print(json.dumps(found))
-    return 0
 
 
 def _parser():
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc3d.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bench", __doc__)
     add = parser.add_argument
     add("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
-    add("--rounds", type=rounds, default=0, metavar="N", help="pairs (default: a few)")
+    add("--rounds", type=positive, default=0, metavar="N", help="pairs (default: a few)")
     add("--out", default="results", metavar="DIR", help="folder of the figures")
     add("--machine", metavar="FILE", help="the machine that predicts, or that calibrate writes")
     add("--transport", default="auto", help="mesh.transport of the runs (calibrate)")
     add("--check", action="store_true", help="predict other runs (calibrate)")
     add("--json", action="store_true", help="one JSON object on the last line")
     return parser
-
-
-def rounds(text):
-    """A number of pairs."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give the number of pairs, 1 or more")
-    return int(text)
 
 
 def benchmark(name):

@@ -13,13 +13,12 @@ is left, and whole steps of the best are simulated; "~" marks what is only estim
 
 import argparse
 import json
-import os
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hpc3d.cluster.exits import BAD_INPUT
+from hpc3d.command import Parser, positive, run
 
 MACHINE = Path(__file__).parent.parent / "inputs" / "machines" / "h100.toml"
 MOST_COSTS = 1300  # that are measured, some 3 ms each
@@ -34,29 +33,15 @@ communication, axis, waits_s, peak_bytes, stage, memory"""
 def main(argv=None):
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
     options, overrides = parser().parse_known_args(argv)
-    try:
-        found = plan(options, overrides)
-        if options.json:
-            print(json.dumps(found))
-    except BrokenPipeError:  # who reads has enough, also of what Python flushes when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        print(f"hpc3d.plan: {error.filename}: {error.strerror}", file=sys.stderr)
-        return BAD_INPUT
-    except ValueError as error:
-        print(f"hpc3d.plan: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return 0
+    return run("plan", lambda: plan(options, overrides))
 
 
 def parser():
-    parser = argparse.ArgumentParser(
-        "python -m hpc3d.plan",
+    parser = Parser(
+        "plan",
+        __doc__,
+        "exit codes: 0 good, 2 bad input, or no layout fits (one line on stderr says what)",
         usage="%(prog)s INPUT.toml --ranks N [options] [--section.key value ...]",
-        description=__doc__,
-        epilog="exit codes: 0 good, 2 bad input, or no layout fits (one line on stderr says what)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("input", metavar="INPUT.toml", help="the model, and what else is trained with")
@@ -69,12 +54,6 @@ def parser():
     return parser
 
 
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
-    return int(text)
-
-
 def size(text):
     """Bytes that are written as 80GB, 40GiB or 80, which are GB."""
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
@@ -85,7 +64,7 @@ def size(text):
 
 
 def plan(options, overrides):
-    """Search, print, write the input file; what is found, as plain values."""
+    """Search, print, write the input file."""
     from hpc3d.config import load
     from hpc3d.predict import machine as machines
     from hpc3d.rules import not_there_yet, refuse, unknown_values
@@ -107,7 +86,8 @@ def plan(options, overrides):
     show_search(found, ranking, options.apply)
     about = {"machine": machine.name, "ranks": ranks, "memory_bytes": memory}
     rest = {"searched": searched(found, ranking), "applied": options.apply}
-    return about | told(best, named, losers) | rest
+    if options.json:
+        print(json.dumps(about | told(best, named, losers) | rest))
 
 
 def ranked(config, ranks, machine, memory, top):

@@ -10,38 +10,35 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from hpc3d.cluster.exits import BAD_INPUT, CHECK_FAILED
+from hpc3d.cluster.exits import CHECK_FAILED
+from hpc3d.command import Parser, run
 from hpc3d.training.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
 from hpc3d.training.tokens import SUFFIX, TokenFile, verify, write_tokens
 
 BPE_VOCABULARY = 8192
 
 
-class Parser(argparse.ArgumentParser):
-    """Leaves it to `main` to report an error, in one line as all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; return 0 good, 2 bad input, 3 a failed check."""
+    arguments = parser().parse_args(argv)
+    return run("prepare", lambda: work(arguments))
+
+
+def work(arguments: argparse.Namespace) -> int:
+    """Check or prepare.  The key `data.path` is the input file's, not this verb's."""
     try:
-        arguments = parser().parse_args(argv)
         return check(arguments) if arguments.verify else prepare(arguments)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return BAD_INPUT
+    except ValueError as error:
+        raise ValueError(without_key(error)) from error
 
 
 def parser() -> Parser:
     """The command line."""
     parser = Parser(
-        prog="python -m hpc3d.prepare",
-        description="Turn UTF-8 texts into one token file, which data.path then names.",
-        epilog="exit codes: 0 good, 2 bad input (nothing was written), 3 --verify failed",
+        "prepare",
+        "Turn UTF-8 texts into one token file, which data.path then names.",
+        "exit codes: 0 good, 2 bad input (nothing was written), 3 --verify failed",
     )
     add = parser.add_argument
     add("texts", nargs="*", type=Path, metavar="TEXT", help="a text file or a folder of *.txt")
@@ -82,7 +79,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         verify(arguments.verify)
     except ValueError as error:
-        complain(error)
+        print(f"hpc3d.prepare: {without_key(error)}", file=sys.stderr)
         return CHECK_FAILED
     describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
     return 0
@@ -151,9 +148,8 @@ def readable(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00")
 
 
-def complain(error: Exception) -> None:
-    """Print one line for an error.  The key `data.path` is the input file's, not this verb's."""
-    print(f"hpc3d.prepare: {str(error).removeprefix('data.path: ')}", file=sys.stderr)
+def without_key(error: ValueError) -> str:
+    return str(error).removeprefix("data.path: ")
 
 
 if __name__ == "__main__":

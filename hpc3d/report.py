@@ -7,7 +7,6 @@ python -m hpc3d.report results/RUN-1D results/RUN-3D --out results/comparison
 import argparse
 import json
 import math
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from hpc3d.analyze.export import FORMATS, events_of, export
 from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import clear, write
 from hpc3d.analyze.waits import calls_of
-from hpc3d.cluster.exits import BAD_INPUT
+from hpc3d.command import Parser, read_no_more, run
 from hpc3d.trace.run import trace_of
 
 DESCRIPTION = """\
@@ -35,28 +34,11 @@ The trace is merged first if the ranks have written more than it has."""
 def main(argv=None):
     """Print and write a report; the exit code is 2 for what cannot be reported."""
     options = _parser().parse_args(argv)
-    try:
-        _report(options)
-    except (ValueError, OSError) as error:
-        print(f"hpc3d.report: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong."""
-
-    def error(self, message):
-        self.exit(2, f"hpc3d.report: {message}\n")
+    return run("report", lambda: _report(options))
 
 
 def _parser():
-    parser = _Parser(
-        "python -m hpc3d.report",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit codes: 0 good, 2 bad input (one line on stderr says what)",
-    )
+    parser = Parser("report", DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="a run, or its trace")
     add(
@@ -148,8 +130,7 @@ def _say(text):
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
-        # Python flushes once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        read_no_more()
 
 
 def _folders(report):

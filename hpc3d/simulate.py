@@ -7,12 +7,11 @@ python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
 
-from hpc3d.cluster.exits import BAD_INPUT
+from hpc3d.command import Parser, positive, run
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
@@ -52,43 +51,23 @@ print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_
 communication (share of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
 bytes (axis, operation: calls and bytes that a rank of stage 0 receives)"""
 
-EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
-
 
 def main(argv=None):
     """Simulate what the command line says; the exit code is 2 for what cannot be simulated."""
     words = sys.argv[1:] if argv is None else list(argv)
-    try:
-        if words[:1] == ["schedule"]:
-            _schedule(_schedule_parser().parse_args(words[1:]))
-        else:
-            _step(*_step_parser().parse_known_args(words))
-    except BrokenPipeError:  # who reads has enough, also of what Python flushes when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        print(f"hpc3d.simulate: {error.filename}: {error.strerror}", file=sys.stderr)
-        return BAD_INPUT
-    except ValueError as error:
-        print(f"hpc3d.simulate: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return 0
-
-
-def _parser(command, description):
-    return argparse.ArgumentParser(
-        f"python -m hpc3d.simulate{command}",
-        description=description,
-        epilog=EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    if words[:1] == ["schedule"]:
+        options = _schedule_parser().parse_args(words[1:])
+        return run("simulate", lambda: _schedule(options))
+    options, overrides = _step_parser().parse_known_args(words)
+    return run("simulate", lambda: _step(options, overrides))
 
 
 def _step_parser():
-    parser = _parser("", STEP)
+    parser = Parser("simulate", STEP)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
     add("--machine", required=True, metavar="MACHINE.toml", help="see inputs/machines")
-    add("--ranks", type=_ranks, metavar="N", help="(default: the product of the sizes of [mesh])")
+    add("--ranks", type=positive, metavar="N", help="(default: the product of [mesh])")
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
     add("--json", action="store_true", help=STEP_JSON)
     return parser
@@ -154,12 +133,6 @@ def _print_step(config, found):
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
 
 
-def _ranks(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
-    return int(text)
-
-
 def _print_memory(memory):
     kinds = [*memory["stages"][0]]
     print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at its peak")
@@ -171,7 +144,7 @@ def _print_memory(memory):
 
 
 def _schedule_parser():
-    parser = _parser(" schedule", SCHEDULE)
+    parser = Parser("simulate schedule", SCHEDULE)
     _add_options(parser.add_argument)
     return parser
 

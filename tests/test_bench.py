@@ -10,4 +10,4 @@ def test_a_number_of_pairs_is_at_least_one(rounds, capsys):
     with pytest.raises(SystemExit) as end:
         bench.main(["trace", f"--rounds={rounds}"])
     assert end.value.code == 2
-    assert f"{rounds}: give the number of pairs, 1 or more" in capsys.readouterr().err
+    assert f"{rounds}: must be a whole number, 1 or more" in capsys.readouterr().err

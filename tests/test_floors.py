@@ -18,7 +18,7 @@ FLOORS = [
     {"rules"},
     {"training"},
     {"analyze", "partition", "predict"},
-    {"benchmarks"},
+    {"benchmarks", "command"},
 ]
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 

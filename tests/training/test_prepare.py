@@ -47,7 +47,10 @@ def python(*words, **options):
 
 def call(capsys, *words):
     """Run the verb in this process: exit code, lines on stdout, text on stderr."""
-    code = prepare.main([str(word) for word in words])
+    try:
+        code = prepare.main([str(word) for word in words])
+    except SystemExit as end:
+        code = end.code
     printed = capsys.readouterr()
     return code, printed.out.splitlines(), printed.err
 
