@@ -68,6 +68,12 @@ class Part(NamedTuple):
     last: bool
 
 
+# A model taken apart: one block, and its ends without any.
+FIRST = Part(range(0), first=True, last=False)
+LAYER = Part(range(1), first=False, last=False)
+LAST = Part(range(0), first=False, last=True)
+
+
 def build(mesh, parameters, shape, split, parts, keep="xw", seed=0, recompute="none", twin=None):
     """The stages of this rank, one a part, their parameters added to `parameters`.
 

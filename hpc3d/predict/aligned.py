@@ -24,7 +24,6 @@ from hpc3d.training.program import program_of
 
 COMM = CATEGORY.index("comm")
 ASIDE = [CATEGORY.index(name) for name in ("copy", "io")]
-MOST_ROWS = 1 << 16  # of a rank in two steps
 MESSAGES = ("send", "recv")
 SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
 TIMES = ("t_start", "dur", "posted")
@@ -94,7 +93,6 @@ def script_of(config, coords, program):
     mesh, told = shapes.rank_of(config.mesh.sizes(), coords), Told()
     mesh.pool.meter = told
     ledger = Ledger(mesh.rank, lambda: len(told.list))
-    ledger.make_room(MOST_ROWS)
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)
     trainer.step(0)

@@ -17,18 +17,12 @@ from hpc3d.cluster.shapes import line
 from hpc3d.model.buckets import Buckets
 from hpc3d.model.layers import at_once
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import Micro, Part, build
+from hpc3d.model.stage import LAYER, Micro, build
 from hpc3d.pipeline.engine import Later
 from hpc3d.predict.clock import Clock, representative
 from hpc3d.predict.simulate import crowding
 from hpc3d.training.loop import shape_of
 from hpc3d.training.optimizer import OPTIMIZERS
-
-LAYER, FIRST, LAST = (
-    Part(range(1), False, False),
-    Part(range(0), True, False),
-    Part(range(0), False, True),
-)
 
 
 class Alone(NamedTuple):

@@ -13,9 +13,10 @@ import numpy as np
 
 from hpc3d.cluster.shapes import line
 from hpc3d.config import Config
+from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
-from hpc3d.predict.cost import FIRST, LAST, LAYER, NOTHING, Pass, Passes, Sample
+from hpc3d.predict.cost import NOTHING, Pass, Passes, Sample
 from hpc3d.predict.makespan import flights, makespan
 
 SPLIT = ("zb-h1", "zb-v")  # schedules whose backward pass has two halves

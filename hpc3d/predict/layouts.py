@@ -9,8 +9,9 @@ import numpy as np
 
 from hpc3d.cluster.shapes import line
 from hpc3d.config import MeshConfig
+from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import find
-from hpc3d.predict.cost import LAYER, Sample
+from hpc3d.predict.cost import Sample
 from hpc3d.predict.simulate import crowding
 from hpc3d.rules import misfits, words, wrong_parts, wrong_pipeline
 

@@ -43,7 +43,6 @@ class Studio:
     @contextmanager
     def take(self, kind):
         """Record what is done in this context as a pass of this kind, if it is the first."""
-        self.ledger.make_room()
         pool, count = self.mesh.pool, self.ledger.count
         now, busy = self.clock.now, self.clock.busy
         before, peak, first = Counter(pool.live), pool.peak, self.numbers()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.model.gpt2 import Shape
-from hpc3d.model.stage import Part
+from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.predict.machine import Machine
@@ -29,14 +29,10 @@ from hpc3d.tensor.split import SCHEMES
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-LAST = range(-len(ROW), 0)  # columns of the file; others are in front of them
+FIELDS = range(-len(ROW), 0)  # columns of the file; others are in front of them
 EVERY = 10  # rows, as they are published, of which the first calibrates
 VOCABULARY = 50257
-PARTS = {
-    "embedding": Part(range(0), first=True, last=False),
-    "block": Part(range(1), first=False, last=False),
-    "head": Part(range(0), first=False, last=True),
-}
+PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
 ATTENTION = ("attend", "attend_again", "attend_grad")
 VALUE = 2  # bytes
 UPDATE = 2 * (VALUE + 4 + 4) + VALUE  # value and Adam's moments both ways, and the gradient
@@ -57,7 +53,13 @@ def read(path):
     """
     try:
         with warnings.catch_warnings(action="error", category=UserWarning):  # of an empty file
-            how = {"comments": None, "delimiter": ",", "skiprows": 1, "usecols": LAST, "ndmin": 1}
+            how = {
+                "comments": None,
+                "delimiter": ",",
+                "skiprows": 1,
+                "usecols": FIELDS,
+                "ndmin": 1,
+            }
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; name a file of rows") from None
