@@ -144,7 +144,7 @@ class RunConfig:
     __pydantic_config__ = STRICT
     out: str = "results"
     signal: Literal["USR1", "USR2", "HUP", "INT", "URG"] = "USR1"
-    watchdog_s: float = 300
+    watchdog_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def read(path):
             return tomllib.load(file)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; name an input file that exists") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of numbers and tables without an end, too
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -252,7 +252,7 @@ def toml_value(text):
 
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -276,7 +276,9 @@ def explain(error):
     key = ".".join(path)
     if error["type"] == "unexpected_keyword_argument":
         return f"{key}: unknown key; {hint(path[:-1], path[-1])}"
-    return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
+    found = repr(error["input"])
+    found = found if len(found) < 100 else f"{found[:100]} ..."
+    return f"{key}: {error['msg'].lower()}, not {found}; correct the value"
 
 
 def hint(sections, name):

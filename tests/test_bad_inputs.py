@@ -1,0 +1,209 @@
+"""Hundreds of generated bad inputs: each is refused in lines that say what is wrong, and nothing
+else happens: no traceback, no hang, no exit code 0."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc3d import plan, prepare, report, simulate, train
+from hpc3d.config import Config, flat
+from hpc3d.training.checkpoint import Checkpoint
+from tests.runs import train as run_of
+
+SHIPPED = sorted((Path(__file__).parent.parent / "inputs").glob("*.toml"))
+MACHINE = Path(__file__).parent.parent / "inputs" / "machines" / "h100.toml"
+
+# What no key of a type takes.
+WRONG = {
+    int: ["abc", "1.5", "-1", "[1]", "{a=1}", "nan", "''", "1e400", "9" * 5000],
+    float: ["abc", "nan", "inf", "-1", "[1.0]", "{a=1}", "''", "2020-01-01", "9" * 5000],
+    bool: ["1", "yes", "[true]", "''", "nan"],
+    str: ["[1]", "{a=1}", "nan", "1", "true"],
+    type(None): ["{a=1}", "nan", "[[1]]", "-0.5"],
+}
+DEEP = "a=" + "[" * 5000
+
+
+class Job:
+    """A job of a single rank, which reads the input."""
+
+    size, rank = 1, 0
+
+
+def refused(words):
+    """The lines with which rank 0 refuses the words of a command line; None if it does not."""
+    try:
+        train.prepare(Job(), [str(word) for word in words], {})
+    except ValueError as error:
+        return str(error).splitlines()
+    return None
+
+
+def said_well(lines):
+    return bool(lines) and all(line.strip() and len(line) < 500 for line in lines)
+
+
+def wrong_values():
+    values = flat(Config())
+    del values["run.out"]  # given below
+    return [(key, bad) for key in values for bad in WRONG[type(values[key])]]
+
+
+def test_no_key_takes_what_is_not_of_its_type(tmp_path):
+    cases = wrong_values()
+    assert len(cases) > 200
+    for key, bad in cases:
+        lines = refused([f"--{key}={bad}", "--run.out", tmp_path])
+        assert said_well(lines), (key, bad[:20], lines)
+        assert any(key in line for line in lines), (key, bad[:20], lines)
+    assert not list(tmp_path.iterdir())
+
+
+def damaged(text, chance):
+    """A text of bytes with a few changes."""
+    content = bytearray(text)
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(content))
+        change = chance.choice(["flip", "drop", "double", "garbage"])
+        if change == "flip":
+            content[place] ^= 1 << chance.randrange(8)
+        elif change == "drop":
+            del content[place : place + chance.randint(1, 40)]
+        elif change == "double":
+            content[place:place] = content[place : place + chance.randint(1, 40)]
+        else:
+            content[place:place] = bytes(chance.randrange(256) for _ in range(5))
+    return bytes(content)
+
+
+def test_damaged_input_files_are_refused(tmp_path):
+    chance, path, bad = random.Random(1), tmp_path / "input.toml", 0
+    texts = [damaged(chance.choice(SHIPPED).read_bytes(), chance) for _ in range(200)]
+    for text in [*texts, DEEP.encode(), b"a = " + b"9" * 5000, b"\0", b"\xff\xfe", b"[mesh"]:
+        path.write_bytes(text)
+        lines = refused([path, "--run.out", tmp_path / "none"])
+        shutil.rmtree(tmp_path / "none", ignore_errors=True)
+        bad += lines is not None
+        assert lines is None or said_well(lines), (text, lines)
+    assert bad > 150
+
+
+@pytest.mark.parametrize("verb", [simulate, plan])
+def test_commands_without_ranks_refuse_them_too(verb, tmp_path, capsys):
+    chance, path, bad = random.Random(2), tmp_path / "input.toml", 0
+    ranks = ["--ranks", "64"] if verb is plan else []
+    cases = [(f"--{key}", bad) for key, bad in wrong_values() if not bad.startswith("-")]
+    for key, value in chance.sample(cases, 40):
+        path.write_bytes(chance.choice(SHIPPED).read_bytes())
+        code = ended(verb, [path, "--machine", MACHINE, *ranks, key, value])
+        error = capsys.readouterr().err
+        assert code == 2 and said_well(error.splitlines()), (key, value[:20], error)
+        bad += 1
+    for text in (b"", b"\xff", DEEP.encode()):
+        path.write_bytes(text)
+        assert ended(verb, [SHIPPED[0], "--machine", path, *ranks]) == 2
+        assert said_well(capsys.readouterr().err.splitlines())
+
+
+def ended(verb, words):
+    """The exit code of a command in this process."""
+    try:
+        return verb.main([str(word) for word in words])
+    except SystemExit as end:
+        return end.code
+
+
+def test_damaged_texts_and_token_files_are_refused(tmp_path, capsys):
+    chance, text = random.Random(3), tmp_path / "text.txt"
+    text.write_text("Words and more words, again and again.\n" * 40, encoding="utf-8")
+    good = tmp_path / "good.h5"
+    assert ended(prepare, [text, "-o", good]) == 0
+    content, bad = good.read_bytes(), 0
+    for number in range(60):
+        path = tmp_path / f"{number}.h5"
+        path.write_bytes(damaged(content, chance) if number % 2 else content[: number * 60])
+        capsys.readouterr()
+        code = ended(prepare, ["--verify", path])
+        error = capsys.readouterr().err
+        assert code == 0 or (code in (2, 3) and said_well(error.splitlines())), (number, error)
+        bad += code != 0
+        lines = refused(["--data.path", path, "--run.out", tmp_path / "none"])
+        shutil.rmtree(tmp_path / "none", ignore_errors=True)
+        assert lines is None or said_well(lines), lines
+    assert bad > 40
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two ranks with a checkpoint and a trace."""
+    out = tmp_path_factory.mktemp("run")
+    return run_of(2, out, train__steps=2, checkpoint__every=2, model__layers=1)
+
+
+def test_damaged_traces_are_refused(run, tmp_path, capsys):
+    chance, content, bad = random.Random(4), (run / "trace.h5").read_bytes(), 0
+    for number in range(40):
+        path = tmp_path / f"{number}.h5"
+        path.write_bytes(content[: number * 997] if number % 2 else damaged(content, chance))
+        code = ended(report, [path, "--tables", "--out", tmp_path / "report"])
+        error = capsys.readouterr().err
+        assert code == 0 or (code == 2 and said_well(error.splitlines())), (number, error)
+        bad += code != 0
+    assert bad > 20
+
+
+# What a manifest may hold instead of what belongs there.
+ODD = [None, -1, 1 << 70, "", "../x", [], {}, [[]], 1.5, "x" * 1000, [None], {"a": 1}, True]
+
+
+def test_damaged_checkpoints_are_refused(run, tmp_path):
+    chance, bad = random.Random(5), 0
+    (whole,) = (run / "checkpoints").glob("step-*")
+    manifest = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
+    for number in range(120):
+        folder = tmp_path / f"step-{number:08d}"
+        shutil.copytree(whole, folder)
+        if number % 3:
+            spoil(folder / "manifest.json", manifest, chance)
+        else:
+            path = chance.choice(sorted(folder.iterdir()))
+            path.write_bytes(damaged(path.read_bytes(), chance))
+        bad += is_bad(folder, number)
+        shutil.rmtree(folder)
+    assert bad > 80
+
+
+def spoil(path, manifest, chance):
+    """Write a manifest of which one value is another."""
+    tree = json.loads(json.dumps(manifest))
+    node, key = chance.choice([*places(tree)])
+    node[key] = chance.choice(ODD)
+    path.write_text(json.dumps(tree), encoding="utf-8")
+
+
+def places(tree):
+    """(container, key) of every value of a tree."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield tree, key
+        if isinstance(value, dict | list):
+            yield from places(value)
+
+
+def is_bad(folder, number):
+    """Whether a checkpoint is refused, which must be in one line; all of it is read else."""
+    try:
+        opened = Checkpoint(folder)
+        if line := opened.damage():
+            assert said_well([line]), (number, line)
+            return True
+        for (name, kind), found in opened.sources.items():
+            for elements, part in found:
+                opened.fill(np.empty_like(elements), name, kind, part)
+    except ValueError as error:
+        assert said_well(str(error).splitlines()), (number, error)
+        return True
+    return False
