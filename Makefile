@@ -2,6 +2,8 @@
 # make train       NP=64 ranks train the model of INPUT
 # make test        the tests that take seconds
 # make test-slow   the tests that take minutes
+# make test-peers  weights to and from Hugging Face transformers
+# make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
 # make lint        ruff
 # make report      tables and figures of RUN (default: the newest run in results/)
 # make bench       what the code itself costs
@@ -32,7 +34,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow lint report bench clean
+.PHONY: setup train test test-slow test-peers slurm-test lint report bench clean
 
 setup: .venv/setup.stamp
 
@@ -40,10 +42,16 @@ train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
 
 test: .venv/test.stamp
-	python -m pytest -q -m "not slow"
+	python -m pytest -q -m "not slow and not slurm"
 
 test-slow: .venv/test.stamp
 	python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: no test has this mark
+
+test-peers: .venv/test-peers.stamp
+	python -m pytest -q tests/peers
+
+slurm-test: .venv/test.stamp
+	python -m pytest -q -rs -m slurm tests/slurm || [ $$? -eq 5 ]  # 5: there is no Slurm
 
 lint: .venv/lint.stamp
 	ruff check

@@ -1,0 +1,59 @@
+# What every job does first, and how it starts ranks; the scripts of this folder source it.
+#
+# Lines marked SITE depend on the cluster; jobs/README.md tells how to choose them.
+# shellcheck shell=bash
+
+# Slurm runs a copy of the script that lies elsewhere.
+cd "$SLURM_SUBMIT_DIR" || exit
+
+# SITE: the modules that `make setup` saw, so that mpi4py finds the same MPI again.
+# module load openmpi
+# shellcheck source=/dev/null
+source .venv/bin/activate
+
+# SITE: how this cluster starts MPI programs, e.g. LAUNCH=mpirun sbatch jobs/train.sbatch
+read -ra launch <<< "${LAUNCH:-srun --mpi=pmix}"
+
+# NumPy's threads. Since Slurm 22.05 srun does not take --cpus-per-task from the job.
+export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+
+# The folder of this job's runs; its log lies beside it.
+# shellcheck disable=SC2034 # of the scripts
+out="results/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"
+
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}: ${launch[*]}"
+
+# train WORDS ...: hpc3d.train on the ranks of the job.
+#
+# The signal of `#SBATCH --signal` comes to this shell, which notes it in `told` and tells the
+# launcher, and so the ranks. A signal also ends `wait`, hence the loop; the last `wait` has the
+# exit code of a launcher that is gone.
+told=""
+trap 'told=1; kill -USR1 "$(jobs -p)" 2> /dev/null || true' USR1
+train() {
+    "${launch[@]}" python -m hpc3d.train "$@" &
+    local ranks=$!
+    while kill -0 "$ranks" 2> /dev/null; do wait "$ranks" || true; done
+    wait "$ranks"
+}
+
+# saved FOLDER: the last run in FOLDER that has a checkpoint, if any; FOLDER may be that run.
+saved() {
+    local checkpoint run=""
+    for checkpoint in "$1"/{,*/}checkpoints/step-????????; do
+        [ ! -d "$checkpoint" ] || run="${checkpoint%/checkpoints/*}"
+    done
+    echo "$run"
+}
+
+# stopped CODE FOLDER: what to do when `train` ended with CODE, with its run in FOLDER.
+#
+# 75 is a run that stopped on request. Only the signal asks for another turn in the queue: a run
+# that was stopped by a file STOP, or whose job was cancelled, is meant to stop.
+stopped() {
+    if [ "$1" = 75 ] && [ -n "$told" ] && [ -n "$(saved "$2")" ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    exit "$1"
+}

@@ -1,0 +1,37 @@
+# The layouts of the scaling jobs, one for each array task; both scripts source it.
+# shellcheck shell=bash
+
+# shellcheck source=launch.sh
+source "$SLURM_SUBMIT_DIR/jobs/launch.sh"
+
+# ranks  scheme  x y z
+layouts=(
+    "1   3d         1 1 1"
+    "8   1d         8 1 1"
+    "8   2d-summa   4 2 1"
+    "8   2.5d       2 2 2"
+    "8   3d         2 2 2"
+    "64  1d        64 1 1"
+    "64  2d-summa   8 8 1"
+    "64  2.5d       4 4 4"
+    "64  3d         4 4 4"
+    "64  3d        16 4 1"
+)
+read -r ranks scheme x y z <<< "${layouts[SLURM_ARRAY_TASK_ID]}"
+
+# measure HIDDEN BATCH WORDS ...: trains on the layout of this task, on as many of the job's ranks
+# as it has, as WORDS say; without an input file among them, the model of gpt-3d-64.toml.
+#
+# Names begin with the number of the task, so that runs sort by it: the report compares with the
+# first one.
+measure() {
+    local hidden="$1" batch="$2" input=inputs/gpt-3d-64.toml
+    shift 2
+    case "${1-}" in *.toml) input="$1"; shift ;; esac
+    launch+=(-n "$ranks")
+    train "$input" \
+        --name "$(printf %02d "$SLURM_ARRAY_TASK_ID")-$ranks-$scheme" --run.out "$out" \
+        --parallel.scheme "$scheme" --mesh.x "$x" --mesh.y "$y" --mesh.z "$z" \
+        --model.hidden "$hidden" --train.batch "$batch" "$@"
+    echo "when all tasks are done: sbatch jobs/report.sbatch $out"
+}

@@ -1,0 +1,155 @@
+"""The scripts of jobs/ under a real Slurm: `make slurm-test`."""
+
+import csv
+import re
+
+import numpy as np
+import pytest
+
+from tests.mpi import ROOT
+from tests.runs import SMALL, losses, wait_for
+from tests.slurm.cluster import PACKAGES, missing, running
+
+pytestmark = pytest.mark.slurm
+
+if missing():
+    pytest.skip(f"no {', '.join(missing())} here: {PACKAGES}", allow_module_level=True)
+
+SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
+LAUNCHERS = ("srun --mpi=pmix", "mpirun")
+LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
+TOKENS = SMALL["train.batch"] * SMALL["model.sequence"]
+SECONDS = 4  # that a run has to be told to stop
+
+
+def options(values):
+    return [word for key, value in values.items() for word in (f"--{key}", value)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+    assert not cluster.processes()
+
+
+def train(cluster, launch, steps, ranks=4):
+    """The number of a new job that trains, and saves behind the last step."""
+    words = options(SMALL | {"train.steps": steps, "checkpoint.every": 1_000_000})
+    return cluster.submit("-n", ranks, "jobs/train.sbatch", *words, LAUNCH=launch)
+
+
+def run_of(cluster, job):
+    """The only run of a job."""
+    (run,) = cluster.site.glob(f"results/*-{job}/*")
+    return run
+
+
+def lines(run):
+    """The steps that the log of a run has, and their losses as printed."""
+    return LINE.findall((run / "train.log").read_text())
+
+
+def begun(cluster, job):
+    """Wait until a job has done its second step."""
+    logs = f"results/*-{job}/*/train.log"
+    wait_for(lambda: any("   1 " in log.read_text() for log in cluster.site.glob(logs)), 100)
+
+
+@pytest.fixture(scope="module")
+def steps(cluster):
+    """As many steps as take SECONDS here."""
+    job = train(cluster, "mpirun", 10)
+    cluster.wait(job, "COMPLETED")
+    rates = re.findall(r"^ +\d+ +\S+ +\S+ +\S+ +(\d+) ", cluster.log(job), re.MULTILINE)
+    return min(max(20, SECONDS * int(np.median([*map(int, rates)])) // TOKENS), 2000)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster, steps):
+    """A run that nothing disturbs, two steps longer than the others."""
+    job = train(cluster, "mpirun", steps + 2)
+    cluster.wait(job, "COMPLETED")
+    return run_of(cluster, job)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_slurm_takes_every_script(cluster, script):
+    cluster.command("sbatch", "--test-only", f"jobs/{script}")
+
+
+def preempt(cluster, job):
+    """Let a job that is more urgent want the whole node."""
+    cluster.submit("-p", "urgent", "-n", 64, "-o", "/dev/null", "--wrap", "true")
+
+
+def remind(cluster, job):
+    """Signal the job's script as Slurm does before the time is over."""
+    cluster.command("scancel", "--batch", "--signal=USR1", job)
+
+
+@pytest.fixture(scope="module", params=[*zip(LAUNCHERS, (preempt, remind), strict=True)])
+def continued(request, cluster, steps):
+    """A job that was told to stop, queued again and is done: its number and Slurm's view of it."""
+    launch, act = request.param
+    job = train(cluster, launch, steps)
+    begun(cluster, job)
+    act(cluster, job)
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1")
+    cluster.wait(job, "PENDING")
+    # Slurm would wait for two minutes, and cannot start a job in the second that queued it again.
+    cluster.command("scontrol", "update", f"jobid={job}", "StartTime=now+2")
+    return job, cluster.wait(job, "COMPLETED")
+
+
+def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(cluster, continued, steps, whole):
+    job, seen = continued
+    assert seen["Restarts"] == "1"
+    said = cluster.log(job)
+    (stopped,) = re.findall(r"stopped behind step (\d+), for SIGUSR1 came", said)
+    (begins,) = re.findall(r"resume: step (\d+) follows results/", said)
+    assert int(begins) == int(stopped) + 1 < steps
+    assert re.findall(r"^job .* restart (\d+)", said, re.MULTILINE) == ["0", "1"]
+    run = run_of(cluster, job)
+    assert lines(run) == lines(whole)[:steps]
+    found = losses(run)
+    assert found.tolist() == losses(whole)[steps - len(found) : steps].tolist()
+
+
+def test_a_run_goes_on_in_another_job_on_another_layout(cluster, continued, steps, whole):
+    run = run_of(cluster, continued[0]).relative_to(cluster.site)
+    words = ["jobs/resume.sbatch", run, "--train.steps", steps + 2]
+    job = cluster.submit("-n", 2, *words)
+    cluster.wait(job, "COMPLETED")
+    assert f"resume: step {steps} follows {run}/checkpoints/step-" in cluster.log(job)
+    last = losses(cluster.site / run)[-2:]
+    np.testing.assert_allclose(last, losses(whole)[-2:], rtol=1e-10)
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster):
+    job = train(cluster, LAUNCHERS[0], 5000)
+    begun(cluster, job)
+    cluster.command("scancel", job)
+    wait_for(lambda: not cluster.command("squeue", "-h"))
+    assert cluster.wait(job, "CANCELLED")["Restarts"] == "0"
+    run = run_of(cluster, job)
+    assert "for SIGTERM came; go on with --resume" in cluster.log(job)
+    assert len([*run.glob("checkpoints/step-????????")]) == 1
+
+
+def test_ranks_that_do_not_find_each_other_are_told_why(cluster):
+    job = train(cluster, "srun --mpi=none", 5, ranks=2)
+    assert cluster.wait(job, "FAILED")["ExitCode"] == "2:0"
+    assert "2 processes were meant, but MPI sees 1: start them with" in cluster.log(job)
+
+
+def test_an_array_of_layouts_gives_one_table(cluster):
+    small = {key: SMALL[key] for key in ("model.heads", "model.sequence")} | {"train.steps": 4}
+    words = ["-n", 8, "--array=0,1,4", "jobs/weak-scaling.sbatch", *options(small)]
+    array = cluster.submit(*words, HIDDEN="72", BATCH="72")
+    folder = f"results/hpc3d-weak-scaling-{array}"
+    report = cluster.submit(f"--dependency=afterany:{array}", "jobs/report.sbatch", folder)
+    cluster.wait(report, "COMPLETED")
+    with (cluster.site / folder / "report" / "tables" / "scaling.csv").open() as file:
+        rows = [(row["ranks"], row["layout"], row["scaling"]) for row in csv.DictReader(file)]
+    assert rows == [("1", "", "strong"), ("8", "1d", "weak"), ("8", "3d", "weak")]

@@ -1,0 +1,148 @@
+"""The scripts of jobs/ without Slurm: what they start, and when they ask for another turn."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from hpc3d.config import load
+from hpc3d.rules import settle
+from tests.mpi import ROOT
+from tests.runs import wait_for
+
+JOBS = ROOT / "jobs"
+TASKS = range(10)
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A folder like the repository's root, with an empty environment and a scontrol that notes
+    what it is asked for."""
+    for name in ("jobs", "inputs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("results", ".venv/bin", "bin"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    program(tmp_path / "bin/scontrol", 'echo "$*" >> asked')
+    return tmp_path
+
+
+def program(path, text):
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def begin(site, script, *words, launch="echo launch", task=None):
+    """A script as Slurm starts it, in job 7."""
+    job = {"JOB_ID": "7", "JOB_NAME": "job", "JOB_NODELIST": "node", "SUBMIT_DIR": str(site)}
+    job |= {} if task is None else {"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": str(task)}
+    environment = {f"SLURM_{key}": text for key, text in job.items()}
+    path = f"{site / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", JOBS / script, *words],
+        env=os.environ | environment | {"LAUNCH": launch, "PATH": path},
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+
+
+def started(*arguments, **how):
+    """What a script starts, here `launch` or `report`, with its words."""
+    process = begin(*arguments, **how)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    return shlex.split(said.splitlines()[1])
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("[!.]*.s*")), ids=lambda path: path.name)
+def test_the_shell_takes_every_script(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", path], check=True)
+
+
+def settled(words):
+    """The ranks and the configuration of `launch -n RANKS python -m hpc3d.train INPUT ...`."""
+    _, _, ranks, _, _, verb, path, *rest = words
+    assert verb == "hpc3d.train"
+    return int(ranks), settle(load(ROOT / path, rest), int(ranks))
+
+
+def work(config):
+    """hidden^2 tokens, in proportion."""
+    return config.model.hidden**2 * config.train.batch
+
+
+@pytest.mark.parametrize("script", ["weak-scaling.sbatch", "strong-scaling.sbatch"])
+def test_every_layout_of_an_array_fits_and_does_the_work_it_should(script, site):
+    runs = [settled(started(site, script, "--train.steps", "3", task=task)) for task in TASKS]
+    ranks, configs = zip(*runs, strict=True)
+    assert set(ranks) == {1, 8, 64}
+    shares = {work(config) / (count if "weak" in script else 1) for count, config in runs}
+    assert len(shares) == 1
+    assert (
+        len({(config.parallel.scheme, *config.mesh.sizes().values()) for config in configs}) == 10
+    )
+    assert [config.name for config in configs] == sorted(config.name for config in configs)
+    assert {(config.run.out, config.train.steps) for config in configs} == {("results/job-7", 3)}
+
+
+def test_train_takes_an_input_and_options(site):
+    words = started(site, "train.sbatch", "inputs/gpt-3d-8.toml", "--train.steps", "5")
+    own = ["inputs/gpt-3d-8.toml", "--train.steps", "5", "--run.out", "results/job-7"]
+    assert words == ["launch", "python", "-m", "hpc3d.train", *own]
+    assert started(site, "train.sbatch")[4] == "inputs/gpt-3d-64.toml"
+
+
+def test_a_job_that_starts_again_goes_on_with_its_newest_run(site):
+    for name in ("a/checkpoints/step-00000004", "b/checkpoints/step-00000002.tmp", "c"):
+        (site / "results/job-7" / name).mkdir(parents=True)
+    words = started(site, "train.sbatch", "--train.steps", "5")
+    assert words[-2:] == ["--resume", "results/job-7/a"]
+    (site / "results/job-7/b/checkpoints/step-00000002").mkdir()
+    assert started(site, "train.sbatch")[-1] == "results/job-7/b"
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "saved", "again"),
+    [
+        (75, True, True, True),
+        (75, False, True, False),
+        (75, True, False, False),
+        (1, True, True, False),
+        (0, True, True, False),
+    ],
+)
+@pytest.mark.parametrize("script", ["train.sbatch", "resume.sbatch"])
+def test_only_a_run_that_saved_at_the_signal_is_queued_again(
+    script, code, told, saved, again, site
+):
+    run = "results/job-7/run"
+    ending = (
+        f"trap 'exit {code}' USR1; touch ready; while {str(told).lower()}; do sleep 0.01; done"
+    )
+    save = f"mkdir -p {run}/checkpoints/step-00000003" if saved else "true"
+    program(site / "ranks", f"{save}; {ending}; exit {code}")
+    process = begin(site, script, run, launch=str(site / "ranks"))
+    if told:
+        wait_for((site / "ready").exists, 10)
+        process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == code
+    asked = site / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if again else "")
+
+
+def test_report_takes_all_runs_of_a_job_or_those_that_are_named(site):
+    program(site / "bin/python", 'echo "$*"')
+    for name in ("job-7/a", "job-7/b", "job-7/report"):
+        (site / "results" / name).mkdir(parents=True)
+    for name in ("a", "b"):
+        (site / "results/job-7" / name / "config.toml").touch()
+    whole = started(site, "report.sbatch", "results/job-7", "--tables")
+    runs = ["results/job-7/a", "results/job-7/b"]
+    assert whole == ["-m", "hpc3d.report", *runs, "--out", "results/job-7/report", "--tables"]
+    assert started(site, "report.sbatch", *runs) == ["-m", "hpc3d.report", *runs]
