@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(verb, body):
-    """The exit code of `body()`, 0 if it returns none; for bad input a line and its code."""
+    """The exit code of `body()`, 0 if it returns none; for bad input lines and its code."""
     try:
         return body() or 0
     except BrokenPipeError:
@@ -39,8 +39,14 @@ def run(verb, body):
         problem = f"{error.filename}: {error.strerror}" if error.filename else error
     except ValueError as error:
         problem = error
-    print(f"hpc3d.{verb}: {problem}", file=sys.stderr)
+    complain(verb, problem)
     return BAD_INPUT
+
+
+def complain(verb, problem):
+    """Say what is wrong, which may be several lines."""
+    for line in str(problem).splitlines():
+        print(f"hpc3d.{verb}: {line}", file=sys.stderr)
 
 
 def read_no_more():

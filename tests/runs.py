@@ -54,3 +54,11 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def ended(main, *words):
+    """The exit code of a command in this process."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as end:
+        return end.code

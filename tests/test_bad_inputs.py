@@ -12,6 +12,7 @@ import pytest
 from hpc3d import plan, prepare, report, simulate, train
 from hpc3d.config import Config, flat
 from hpc3d.training.checkpoint import Checkpoint
+from tests.runs import ended
 from tests.runs import train as run_of
 
 SHIPPED = sorted((Path(__file__).parent.parent / "inputs").glob("*.toml"))
@@ -99,34 +100,26 @@ def test_commands_without_ranks_refuse_them_too(verb, tmp_path, capsys):
     cases = [(f"--{key}", bad) for key, bad in wrong_values() if not bad.startswith("-")]
     for key, value in chance.sample(cases, 40):
         path.write_bytes(chance.choice(SHIPPED).read_bytes())
-        code = ended(verb, [path, "--machine", MACHINE, *ranks, key, value])
+        code = ended(verb.main, path, "--machine", MACHINE, *ranks, key, value)
         error = capsys.readouterr().err
         assert code == 2 and said_well(error.splitlines()), (key, value[:20], error)
     for text in (b"", b"\xff", DEEP.encode()):
         path.write_bytes(text)
-        assert ended(verb, [SHIPPED[0], "--machine", path, *ranks]) == 2
+        assert ended(verb.main, SHIPPED[0], "--machine", path, *ranks) == 2
         assert said_well(capsys.readouterr().err.splitlines())
-
-
-def ended(verb, words):
-    """The exit code of a command in this process."""
-    try:
-        return verb.main([str(word) for word in words])
-    except SystemExit as end:
-        return end.code
 
 
 def test_damaged_texts_and_token_files_are_refused(tmp_path, capsys):
     chance, text = random.Random(3), tmp_path / "text.txt"
     text.write_text("Words and more words, again and again.\n" * 40, encoding="utf-8")
     good = tmp_path / "good.h5"
-    assert ended(prepare, [text, "-o", good]) == 0
+    assert ended(prepare.main, text, "-o", good) == 0
     content, bad = good.read_bytes(), 0
     for number in range(60):
         path = tmp_path / f"{number}.h5"
         path.write_bytes(damaged(content, chance) if number % 2 else content[: number * 60])
         capsys.readouterr()
-        code = ended(prepare, ["--verify", path])
+        code = ended(prepare.main, "--verify", path)
         error = capsys.readouterr().err
         assert code == 0 or (code in (2, 3) and said_well(error.splitlines())), (number, error)
         bad += code != 0
@@ -148,7 +141,7 @@ def test_damaged_traces_are_refused(run, tmp_path, capsys):
     for number in range(40):
         path = tmp_path / f"{number}.h5"
         path.write_bytes(content[: number * 997] if number % 2 else damaged(content, chance))
-        code = ended(report, [path, "--tables", "--out", tmp_path / "report"])
+        code = ended(report.main, path, "--tables", "--out", tmp_path / "report")
         error = capsys.readouterr().err
         assert code == 0 or (code == 2 and said_well(error.splitlines())), (number, error)
         bad += code != 0

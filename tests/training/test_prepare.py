@@ -21,6 +21,7 @@ from hpc3d import prepare
 from hpc3d.training import tokenizer as text_module
 from hpc3d.training.tokenizer import BpeTokenizer, ByteTokenizer, pieces, train_bpe
 from hpc3d.training.tokens import open_tokens, write_tokens
+from tests.runs import ended
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "inputs" / "corpus"
@@ -47,10 +48,7 @@ def python(*words, **options):
 
 def call(capsys, *words):
     """Run the verb in this process: exit code, lines on stdout, text on stderr."""
-    try:
-        code = prepare.main([str(word) for word in words])
-    except SystemExit as end:
-        code = end.code
+    code = ended(prepare.main, *words)
     printed = capsys.readouterr()
     return code, printed.out.splitlines(), printed.err
 

@@ -1,0 +1,271 @@
+"""Check this machine, its MPI and its disks; say what is wrong and what to do.
+
+    python -m hpc3d.doctor                       # this machine, and two ranks that it starts
+    mpirun -np N python -m hpc3d.doctor          # N ranks together: hosts, versions, messages
+    srun --mpi=pmix python -m hpc3d.doctor       # the same in a Slurm job
+
+A line a finding: ok, warn (it works, but slowly or not for long) or FAIL (training will not), and
+under what is wrong the remedy.  Nothing is changed, and nothing stays in the folder of results.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from hpc3d.cluster import devices, health, launch, library, storage
+from hpc3d.cluster.exits import CHECK_FAILED, Ended
+from hpc3d.cluster.health import FAIL, OK, WARN, Finding, examine, outcome
+from hpc3d.command import Parser, run
+
+EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
+STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
+JSON = """\
+print one JSON object on the last line: verdict (the worst one), findings (verdict, subject, text,
+remedy)"""
+# What a launcher prints where it cannot start ranks, and what to do.
+SAID = {
+    "as root": f"export {library.CONSENT[0]}=1 {library.CONSENT[1]}=1, or be another user",
+    "not enough slots": "mpirun --oversubscribe; in a job, ask for more tasks",
+    "cannot load MPI library": library.INSTALL,
+    "cannot open shared object": "load the modules that were loaded when this was installed",
+    "No module named": "python -m pip install -e . in the source's folder, with this Python",
+    "No space left": "make room in the folder that TMPDIR names, or name another",
+    "PMI": "the mpirun that belongs to the library; in Slurm: srun --mpi=list",
+}
+BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
+SHOWN = 8  # lines of what was printed
+CLOCKS_APART = 1  # s
+UNLOCKED = """\
+where it is about locks: export HDF5_USE_FILE_LOCKING=FALSE; about a filter: install h5py again,
+with pip's own wheel"""
+HANGS = """\
+an interface that hosts cannot use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE (MPICH)
+or a host name that has no address: getent hosts $(hostname)"""
+
+
+def main(argv=None):
+    """Check, print; the exit code is 3 where something FAILs."""
+    options = parsed(argv)
+    if not started():
+        return run("doctor", lambda: conclude(told(alone(options)), options))
+    launch.set_environment()
+    meant = launch.number_in(launch.WORLD_RANKS, default=1)
+    mpi = library.found()
+    if mpi is None or library.foreign(mpi) or library.world() == 1 < meant:
+        if launch.number_in(launch.OWN_RANK, default=0):
+            return 0  # a launcher that sees a failure ends the others, before the first has spoken
+        return conclude(told(lonely(options, meant)), options)
+    return launch.run("doctor", lambda job: meet(job, options))
+
+
+def parsed(argv):
+    """The options of the command line."""
+    parser = Parser("doctor", __doc__, EXITS)
+    add = parser.add_argument
+    add("--out", type=Path, default="results", metavar="DIR", help="of runs (default: results)")
+    add("--together", action="store_true", help="under a launcher: what ranks find together only")
+    wait = "of waiting for what it starts (default: 60)"
+    add("--timeout", type=seconds, default=60, metavar="SECONDS", help=wait)
+    add("--json", action="store_true", help=JSON)
+    options = parser.parse_args(argv)
+    if options.together and not started():
+        parser.error("--together is for ranks: mpirun -np N python -m hpc3d.doctor --together")
+    return options
+
+
+def seconds(text):
+    """A positive number of them."""
+    value = float(text)
+    if not 0 < value < 3600:
+        raise argparse.ArgumentTypeError(f"{text}: seconds between 0 and 3600 are needed")
+    return value
+
+
+def started():
+    """Whether a launcher started this process; a shell or a batch script in a job did not."""
+    step = launch.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
+    return step > 1 or any(name in os.environ for name in STARTED)
+
+
+def told(findings):
+    """The findings, each printed as it comes."""
+    found = []
+    for finding in findings:
+        found.append(finding)
+        print(*finding.lines(), sep="\n", flush=True)
+    return found
+
+
+def conclude(found, options):
+    """Print what it comes to; the exit code."""
+    verdicts = [finding.verdict for finding in found]
+    counts = {verdict: verdicts.count(verdict) for verdict in (FAIL, WARN, OK)}
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()), flush=True)
+    if options.json:
+        worst = next((verdict for verdict, number in counts.items() if number), OK)
+        rows = [finding._asdict() for finding in found]
+        print(json.dumps({"verdict": worst, "findings": rows}), flush=True)
+    return CHECK_FAILED if counts[FAIL] else 0
+
+
+def alone(options):
+    """What one process finds, and two ranks that it starts."""
+    yield from local(options)
+    mpi, launcher = library.found(), library.on_path()
+    if mpi is None:
+        return
+    yield from examine(library.mpirun, mpi, launcher)
+    yield from examine(library.slurm, mpi)
+    if launcher is None:
+        yield Finding(WARN, "2 ranks", "not tried, for there is no mpirun")
+        return
+    yield from examine(two_ranks, launcher.path, options)
+    if devices.present():
+        yield from examine(devices.aware, launcher.path, options.timeout, surroundings())
+
+
+def local(options):
+    """What one process finds by itself."""
+    ranks = launch.number_in(launch.LOCAL_RANKS, default=1)
+    most = max(ranks, launch.cores_of_node())
+    yield from health.python()
+    yield from examine(health.packages)
+    yield from examine(health.threads, ranks)
+    yield from examine(health.limits, most)
+    yield from examine(storage.storage, options.out)
+    yield from examine(hdf5, options.out)
+    yield from examine(devices.devices)
+    yield from examine(library.library)
+    if library.found():
+        yield from examine(health.shared_memory, most)
+
+
+def hdf5(folder):
+    """A table of a trace, compressed as all are, written and read where runs are kept."""
+    import numpy as np
+
+    from hpc3d.trace.events import CLOCK_SAMPLES, record_type
+    from hpc3d.trace.file import create, open_file, write_table
+
+    rows = np.zeros(1000, record_type(CLOCK_SAMPLES))
+    rows["t_local"] = np.arange(1000)
+    try:
+        there = storage.scratch(folder)
+    except OSError:  # which `storage` has told
+        return
+    try:
+        with there as name:
+            path = Path(name, "trace.h5")
+            with create(path) as file:
+                write_table(file, "clock/samples", CLOCK_SAMPLES, rows)
+            with open_file(path) as file:
+                right = np.array_equal(file["clock/samples/t_local"], rows["t_local"])
+    except (OSError, ValueError) as error:
+        yield Finding(FAIL, "HDF5", f"{folder}: {error}".splitlines()[0], UNLOCKED)
+        return
+    text = f"a compressed table was written and read in {folder}"
+    yield Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", UNLOCKED)
+
+
+def surroundings():
+    """What two ranks of our own need besides what the user has set; `library` says the same."""
+    return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
+        library.CROWD_5: ":oversubscribe"
+    }
+
+
+def two_ranks(mpirun, options):
+    """What two ranks find that are started here, or why they could not be."""
+    words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
+    command = [mpirun, "-np", "2", sys.executable, *words]
+    code, printed = outcome(command, options.timeout, **surroundings())
+    results = [line for line in printed.splitlines() if line.startswith('{"verdict"')]
+    if len(results) != 1 or code not in (0, CHECK_FAILED):
+        yield not_started(code, printed, options.timeout)
+        return
+    for row in json.loads(results[0])["findings"]:
+        yield Finding(**row | {"subject": f"2 ranks, {row['subject']}"})
+
+
+def not_started(code, printed, timeout):
+    """Why two ranks did not come to an end: what was printed, and what helps."""
+    said = [line.strip() for line in printed.splitlines() if re.search("[a-z]", line)]
+    if code is None:
+        text, remedy = f"nothing more within {timeout:g} s", HANGS
+    else:
+        text = f"mpirun -np 2 ended with exit code {code}"
+        remedy = next((SAID[words] for words in SAID if words in printed), BY_HAND)
+    heard = "".join(f"\n      {line}" for line in said[-SHOWN:])
+    return Finding(FAIL, "2 ranks", text + heard, remedy)
+
+
+def lonely(options, meant):
+    """What a process finds that is alone, though a launcher started `meant` of them."""
+    if not options.together:
+        yield from local(options)
+    mpi = library.found()
+    yield from [library.apart(meant, mpi)] if mpi else library.library()
+
+
+def meet(job, options):
+    """End with the same exit code on all ranks, of which rank 0 prints what they find."""
+    findings = together(job, options)
+    found = told(findings) if job.rank == 0 else list(findings)
+    raise Ended(job.comm.bcast(conclude(found, options) if job.rank == 0 else None))
+
+
+def together(job, options):
+    """What ranks find together; only rank 0 finds by itself."""
+    from hpc3d.cluster import trial
+
+    if job.rank == 0 and not options.together:
+        yield from local(options)
+    job.barrier()
+    launch.watch(options.timeout)
+    yield from trial.places(job)
+    yield from trial.alike(job)
+    yield from trial.one_folder(job, options.out)
+    yield from trial.sums(job)
+    yield from trial.transport(job)
+    yield from trial.link(job)
+    yield from clocks(job)
+    yield from devices.device_map(job)
+    launch.unwatch()
+
+
+def clocks(job):
+    """How far the clocks of hosts are from that of rank 0's, by which files and logs are dated."""
+    from hpc3d.cluster.cart import build
+    from hpc3d.trace.clock import Clocks
+
+    hosts = job.gather(job.place()["host"])
+    if len(set(hosts)) == 1:
+        return
+    world = build({"x": job.size}, job.comm, transport="mpi").world
+    compared = Clocks(world, hosts, time.time_ns)
+    ahead = apart(compared, job.gather(compared.synchronise()))
+    text = f"of {len(ahead)} hosts at most {max(map(abs, ahead)):.3g} s from rank 0's"
+    if max(map(abs, ahead)) < CLOCKS_APART:
+        yield Finding(OK, "clocks", text)
+    else:
+        remedy = "let chrony or ntpd set them; traces are right all the same"
+        yield Finding(WARN, "clocks", text, remedy)
+
+
+def apart(compared, samples):
+    """Seconds by which each host's clock is ahead of rank 0's, from the `samples` of all ranks."""
+    from hpc3d.trace.clock import as_rows, knot, parent
+
+    ahead = [0.0]
+    for place, leader in list(enumerate(compared.leaders))[1:]:
+        _, offset, _ = knot(as_rows(samples[leader]))
+        ahead.append(ahead[parent(place)] - float(offset) / 1e9)
+    return ahead
+
+
+if __name__ == "__main__":
+    sys.exit(main())

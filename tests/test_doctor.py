@@ -1,0 +1,267 @@
+"""`python -m hpc3d.doctor`: on this machine, on ranks, and where they cannot be started."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc3d import doctor
+from hpc3d.cluster import storage
+from hpc3d.cluster.health import FAIL, OK, WARN
+from hpc3d.trace import file
+from tests.cluster.planted import only, script, verdicts
+from tests.mpi import ENVIRONMENT, ROOT, mpirun
+
+HERE = Path(sys.executable).parent
+ALONE = [
+    *("Python", "packages", "threads", "BLAS", "open files", "disk", "file system", "HDF5"),
+    *("GPU", "MPI library", "shared memory", "mpirun"),
+]
+TOGETHER = ["ranks", "versions", "folder", "MPI", "node", "messages"]
+LOCKED = "[Errno 11] Unable to synchronously create file (unable to lock file, errno = 11)"
+
+
+def run(*words, path=(), cwd=None, timeout=60, **environment):
+    """The doctor from a shell, with folders before those of PATH."""
+    settings = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        **ENVIRONMENT,
+        "PYTHONPATH": str(ROOT),
+        "PATH": os.pathsep.join([*map(str, path), str(HERE), os.environ["PATH"]]),
+        **environment,
+    }
+    command = [sys.executable, "-m", "hpc3d.doctor", *map(str, words)]
+    return subprocess.run(
+        command,
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def findings(done):
+    """{subject: row} of the JSON on the last line, which says what the lines above say."""
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = {row["subject"]: row for row in result["findings"]}
+    for row in result["findings"]:
+        assert f"{row['verdict']:5} {row['subject']}: {row['text']}\n" in done.stdout
+        assert (row["verdict"] == OK) == (not row["remedy"])
+    assert (result["verdict"] == FAIL) == (done.returncode == 3)
+    return rows
+
+
+def failed(rows):
+    return [subject for subject, row in rows.items() if row["verdict"] == FAIL]
+
+
+def test_this_machine_is_well(tmp_path):
+    done = run("--json", "--out", tmp_path / "results")
+    rows = findings(done)
+    assert done.returncode == 0, done.stdout
+    assert rows.keys() >= {*ALONE, *(f"2 ranks, {subject}" for subject in TOGETHER)}
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_ranks_are_well_and_one_speaks(tmp_path):
+    done = mpirun(2, "-m", "hpc3d.doctor", "--json", "--out", tmp_path, timeout=60)
+    rows = findings(done)
+    assert done.returncode == 0
+    assert set(rows) >= {"Python", "HDF5", "shared memory", *TOGETHER}
+    assert rows["ranks"]["text"].startswith("2 on 1 host: ")
+    assert rows["node"]["text"].count("by shared memory") == 1
+    assert done.stdout.count("ok    Python: ") == 1
+    assert not {"2 ranks, ranks", "mpirun"} & set(rows)  # no mpirun within mpirun
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_planted_on_ranks_is_found(tmp_path):
+    done = mpirun(3, "-m", "tests.cluster.on_trial", tmp_path, timeout=100)
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    wrong = {
+        plan: [(row[0], row[1]) for row in rows if row[0] != OK and row[3]]
+        for plan, rows in found.items()
+    }
+    assert wrong == {
+        "nothing": [],
+        "versions": [(FAIL, "numpy"), (FAIL, "mpi4py")],
+        "folder": [(FAIL, "folder")],
+        "no_folder": [(FAIL, "folder")],
+        "message": [(FAIL, "MPI")],
+        "memory": [(FAIL, "node")],
+        "cores": [(WARN, "cores")],
+        "hosts": [(WARN, "order"), (WARN, "clocks")],
+        "numbers": [(WARN, "local ranks")],
+        "gpus": [(WARN, "devices of ranks")],
+    }
+    texts = {plan: " ".join(row[2] for row in rows) for plan, rows in found.items()}
+    assert "numpy of rank 0 on ranks 0; numpy of rank 1 on ranks 1" in texts["versions"]
+    assert "is another one for ranks 1-2" in texts["folder"]
+    assert "wrong on ranks 1-2" in texts["message"]
+    assert "3 on 2 hosts: host0 0 2, host1 1" in texts["hosts"]
+    assert "at most 5 s" in texts["hosts"]
+    assert "0:0, 1:0, 2:0" in texts["gpus"]
+
+
+def test_clocks_add_up_down_the_tree():
+    """Host 3 asks host 1, which asks host 0; each is 2 s behind the one it asks."""
+    compared = SimpleNamespace(leaders=[0, 4, 8, 12])
+    samples = [[] for _ in range(16)]
+    for leader, peer in ((4, 0), (8, 0), (12, 4)):
+        samples[leader] = [(leader, 0, 2e9, 1000, 1, peer)]
+    assert doctor.apart(compared, samples) == [0, -2, -2, -4]
+
+
+def test_all_of_the_help_and_bad_input():
+    done = run("--help")
+    words = (
+        "mpirun -np N",
+        "--out DIR",
+        "--together",
+        "--timeout SECONDS",
+        "--json",
+        "exit codes",
+    )
+    assert done.returncode == 0 and all(word in done.stdout for word in words)
+    for word in (["--timeout", "0"], ["--timeout", "soon"], ["--together"], ["--thorough"]):
+        done = run(*word)
+        assert done.returncode == 2
+        assert done.stderr.startswith("hpc3d.doctor: ") and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------- what keeps ranks apart
+
+
+def test_the_mpirun_of_another_mpi(tmp_path):
+    """It starts two processes that Open MPI does not see together."""
+    one = f'PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_RANK=$rank "{sys.executable}" "$@"'
+    script(
+        tmp_path / "mpirun",
+        '[ "$1" = --version ] && echo HYDRA Version: 5.0.2 && exit\n'
+        f"shift 3\nfor rank in 1 0; do {one} || exit; done",
+    )
+    done = run("--json", path=[tmp_path], cwd=tmp_path)
+    rows = findings(done)
+    assert done.returncode == 3 and failed(rows) == ["mpirun", "2 ranks, launcher"]
+    assert "the mpirun of MPICH started 2" in rows["2 ranks, launcher"]["text"]
+    assert "first" in rows["mpirun"]["remedy"]
+
+
+def test_no_mpi_library(tmp_path):
+    (tmp_path / "libmpi.so").write_text("not a library")
+    done = run("--json", cwd=tmp_path, MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    rows = findings(done)
+    assert done.returncode == 3 and failed(rows) == ["MPI library"]
+    assert "hpc3d[mpi]" in rows["MPI library"]["remedy"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_many_worlds_of_one_speaks(rank, tmp_path):
+    where = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PROCID": str(rank)}
+    done = run("--json", "--together", cwd=tmp_path, **where)
+    if rank:
+        assert (done.returncode, done.stdout) == (0, "")
+    else:
+        assert done.returncode == 3 and failed(findings(done)) == ["launcher"]
+
+
+# ------------------------------------------------------ launchers that start nothing or hang
+
+
+@pytest.fixture
+def options(tmp_path):
+    return SimpleNamespace(out=tmp_path, timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("does", "remedy"),
+    [
+        ("echo 'mpirun has detected an attempt to run as root.' >&2; exit 1", "RUN_AS_ROOT=1"),
+        ("echo 'There are not enough slots available'; exit 1", "--oversubscribe"),
+        ("echo 'RuntimeError: cannot load MPI library'; exit 1", "hpc3d[mpi]"),
+        ("echo 'libmpi.so.40: cannot open shared object file'; exit 127", "modules"),
+        ("echo 'OMPI was not built with PMI support'; exit 1", "belongs to the library"),
+        ("echo 'mkdir: No space left on device'; exit 1", "TMPDIR"),
+        ("kill -SEGV $$", "by hand"),
+        ("true", "by hand"),
+        ("""echo '{"verdict": "ok", "findings": []}'; exit 139""", "by hand"),
+    ],
+)
+def test_a_launcher_that_starts_nothing(does, remedy, options, tmp_path):
+    found = only(doctor.two_ranks(script(tmp_path / "mpirun", does), options))
+    assert found[:2] == (FAIL, "2 ranks") and remedy in found.remedy
+    for said in does.split("'")[1:2]:
+        assert said in found.text
+
+
+@pytest.mark.parametrize("trap", ["", "trap '' TERM\n"])
+def test_a_launcher_that_hangs_is_ended(trap, options, tmp_path):
+    forever = f"sleep 9999.{os.getpid()}"
+    launcher = script(tmp_path / "mpirun", f"{trap}echo began\n{forever} & {forever}")
+    begin = time.monotonic()
+    found = only(doctor.two_ranks(launcher, options))
+    assert time.monotonic() - begin < 5
+    assert found[:2] == (FAIL, "2 ranks") and "began" in found.text
+    assert "btl_tcp_if_include" in found.remedy
+    assert gone(forever.replace(" ", "\0").encode())
+
+
+def gone(command, within=3):
+    """Whether no process has this command line, after a moment."""
+    end = time.monotonic() + within
+    while running(command) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not running(command)
+
+
+def running(command):
+    """How many processes have this in their command line."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += command in path.read_bytes()
+    return found
+
+
+# ------------------------------------------------------------------------------------- HDF5
+
+
+def test_hdf5_writes_and_reads(tmp_path):
+    assert verdicts(doctor.hdf5(tmp_path)) == [(OK, "HDF5")]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def locked(path):
+        raise BlockingIOError(LOCKED)
+
+    monkeypatch.setattr(file, "create", locked)
+    found = only(doctor.hdf5(tmp_path))
+    assert found.verdict == FAIL and "HDF5_USE_FILE_LOCKING=FALSE" in found.remedy
+
+
+def test_a_table_that_is_not_what_was_written(tmp_path, monkeypatch):
+    write = file.write_table
+
+    def wrong(opened, path, columns, data):
+        return write(opened, path, columns, data[::-1])
+
+    monkeypatch.setattr(file, "write_table", wrong)
+    assert only(doctor.hdf5(tmp_path)).verdict == FAIL
+
+
+def test_a_folder_that_cannot_be_written_fails_once(tmp_path, monkeypatch):
+    def refused(folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(storage, "scratch", refused)
+    assert only(storage.storage(tmp_path))[:2] == (FAIL, "disk")
+    assert not list(doctor.hdf5(tmp_path))
