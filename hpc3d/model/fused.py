@@ -1,0 +1,105 @@
+"""Several local kernels as one: what a GPU does in one pass through memory, here in NumPy.
+
+They hold where nothing is communicated between the parts; hpc3d/model/kernels has their CUDA.
+"""
+
+import numpy as np
+
+from hpc3d.cluster.arrays import kernel
+from hpc3d.model import layers, loss, ops
+
+
+@kernel
+def add_norm(x, residual, gamma, beta, epsilon):
+    """s = x + residual and y = norm(s), with the mean and rstd of every row of s.
+
+    Without a residual (None) s is x itself.
+    """
+    s = x if residual is None else x + residual
+    mean, squares = ops.moments(s)
+    rstd = 1 / np.sqrt(squares / s.shape[1] + epsilon)
+    _, y = ops.normalise(s, mean, rstd, gamma, beta, np.empty_like(s), np.empty_like(s))
+    return s, y, mean, rstd
+
+
+@kernel
+def norm_grad(s, mean, rstd, dy, gamma, residual):
+    """The gradients of s (plus `residual` unless None), gamma and beta."""
+    n = (s - mean[:, None]) * rstd[:, None]
+    sums, dgamma, dbeta = ops.normalise_sums(n, dy, gamma)
+    means = sums / s.shape[1]
+    dx = ops.normalise_grad(n, rstd, dy, gamma, means, residual, np.empty_like(s))
+    return dx, dgamma, dbeta
+
+
+@kernel
+def bias_gelu(h, bias, out, kind):
+    """out = gelu(h + bias); h becomes the slope."""
+    return ops.GELU[kind](ops.add_bias(h, bias, h), out)
+
+
+@kernel
+def embed(table, index, positions, first):
+    """Rows of the table by token plus rows of the positions, again and again from `first` on."""
+    x = layers.gather_rows(table, index)
+    return ops.add_repeated(x, positions, first, x)
+
+
+@kernel
+def cross_entropy(logits, targets, vocabulary, scale):
+    """The loss of every row; logits become its gradient times `scale`.
+
+    Columns from `vocabulary` on are padding, rows whose target is IGNORE count for nothing.
+    """
+    top, valid = loss.row_max(logits, vocabulary), targets != loss.IGNORE
+    sums, at = loss.local_sums(logits, top, targets)
+    loss.softmax_grad(logits, sums[0], valid, at, scale)
+    return np.where(valid, np.log(sums[0]) - sums[1], 0)
+
+
+@kernel
+def causal_softmax(scores, scale, factors=None):
+    """p = softmax(scale scores + mask) over the keys of [..., key, query], in the scores' memory;
+    and p times dropout's factors, p itself without."""
+    scores *= scale
+    scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
+    scores -= scores.max(-2, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(-2, keepdims=True)
+    return scores, scores if factors is None else scores * factors
+
+
+@kernel
+def causal_softmax_grad(p, dweights, scale, factors=None):
+    """ds = scale p (dp - sum(dp p)) with dp = dweights times the factors, in its memory."""
+    if factors is not None:
+        dweights *= factors
+    dweights -= (dweights * p).sum(-2, keepdims=True)
+    dweights *= p
+    dweights *= scale
+    return dweights
+
+
+def turns(sequence, width, base=10000.0):
+    """Cosines and sines of position / base^(2 i / width), [2, sequence, width / 2], float32."""
+    frequencies = base ** (-np.arange(0, width, 2) / width)
+    angles = np.arange(sequence)[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+
+@kernel
+def rotate(x, table, first, parts, turned, sign=1):
+    """Rotary positions (Su et al., arXiv:2104.09864), in place; with sign = -1 their gradient.
+
+    The pairs (i, i + width / 2) of each head are turned by the angle of their position, as in
+    LLaMA's published weights: (a, b) -> (a cos - b sin, b cos + a sin).  x is [rows, heads *
+    parts * width], of which the first `turned` parts are turned ([q | k | v]: 2 of 3); `table` is
+    that of `turns`, and row r of x has position first + r, modulo its rows.
+    """
+    _, period, half = table.shape
+    cosine, sine = table[:, (first + np.arange(len(x))) % period][:, :, None, None].astype(x.dtype)
+    pairs = x.reshape(len(x), -1, parts, 2, half)[:, :, :turned]
+    a, b = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
+    pairs[..., 0, :] = a * cosine - b * sine * sign
+    pairs[..., 1, :] = b * cosine + a * sine * sign
+    return x

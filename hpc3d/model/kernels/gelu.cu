@@ -1,0 +1,72 @@
+// GELU of h + bias, [rows, columns], and its slope: forward has all that the slope needs, so that
+// backward is one multiplication.  A block has a row; bias may be null.
+#include "common.cuh"
+
+// out = x s with s = (1 + tanh u) / 2, u = c (x + a x^3), c = sqrt(2 / pi), a = 0.044715, and
+// d out / dx = s (1 + (1 - s) 2 x u'), x u' = 3 u - 2 c x   (Hendrycks and Gimpel 2016, GPT-2's).
+struct Tanh {
+    static __device__ float of(float x, float& slope)
+    {
+        const float c = 0.7978845608028654f, a = 0.044715f;
+        const float u = c * x * (1 + a * x * x);
+        const float s = 0.5f * (1 + tanhf(u));
+        slope = s * (1 + (1 - s) * 2 * (3 * u - 2 * c * x));
+        return x * s;
+    }
+};
+
+// out = x Phi(x) and d out / dx = Phi(x) + x phi(x), Phi and phi of the normal distribution.
+struct Exact {
+    static __device__ float of(float x, float& slope)
+    {
+        const float phi = 0.5f * (1 + erff(x * 0.7071067811865476f));
+        slope = phi + x * 0.3989422804014327f * expf(-0.5f * x * x);
+        return x * phi;
+    }
+};
+
+// h becomes the slope.
+template <typename Gelu, typename T>
+__device__ void row_gelu(T* h, const T* bias, T* out, int columns)
+{
+    constexpr int N = WIDTH<T>;
+    const long long start = static_cast<long long>(blockIdx.x) * columns;
+    h += start, out += start;
+    packs_of_row<N>(columns, aligned(h, bias, out), [&](int c, auto pack) {
+        auto x = pack.load(h + c), y = pack.zeros();
+        if (bias)
+            y = pack.load(bias + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            y[i] = Gelu::of(x[i] + y[i], x[i]);
+        pack.store(out + c, y);
+        pack.store(h + c, x);
+    });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256) gelu_tanh(T* h, const T* bias, T* out, int columns)
+{
+    row_gelu<Tanh>(h, bias, out, columns);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256) gelu_exact(T* h, const T* bias, T* out, int columns)
+{
+    row_gelu<Exact>(h, bias, out, columns);
+}
+
+// dh = slope dg of `size` elements, in the memory of the slope.  The grid strides over packs.
+template <typename T>
+__global__ void __launch_bounds__(256) gelu_grad(T* slope, const T* dg, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_grid<N>(size, aligned(slope, dg), [&](long long c, auto pack) {
+        auto a = pack.load(slope + c);
+        const auto d = pack.load(dg + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] *= d[i];
+        pack.store(slope + c, a);
+    });
+}

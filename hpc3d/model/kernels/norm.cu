@@ -1,0 +1,240 @@
+// Layer norm of the rows of X [rows, columns]: y = n gamma + beta with n = (x - mean) rstd.
+//
+// Where the columns are split over ranks, a step is three kernels with messages in between:
+// moments | all-gather | combine_moments, normalise; and backward: normalise_sums | all-reduce |
+// normalise_grad.  Where they are not, add_norm and norm_grad do all of it in one.  In both cases
+// norm_columns and sum_strips (rows.cu) give the gradients of gamma and beta.
+//
+// Unless said otherwise a block has one row, and a thread every blockDim-th pack of its columns.
+#include "common.cuh"
+
+// The mean of a row, and the sum of its squared deviations from it: two passes, never E[x^2].
+template <typename T>
+__device__ void row_moments(const T* x, int columns, bool wide, float& mean, float& squares)
+{
+    constexpr int N = WIDTH<T>;
+    float sum = 0;
+    packs_of_row<N>(columns, wide, [&](int c, auto pack) {
+        const auto a = pack.load(x + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            sum += a[i];
+    });
+    const float centre = block_sum(sum) / columns;
+    sum = 0;
+    packs_of_row<N>(columns, wide, [&](int c, auto pack) {
+        const auto a = pack.load(x + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            sum += (a[i] - centre) * (a[i] - centre);
+    });
+    mean = centre;
+    squares = block_sum(sum);
+}
+
+// result [2, rows]: mean and sum of squared deviations of every row.
+template <typename T>
+__global__ void __launch_bounds__(256) moments(const T* x, float* result, int columns)
+{
+    const long long row = blockIdx.x;
+    float mean, squares;
+    x += row * columns;
+    row_moments(x, columns, aligned(x), mean, squares);
+    if (threadIdx.x == 0) {
+        result[row] = mean;
+        result[gridDim.x + row] = squares;
+    }
+}
+
+// Of whole rows, from those of `ranks` parts [ranks, 2, rows] of `count` numbers each:
+// M2 = sum M2_i + count sum (mean_i - mean)^2 (Chan, Golub and LeVeque 1979).  A thread has a row.
+__global__ void __launch_bounds__(256)
+combine_moments(const float* parts, float* result, int ranks, int rows, float count)
+{
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows)
+        return;
+    const float* mine = parts + row;
+    const long long part = 2LL * rows;
+    float mean = 0, squares = 0;
+    for (int rank = 0; rank < ranks; rank++)
+        mean += mine[rank * part];
+    mean /= ranks;
+    for (int rank = 0; rank < ranks; rank++) {
+        const float spread = mine[rank * part] - mean;
+        squares += mine[rank * part + rows] + count * spread * spread;
+    }
+    result[row] = mean;
+    result[rows + row] = squares;
+}
+
+// n = (x - mean) rstd and y = n gamma + beta.
+template <typename T>
+__global__ void __launch_bounds__(256) normalise(const T* x, const float* mean, const float* rstd,
+                                                 const T* gamma, const T* beta, T* n, T* y,
+                                                 int columns)
+{
+    constexpr int N = WIDTH<T>;
+    const long long row = blockIdx.x, start = row * columns;
+    const float centre = mean[row], factor = rstd[row];
+    x += start, n += start, y += start;
+    packs_of_row<N>(columns, aligned(x, gamma, beta, n, y), [&](int c, auto pack) {
+        auto a = pack.load(x + c);
+        const auto g = pack.load(gamma + c), b = pack.load(beta + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] = (a[i] - centre) * factor;
+        pack.store(n + c, a);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] = a[i] * g[i] + b[i];
+        pack.store(y + c, a);
+    });
+}
+
+// s = x + r and y = norm(s) with the mean and rstd = 1 / sqrt(var + epsilon) of every row of s.
+// Without a residual r, which is null then, s is x and is not written.
+template <typename T>
+__global__ void __launch_bounds__(256) add_norm(const T* x, const T* r, const T* gamma,
+                                                const T* beta, T* s, T* y, float* mean,
+                                                float* rstd, int columns, float epsilon)
+{
+    constexpr int N = WIDTH<T>;
+    const long long row = blockIdx.x, start = row * columns;
+    s = r ? s + start : s, r = r ? r + start : r, x += start, y += start;
+    const bool wide = aligned(x, r, s, gamma, beta, y);
+    if (r) {
+        packs_of_row<N>(columns, wide, [&](int c, auto pack) {
+            auto a = pack.load(x + c);
+            const auto b = pack.load(r + c);
+#pragma unroll
+            for (int i = 0; i < pack.size; i++)
+                a[i] += b[i];
+            pack.store(s + c, a);
+        });
+        x = s;  // from here on each thread reads what it wrote itself
+    }
+    float centre, squares;
+    row_moments(x, columns, wide, centre, squares);
+    const float factor = 1 / sqrtf(squares / columns + epsilon);
+    packs_of_row<N>(columns, wide, [&](int c, auto pack) {
+        auto a = pack.load(x + c);
+        const auto g = pack.load(gamma + c), b = pack.load(beta + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] = (a[i] - centre) * factor * g[i] + b[i];
+        pack.store(y + c, a);
+    });
+    if (threadIdx.x == 0) {
+        mean[row] = centre;
+        rstd[row] = factor;
+    }
+}
+
+// Of a row: the sum of dn = dy gamma and that of dn n, with n = (x - mean) rstd.
+template <typename T>
+__device__ void row_sums(const T* x, float mean, float rstd, const T* dy, const T* gamma,
+                         int columns, float& sum, float& product)
+{
+    constexpr int N = WIDTH<T>;
+    float first = 0, second = 0;
+    packs_of_row<N>(columns, aligned(x, dy, gamma), [&](int c, auto pack) {
+        const auto a = pack.load(x + c), d = pack.load(dy + c), g = pack.load(gamma + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++) {
+            const float dn = d[i] * g[i];
+            first += dn;
+            second += dn * ((a[i] - mean) * rstd);
+        }
+    });
+    sum = block_sum(first);
+    product = block_sum(second);
+}
+
+// dx = (residual +) rstd (dn - mean(dn) - n mean(dn n)) of a row, with n = (x - mean) factor.
+template <typename T>
+__device__ void row_grad(const T* x, float mean, float factor, float rstd, const T* dy,
+                         const T* gamma, float mean_dn, float mean_product, const T* residual,
+                         T* dx, int columns)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_row<N>(columns, aligned(x, dy, gamma, residual, dx), [&](int c, auto pack) {
+        const auto a = pack.load(x + c), d = pack.load(dy + c), g = pack.load(gamma + c);
+        auto out = pack.zeros();
+        if (residual)
+            out = pack.load(residual + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++) {
+            const float n = (a[i] - mean) * factor;
+            out[i] += rstd * (d[i] * g[i] - mean_dn - n * mean_product);
+        }
+        pack.store(dx + c, out);
+    });
+}
+
+// sums [2, rows]: of dn = dy gamma and of dn n over the columns of this rank.
+template <typename T>
+__global__ void __launch_bounds__(256)
+normalise_sums(const T* n, const T* dy, const T* gamma, float* sums, int columns)
+{
+    const long long row = blockIdx.x, start = row * columns;
+    float sum, product;
+    row_sums(n + start, 0, 1, dy + start, gamma, columns, sum, product);
+    if (threadIdx.x == 0) {
+        sums[row] = sum;
+        sums[gridDim.x + row] = product;
+    }
+}
+
+// dx from n, rstd and the means [2, rows] of dn and of dn n over the whole row; the residual's
+// gradient is added unless it is null.
+template <typename T>
+__global__ void __launch_bounds__(256)
+normalise_grad(const T* n, const float* rstd, const T* dy, const T* gamma, const float* means,
+               const T* residual, T* dx, int columns)
+{
+    const long long row = blockIdx.x, start = row * columns;
+    row_grad(n + start, 0, 1, rstd[row], dy + start, gamma, means[row], means[gridDim.x + row],
+             residual ? residual + start : residual, dx + start, columns);
+}
+
+// dx from what add_norm kept, s, mean and rstd: both passes of a row in one block.
+template <typename T>
+__global__ void __launch_bounds__(256)
+norm_grad(const T* s, const float* mean, const float* rstd, const T* dy, const T* gamma,
+          const T* residual, T* dx, int columns)
+{
+    const long long row = blockIdx.x, start = row * columns;
+    const float centre = mean[row], factor = rstd[row];
+    float sum, product;
+    row_sums(s + start, centre, factor, dy + start, gamma, columns, sum, product);
+    row_grad(s + start, centre, factor, factor, dy + start, gamma, sum / columns,
+             product / columns, residual ? residual + start : residual, dx + start, columns);
+}
+
+// First pass of dgamma = sum over rows of dy n and dbeta = that of dy (add_eight), to partial
+// [strips, 2, columns].  n = (x - mean) rstd, or x itself where mean is null.
+template <typename T>
+__global__ void __launch_bounds__(256) norm_columns(const T* x, const float* mean,
+                                                    const float* rstd, const T* dy,
+                                                    float* partial, int rows, int columns)
+{
+    constexpr int N = WIDTH<T>;
+    const int c = (blockIdx.x * 32 + threadIdx.x) * N;
+    Pack<N> dgamma = {}, dbeta = {};
+    pack_of_columns<N>(columns - c, columns % N == 0 && aligned(x, dy), [&](auto pack) {
+        for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
+            const long long start = static_cast<long long>(row) * columns + c;
+            const float centre = mean ? mean[row] : 0, factor = mean ? rstd[row] : 1;
+            const Pack<N> a = pack.load(x + start), d = pack.load(dy + start);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                dgamma[i] += d[i] * ((a[i] - centre) * factor);
+                dbeta[i] += d[i];
+            }
+        }
+    });
+    float* strip = partial + 2LL * blockIdx.y * columns;
+    add_eight(dgamma, strip, columns);
+    add_eight(dbeta, strip + columns, columns);
+}

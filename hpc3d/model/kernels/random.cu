@@ -1,0 +1,49 @@
+// Numbers that depend on a key and on an element's global index, not on how it is cut: those
+// of hpc3d/model/random.py.  In a matrix with `width` columns it is row width + column; this
+// rank's block begins at (first_row, first_column).  A block of threads has a row.
+#include "common.cuh"
+#include "random.cuh"
+
+// out = x times 0 or `factor`.  16 elements share a block of draws, so a thread has 16.
+template <typename T>
+__global__ void __launch_bounds__(256)
+dropped(const T* x, T* out, const Word* key, long long first_row, long long first_column,
+        long long width, int columns, unsigned limit, float factor)
+{
+    constexpr int N = 16;
+    const long long start = static_cast<long long>(blockIdx.x) * columns;
+    const Word first = (first_row + blockIdx.x) * width + first_column;
+    Draws draws(key);
+    x += start, out += start;
+    packs_of_row<N>(columns, aligned(x, out), [&](int c, auto pack) {
+        auto a = pack.load(x + c);
+        const auto f = dropout<pack.size>(draws, first + c, limit, rounded<T>(factor));
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] *= f[i];
+        pack.store(out + c, a);
+    });
+}
+
+// value = std times independent standard normal numbers: sqrt(-2 log u) cos(v) of Box and Muller,
+// u in (0, 1] from the upper and v in [0, 2 pi) from the lower half of a draw; in double.
+template <typename T>
+__global__ void __launch_bounds__(256)
+initialise(T* value, const Word* key, long long first_row, long long first_column,
+           long long width, int columns, double std)
+{
+    const double unit = 1.0 / 4294967296.0, circle = 6.283185307179586 * unit;
+    const long long start = static_cast<long long>(blockIdx.x) * columns;
+    const Word first = (first_row + blockIdx.x) * width + first_column;
+    Draws draws(key);
+    for (int c = threadIdx.x * 4; c < columns; c += blockDim.x * 4) {
+#pragma unroll 1
+        for (int i = 0; i < 4 && c + i < columns; i++) {
+            draws.make((first + c + i) / 4);
+            const Word bits = draws.draw((first + c + i) % 4);
+            const double radius = ((bits >> 32) + 1.0) * unit;
+            const double angle = (bits & 0xffffffff) * circle;
+            put(value[start + c + i], sqrt(-2 * log(radius)) * cos(angle) * std);
+        }
+    }
+}

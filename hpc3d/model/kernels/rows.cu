@@ -1,0 +1,84 @@
+// Sums of matrices and of their rows: biases, residuals, gradients.
+#include "common.cuh"
+
+// out = y + bias, a bias a column.  A block has a row.
+template <typename T>
+__global__ void __launch_bounds__(256) add_bias(const T* y, const T* bias, T* out, int columns)
+{
+    constexpr int N = WIDTH<T>;
+    const long long start = static_cast<long long>(blockIdx.x) * columns;
+    y += start, out += start;
+    packs_of_row<N>(columns, aligned(y, bias, out), [&](int c, auto pack) {
+        auto a = pack.load(y + c);
+        const auto b = pack.load(bias + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] += b[i];
+        pack.store(out + c, a);
+    });
+}
+
+// out = x + y of `size` elements.  The grid strides over packs.
+template <typename T>
+__global__ void __launch_bounds__(256) add(const T* x, const T* y, T* out, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_grid<N>(size, aligned(x, y, out), [&](long long c, auto pack) {
+        auto a = pack.load(x + c);
+        const auto b = pack.load(y + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] += b[i];
+        pack.store(out + c, a);
+    });
+}
+
+// grad += dw, where the sum of the microbatches' gradients is float.  The grid strides over packs.
+template <typename T>
+__global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_grid<N>(size, aligned(grad, dw), [&](long long c, auto pack) {
+        auto sum = pack.load(grad + c);
+        const auto a = pack.load(dw + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            sum[i] += a[i];
+        pack.store(grad + c, sum);
+    });
+}
+
+// The sum over rows, the gradient of a bias, first pass: partial [strips, columns] (add_eight).
+template <typename T>
+__global__ void __launch_bounds__(256)
+sum_rows(const T* y, float* partial, int rows, int columns)
+{
+    constexpr int N = WIDTH<T>;
+    const int c = (blockIdx.x * 32 + threadIdx.x) * N;
+    Pack<N> sum = {};
+    pack_of_columns<N>(columns - c, columns % N == 0 && aligned(y), [&](auto pack) {
+        for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
+            const Pack<N> a = pack.load(y + static_cast<long long>(row) * columns + c);
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                sum[i] += a[i];
+        }
+    });
+    add_eight(sum, partial + static_cast<long long>(blockIdx.y) * columns, columns);
+}
+
+// Second pass: total = the sum of the strips, or total += it.  Thread (x, y) of a block of 32 x 8
+// has every eighth strip of a column.
+__global__ void __launch_bounds__(256)
+sum_strips(const float* partial, float* total, int strips, int columns, int add)
+{
+    const int column = blockIdx.x * 32 + threadIdx.x;
+    Pack<1> sum = {};
+    if (column < columns) {
+        sum[0] = add && threadIdx.y == 0 ? total[column] : 0;
+#pragma unroll 4
+        for (int strip = threadIdx.y; strip < strips; strip += 8)
+            sum[0] += partial[static_cast<long long>(strip) * columns + column];
+    }
+    add_eight(sum, total, columns);
+}

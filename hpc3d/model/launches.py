@@ -1,0 +1,226 @@
+"""The CUDA kernels of `kernels/*.cu` as data: what they are called, take, and are launched with.
+
+Names, parameters and the most threads of a block are read from the text of the kernels; the table
+says how a grid covers the work.  Nothing here needs a GPU.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "kernels"
+REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # T, by dtype
+# NVRTC's, besides the architecture and FOLDER among the folders of headers: lambdas have no
+# __device__ in front of them.
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+LOAD = 16  # bytes that a thread loads at once
+WARP = 32
+ROWS_A_STRIP, STRIPS = 64, 128  # of the first pass of a sum over rows, at least and at most
+BLOCKS = 2048  # of a grid that strides
+
+SCALARS = {
+    "int": np.int32,
+    "unsigned": np.uint32,
+    "long long": np.int64,
+    "float": np.float32,
+    "double": np.float64,
+}
+POINTEES = {
+    "float": "float32",
+    "double": "float64",
+    "long long": "int64",
+    "Word": "uint64",
+    "bool": "bool",
+}
+
+
+class Launch(NamedTuple):
+    """Blocks of a grid and threads of a block, each (x, y); no kernel takes dynamic memory.
+
+    A grid of a row a block has none where there are no rows: CUDA wants no launch then.
+    """
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+
+
+def whole(size, part):
+    """How many parts cover `size`, at least one."""
+    return max(1, -(-size // part))
+
+
+def strips(rows):
+    """The partial sums that the first pass of a sum over `rows` rows leaves to sum_strips."""
+    return min(STRIPS, whole(rows, ROWS_A_STRIP))
+
+
+def row_a_block(rows, columns, pack, most):
+    """As many threads as a row has packs, in whole warps."""
+    return Launch((rows, 1), (min(most, WARP * whole(columns, WARP * pack)), 1))
+
+
+def row_of(elements):
+    """A row a block, where a thread has so many elements of any type."""
+    return lambda rows, columns, pack, most: row_a_block(rows, columns, elements, most)
+
+
+def strided(rows, columns, pack, most):
+    """All elements, as many times as it takes."""
+    return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
+
+
+def row_a_thread(rows, columns, pack, most):
+    return Launch((whole(rows, most), 1), (most, 1))
+
+
+def one_block(rows, columns, pack, most):
+    return Launch((1, 1), (min(most, WARP * whole(rows * columns, WARP)), 1))
+
+
+def tiles_of_strips(rows, columns, pack, most):
+    """32 packs of columns by a strip of rows."""
+    return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
+
+
+def tiles_of_columns(rows, columns, pack, most):
+    """32 columns."""
+    return Launch((whole(columns, WARP), 1), (WARP, most // WARP))
+
+
+def row_by_tiles(rows, columns, pack, most):
+    """A row by 32 packs of columns."""
+    return Launch((rows, whole(columns, WARP * pack)), (most, 1))
+
+
+def tiles_of_queries(rows, columns, pack, most):
+    """Of `rows` matrices 8 packs of their `columns` columns."""
+    return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
+
+
+# How (rows, columns) of the work become a launch.  Of flat arrays rows is 1; of sum_repeated and
+# its like it is the rows of the result; of attention, B heads matrices of T columns.
+SHAPES = {
+    "norm": {
+        "moments": row_a_block,
+        "combine_moments": row_a_thread,
+        "normalise": row_a_block,
+        "add_norm": row_a_block,
+        "normalise_sums": row_a_block,
+        "normalise_grad": row_a_block,
+        "norm_grad": row_a_block,
+        "norm_columns": tiles_of_strips,
+    },
+    "rows": {
+        "add_bias": row_a_block,
+        "add": strided,
+        "accumulate": strided,
+        "sum_rows": tiles_of_strips,
+        "sum_strips": tiles_of_columns,
+    },
+    "gelu": {"gelu_tanh": row_a_block, "gelu_exact": row_a_block, "gelu_grad": strided},
+    "embedding": {
+        "gather_rows": row_a_block,
+        "scatter_rows": row_by_tiles,
+        "add_repeated": row_a_block,
+        "sum_repeated": row_a_block,
+    },
+    "loss": {
+        "row_max": row_a_block,
+        "local_sums": row_a_block,
+        "negative_log": one_block,
+        "softmax_grad": row_a_block,
+        "cross_entropy": row_a_block,
+    },
+    "attention": {"causal_softmax": tiles_of_queries, "causal_softmax_grad": tiles_of_queries},
+    "optimizer": {
+        "adamw": strided,
+        "descend": strided,
+        "sum_squares": strided,
+        "sum_parts": one_block,
+    },
+    "random": {"dropped": row_of(16), "initialise": row_of(4)},
+    "rotary": {"rotate": row_a_block},
+}
+
+DECLARATION = re.compile(
+    r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)\)\s+(\w+)\(([^)]*)\)"
+)
+
+
+class Kernel(NamedTuple):
+    """One kernel; `parameters` by name with their C++ types, T that of the template."""
+
+    name: str
+    source: str
+    template: bool
+    threads: int
+    parameters: dict[str, str]
+
+    @property
+    def instances(self):
+        """What to compile: the name, for each type that T may be."""
+        return [self.expression(real) for real in REALS] if self.template else [self.name]
+
+    def expression(self, real):
+        """The name in C++ where T is the dtype named `real`."""
+        return f"{self.name}<{REALS[real]}>" if self.template else self.name
+
+    def launch(self, real, rows, columns):
+        """The grid and the block for work of that size."""
+        pack = LOAD // (2 if real in ("float16", "bfloat16") else 4)
+        return SHAPES[self.source][self.name](rows, columns, pack, self.threads)
+
+    def bind(self, dtype_of, given):
+        """The dtype of T and the values in the order of the parameters: numbers as NumPy scalars
+        of the parameter's type, arrays and None (null) as they are.
+
+        `dtype_of(array)` is the name of an array's dtype.  An array of another dtype than the
+        parameter's would be read as garbage: it is an error, as is a missing or unknown name.
+        """
+        assert given.keys() == self.parameters.keys(), f"{self.name}: {[*given]}"
+        reals = {dtype_of(given[n]) for n in self.pointers("T") if given[n] is not None}
+        real = reals.pop() if self.template else None
+        assert not reals, f"{self.name}: arrays of several types are T"
+        assert real in REALS or not self.template, f"{self.name}: T is {real}"
+        for name, value in given.items():
+            wanted = self.pointee(name, real)
+            fits = not wanted or value is None or dtype_of(value) == wanted
+            assert fits, f"{self.name}: {name} must be {wanted}"
+        return real, [self.typed(name, given[name]) for name in self.parameters]
+
+    def pointers(self, to):
+        return [n for n, kind in self.parameters.items() if kind in (f"{to}*", f"const {to}*")]
+
+    def pointee(self, name, real):
+        """The dtype that a pointer points to, None of a number."""
+        kind, star, _ = self.parameters[name].removeprefix("const ").partition("*")
+        return {**POINTEES, "T": real}[kind] if star else None
+
+    def typed(self, name, value):
+        kind = self.parameters[name]
+        return value if kind.endswith("*") else SCALARS[kind](value)
+
+
+def text(source):
+    """The CUDA C++ of a source; it includes files of FOLDER."""
+    return (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
+
+
+@cache
+def kernels():
+    """All kernels by name, as their texts declare them."""
+    found = {}
+    for source in SHAPES:
+        for template, threads, name, listed in DECLARATION.findall(text(source)):
+            parameters = dict(map(parameter, listed.split(",")))
+            found[name] = Kernel(name, source, bool(template), int(threads), parameters)
+    return found
+
+
+def parameter(declared):
+    """Name and type of one parameter, as `const T* x`."""
+    kind, _, name = " ".join(declared.split()).rpartition(" ")
+    return name, kind

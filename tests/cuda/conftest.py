@@ -1,0 +1,80 @@
+"""The kernels on the host, and the numbers they are tried with."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from hpc3d.model import launches
+from tests.cuda import emulator
+
+
+@pytest.fixture(scope="session")
+def library_of(request):
+    """Builds and opens a library of programs {name: text}, unless it is there already."""
+    if emulator.compiler() is None:
+        pytest.skip("no g++: the CUDA kernels are not run on the host")
+    folder = request.config.cache.mkdir("cuda-emulator")
+    return lambda programs: emulator.Emulator(emulator.build(programs, folder))
+
+
+@pytest.fixture(scope="session")
+def emulate(library_of):
+    """Launches a kernel by name: (name, rows, columns, **parameters)."""
+    instances = {source: [] for source in launches.SHAPES}
+    for kernel in launches.kernels().values():
+        instances[kernel.source] += kernel.instances
+    texts = {name: launches.text(name) for name in instances}
+    return library_of({s: emulator.program(texts[s], instances[s]) for s in instances})
+
+
+class Real(NamedTuple):
+    """A type of numbers; `unit` is its largest relative error of rounding."""
+
+    name: str
+    dtype: type
+    unit: float
+
+    def cast(self, x, offset=0):
+        """x in this type, `offset` elements behind an address that divides by 16."""
+        bits = emulator.to_bfloat16(x) if self.name == "bfloat16" else x.astype(self.dtype)
+        memory = np.empty(bits.size + 16, self.dtype)
+        first = -memory.ctypes.data % 16 // memory.itemsize + offset
+        placed = memory[first : first + bits.size].reshape(bits.shape)
+        placed[...] = bits
+        return placed
+
+    def back(self, x):
+        """Numbers of this type as float32."""
+        wide = emulator.from_bfloat16(x) if self.name == "bfloat16" else x.astype(np.float32)
+        return wide.reshape(x.shape)
+
+    def empty(self, *shape, offset=0):
+        """An array that holds nothing but NaN."""
+        return self.cast(np.full(shape, np.nan, np.float32), offset)
+
+    def same(self, got, expected, atol=2e-6):
+        """`got` of this type is `expected` but for rounding."""
+        close = 2e-6 if self.name == "float32" else 1.001 * self.unit
+        np.testing.assert_allclose(self.back(got), expected, rtol=close, atol=atol)
+
+
+FLOAT = Real("float32", np.float32, 2**-24)
+REALS = [FLOAT, Real("float16", np.float16, 2**-11), Real("bfloat16", np.uint16, 2**-8)]
+
+
+@pytest.fixture(params=REALS, ids=lambda real: real.name)
+def real(request):
+    return request.param
+
+
+@pytest.fixture
+def draw():
+    """Normal numbers of a type, and the float32 that they are."""
+    random = np.random.default_rng(7)
+
+    def drawn(real, *shape, offset=0):
+        x = real.cast(random.normal(size=shape).astype(np.float32), offset)
+        return x, real.back(x)
+
+    return drawn

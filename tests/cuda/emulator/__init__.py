@@ -1,0 +1,116 @@
+"""Runs the CUDA kernels on the host, from the same text: see cuda.hpp and machine.cpp.
+
+Arrays are NumPy's.  bfloat16, which NumPy does not have, is uint16 with the upper half of a
+float32 (`to_bfloat16`, `from_bfloat16`).
+"""
+
+import ctypes
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from hpc3d.model import launches
+
+HERE = Path(__file__).parent
+FLAGS = (
+    "-std=c++17 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-gnu-unique "
+    f"-Wall -Wno-unknown-pragmas -Werror -I{HERE} -I{launches.FOLDER}"
+).split()
+WATCHED = "-fsanitize=thread"  # shows accesses to the machine
+
+
+class Fault(Exception):
+    """What a kernel did that a GPU would not forgive."""
+
+
+def compiler():
+    return shutil.which("g++")
+
+
+def program(text, instances):
+    """A text of CUDA with its instances registered by name."""
+    lines = ['#include "cuda.hpp"', text]
+    lines += [f'static Registered<{i}> number{n}("{i}");' for n, i in enumerate(instances)]
+    return "\n".join(lines)
+
+
+def build(programs, folder):
+    """The library of programs {name: text}, compiled unless `folder` holds it already."""
+    headers = sorted(path for at in (HERE, launches.FOLDER) for path in at.glob("*.*h*"))
+    machine = (HERE / "machine.cpp").read_text()
+    texts = [*FLAGS, *programs.values(), machine, *(path.read_text() for path in headers)]
+    library = folder / f"{sha256(chr(0).join(texts).encode()).hexdigest()}.so"
+    if not library.exists():
+        with TemporaryDirectory(dir=folder) as place, ThreadPoolExecutor(2) as pool:
+            made = [Path(place) / f"{number}.o" for number in range(len(programs) + 1)]
+            sources = [*((text, [WATCHED]) for text in programs.values()), (machine, [])]
+            list(pool.map(compiled, made, *zip(*sources)))
+            whole = Path(place) / library.name
+            subprocess.run(["g++", "-shared", *made, "-o", whole], check=True)
+            whole.replace(library)
+    return library
+
+
+def compiled(made, text, flags):
+    """Compile one text to the file `made`."""
+    command = ["g++", *FLAGS, *flags, "-x", "c++", "-", "-c", "-o", made]
+    subprocess.run(command, input=text, text=True, check=True)
+
+
+class Emulator:
+    """The kernels of a library, launched as `launches` says."""
+
+    def __init__(self, library):
+        self.library = ctypes.CDLL(str(library))
+        self.library.emulate.restype = ctypes.c_char_p
+
+    def __call__(self, name, rows, columns, /, **given):
+        """Launch a kernel on work of that size; Fault where it goes wrong."""
+        kernel = launches.kernels()[name]
+        real, values = kernel.bind(dtype_of, given)
+        launch = kernel.launch(real, rows, columns)
+        self.run(kernel.expression(real), launch, dict(zip(kernel.parameters, values)))
+
+    def run(self, expression, launch, values):
+        """Launch what was registered under a name, on arrays, numbers and None by name."""
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        assert all(array.flags.c_contiguous for array in arrays.values())
+        held = [in_memory(value) for value in values.values()]
+        error = self.library.emulate(
+            expression.encode(),
+            (ctypes.c_uint * 2)(*launch.grid),
+            (ctypes.c_uint * 2)(*launch.block),
+            (ctypes.c_void_p * len(held))(*(cell.ctypes.data for cell in held)),
+            len(arrays),
+            (ctypes.c_char_p * len(arrays))(*(name.encode() for name in arrays)),
+            (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays.values())),
+            (ctypes.c_size_t * len(arrays))(*(a.nbytes for a in arrays.values())),
+        )
+        if error:
+            raise Fault(f"{expression}: {error.decode()}")
+
+
+def in_memory(value):
+    """A number, or the address of an array, where a pointer can point to it."""
+    if isinstance(value, np.ndarray):
+        value = value.ctypes.data
+    return np.array(0 if value is None else value, getattr(value, "dtype", np.uint64))
+
+
+def dtype_of(array):
+    return {"uint16": "bfloat16"}.get(array.dtype.name, array.dtype.name)
+
+
+def to_bfloat16(x):
+    """float32 to the nearest bfloat16, of two equally near ones to the even one."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)

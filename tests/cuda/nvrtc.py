@@ -1,0 +1,103 @@
+"""NVIDIA's run-time compiler out of its wheel: machine code without a GPU and without a driver."""
+
+import ctypes
+import importlib.util
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc3d.model import launches
+
+WHEELS = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"
+NUMBERS = "ptxas info", "ptxas   "  # how the lines of its statistics begin
+OLD = "Architectures prior to"  # a warning about sm_70 that no option turns off
+
+
+class Refused(Exception):
+    """A text that does not compile, or not without a warning; what the compiler says."""
+
+
+class Code(NamedTuple):
+    """Machine code for one architecture, the PTX it comes from, and the assembler's report."""
+
+    cubin: bytes
+    ptx: str
+    report: str
+
+    @property
+    def spilled(self):
+        """Bytes that did not fit into registers, of all kernels."""
+        return sum(map(int, re.findall(r"(\d+) bytes spill", self.report)))
+
+
+def folder(part):
+    """That of a part of CUDA in the wheels; None where it is not installed."""
+    try:
+        found = importlib.util.find_spec(f"nvidia.{part}")
+    except ModuleNotFoundError:
+        return None
+    return found and Path(next(iter(found.submodule_search_locations)))
+
+
+class Compiler:
+    """Compiles texts with the options of launches."""
+
+    @staticmethod
+    def missing():
+        """What is not there, or None."""
+        here = folder("cuda_nvrtc") and folder("cuda_runtime")
+        return None if here else f"{' and '.join(WHEELS)}: pip install 'hpc3d[test]'"
+
+    @cached_property
+    def nvrtc(self):
+        library = ctypes.CDLL(str(folder("cuda_nvrtc") / "lib" / "libnvrtc.so.12"))
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+
+    @property
+    def version(self):
+        numbers = ctypes.c_int(), ctypes.c_int()
+        self.do("Version", *map(ctypes.byref, numbers))
+        return f"{numbers[0].value}.{numbers[1].value}"
+
+    def compile(self, text, instances, architecture):
+        """The Code of `instances` for an architecture such as "sm_90"; or Refused."""
+        program = ctypes.c_void_p()
+        self.do("CreateProgram", ctypes.byref(program), text.encode(), b"kernels", 0, None, None)
+        try:
+            for instance in instances:
+                self.do("AddNameExpression", program, instance.encode())
+            options = self.options(architecture)
+            failed = self.nvrtc.nvrtcCompileProgram(program, len(options), options)
+            report = self.result("ProgramLog", program).decode().replace("\0", "")
+            if failed or complaints(report):
+                raise Refused(complaints(report))
+            ptx = self.result("PTX", program).decode()
+            return Code(self.result("CUBIN", program), ptx, report)
+        finally:
+            self.do("DestroyProgram", ctypes.byref(program))
+
+    def options(self, architecture):
+        headers = folder("cuda_runtime") / "include"
+        flags = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *launches.OPTIONS]
+        flags += [f"--include-path={path}" for path in (headers, launches.FOLDER)]
+        return (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+
+    def do(self, what, *arguments):
+        code = getattr(self.nvrtc, f"nvrtc{what}")(*arguments)
+        assert not code, self.nvrtc.nvrtcGetErrorString(code).decode()
+
+    def result(self, what, program):
+        """The bytes of one of the results of a program."""
+        size = ctypes.c_size_t()
+        self.do(f"Get{what}Size", program, ctypes.byref(size))
+        taken = ctypes.create_string_buffer(size.value)
+        self.do(f"Get{what}", program, taken)
+        return taken.raw
+
+
+def complaints(report):
+    """The lines of a report that are not the assembler's numbers."""
+    lines = [line for line in report.splitlines() if line and not line.startswith(NUMBERS)]
+    return "\n".join(line for line in lines if OLD not in line)

@@ -1,0 +1,104 @@
+"""Every instance of every CUDA kernel becomes machine code, without a GPU."""
+
+import re
+from concurrent.futures import ProcessPoolExecutor
+from hashlib import sha256
+from multiprocessing import get_context
+
+import pytest
+
+from hpc3d.model import launches
+from tests.cuda.nvrtc import Compiler, Refused
+
+# Volta has no bfloat16.
+ARCHITECTURES = {"sm_70": ["float32", "float16"], "sm_80": launches.REALS, "sm_90": launches.REALS}
+COMPILER = Compiler()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wheels():
+    if missing := COMPILER.missing():
+        pytest.skip(f"CUDA kernels are not compiled without {missing}")
+
+
+def instances(source, reals):
+    """What is compiled of a source where T is one of `reals`."""
+    ours = [kernel for kernel in launches.kernels().values() if kernel.source == source]
+    return [*dict.fromkeys(kernel.expression(real) for kernel in ours for real in reals)]
+
+
+def spilled(source, architecture):
+    """Bytes that the kernels of a source keep in memory for want of registers."""
+    listed = instances(source, ARCHITECTURES[architecture])
+    return COMPILER.compile(launches.text(source), listed, architecture).spilled
+
+
+def digest(source, architecture):
+    """Of all that the outcome depends on."""
+    headers = sorted(path.read_text() for path in launches.FOLDER.glob("*.cuh"))
+    listed = instances(source, ARCHITECTURES[architecture])
+    texts = [launches.text(source), *headers, *launches.OPTIONS, *listed]
+    texts += [architecture, COMPILER.version]
+    return sha256("\0".join(texts).encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def outcomes(pytestconfig):
+    """What `spilled` gives of every source and architecture, two at a time.  What compiled once
+    with the same text and compiler, without spilling, is not compiled again."""
+    passed = pytestconfig.cache.mkdir("cuda-compiled")
+    pairs = [(source, name) for name in ARCHITECTURES for source in launches.SHAPES]
+    marks = {pair: passed / digest(*pair) for pair in pairs}
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        new = {pair: pool.submit(spilled, *pair) for pair in pairs if not marks[pair].exists()}
+    for pair, outcome in new.items():
+        if not outcome.exception() and not outcome.result():
+            marks[pair].touch()
+    return new
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", launches.SHAPES)
+def test_kernels_compile_and_keep_to_the_registers(source, architecture, outcomes):
+    pair = source, architecture
+    assert pair not in outcomes or outcomes[pair].result() == 0
+
+
+@pytest.mark.parametrize("real", launches.REALS)
+def test_memory_is_read_and_written_16_bytes_at_a_time(real):
+    code = COMPILER.compile(launches.text("rows"), [f"add<{launches.REALS[real]}>"], "sm_90")
+    assert len(re.findall(r"ld\.global\.v4\.[bfu]32", code.ptx)) == 2
+    assert len(re.findall(r"st\.global\.v4\.[bfu]32", code.ptx)) == 1
+
+
+def test_an_error_is_found():
+    text = launches.text("rows").replace("a[i] += b[i];", "a[i] += c[i];")
+    with pytest.raises(Refused, match="c"):
+        COMPILER.compile(text, ["add<float>"], "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("text", "instance", "said"),
+    [
+        ("template <typename T> __global__ void f(T* x) { *x = 1 }", "f<float>", 'expected a ";"'),
+        ("template <typename T> __global__ void f(T* x) { *x = 1; }", "f<double>, g", "g"),
+        ("__global__ void f(float* x) { int unused = 1; *x = 1; }", "f", "unused"),
+        ('#include "nothing.cuh"\n__global__ void f() {}', "f", "nothing.cuh"),
+        (
+            "__global__ void f(float* x) { __shared__ float s[20000]; *x = s[int(*x)]; }",
+            "f",
+            "too much",
+        ),
+    ],
+    ids=["syntax", "instance", "warning", "include", "shared memory"],
+)
+def test_other_errors_are_found(text, instance, said):
+    with pytest.raises(Refused, match=said):
+        COMPILER.compile(text, instance.split(", "), "sm_70")
+
+
+def test_what_does_not_fit_into_registers_is_counted():
+    terms = " ".join(f"float a{i} = x[{i} * n];" for i in range(90))
+    sums = " ".join(f"x[{i} * n + 1] = a{i} * a{(i * 7 + 3) % 90};" for i in range(90))
+    text = f"__global__ void __launch_bounds__(1024, 2) f(float* x, int n) {{ {terms} {sums} }}"
+    assert COMPILER.compile(text, ["f"], "sm_80").spilled > 0

@@ -1,0 +1,123 @@
+"""Norms on the host against their NumPy twins."""
+
+import numpy as np
+import pytest
+
+from hpc3d.model import fused, launches, ops
+from tests.cuda.conftest import FLOAT
+
+SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 136), (2, 2060), (9, 33)]
+EPSILON = 1e-5
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def size(request):
+    return request.param
+
+
+def test_moments(size, real, draw, emulate):
+    x, wide = draw(real, *size)
+    result = FLOAT.empty(2, size[0])
+    emulate("moments", *size, x=x, result=result, columns=size[1])
+    FLOAT.same(result, ops.moments(wide))
+
+
+def test_moments_have_no_cancellation(emulate):
+    """Mean 1e4, deviation 1: in float, E[x^2] - E[x]^2 would be wrong by several."""
+    x = np.random.default_rng(5).normal(size=(2, 300)).astype(np.float32) + np.float32(1e4)
+    result = FLOAT.empty(2, 2)
+    emulate("moments", 2, 300, x=x, result=result, columns=300)
+    exact = x.astype(np.float64)
+    np.testing.assert_allclose(result[1] / 300, exact.var(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_moments_of_parts(rows, draw, emulate):
+    parts = np.abs(draw(FLOAT, 3, 2, rows)[0])
+    result = FLOAT.empty(2, rows)
+    given = {"ranks": 3, "rows": rows, "count": 12}
+    emulate("combine_moments", rows, 1, parts=parts, result=result, **given)
+    FLOAT.same(result, np.stack(ops.combine_moments(parts, 12)))
+
+
+def test_norm_with_split_columns(size, real, draw, emulate):
+    rows, columns = size
+    x, wide = draw(real, rows, columns)
+    gamma, wide_gamma = draw(real, columns)
+    beta, wide_beta = draw(real, columns)
+    mean, rstd = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0]) + 1
+    n, y = real.empty(rows, columns), real.empty(rows, columns)
+    given = {"gamma": gamma, "beta": beta, "n": n, "y": y, "columns": columns}
+    emulate("normalise", *size, x=x, mean=mean, rstd=rstd, **given)
+    outs = np.empty_like(wide), np.empty_like(wide)
+    expected = ops.normalise(wide, mean, rstd, wide_gamma, wide_beta, *outs)
+    real.same(n, expected[0], atol=1e-5)
+    real.same(y, expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_gradient_with_split_columns(residual, size, real, draw, emulate):
+    rows, columns = size
+    (n, wide_n), (dy, wide_dy), (r, wide_r) = (draw(real, rows, columns) for _ in range(3))
+    gamma, wide_gamma = draw(real, columns)
+    sums = FLOAT.empty(2, rows)
+    emulate("normalise_sums", *size, n=n, dy=dy, gamma=gamma, sums=sums, columns=columns)
+    expected, _, _ = ops.normalise_sums(wide_n, wide_dy, wide_gamma)
+    FLOAT.same(sums, expected, atol=1e-4)
+    means, rstd, dx = expected / columns, np.abs(draw(FLOAT, rows)[0]), real.empty(*size)
+    given = {"gamma": gamma, "means": means, "dx": dx, "columns": columns}
+    given["residual"] = r if residual else None
+    emulate("normalise_grad", *size, n=n, rstd=rstd, dy=dy, **given)
+    added = wide_r if residual else None
+    out = np.empty_like(wide_n)
+    real.same(dx, ops.normalise_grad(wide_n, rstd, wide_dy, wide_gamma, means, added, out), 1e-5)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_residual_and_norm_in_one(residual, size, real, draw, emulate):
+    rows, columns = size
+    (x, wide_x), (r, wide_r) = draw(real, *size), draw(real, *size)
+    (gamma, wide_gamma), (beta, wide_beta) = draw(real, columns), draw(real, columns)
+    s, y = real.empty(*size, offset=1), real.empty(*size)
+    mean, rstd = FLOAT.empty(rows), FLOAT.empty(rows)
+    given = {"gamma": gamma, "beta": beta, "mean": mean, "rstd": rstd, "columns": columns}
+    given |= {"r": r if residual else None, "epsilon": EPSILON}
+    emulate("add_norm", *size, x=x, s=s if residual else None, y=y, **given)
+    added = real.back(real.cast(wide_x + wide_r)) if residual else wide_x
+    _, out, centre, factor = fused.add_norm(added, None, wide_gamma, wide_beta, EPSILON)
+    if residual:
+        np.testing.assert_array_equal(real.back(s), added)
+    real.same(y, out, atol=2e-5 if columns > 1 else 1e-3)
+    FLOAT.same(mean, centre)
+    FLOAT.same(rstd, factor, atol=1e-4 * factor.max(initial=0))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_gradient_of_residual_and_norm_in_one(residual, size, real, draw, emulate):
+    rows, columns = size
+    (s, wide_s), (dy, wide_dy), (r, wide_r) = (draw(real, *size) for _ in range(3))
+    gamma, wide_gamma = draw(real, columns)
+    mean, rstd, dx = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0]), real.empty(*size)
+    given = {"gamma": gamma, "residual": r if residual else None, "dx": dx, "columns": columns}
+    emulate("norm_grad", *size, s=s, mean=mean, rstd=rstd, dy=dy, **given)
+    added = wide_r if residual else None
+    expected, _, _ = fused.norm_grad(wide_s, mean, rstd, wide_dy, wide_gamma, added)
+    real.same(dx, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 150])
+@pytest.mark.parametrize("columns", [1, 40, 300])
+@pytest.mark.parametrize("given", ["n", "x"])
+def test_gradients_of_gamma_and_beta(given, rows, columns, real, draw, emulate):
+    (x, wide), (dy, wide_dy) = draw(real, rows, columns), draw(real, rows, columns)
+    mean, rstd = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0])
+    stored = {"mean": mean, "rstd": rstd} if given == "x" else {"mean": None, "rstd": None}
+    n = (wide - mean[:, None]) * rstd[:, None] if given == "x" else wide
+    strips = launches.strips(rows)
+    partial, total = FLOAT.empty(strips, 2, columns), FLOAT.empty(2, columns)
+    sizes = {"rows": rows, "columns": columns}
+    emulate("norm_columns", rows, columns, x=x, dy=dy, partial=partial, **stored, **sizes)
+    sizes = {"strips": strips, "columns": 2 * columns, "add": False}
+    emulate("sum_strips", 1, 2 * columns, partial=partial, total=total, **sizes)
+    _, dgamma, dbeta = ops.normalise_sums(n, wide_dy, np.ones(columns, np.float32))
+    FLOAT.same(total, np.stack([dgamma, dbeta]), atol=3e-5)

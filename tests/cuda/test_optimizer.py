@@ -1,0 +1,60 @@
+"""Updates and the global norm on the host against their NumPy twins."""
+
+import numpy as np
+import pytest
+
+from hpc3d.model import launches
+from hpc3d.training.optimizer import AdamW, adamw, descend
+from tests.cuda.conftest import FLOAT
+
+SIZES = [1, 7, 16, 5003]
+
+
+@pytest.fixture(params=SIZES)
+def arrays(request, real, draw):
+    """Gradient, state and values; of 16 bits a master copy and, at an odd place, values."""
+    size = request.param
+    grad, first, second, master = (draw(FLOAT, size)[0] for _ in range(4))
+    value = master if real.name == "float32" else real.empty(size, offset=1)
+    return value, master, grad, first, np.abs(second)
+
+
+def stored(real, value, master):
+    return {"value": value, "master": None if real.name == "float32" else master}
+
+
+def test_adamw(arrays, real, emulate):
+    value, master, grad, first, second = arrays
+    factors = np.float32([0.7, 1e-2, 1.3, 0.999])
+    w, m, v = master.copy(), first.copy(), second.copy()
+    adamw(w, grad, m, v, AdamW, [float(factor) for factor in factors])
+    given = {"grad": grad, "first": first, "second": second, "factors": factors}
+    given |= {"beta1": AdamW.BETA1, "beta2": AdamW.BETA2, "epsilon": AdamW.EPSILON}
+    emulate("adamw", 1, grad.size, size=grad.size, **stored(real, value, master), **given)
+    FLOAT.same(first, m, atol=3e-7)
+    FLOAT.same(second, v, atol=3e-7)
+    FLOAT.same(master, w, atol=3e-7)
+    np.testing.assert_array_equal(value, real.cast(master))
+
+
+def test_gradient_descent(arrays, real, emulate):
+    value, master, grad, _, _ = arrays
+    factors = np.float32([0.3, 0.999])
+    w = master.copy()
+    descend(w, grad, *(float(factor) for factor in factors))
+    given = {"grad": grad, "factors": factors, "size": grad.size}
+    emulate("descend", 1, grad.size, **stored(real, value, master), **given)
+    FLOAT.same(master, w, atol=3e-7)
+    np.testing.assert_array_equal(value, real.cast(master))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_sum_of_squares_in_two_passes(size, draw, emulate):
+    grad, wide = draw(FLOAT, size, offset=1)
+    blocks = launches.kernels()["sum_squares"].launch(None, 1, size).grid[0]
+    partial, total = FLOAT.empty(blocks), np.full(1, np.nan)
+    emulate("sum_squares", 1, size, grad=grad, partial=partial, size=size)
+    exact = (wide.astype(np.float64) ** 2).sum()
+    for add, expected in [(False, exact), (True, 2 * exact)]:
+        emulate("sum_parts", 1, blocks, partial=partial, total=total, parts=blocks, add=add)
+        assert total[0] == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,70 @@
+"""Biases, residuals, gradients and GELU on the host against their NumPy twins."""
+
+import numpy as np
+import pytest
+
+from hpc3d.model import fused, launches, ops
+from tests.cuda.conftest import FLOAT
+
+SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_bias(size, real, draw, emulate):
+    (y, wide), (bias, wide_bias) = draw(real, *size), draw(real, size[1])
+    out = real.empty(*size)
+    emulate("add_bias", *size, y=y, bias=bias, out=out, columns=size[1])
+    real.same(out, wide + wide_bias)
+
+
+FLAT = [0, 1, 5, 8, 1000, 3 * 256 * 4 + 1]
+
+
+@pytest.mark.parametrize("size", FLAT)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_flat_sums_and_products(size, offset, real, draw, emulate):
+    (x, wide_x), (y, wide_y) = draw(real, size), draw(real, size, offset=offset)
+    out = real.empty(size)
+    emulate("add", 1, size, x=x, y=y, out=out, size=size)
+    real.same(out, wide_x + wide_y)
+    grad, before = draw(FLOAT, size, offset=offset)
+    emulate("accumulate", 1, size, grad=grad, dw=x, size=size)
+    np.testing.assert_array_equal(grad, before + wide_x)
+    emulate("gelu_grad", 1, size, slope=x, dg=y, size=size)
+    real.same(x, wide_x * wide_y)
+
+
+def test_a_grid_strides_over_what_it_cannot_cover(draw, emulate, monkeypatch):
+    monkeypatch.setattr(launches, "BLOCKS", 2)
+    (x, wide_x), (y, wide_y) = draw(FLOAT, 5000), draw(FLOAT, 5000)
+    out = FLOAT.empty(5000)
+    emulate("add", 1, 5000, x=x, y=y, out=out, size=5000)
+    np.testing.assert_array_equal(out, wide_x + wide_y)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 150])
+@pytest.mark.parametrize("columns", [1, 33, 520])
+@pytest.mark.parametrize("add", [False, True])
+def test_the_sum_of_rows_in_two_passes(rows, columns, add, real, draw, emulate):
+    y, wide = draw(real, rows, columns)
+    partial = FLOAT.empty(launches.strips(rows), columns)
+    total, before = draw(FLOAT, columns) if add else (FLOAT.empty(columns), 0)
+    emulate("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
+    sizes = {"strips": len(partial), "columns": columns, "add": add}
+    expected = before + ops.sum_rows(wide)
+    emulate("sum_strips", 1, columns, partial=partial, total=total, **sizes)
+    FLOAT.same(total, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ops.GELU)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_gelu_and_its_slope(kind, bias, size, real, draw, emulate):
+    h, wide = draw(real, *size)
+    b, wide_b = draw(real, size[1])
+    h[:1, 0], wide[:1, 0] = real.cast(np.float32([-40.0])), -40
+    out, expected = real.empty(*size), np.empty_like(wide)
+    emulate(f"gelu_{kind}", *size, h=h, bias=b if bias else None, out=out, columns=size[1])
+    fused.bias_gelu(wide, wide_b if bias else np.zeros_like(wide_b), expected, kind)
+    real.same(out, expected, atol=2e-6)
+    real.same(h, wide, atol=2e-6)
