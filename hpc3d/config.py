@@ -143,7 +143,7 @@ class RunConfig:
 
     __pydantic_config__ = STRICT
     out: str = "results"
-    signal: Literal["USR1", "USR2", "HUP", "INT", "URG"] = "USR1"
+    signal: Literal["USR1", "USR2"] = "USR1"
     watchdog_s: float = 300.0
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.cluster.exits import STALLED
 from hpc3d.trace.merge import merge
+from hpc3d.training.checkpoint import Checkpoint
 from tests.mpi import mpirun
-from tests.runs import newest, said, words
+from tests.runs import newest, said, train, words
 
 slow = pytest.mark.slow
 
@@ -36,57 +38,156 @@ def gone(word, within=3):
     return not processes(word)
 
 
-def faulty(fault, ranks, out, **values):
-    """A job with a fault, how long it lived on after it, and what its trace says."""
-    name, file = f"fault-{uuid.uuid4().hex}", out / "time"
-    line = words(out / "results", name=name, train__steps=1000, **values)
-    done = mpirun(ranks, "-m", "tests.faulty_train", fault, file, *line, timeout=200)
-    ended = time.time()
-    begin = float(file.read_text())
-    assert gone(name)
-    with hpc3d.trace.open(merge(newest(out / "results"))) as trace:
-        steps = {rank: trace.steps["step"][trace.steps["rank"] == rank] for rank in range(ranks)}
-        present = set(np.unique(trace.events["rank"]).tolist())
-        missing = trace.attrs["missing"]
-    return done, ended - begin, steps, present, missing
+class Fault:
+    """A job with a fault: how it ended, how many seconds it lived on, and what it left."""
+
+    def __init__(self, out, fault, ranks, who, **values):
+        name, file = f"fault-{uuid.uuid4().hex}", out / "time"
+        how = {"name": name, "train__steps": 1000, "checkpoint__every": 1, "run__watchdog_s": 5}
+        line = words(out / "results", **(how | values))
+        self.ranks, self.who = ranks, who
+        self.done = mpirun(ranks, "-m", "tests.faulty_train", fault, who, file, *line, timeout=200)
+        self.lasted = time.time() - float(file.read_text())
+        assert gone(name)
+        self.run = newest(out / "results")
+
+    def assert_trace(self):
+        """It can be read, has the rank's whole steps, and says which ranks it lacks."""
+        with hpc3d.trace.open(merge(self.run)) as trace:
+            steps, ranks = trace.steps["step"], trace.steps["rank"]
+            present = set(np.unique(trace.events["rank"]).tolist())
+            assert steps[ranks == self.who].tolist()[:2] == [0, 1]
+            assert_all_accounted_for(self.ranks, present, trace.attrs["missing"])
+
+    def assert_checkpoint(self):
+        """What was said to be saved is there and whole."""
+        latest = (self.run / "checkpoints" / "latest").read_text().strip()
+        assert Checkpoint(self.run / "checkpoints" / latest).damage() is None
+        announced = re.findall(r"checkpoint (step-\d+):", self.done.stdout)
+        assert latest >= max([*announced, "step-00000001"])
+
+    def assert_reports(self):
+        """All ranks but the silent one have left where they are, and their stacks."""
+        (line,) = said(self.done)
+        silent = f"nothing moved for 5 s: rank {self.who} silent: stopped, or gone; rank"
+        assert line.startswith(f"hpc3d.train: {silent}")
+        assert line.endswith(f"; stacks in {self.run}/watchdog")
+        assert re.search(
+            r"; ranks [-0-9 ]+ in \w+ along [xyz] \(call \d+, \d+ bytes\) of step 2", line
+        )
+        reports = {path.name: path.read_text() for path in (self.run / "watchdog").iterdir()}
+        assert line == "hpc3d.train: " + reports.pop("summary.txt").strip()
+        others = [rank for rank in range(self.ranks) if rank != self.who]
+        assert sorted(reports) == [f"rank-{rank:05d}.txt" for rank in others]
+        for text in reports.values():
+            assert "of step 2\nfor " in text
+            assert "calls, " in text
+            assert "in wait_until" in text
+
+
+def case(*values, ranks=8, quick=False):
+    return pytest.param(*values, ranks, marks=[] if quick else slow)
+
+
+SAID = {
+    "raise": (1, r"failed\n(.*\n)*KeyError: 'a message of one rank'\n"),
+    "memory": (1, r"failed\n(.*\n)*MemoryError: a message of one rank\n"),
+    "exit": (7, r"exited with 7\n"),
+    "reader": (1, r"failed\n(.*\n)*RuntimeError: a message of the reader\n"),
+    "writer": (1, r"failed\n(.*\n)*RuntimeError: a message of the writer\n"),
+    "full disk": (1, r"failed: No space left on device: /.*/checkpoints.*; mend that, then "),
+}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport"),
-    [(8, "auto"), (8, "mpi"), pytest.param(64, "auto", marks=slow)],
-)
-@pytest.mark.parametrize(
-    ("fault", "code", "message"),
+    ("fault", "who", "transport", "ranks"),
     [
-        ("raise", 1, "KeyError: 'a message of one rank'\n"),
-        ("exit", 3, "hpc3d.train: rank {last} exited with 3\n"),
+        case("raise", 4, "auto", quick=True),
+        case("raise", 0, "mpi"),
+        case("raise", 63, "auto", ranks=64),
+        case("memory", 7, "mpi"),
+        case("exit", 7, "mpi", quick=True),
+        case("exit", 0, "auto", ranks=64),
+        case("reader", 0, "auto"),
+        case("reader", 0, "auto", ranks=64),
+        case("writer", 0, "mpi"),
+        case("writer", 31, "auto", ranks=64),
+        case("full disk", 5, "auto", quick=True),
+        case("full disk", 0, "auto", ranks=64),
     ],
 )
-def test_a_rank_that_fails_ends_the_job_and_leaves_a_trace(
-    fault, code, message, ranks, transport, tmp_path
-):
-    done, lasted, steps, present, missing = faulty(
-        fault, ranks, tmp_path, mesh__transport=transport
-    )
-    last = ranks - 1
-    assert lasted < 10
-    assert done.returncode == code
-    (line,) = said(done)
-    assert line.startswith(f"hpc3d.train: rank {last} ")
-    assert done.stderr.count(message.format(last=last)) == 1
-    assert last in present
-    assert steps[last].tolist() == [0, 1]
-    assert_all_accounted_for(ranks, present, missing)
+def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
+    ended = Fault(tmp_path, fault, ranks, who, mesh__transport=transport)
+    code, message = SAID[fault]
+    assert ended.lasted < 10
+    assert ended.done.returncode == code
+    assert len(said(ended.done)) == 1
+    assert re.search(rf"hpc3d.train: rank {who} {message}", ended.done.stderr)
+    assert ended.done.stderr.count("Traceback") == (r"\n(" in message)
+    ended.assert_trace()
+    ended.assert_checkpoint()
 
 
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=slow)])
-def test_a_rank_that_is_killed_ends_the_job_and_leaves_a_trace(ranks, tmp_path):
-    done, lasted, steps, present, missing = faulty("kill", ranks, tmp_path)
-    assert lasted < 10
-    assert done.returncode == 128 + 9
-    assert steps[ranks - 1].tolist() == [0, 1]
-    assert present == set(range(ranks))
-    assert_all_accounted_for(ranks, present, missing)
+@pytest.mark.parametrize(
+    ("who", "transport", "ranks"),
+    [
+        case(0, "mpi", quick=True),
+        case(4, "auto"),
+        case(31, "auto", ranks=64),
+        case(63, "mpi", ranks=64),
+    ],
+)
+def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
+    ended = Fault(tmp_path, "kill", ranks, who, mesh__transport=transport)
+    assert ended.lasted < 10
+    assert ended.done.returncode == 128 + 9
+    assert re.search(rf"rank {who} .*\s.*signal 9", ended.done.stderr)
+    assert not said(ended.done)
+    ended.assert_trace()
+    ended.assert_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("who", "transport", "ranks"),
+    [
+        case(0, "auto", quick=True),
+        case(3, "mpi"),
+        case(0, "mpi", ranks=64),
+        case(63, "auto", ranks=64),
+    ],
+)
+def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
+    ended = Fault(tmp_path, "stop", ranks, who, mesh__transport=transport)
+    assert ended.lasted < 10
+    assert ended.done.returncode == STALLED
+    ended.assert_reports()
+    ended.assert_trace()
+    ended.assert_checkpoint()
+
+
+@slow
+def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
+    ended = Fault(tmp_path, "for ever", 8, 2, trace__enabled="false")
+    assert ended.lasted < 10
+    assert ended.done.returncode == STALLED
+    (line,) = said(ended.done)
+    assert ": rank 2 in no call of step 2: it computes, or waits for a file; ranks " in line
+    assert "in for_ever" in (ended.run / "watchdog" / "rank-00002.txt").read_text()
+
+
+@slow
+def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
+    ended = Fault(tmp_path, "desert", 8, 4, run__watchdog_s=60)
+    assert 10 < ended.lasted < 20
+    assert ended.done.returncode == 128 + 15
+    (line,) = said(ended.done)
+    assert line.startswith("hpc3d.train: rank 0 was told to end and left: nothing moved for ")
+    ended.assert_trace()
+
+
+@slow
+def test_many_ranks_on_few_cores_are_not_taken_for_stopped(tmp_path):
+    train(64, tmp_path, run__watchdog_s=5, train__steps=6, timeout=200)
 
 
 def assert_all_accounted_for(ranks, present, missing):
@@ -97,8 +198,8 @@ def assert_all_accounted_for(ranks, present, missing):
 
 
 def test_a_launcher_that_is_told_to_end_leaves_a_trace(tmp_path):
-    done, lasted, steps, present, missing = faulty("end the launcher", 2, tmp_path)
-    assert lasted < 10
-    assert done.returncode != 0
-    assert all(steps[rank].tolist()[:2] == [0, 1] for rank in range(2))
-    assert_all_accounted_for(2, present, missing)
+    ended = Fault(tmp_path, "end the launcher", 2, 1)
+    assert ended.lasted < 10
+    assert ended.done.returncode != 0
+    ended.assert_trace()
+    ended.assert_checkpoint()

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hpc3d.cluster.exits import STOPPED
+from hpc3d.cluster.exits import FAILED, STOPPED
 from hpc3d.training.checkpoint import Checkpoint, steps_of
 from hpc3d.training.stop import FILE, MINUTES, Stop, reason
 from tests.mpi import checked, mpirun
@@ -87,7 +87,7 @@ def test_a_schedule_with_passes_in_flight_stops_and_says_that_nothing_is_saved(t
     thread = when_running(tmp_path, ACTS["file"])
     done = mpirun(2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, **how))
     thread.join()
-    assert done.returncode == STOPPED, done.stderr
+    assert done.returncode == FAILED, done.stderr
     assert "in the folder; nothing is saved" in done.stdout
     assert not (newest(tmp_path) / "checkpoints").exists()
 
@@ -100,13 +100,15 @@ class Job:
 
 
 def test_a_rank_wishes_what_it_sees(tmp_path):
-    assert Stop(Job(), tmp_path, 0).wish() == 0
-    assert Stop(Job(), tmp_path, 1e-9).wish() == MINUTES
-    assert Stop(Job(1), tmp_path, 1e-9).wish() == 0
-    assert Stop(Job(1, [signal.SIGUSR2]), tmp_path, 0).wish() == signal.SIGUSR2
+    assert Stop(Job(), tmp_path, "USR1", 0).wish() == 0
+    assert Stop(Job(), tmp_path, "USR1", 1e-9).wish() == MINUTES
+    assert Stop(Job(1), tmp_path, "USR1", 1e-9).wish() == 0
+    told = Job(1, [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+    assert Stop(told, tmp_path, "USR2", 0).wish() == signal.SIGUSR2 and told.stops
+    assert Stop(Job(1, [signal.SIGUSR1]), tmp_path, "USR2", 0).wish() == 0
     (tmp_path / "STOP").touch()
-    assert Stop(Job(), tmp_path, 0).wish() == FILE
-    assert Stop(Job(1), tmp_path, 0).wish() == 0
+    assert Stop(Job(), tmp_path, "USR1", 0).wish() == FILE
+    assert Stop(Job(1), tmp_path, "USR1", 0).wish() == 0
 
 
 @pytest.mark.parametrize("wish", [signal.SIGTERM, MINUTES, FILE])

@@ -13,6 +13,8 @@ that all members share: read them, do not write into them.
     all_to_all       [g*n, ...] -> [g*n, ...]    part j goes to member j
 """
 
+from math import prod
+
 import numpy as np
 
 from hpc3d.cluster.arrays import Pool, kernel
@@ -43,7 +45,13 @@ class Communicator:
 
     `members` are their ranks in the mesh.  A subclass moves contiguous blocks along dim 0 in
     `gather_rows`, `scatter_rows`, `sum_all`, `spread`, `collect`, `exchange`, `post` and `take`.
+
+    A watchdog looks at how many `calls` were made and how many are `done`, and at the call (op,
+    number, bytes, peer) that this rank is `waiting` in.
     """
+
+    calls = done = 0
+    waiting = None
 
     def __init__(self, rank, size, members=None, pool=None):
         self.rank, self.size = rank, size
@@ -55,7 +63,8 @@ class Communicator:
         return self.pool.empty(shape, dtype, "communication")
 
     def all_gather(self, block, dim=0):
-        pending = self.gather_rows(contiguous(rows_first(block, dim)))
+        block = contiguous(rows_first(block, dim))
+        pending = self.call("all_gather", block.nbytes, None, self.gather_rows, block)
         return (
             pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
         )
@@ -63,28 +72,44 @@ class Communicator:
     def reduce_scatter(self, block, dim=0):
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
-        pending = self.scatter_rows(contiguous(rows_first(block, dim)))
+        block = contiguous(rows_first(block, dim))
+        pending = self.call("reduce_scatter", block.nbytes, None, self.scatter_rows, block)
         return (
             pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
         )
 
     def all_reduce(self, block, op="sum"):
-        return self.sum_all(contiguous(block), op)
+        return self.call("all_reduce", block.nbytes, None, self.sum_all, contiguous(block), op)
 
     def broadcast(self, block, root):
-        return self.spread(contiguous(block), root)
+        return self.call("broadcast", block.nbytes, root, self.spread, contiguous(block), root)
 
     def reduce(self, block, root):
-        return self.collect(contiguous(block), root)
+        return self.call("reduce", block.nbytes, root, self.collect, contiguous(block), root)
 
     def all_to_all(self, block):
-        return self.exchange(contiguous(block))
+        return self.call("all_to_all", block.nbytes, None, self.exchange, contiguous(block))
 
     def send(self, block, peer):
-        return self.post(contiguous(block), peer)
+        return self.call("send", block.nbytes, peer, self.post, contiguous(block), peer)
 
     def recv(self, shape, dtype, peer):
-        return self.take(shape, dtype, peer)
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        return self.call("recv", nbytes, peer, self.take, shape, dtype, peer)
+
+    def call(self, op, nbytes, peer, move, *arguments):
+        """The pending block of a move; `peer` is the root or the other member, if there is one."""
+        self.calls += 1
+        waiting = self.waiting = op, self.calls, nbytes, peer
+        finish, self.waiting = move(*arguments).finish, None
+
+        def counted():
+            self.waiting = waiting
+            block = finish()
+            self.done, self.waiting = self.done + 1, None
+            return block
+
+        return Pending(counted)
 
 
 class Self(Communicator):

@@ -1,6 +1,7 @@
 """The MPI job as a whole: what ranks settle before there is a mesh, and how they end together."""
 
 import errno
+import faulthandler
 import os
 import socket
 import sys
@@ -10,6 +11,8 @@ import time
 from mpi4py import MPI
 
 from hpc3d.cluster.exits import BAD_INPUT, Ended
+
+UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
 
 
 class Job:
@@ -40,8 +43,11 @@ class Job:
         """End the job on all ranks with a line of rank 0 for each line of `problem`."""
         if self.rank == 0:
             for line in problem.splitlines():
-                print(f"hpc3d.{self.name}: {line}", file=sys.stderr, flush=True)
+                self.complain(line)
         raise Ended(BAD_INPUT)
+
+    def complain(self, text):
+        print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
     def deal(self, function):
         """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
@@ -79,7 +85,11 @@ class Job:
         return True
 
     def abort(self, code):
-        """End all ranks now.  Exit handlers do not run."""
+        """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do
+        not run."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        # Not a thread of Python's, for MPI waits for the launcher without letting others run.
+        faulthandler.dump_traceback_later(UNHEARD, exit=True, file=nowhere)
         sys.stdout.flush()
         sys.stderr.flush()
         self.comm.Abort(code)

@@ -4,6 +4,7 @@ Nothing here imports NumPy or MPI before `set_environment` has run: both read th
 they are loaded.
 """
 
+import errno
 import faulthandler
 import os
 import signal
@@ -12,11 +13,13 @@ import threading
 import time
 import traceback
 
-from hpc3d.cluster.exits import FAILED, Ended
+from hpc3d.cluster.exits import BAD_INPUT, FAILED, Ended
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
 WORLD_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
 OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -60,8 +63,11 @@ def run(name, body):
     has been called.
     """
     set_environment()
-    from hpc3d.cluster.job import Job
-
+    try:
+        from hpc3d.cluster.job import Job
+    except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
+        print(f"hpc3d.{name}: {error}; python -m hpc3d.doctor tells why", file=sys.stderr)
+        return BAD_INPUT
     job = Job(name)
     sys.excepthook = lambda kind, error, trace: die(job, error)
     threading.excepthook = lambda args: die(job, args.exc_value)
@@ -84,17 +90,15 @@ def run(name, body):
 
 def explain_single(meant):
     """Why this process is alone although the launcher meant `meant` of them."""
-    return (
-        f"{meant} processes were meant, but MPI sees 1: start them with `srun --mpi=pmix` or with "
-        "the mpirun that belongs to mpi4py's MPI (this one alone: `mpirun -np 1`)"
-    )
+    from hpc3d.cluster.library import brief
+
+    return "\n".join([f"{meant} processes were meant, but MPI sees 1", *brief(meant)])
 
 
 def die(job, error):
     """Say what happened on this rank, once for the job, save what can be saved, end the job."""
     if job.first_to_fail():
-        line = f"hpc3d.{job.name}: rank {job.rank} {what_happened(error)}"
-        print(line, file=sys.stderr, flush=True)
+        job.complain(f"rank {job.rank} {what_happened(error)}")
     finish(job)
     job.abort(exit_code(error))
 
@@ -102,6 +106,16 @@ def die(job, error):
 def what_happened(error):
     if isinstance(error, SystemExit):
         return f"exited with {error.code}"
+    if isinstance(error, OSError) and error.errno in DISK:
+        return (
+            f"failed: {error.strerror}: {error.filename or 'a file'}; mend that, then start "
+            "again, or go on with --resume"
+        )
+    if isinstance(error, MemoryError):
+        return (
+            f"failed: out of memory ({error}); use more ranks, parallel.zero, parallel.recompute "
+            "or more parallel.microbatches (python -m hpc3d.plan finds what fits)"
+        )
     return "failed\n" + "".join(traceback.format_exception(error))
 
 
@@ -115,13 +129,15 @@ def exit_code(error):
 def leave_when_told(job):
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
-    A job that stops by itself (`stop_when_told`) goes on, until it is told a second time.
+    A job that stops by itself (`job.stops`) goes on, until it is told a second time.  The signals
+    that may ask for that are noted from the start, when nobody knows yet which one it is.
     Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
     the signal writes to a pipe reaches another thread.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, *ASKING):
+        signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(tell)
 
     def listen():
@@ -135,12 +151,6 @@ def leave_when_told(job):
                 keep(job)
 
     threading.Thread(target=listen, daemon=True).start()
-
-
-def stop_when_told(job, name):
-    """From now on SIGTERM and SIG`name` are only noted in `job.told`: the job stops by itself."""
-    signal.signal(signal.Signals[f"SIG{name}"], lambda *_: None)
-    job.stops = True
 
 
 def leave(job):
@@ -184,7 +194,7 @@ def call_all(job):
         try:
             job.at_end.pop(0)()
         except Exception as error:
-            print(f"hpc3d.{job.name}: rank {job.rank}: at the end: {error}", file=sys.stderr)
+            job.complain(f"rank {job.rank}: at the end: {error}")
 
 
 def watch(seconds):

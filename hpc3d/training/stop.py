@@ -11,17 +11,20 @@ MINUTES, FILE = 1001, 1002  # beyond the numbers of signals
 
 
 class Stop:
-    """The wishes of this rank of a job, of a run in `folder`; the clock and the folder are looked
-    at by rank 0."""
+    """The wishes of this rank of a job, of a run in `folder`; rank 0 looks at the clock and at the
+    folder.  From now on SIGTERM, too, is a wish only: the job stops by itself.
+    """
 
-    def __init__(self, job, folder, minutes):
+    def __init__(self, job, folder, name, minutes):
         self.job, self.file = job, folder / "STOP"
+        self.signals = {signal.SIGTERM, signal.Signals[f"SIG{name}"]}
         self.end = job.started + 60 * minutes if minutes else float("inf")
+        job.stops = True
 
     def wish(self):
         """0 to go on; else the number of a signal, MINUTES or FILE."""
-        if self.job.told:
-            return self.job.told[0]
+        if told := [number for number in self.job.told if number in self.signals]:
+            return told[0]
         if self.job.rank:
             return 0
         if time.monotonic() > self.end:

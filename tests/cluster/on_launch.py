@@ -92,6 +92,21 @@ def terminated_at_work(job):
     terminated(job, lambda: sum(iter(lambda: 1, 0)))
 
 
+def unheard(job):
+    """Rank 0 fails while the launcher sleeps, which is woken when that rank has ended."""
+    launcher, here = os.getppid(), Path(f"/proc/{os.getpid()}/cmdline")
+    if job.rank == 1:
+        job.comm.recv(source=0)
+    if os.fork() == 0:
+        os.setsid()
+        while here.read_bytes():  # empty when the process has ended, and nobody looked yet
+            time.sleep(0.1)
+        os.kill(launcher, signal.SIGCONT)
+        os._exit(0)
+    os.kill(launcher, signal.SIGSTOP)
+    raise RuntimeError("a message of rank 0")
+
+
 def at_end(job):
     def broken():
         raise OSError("no space left")

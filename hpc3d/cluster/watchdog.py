@@ -1,0 +1,223 @@
+"""A job in which nothing moves any more ends, and every rank that still can says where it is.
+
+    RUN/watchdog/rank-00003.txt    the call that rank 3 waits in, the calls of all its groups, and
+                                   the stacks of its threads
+    RUN/watchdog/summary.txt       the line that one of them printed
+
+A thread on every rank looks, a few times in `run.watchdog_s`, whether a call was completed, a step
+began or memory was lent.  It reads what is counted anyway: the rank that works pays nothing.
+"""
+
+import faulthandler
+import os
+import shutil
+import signal
+import time
+from contextlib import suppress
+from threading import Event, Thread
+
+from hpc3d.cluster.exits import STALLED
+from hpc3d.cluster.launch import leave, save_in_child
+
+LOOKS = 20  # in the seconds that are allowed, but one a second at least
+GRACE = 6  # looks more, in which the others speak, too
+TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have gone
+SILENT = "silent: stopped, or gone"
+SHOWN = 6  # groups of ranks in the line that is printed
+
+
+class Watchdog:
+    """Ends a job with STALLED when nothing moved for `seconds` on this rank.
+
+    `mesh` is that below the trace, whose communicators count their calls.  After SIGTERM a rank
+    that waits for others in vain leaves sooner, alone.
+    """
+
+    def __init__(self, job, mesh, run_dir, seconds):
+        self.job, self.pool = job, mesh.pool
+        self.place = Place({**mesh.comms, "world": mesh.world})
+        self.reports = Reports(job, run_dir / "watchdog")
+        self.seconds, self.period = seconds, min(1.0, seconds / LOOKS)
+        self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
+        self.moved, self.looked = None, time.monotonic()
+        self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
+
+    def step(self, number):
+        """Step `number` begins; from the first one on, this rank is watched."""
+        self.place.step = number
+        if not self.thread.ident:
+            self.thread.start()
+
+    def stop(self):
+        self.over.set()
+
+    def watch(self):
+        while not self.over.wait(self.period):
+            self.look()
+            self.act()
+
+    def look(self):
+        """Count the seconds of silence.  Those in which this thread did not get to look are none:
+        the whole rank was stopped then, or waited for a core."""
+        before, self.moved = self.moved, self.movement()
+        gap, self.looked = time.monotonic() - self.looked, time.monotonic()
+        if self.moved == before:
+            self.silence += min(gap, 2 * self.period)
+        else:
+            self.silence, self.longest = 0.0, max(self.longest, self.silence)
+
+    def movement(self):
+        """What is another from look to look while the rank works."""
+        return self.place.done(), self.pool.live["activation"], len(self.job.told)
+
+    def act(self):
+        """Speak where this rank was silent for too long, or another was and this one for half of
+        it; end the job when the others had the time to speak."""
+        if self.deserted():
+            self.leave()
+        elif self.silence > self.seconds + GRACE * self.period:
+            self.end()
+        elif self.silence > self.seconds or self.suspected():
+            self.reports.speak(self.place, self.silence)
+        elif self.silence == 0:
+            self.reports.take_back()
+
+    def suspected(self):
+        return self.silence > self.seconds / 2 and self.reports.begun()
+
+    def deserted(self):
+        """Whether this rank was told to end, and waits for others that may have ended."""
+        told = signal.SIGTERM in self.job.told and self.place.waiting()
+        return told and self.silence > max(TOLD, 2 * self.longest)
+
+    def leave(self):
+        """End this rank alone."""
+        if self.job.first_to_fail():
+            what = f"told to end and left: nothing moved for {self.silence:.0f} s"
+            self.job.complain(f"rank {self.job.rank} was {what}, {self.place}")
+        leave(self.job)
+
+    def end(self):
+        """Save what can be saved and end the job, unless it is ending; one rank says why."""
+        if self.job.ending.acquire(blocking=False):
+            save_in_child(self.job)
+            if self.reports.sum_up(self.seconds):
+                self.job.abort(STALLED)
+            time.sleep(3)
+            os._exit(STALLED)
+
+
+class Place:
+    """Where a rank is: in a call along one of the axes of `comms`, or in none, of `step`."""
+
+    def __init__(self, comms):
+        self.comms, self.step = comms, -1
+
+    def done(self):
+        return self.step, *(comm.done for comm in self.comms.values())
+
+    def waiting(self):
+        """The axis and the call that this rank waits in; None if it is in none."""
+        calls = ((axis, comm.waiting) for axis, comm in self.comms.items())
+        return next((call for call in calls if call[1]), None)
+
+    def __str__(self):
+        call = self.waiting()
+        if not call:
+            return f"in no call of step {self.step}: it computes, or waits for a file"
+        axis, (op, number, nbytes, peer) = call
+        other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
+        size = f", {nbytes} bytes" if nbytes else ""
+        return f"in {op}{other} along {axis} (call {number}{size}) of step {self.step}"
+
+    def groups(self):
+        """A line for each group that this rank is in."""
+        for axis, comm in self.comms.items():
+            calls = f"{comm.calls} calls, {comm.done} done"
+            yield f"{axis}: ranks {spans(comm.members)}: {calls}"
+
+
+class Reports:
+    """What the ranks of a job say in `folder`, a file a rank."""
+
+    def __init__(self, job, folder):
+        self.job, self.folder, self.spoken = job, folder, False
+        self.summary = folder / "summary.txt"
+        if job.rank == 0:  # of an earlier attempt
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def path(self, rank):
+        return self.folder / f"rank-{rank:05d}.txt"
+
+    def begun(self):
+        """Whether any rank has spoken."""
+        return self.folder.is_dir()
+
+    def speak(self, place, silence):
+        """Say where this rank is, once."""
+        if self.spoken:
+            return
+        self.spoken = True
+        with suppress(OSError):  # a full disk does not keep the job from its end
+            self.folder.mkdir(exist_ok=True)
+            with self.path(self.job.rank).open("w") as file:
+                lines = [place, f"for {silence:.1f} s", *place.groups(), ""]
+                print(*lines, sep="\n", file=file, flush=True)
+                faulthandler.dump_traceback(file)
+
+    def take_back(self):
+        """This rank was but slow; unless the job ends, and those that were stopped are woken."""
+        if self.spoken and not self.summary.exists():
+            self.spoken = False
+            with suppress(OSError):
+                self.path(self.job.rank).unlink()
+                self.folder.rmdir()
+
+    def sum_up(self, seconds):
+        """Print which ranks are where after `seconds`, unless another rank did; whether it did
+        not."""
+        line = f"nothing moved for {seconds:g} s: {self.places()}; stacks in {self.folder}"
+        try:
+            with self.summary.open("x") as file:
+                print(line, file=file)
+        except FileExistsError:
+            return False
+        except OSError:  # better twice than never
+            pass
+        self.job.first_to_fail()  # the others need not say that they ended
+        self.job.complain(line)
+        return True
+
+    def places(self):
+        """Which ranks are where: first those that the others may be waiting for."""
+        places = {}
+        for rank in range(self.job.size):
+            places.setdefault(self.said(rank), []).append(rank)
+        found = sorted(places.items(), key=lambda item: (suspicion(item[0]), -len(item[1])))
+        parts = [f"rank{'s'[: len(r) > 1]} {spans(r)} {where}" for where, r in found]
+        if len(parts) > SHOWN:
+            parts[SHOWN - 1 :] = [f"{len(parts) - SHOWN + 1} other places"]
+        return "; ".join(parts)
+
+    def said(self, rank):
+        """Where a rank says that it is."""
+        try:
+            return self.path(rank).read_text().partition("\n")[0]
+        except OSError:
+            return SILENT
+
+
+def suspicion(where):
+    """0 for ranks that said nothing, 1 for those in no call, 2 for those that wait for others."""
+    return 0 if where == SILENT else 1 + ("(call" in where)
+
+
+def spans(ranks):
+    """Ascending ranks as text: 0-2 4-7."""
+    runs = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank,))
+    return " ".join("-".join(map(str, run)) for run in runs)
