@@ -7,6 +7,7 @@
     trace      a step with and without the trace
     overlap    the sums of gradients over the data axis, while backward runs and after it
     schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
+    guards     steps whose products and messages are checked, on 1, 8 and 64 ranks; replicas
 
     calibrate  this machine, from runs of up to 8 ranks: a file for `hpc3d.simulate --machine`;
                with --check, steps of 12 other runs, measured and predicted
@@ -30,6 +31,7 @@ from hpc3d.command import Parser, positive, run
 
 MODULES = {
     "pairs": ("overhead", "step", "trace", "overlap", "schemes"),
+    "guards": ("guards",),
     "calibration": ("calibrate",),
     "predicted": ("findings", "published", "speedups", "vtrain"),
 }

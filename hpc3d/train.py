@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.cluster import launch
-from hpc3d.cluster.exits import STOPPED, Ended
+from hpc3d.cluster.exits import FAILED, STOPPED, Ended
 
 
 class Plan(NamedTuple):
@@ -50,63 +50,122 @@ def train(job, words):
     reader = {}
     plan = job.agree(lambda: prepare(job, words, reader))
     program = job.deal(lambda: programs(plan.config, reader["program"]))
-    from hpc3d.cluster.cart import build
-    from hpc3d.training.loop import Trainer
-    from hpc3d.training.recording import CLOCKS, recorded
-    from hpc3d.training.resume import resume
+    from hpc3d.training.guard import Wrong
     from hpc3d.training.stop import Stop
 
     config = plan.config
-    launch.stop_when_told(job, config.run.signal)
-    mesh = build(config.mesh.sizes(), transport=config.mesh.transport)
+    stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
+    run = begin(job, plan, program, reader.get("batches"))
+    try:
+        done = steps(plan, run, stop)
+    except Wrong as wrong:
+        give_up(job, plan, run, wrong)
+    end(job, plan, run, done)
+    if done < config.train.steps:
+        raise Ended(STOPPED if run.saver.saved == done else FAILED)
+
+
+class Run(NamedTuple):
+    """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
+
+    trainer: object
+    saver: object
+    watchdog: object
+    log: object
+    batches: object
+    start: int
+
+
+def begin(job, plan, program, batches):
+    """The Run of this rank: mesh, model, optimiser, in the state that it goes on from."""
+    from hpc3d.cluster.cart import build
+    from hpc3d.cluster.watchdog import Watchdog
+    from hpc3d.training.guard import guarded
+    from hpc3d.training.loop import Trainer
+    from hpc3d.training.recording import CLOCKS, recorded
+    from hpc3d.training.resume import resume
+
+    config = plan.config
+    mesh = guarded(build(config.mesh.sizes(), transport=config.mesh.transport), config.guard)
+    watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s)
     mesh = recorded(job, mesh, config, plan.folder, plan.git)
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
     log.header(plan, mesh, job)
-    batches = reader.get("batches")
     _, clock = CLOCKS[config.trace.clock]
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
     for line in plan.changes:
         log.say(f"resume: {line}")
     start = resume(job, plan.folder, trainer, log.say) if plan.resumed else 0
-    saver = saver_of(plan, trainer, batches)
-    stop = Stop(job, plan.folder, config.train.max_minutes)
-    done = steps(plan, trainer, saver, stop, log, start)
-    saver.wait()
-    mesh.trace.synchronise()
-    launch.unwatch()
-    save_position(plan, batches, done)
+    saver = saver_of(job, plan, trainer, batches, log)
+    return Run(trainer, saver, watchdog, log, batches, start)
+
+
+def steps(plan, run, stop):
+    """Make the steps, until the last one or a wish to stop; how many are done."""
+    from hpc3d.training.guard import Replicas, Spikes
+
+    config, trainer, log = plan.config, run.trainer, run.log
+    replicas, spikes = Replicas(trainer, config.guard.replicas_every), Spikes(config.guard.spike)
+    for number in range(run.start, config.train.steps):
+        run.watchdog.step(number)
+        if number % config.trace.sync_every == 0:
+            trainer.mesh.trace.synchronise()
+        step = trainer.step(number, stop.wish)
+        log.step(step)
+        if line := spikes.see(step.loss):
+            log.say(line)
+        replicas.after(number)
+        run.saver.after(number)
+        if step.wish and number + 1 < config.train.steps:
+            stop_early(plan, run, step)
+            return number + 1
+    if spikes.count:
+        log.say(f"{spikes.count} loss spikes in all")
+    return config.train.steps
+
+
+def stop_early(plan, run, step):
+    """Save what can be saved, and say why there is no further step."""
+    from hpc3d.training.stop import reason
+
+    saved = run.saver.stop(step.number)
+    then = f"go on with --resume {plan.folder}" if saved else "nothing is saved"
+    run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}; {then}")
+
+
+def end(job, plan, run, done):
+    """After the last step: everything on disk, one trace of all ranks."""
+    run.watchdog.stop()  # the last save may take its time
+    run.saver.wait()
+    run.trainer.mesh.trace.synchronise()
+    save_position(plan, run.batches, done)
     launch.finish(job)
     job.barrier()
-    if job.rank == 0 and config.trace.enabled:
+    if job.rank == 0 and plan.config.trace.enabled:
         from hpc3d.trace.merge import merge
 
         merge(plan.folder)
-    log.say(f"run kept in {plan.folder}")
+    run.log.say(f"run kept in {plan.folder}")
     job.barrier()
-    if done < config.train.steps:
-        raise Ended(STOPPED)
 
 
-def steps(plan, trainer, saver, stop, log, start):
-    """The steps from `start` on, until the last one or a wish to stop; how many are done."""
-    from hpc3d.training.stop import reason
+def give_up(job, plan, run, wrong):
+    """All ranks: end the job because of a wrong number, saying once what is known of it."""
+    from hpc3d.training.guard import lines
 
-    config, trace = plan.config, trainer.mesh.trace
-    for number in range(start, config.train.steps):
-        launch.watch(config.run.watchdog_s)
-        if number % config.trace.sync_every == 0:
-            trace.synchronise()
-        step = trainer.step(number, stop.wish)
-        log.step(step)
-        saver.after(number)
-        if step.wish and number + 1 < config.train.steps:
-            saved = saver.stop(number)
-            log.say(
-                f"stopped behind step {number}, for {reason(step.wish)}; "
-                + (f"go on with --resume {plan.folder}" if saved else "nothing is saved")
-            )
-            return number + 1
-    return config.train.steps
+    run.watchdog.stop()
+    run.saver.wait()
+    for line in lines(wrong, job.gather(wrong.found)):
+        run.log.warn(line)
+    saved = any((plan.folder / "checkpoints").glob("step-????????"))
+    run.log.warn(
+        f"go on from the last checkpoint with --resume {plan.folder}"
+        if saved
+        else "nothing was saved (checkpoint.every): start again"
+    )
+    launch.finish(job)
+    job.barrier()
+    raise Ended(wrong.code)
 
 
 def explain():
@@ -123,7 +182,7 @@ def prepare(job, words, reader):
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
     from hpc3d.training.program import program_of
-    from hpc3d.training.resume import changes, fitted, run_to_resume
+    from hpc3d.training.resume import changes, check, fitted, run_to_resume
     from hpc3d.training.tokens import open_tokens
 
     run = run_to_resume(words)
@@ -147,19 +206,31 @@ def prepare(job, words, reader):
     reader["program"] = program_of(config)
     changed = changes(run, config) if run else []
     text = values.to_toml(config)
-    where = folder.reopen(run, text) if run else folder.create(config, text)
+    if run:
+        reader["lock"] = folder.claim(run)
+        check(run, config)
+        where = folder.reopen(run, text)
+    else:
+        where = folder.create(config, text)
+        reader["lock"] = folder.claim(where)
     return Plan(config, where, folder.git_revision(), bool(run), changed)
 
 
-def saver_of(plan, trainer, batches):
+def saver_of(job, plan, trainer, batches, log):
+    """What saves the run; if it does so by itself, what that takes is said first."""
     from hpc3d.config import to_toml
+    from hpc3d.training.forecast import forecast
     from hpc3d.training.saver import Saver
+
+    how = plan.config.checkpoint
+    for line in forecast(job, plan.folder, trainer, how.keep) if how.every else ():
+        log.say(line)
 
     def header(done):
         position = batches.position(done) if batches else None
         return {"run_id": plan.folder.name, "config": to_toml(plan.config), "position": position}
 
-    return Saver(plan.folder, trainer, plan.config.checkpoint, header)
+    return Saver(plan.folder, trainer, how, header, log.say)
 
 
 def programs(config, program):
@@ -193,6 +264,12 @@ class Log:
     def say(self, line):
         if self.file:
             print(line, flush=True)
+            print(line, file=self.file, flush=True)
+
+    def warn(self, line):
+        """A line that goes to standard error, too, as all do that say why a job ends."""
+        if self.file:
+            print(f"hpc3d.train: {line}", file=sys.stderr, flush=True)
             print(line, file=self.file, flush=True)
 
     def header(self, plan, mesh, job):

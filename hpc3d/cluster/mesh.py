@@ -21,6 +21,9 @@ class Silent:
     def synchronise(self):
         pass
 
+    def mark(self, name):
+        pass
+
     def begin_step(self, number):
         self.step = number
 
@@ -34,6 +37,24 @@ class Silent:
         return False
 
 
+class Trusting:
+    """The guard of a mesh whose products and messages nobody checks."""
+
+    found = ()
+
+    def begin(self, number, trace):
+        pass
+
+    def end(self):
+        pass
+
+    def product(self, a, b, c):
+        pass
+
+    def settle(self):
+        return 0
+
+
 class Mesh:
     """Axes with sizes, this rank's coordinates, one communicator an axis and one for all ranks.
 
@@ -41,11 +62,11 @@ class Mesh:
     fastest, so its ranks lie next to each other on a node.
     """
 
-    def __init__(self, sizes, coords, comms, world, trace=None):
+    def __init__(self, sizes, coords, comms, world, trace=None, guard=None):
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, world.pool
         self.alone = Self(self.pool, world.rank)
-        self.trace = trace or Silent()
+        self.trace, self.guard = trace or Silent(), guard or Trusting()
 
     def size(self, axis):
         return self.sizes.get(axis, 1)
@@ -78,6 +99,13 @@ class Mesh:
 
     def traced(self, recorder):
         """This mesh with every collective and every span written to `recorder`."""
-        comms = {axis: recorder.wrap(comm, axis) for axis, comm in self.comms.items()}
-        world = recorder.wrap(self.world, "world") if self.ranks > 1 else self.world
-        return Mesh(self.sizes, self.coords, comms, world, recorder)
+        return Mesh(self.sizes, self.coords, *self.wrapped(recorder), recorder, self.guard)
+
+    def guarded(self, ledger):
+        """This mesh with every product and every call checked by `ledger`; below the trace."""
+        return Mesh(self.sizes, self.coords, *self.wrapped(ledger), self.trace, ledger)
+
+    def wrapped(self, keeper):
+        """The communicators of all axes and that of all ranks, as `keeper` wraps them."""
+        comms = {axis: keeper.wrap(comm, axis) for axis, comm in self.comms.items()}
+        return comms, keeper.wrap(self.world, "world") if self.ranks > 1 else self.world

@@ -27,8 +27,8 @@ from hpc3d.trace.segment import segment_path, write_segment
 
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
-COMPUTE, COMM, COPY, OPTIMIZER, IO = (
-    CATEGORY.index(n) for n in ("compute", "comm", "copy", "optimizer", "io")
+COMPUTE, COMM, COPY, OPTIMIZER, IO, MARKER = (
+    CATEGORY.index(n) for n in ("compute", "comm", "copy", "optimizer", "io", "marker")
 )
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
@@ -89,6 +89,10 @@ class Recorder:
     def span(self, name, op="elementwise", flops=0):
         """A context whose time is one event of computation, or of reading where op is none."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
+
+    def mark(self, name):
+        """A moment worth a row: it takes no time."""
+        self.put(self.clock(), 0, self.name(name), MARKER, OP_NUMBER["none"], self.context)
 
     def put(
         self,
@@ -208,12 +212,8 @@ class Traced:
 
     def __init__(self, comm, recorder, group):
         self.comm, self.recorder, self.group = comm, recorder, group
-        self.rank, self.size, self.members, self.pool = (
-            comm.rank,
-            comm.size,
-            comm.members,
-            comm.pool,
-        )
+        self.rank, self.size = comm.rank, comm.size
+        self.members, self.pool = comm.members, comm.pool
         self.buffer, self.sequence = comm.buffer, Counter()
 
     def all_gather(self, block, dim=0):

@@ -11,6 +11,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.weights import WEIGHTS, InPlace
+from hpc3d.training import guard
 from hpc3d.training.feed import Feed
 from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
 from hpc3d.training.program import program_of
@@ -61,7 +62,8 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
         self.groups = program.steps(mesh.coord("p"), config.updates())
-        self.number, self.loss, self.norm, self.squares = -1, 0.0, 0.0, 0.0
+        self.number, self.loss, self.norm = -1, 0.0, 0.0
+        self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
 
     def stages(self, placement):
         """The stages of this rank, a chunk each."""
@@ -80,6 +82,7 @@ class Trainer:
         """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
+        self.mesh.guard.begin(number, trace)
         self.mesh.pool.reset_peak()
         self.number = number
         micros = self.feed.fetch(number)
@@ -89,6 +92,7 @@ class Trainer:
         trace.phase = "other"
         seconds = self.clock() - start
         share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
+        self.mesh.guard.end()
         spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
         forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
         rate = learning_rate(self.config.train, number)
@@ -113,16 +117,16 @@ class Trainer:
     def total(self):
         """The mean loss of the step and the norm of the gradient, over all ranks.
 
-        All ranks see the same sums, so all of them stop or none.
+        All ranks see the same sums, so all of them stop or none.  A rank that has found something
+        wrong makes them not finite.
         """
-        mine = np.array([self.engine.losses.pop(self.number, 0.0), self.squares])
-        loss, squares = self.mesh.world.all_reduce(mine).wait()
+        self.share = self.engine.losses.pop(self.number, 0.0)
+        squares = np.nan if self.mesh.guard.settle() else self.squares
+        loss, squares = self.mesh.world.all_reduce(np.array([self.share, squares])).wait()
         self.loss = float(loss) / self.feed.valid[self.number]
         self.norm = float(np.sqrt(squares))
         if not np.isfinite(self.loss + self.norm):
-            raise FloatingPointError(
-                f"step {self.number}: loss {self.loss}, gradient norm {self.norm}"
-            )
+            guard.refuse(self)
 
     def worst(self, communication, wish):
         """The mean share of communication, the highest peak of array bytes, the largest wish."""

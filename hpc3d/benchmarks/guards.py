@@ -1,0 +1,56 @@
+"""What the guards cost: steps that are checked and steps that are not, in turn in one run."""
+
+import tempfile
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+INPUTS = Path(__file__).parents[2] / "inputs"
+RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
+SHARE = 0.03  # of a step that guards may take
+EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every has it
+
+
+def guards(options):
+    """Processor time, of all ranks together."""
+    results = {}
+    for ranks, name in RUNS.items():
+        found = results[f"{name}, {ranks} ranks"] = measured(ranks, name, options.rounds or 10)
+        step, low, high = found["theirs_s"], found["ratio_min"], found["ratio_max"]
+        cost, replicas = found["ratio"] - 1, found["replicas_s"]
+        every = max(1, ceil(cost / SHARE))
+        print(f"{name}, {ranks} ranks: {step:.2f} s of processor time a step")
+        print(f"    with products and messages checked {1 + cost:.3f} ({low:.3f} to {high:.3f})")
+        print(f"    guard.products_every = {every}: {cost / every:.1%} of a step")
+        print(f"    guard.replicas_every = {EVERY}: {replicas / EVERY / step:.2%} of a step")
+    return results
+
+
+def measured(ranks, name, rounds):
+    """The ratio of neighbouring steps with and without checks, and what a comparison takes."""
+
+    from hpc3d import trace
+    from hpc3d.benchmarks import paired
+
+    how = ["--guard.products_every", "2", "--guard.replicas_every", "2"]
+    how += ["--trace.clock", "processor"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = paired.run(ranks, [str(INPUTS / name), *how], folder, steps=2 * rounds + 2)
+        with trace.open(done["folder"] / "trace.h5") as recorded:
+            steps, replicas = seconds_of_steps(recorded), seconds_of_replicas(recorded)
+    return {**paired.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}
+
+
+def seconds_of_steps(recorded):
+    """Seconds of all ranks together, a step."""
+    steps = recorded.steps
+    return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
+
+
+def seconds_of_replicas(recorded):
+    """Seconds of all ranks together that a comparison of replicas takes."""
+    names, events = np.array(recorded.strings), recorded.events
+    here = names[events["name"]] == "compare replicas"
+    count = max(1, int((here & (events["rank"] == 0)).sum()))
+    return float(events["dur"][here].sum()) * 1e-9 / count

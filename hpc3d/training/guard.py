@@ -1,0 +1,229 @@
+"""What keeps a run from going on with wrong numbers, and who says what is wrong.
+
+All ranks raise the same `Wrong` at the same step: before the update for numbers that are not
+finite, products and messages, behind the step for replicas.  Each brings what it found itself.
+"""
+
+from collections import Counter, deque
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.cluster.exits import CHECK_FAILED, NOT_FINITE
+from hpc3d.cluster.ledger import Ledger
+from hpc3d.model.parameters import DATA
+
+SHOWN = 10  # lines about what is wrong
+
+
+class Find(NamedTuple):
+    """A line, and how near it is to the cause: the smallest number is the nearest."""
+
+    order: int
+    line: str
+
+
+class Wrong(Exception):
+    """A number is wrong on some rank; `found` are the finds of this one."""
+
+    def __init__(self, found):
+        super().__init__(f"{len(found)} found on this rank")
+        self.found = found
+
+
+class NotFinite(Wrong):
+    code = NOT_FINITE
+    what = "not finite"
+
+
+class Corrupt(Wrong):
+    code = CHECK_FAILED
+    what = "corrupted"
+
+
+def guarded(mesh, guard):
+    """The mesh whose products and messages are checked where a GuardConfig wants it."""
+    every = guard.products_every
+    return mesh.guarded(Ledger(mesh.rank, every)) if every else mesh
+
+
+def lines(wrong, found):
+    """What to say of the finds of all ranks, a list a rank: those nearest to the cause first."""
+    finds = sorted((find for here in found for find in here), key=lambda find: find.order)
+    shown = [find.line for find in finds[:SHOWN]]
+    more = len(finds) - len(shown)
+    head = f"{wrong.what}: {len(finds)} found"
+    return [head, *shown, *([f"and {more} more"] if more else [])]
+
+
+def stop(mesh, found, kind=Corrupt):
+    """Raise `kind` on all ranks, each find in the trace of its rank."""
+    for find in found:
+        mesh.trace.mark(f"guard: {find.line}")
+    raise kind(found)
+
+
+def anywhere(mesh, count):
+    """Whether a rank counts something."""
+    return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
+
+
+def refuse(trainer):
+    """Raise what explains a loss or norm that is not finite, or a note that is wrong."""
+    mesh, corrupt = trainer.mesh, [Find(0, line) for line in trainer.mesh.guard.found]
+    if anywhere(mesh, len(corrupt)):
+        stop(mesh, corrupt)
+    stop(mesh, not_finite(trainer), NotFinite)
+
+
+def not_finite(trainer):
+    """Finds of what is not finite on this rank, nearest to the cause first: its parameters, else
+    its share of the loss and, of the last unit in the model that has any, its gradients."""
+    where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
+    values = [item for item in trainer.parameters if bad(item.value)]
+    if values:
+        return [Find(0, where + described(item, item.value, "value")) for item in values]
+    found = []
+    if not np.isfinite(trainer.share):
+        found.append(Find(1, f"{where}its share of the loss is {trainer.share}"))
+    grads = [item for item in trainer.parameters if bad(item.grad)]
+    last = max(map(depth, grads), default=None)
+    found += [
+        Find(2 + FAR - last, where + described(item, item.grad, "gradient"))
+        for item in grads
+        if depth(item) == last
+    ]
+    if not found and not np.isfinite(trainer.squares):
+        found.append(Find(2 + 2 * FAR, f"{where}the squares of its gradients overflow"))
+    return found
+
+
+FAR = 1 << 20  # beyond the last layer
+
+
+def depth(item):
+    """How deep in the model a parameter lies: backward meets the deepest first."""
+    words = item.name.split(".")
+    return int(words[1]) if words[0] == "layers" else FAR if words[0] == "head" else -1
+
+
+def bad(block):
+    """Whether an element is not finite."""
+    return not np.isfinite(block).all()
+
+
+def described(item, block, kind):
+    """A parameter's layer and name, and how many of its elements are not finite."""
+    layer, _, name = item.name.removeprefix("layers.").partition(".")
+    place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
+    count = block.size - int(np.isfinite(block).sum())
+    return f"{place}: {count} of {block.size} elements of its {kind} are not finite"
+
+
+class Replicas:
+    """Compares, after every `every`-th step (0: never), what must have the same bits on several
+    ranks: parameters and the optimiser's states, by a hash each (BLAKE2b, 64 bits)."""
+
+    def __init__(self, trainer, every):
+        self.trainer, self.mesh, self.every = trainer, trainer.mesh, every
+        self.axes = [axis for axis in self.mesh.sizes if self.mesh.size(axis) > 1]
+
+    def after(self, number):
+        """Step `number` is done.  Corrupt on all ranks where replicas differ on one."""
+        if not self.every or (number + 1) % self.every:
+            return
+        with self.mesh.trace.span("compare replicas"):
+            copies = dict(self.copies())
+            found = [find for axis in self.axes for find in self.along(axis, number, copies)]
+            found += [] if self.trainer.config.alone else self.twins(number, copies)
+            wrong = anywhere(self.mesh, len(found))
+        if wrong:
+            stop(self.mesh, found)
+
+    def copies(self):
+        """(name, kind) -> the axes along which this rank's block has copies, and its hash."""
+        trainer, parameters = self.trainer, self.trainer.parameters
+        states = {
+            kind: array
+            for kind in ("first", "second", "master")
+            if (array := getattr(trainer.optimizer, kind, None)) is not None
+        }
+        for item, place in parameters.places.items():
+            axes = self.replicated(item)
+            yield (item.name, "value"), (axes, hash_of(item.value))
+            for kind, array in states.items():
+                whole = place.own_value == place.value
+                yield (
+                    (item.name, kind),
+                    (axes if whole else axes - {DATA}, hash_of(array[place.state])),
+                )
+
+    def replicated(self, item):
+        """The axes along which the ranks have the same block of a parameter."""
+        layout = item.layout
+        return {*self.axes} - {axis for dim in layout for axis in dim} - {*layout.owned, "p"}
+
+    def along(self, axis, number, copies):
+        """Finds about the copies along an axis; each is said by one rank of a group."""
+        keys = [key for key, (axes, _) in copies.items() if axis in axes]
+        if not keys:
+            return
+        comm = self.mesh.comm(axis)
+        mine = np.array([[copies[key][1] for key in keys]], np.uint64)
+        hashes = comm.all_gather(mine).wait()
+        differ = (hashes != hashes[0]).any(0) if comm.rank == 0 else []
+        for place in np.flatnonzero(differ):
+            yield self.find(keys[place], number, axis, comm.members, hashes[:, place].tolist())
+
+    def twins(self, number, copies):
+        """Finds about a tied table, of which two pipeline stages have a copy."""
+        comm = self.mesh.comm("p")
+        pair = [item for item in self.trainer.parameters if item.twin is not None]
+        mine = [copies[item.name, "value"][1] for item in pair] or [0]
+        hashes = comm.all_gather(np.array([mine], np.uint64)).wait()[:, 0].tolist()
+        for item in pair:
+            here, there = hashes[comm.rank], hashes[item.twin]
+            if here != there and comm.rank < item.twin:
+                members = comm.members[comm.rank], comm.members[item.twin]
+                yield self.find((item.name, "value"), number, "p", members, [here, there])
+
+    def find(self, key, number, axis, members, hashes):
+        """Which of the members have another hash than most of them."""
+        (common, votes), *_ = Counter(hashes).most_common(1)
+        ranks = " ".join(map(str, members))
+        odd = [member for member, each in zip(members, hashes, strict=True) if each != common]
+        who = f"rank {' '.join(map(str, odd))}" if 2 * votes > len(hashes) else "one of them"
+        name, kind = key
+        thing = "parameter" if kind == "value" else f"optimiser state {kind} of"
+        what = f"{thing} {name}: the copies of ranks {ranks} along {axis} differ"
+        return Find(0, f"{who}: step {number}, {what}")
+
+
+def hash_of(block):
+    """64 bits that any flip of a bit changes."""
+    return int.from_bytes(blake2b(np.ascontiguousarray(block), digest_size=8).digest(), "little")
+
+
+class Spikes:
+    """Counts losses more than `limit` standard deviations (0: none) above the mean of those before
+    them: of the last WINDOW, once LEAST have been seen."""
+
+    WINDOW, LEAST = 50, 10
+
+    def __init__(self, limit):
+        self.limit, self.count, self.seen = limit, 0, deque(maxlen=self.WINDOW)
+
+    def see(self, loss):
+        """A line about the loss of the next step where it is a spike, else None."""
+        before = [*self.seen]
+        self.seen.append(loss)
+        if not self.limit or len(before) < self.LEAST:
+            return None
+        mean, deviation = float(np.mean(before)), float(np.std(before))
+        if loss <= mean + self.limit * deviation:
+            return None
+        self.count += 1
+        return (
+            f"loss spike {self.count}: {loss:.4f} after a mean of {mean:.4f} (sd {deviation:.4f})"
+        )

@@ -1,0 +1,64 @@
+"""Runs in which a number goes wrong: they end soon, and say what, where and what to do next."""
+
+import re
+import time
+
+import pytest
+
+import hpc3d.trace
+from hpc3d.trace.merge import merge
+from hpc3d.training.checkpoint import Checkpoint
+from tests.mpi import mpirun
+from tests.runs import newest, said, words
+
+slow = pytest.mark.slow
+CHECKED = {"guard__products_every": 1}
+REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
+FAULTS = [
+    ("product", CHECKED, 3, r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"),
+    ("weight", {}, 4, r"layer 1, up.weight: 1 of \d+ elements of its value are not finite$"),
+    pytest.param(
+        "received",
+        CHECKED | {"mesh__transport": "mpi"},
+        3,
+        r".*: all_gather of \d+ elements of float64 along \w+: what came from rank \d is not what",
+        marks=slow,
+    ),
+    pytest.param(
+        "replica",
+        REPLICAS,
+        3,
+        r"parameter layers.1.norm2.gamma: the copies of ranks 0 1 2 3 4 5 6 7 along x differ$",
+        marks=slow,
+    ),
+    pytest.param(
+        "gradient",
+        {},
+        4,
+        r"layer 0, qkv.weight: 1 of \d+ elements of its gradient are not finite$",
+        marks=slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "values", "code", "line"), FAULTS)
+def test_a_wrong_number_ends_the_job_and_is_named(fault, values, code, line, tmp_path):
+    file, out = tmp_path / "time", tmp_path / "results"
+    values = {"train__steps": 1000, "checkpoint__every": 1} | values
+    done = mpirun(8, "-m", "tests.guarded_train", fault, file, *words(out, **values))
+    lasted = time.time() - float(file.read_text())
+    run = newest(out)
+    assert done.returncode == code, done.stderr
+    assert lasted < 10
+    assert "Traceback" not in done.stderr
+    head, first, *_, last = said(done)
+    kind = {3: "corrupted", 4: "not finite"}[code]
+    assert re.fullmatch(rf"hpc3d.train: {kind}: [1-9]\d* found", head)
+    assert re.match(rf"hpc3d.train: rank 7: step 2, {line}", first)
+    assert last == f"hpc3d.train: go on from the last checkpoint with --resume {run}"
+    assert first.removeprefix("hpc3d.train: ") in (run / "train.log").read_text()
+    saved = sorted((run / "checkpoints").glob("step-????????"))
+    assert saved[-1].name == "step-00000002"
+    assert not Checkpoint(saved[-1]).damage()
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert any(name.startswith("guard: rank 7: step 2") for name in trace.strings)

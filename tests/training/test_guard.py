@@ -1,0 +1,332 @@
+"""Wrong numbers stop a run on all ranks at the same step, and the rank where they are is named."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.communicator import Communicator
+from hpc3d.cluster.exits import CHECK_FAILED, NOT_FINITE
+from hpc3d.cluster.ledger import Ledger
+from hpc3d.cluster.threads import run
+from hpc3d.config import GuardConfig
+from hpc3d.trace.events import CATEGORY, EVENTS, record_type
+from hpc3d.trace.recorder import Recorder
+from hpc3d.training.guard import (
+    SHOWN,
+    Corrupt,
+    Find,
+    NotFinite,
+    Replicas,
+    Spikes,
+    Wrong,
+    guarded,
+    lines,
+    stop,
+)
+from tests.cluster.test_ledger import flip
+from tests.pipeline.mixes import config_of, trainer_of
+
+slow = pytest.mark.slow
+QUICK = [
+    "x=2 scheme=1d",
+    "x=2 y=2 z=2 scheme=3d",
+    "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1",
+]
+LAYOUTS = [
+    "x=3 scheme=1d-sequence",
+    "x=2 y=2 scheme=2d",
+    "x=2 y=2 scheme=2d-summa",
+    "x=2 y=2 z=2 scheme=2.5d",
+    "x=2 y=2 z=2 scheme=3d-broadcast",
+    "d=2 x=2 zero=0",
+    "d=3 z=2 zero=2",
+    "d=2 x=2 zero=3",
+    "p=4 schedule=zb-h1 microbatches=4 layers=4",
+    "p=2 schedule=zb-v chunks=2 microbatches=4 layers=4",
+    "p=2 d=2 schedule=interleaved chunks=2 microbatches=2 layers=4 zero=3",
+    "p=2 schedule=pipedream microbatches=4 tied=false clip=0",
+]
+MATRIX = [*QUICK, *(pytest.param(line, marks=slow) for line in LAYOUTS)]
+STEPS = 2
+
+
+def settled(line):
+    return config_of(f"layers=2 steps={STEPS} {line}")
+
+
+def axes_of(config):
+    return [axis for axis, size in config.mesh.sizes().items() if size > 1]
+
+
+class Hurt(Communicator):
+    """Moves blocks as `comm` does; while it is `armed` the first one that comes is hurt."""
+
+    def __init__(self, comm, bit):
+        super().__init__(comm.rank, comm.size, comm.members, comm.pool)
+        self.comm, self.bit, self.armed, self.buffer = comm, bit, False, comm.buffer
+        for hook in ("gather_rows", "scatter_rows", "sum_all", "spread", "collect", "exchange"):
+            setattr(self, hook, self.hurting(hook))
+        self.post, self.take = comm.post, self.hurting("take")
+
+    def hurting(self, hook):
+        def call(*arguments):
+            pending = getattr(self.comm, hook)(*arguments)
+            exempt = hook == "sum_all" and arguments[1] == "max"
+            return pending if exempt else pending.then(self.pass_on)
+
+        return call
+
+    def pass_on(self, block):
+        if not self.armed or not block.size:
+            return block
+        self.armed = False
+        return flip(block, 8 * block.itemsize - 2 if self.bit else 8 * block.itemsize - 9, 5)
+
+
+class Slip(Ledger):
+    """A ledger below which a product goes wrong: number `countdown` from when it is set."""
+
+    countdown = -1
+
+    def product(self, a, b, c):
+        self.countdown -= 1
+        if self.countdown == 0:
+            c[...] = flip(c, 8 * c.itemsize - 2, c.size // 3)
+        super().product(a, b, c)
+
+
+def trained(line, hurt_rank=None, fault=None, guards=True):
+    """What each rank raises, or its losses, norms and weights after the last step.
+
+    `fault(mesh, trainer, number, comms)` is called on the rank that is hurt before each step.
+    """
+    config = settled(line)
+
+    def rank(mesh):
+        comms, hit = {}, mesh.rank == hurt_rank
+        if guards:
+            if hit:
+                comms = {axis: Hurt(comm, mesh.size("x")) for axis, comm in mesh.comms.items()}
+                mesh.comms = comms
+            mesh = mesh.guarded((Slip if hit else Ledger)(mesh.rank))
+        trainer, seen = trainer_of(mesh, config), []
+        replicas = Replicas(trainer, int(guards))
+        try:
+            for number in range(STEPS):
+                if hit:
+                    fault(mesh, trainer, number, comms)
+                step = trainer.step(number)
+                seen.append((step.loss, step.grad_norm))
+                replicas.after(number)
+        except Wrong as wrong:
+            return wrong
+        return seen, [item.value.copy() for item in trainer.parameters]
+
+    return run(config.mesh.sizes(), rank)
+
+
+def on_one_rank(ranks, hurt, kind=Corrupt):
+    """The lines of the rank that is hurt; all raise, and no other has anything to say."""
+    assert [type(each) for each in ranks] == [kind] * len(ranks), ranks
+    assert [number for number, each in enumerate(ranks) if each.found] == [hurt]
+    return [find.line for find in ranks[hurt].found]
+
+
+@pytest.mark.parametrize("line", MATRIX)
+def test_guards_find_nothing_and_change_nothing(line):
+    for ours, bare in zip(trained(line), trained(line, guards=False), strict=True):
+        assert ours[0] == bare[0]
+        for mine, other in zip(ours[1], bare[1], strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("line", MATRIX)
+def test_a_flip_in_a_product_stops_all_ranks_and_names_one(line):
+    def fault(mesh, trainer, number, comms):
+        mesh.guard.countdown = 4 if number == 1 else -1
+
+    hurt = len(trained(line, guards=False)) - 1
+    (text,) = on_one_rank(trained(line, hurt, fault), hurt)
+    assert re.match(
+        rf"rank {hurt}: step 1, (layer \d, )?\w+: product \[.*: row \d+, column ", text
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("line", MATRIX)
+def test_a_flip_in_what_came_stops_all_ranks_and_names_one(line):
+    for axis in axes_of(settled(line)):
+
+        def fault(mesh, trainer, number, comms, axis=axis):
+            comms[axis].armed = number == 1
+
+        (text,) = on_one_rank(trained(line, 1, fault), 1)
+        assert re.match(r"rank 1: step 1, (layer \d, )?\w+: \w+ of \d+ elements of ", text)
+        assert f"along {axis}: " in text
+
+
+def nan_in(kind):
+    """A fault that puts a NaN into a layer's matrix, or into its gradient."""
+
+    def fault(mesh, trainer, number, comms):
+        items = [i for i in trainer.parameters if i.name.endswith("up.weight") and i.value.size]
+        if number == 0 or not items:
+            return
+        if kind == "value":
+            items[0].value[0, 0] = np.nan
+            return
+        wait = trainer.buckets.wait
+
+        def spoilt():
+            wait()
+            items[0].grad[0, 0] = np.nan
+
+        trainer.buckets.wait = spoilt
+
+    return fault
+
+
+@pytest.mark.parametrize("line", ["", *QUICK])
+@pytest.mark.parametrize("kind", ["value", "gradient"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_nan_stops_all_ranks_before_the_update_and_is_traced_to_its_place(kind, line):
+    hurt = 1 if line else 0
+    ranks = trained(line, hurt, nan_in(kind))
+    assert [type(each) for each in ranks] == [NotFinite] * len(ranks)
+    head, first, *_ = lines(ranks[0], [each.found for each in ranks])
+    assert head.startswith("not finite: ")
+    place = rf"rank {hurt}: step 1, layer [01], up.weight: 1 of \d+ elements of its {kind} are not"
+    assert re.match(place, first)
+    if kind == "gradient":
+        assert sum(len(each.found) for each in ranks) == 1
+
+
+def test_squares_that_overflow_are_told_apart():
+    def fault(mesh, trainer, number, comms):
+        trainer.parameters.sum_of_squares = lambda: np.inf
+
+    (text,) = on_one_rank(trained("x=2 scheme=1d", 1, fault), 1, NotFinite)
+    assert text == "rank 1: step 0, the squares of its gradients overflow"
+
+
+def hurt_replica(kind, name, bit=3):
+    def fault(mesh, trainer, number, comms):
+        if number != 1:
+            return
+        item = next(item for item in trainer.parameters if item.name.endswith(name))
+        after = trainer.step
+
+        def step(number):
+            done = after(number)
+            place = trainer.parameters.places[item].state
+            block = item.value if kind == "value" else getattr(trainer.optimizer, kind)[place]
+            block[...] = flip(block, bit, 7)
+            return done
+
+        trainer.step = step
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "name", "who"),
+    [
+        ("d=3 zero=0", "value", "up.weight", "rank 1: .* ranks 0 1 2 along d differ"),
+        ("d=3 zero=1", "value", "up.weight", "rank 1: .* ranks 0 1 2 along d differ"),
+        ("d=3 zero=0", "second", "gamma", "rank 1: .*state second of .* along d differ"),
+        (
+            "x=3 scheme=1d",
+            "first",
+            "norm2.beta",
+            "rank 1: .*first of .*ranks 0 1 2 along x differ",
+        ),
+        ("x=2 scheme=1d", "value", "gamma", "one of them: .* ranks 0 1 along x differ"),
+        (
+            "p=2 schedule=1f1b",
+            "value",
+            "token",
+            "one of them: .*token: .* ranks 0 1 along p differ",
+        ),
+        ("d=2 x=2 zero=3", "value", "gamma", "one of them: .* along [dx] differ"),
+    ],
+)
+def test_a_flip_in_a_parameter_or_its_state_is_found_by_comparing_replicas(line, kind, name, who):
+    ranks = trained(line, 1, hurt_replica(kind, name))
+    assert [type(each) for each in ranks] == [Corrupt] * len(ranks)
+    found = [find.line for each in ranks for find in each.found]
+    assert found
+    for text in found:
+        assert re.search(who, text), text
+        assert "step 1, " in text
+        assert name in text
+
+
+def test_replicas_are_compared_after_every_so_many_steps():
+    def rank(mesh):
+        trainer = trainer_of(mesh, settled("x=2 scheme=1d"))
+        replicas = Replicas(trainer, 3)
+        item = next(item for item in trainer.parameters if item.name.endswith("gamma"))
+        item.value[0] = mesh.rank
+        stops = []
+        for number in range(6):
+            try:
+                replicas.after(number)
+            except Corrupt:
+                stops.append(number)
+        return stops
+
+    assert run({"x": 2}, rank) == [[2, 5]] * 2
+
+
+def test_a_mesh_is_guarded_where_that_is_wanted():
+    def rank(mesh):
+        plain = guarded(mesh, GuardConfig())
+        return plain is mesh, guarded(mesh, GuardConfig(products_every=3)).guard.every
+
+    assert run({"x": 2}, rank) == [(True, 3)] * 2
+
+
+def test_every_find_is_a_marker_in_the_trace():
+    def rank(mesh):
+        recorder = Recorder(None, {"rank": mesh.rank}, 16, clock=lambda: 7)
+        with pytest.raises(Corrupt):
+            stop(mesh.traced(recorder), [Find(0, "this")] * mesh.rank)
+        return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count), recorder.strings
+
+    for number, (events, names) in enumerate(run({"x": 3}, rank)):
+        assert len(events) == number
+        assert [*names] == ["guard: this"] * (number > 0)
+        assert (events["category"] == CATEGORY.index("marker")).all()
+        assert not events["dur"].any()
+
+
+def test_few_lines_are_shown_and_those_near_the_cause_first():
+    found = [[Find(rank % 3, f"rank {rank}")] for rank in range(30)]
+    head, *said, rest = lines(Corrupt([]), found)
+    assert head == "corrupted: 30 found"
+    assert said == [f"rank {rank}" for rank in range(0, 30, 3)][:SHOWN]
+    assert rest == "and 20 more"
+    assert lines(NotFinite([]), [[], [Find(0, "this")]]) == ["not finite: 1 found", "this"]
+    assert (Corrupt.code, NotFinite.code) == (CHECK_FAILED, NOT_FINITE)
+
+
+def test_a_spike_is_a_loss_far_above_those_before():
+    spikes = Spikes(6.0)
+    quiet = [3.2 + 0.1 * (-1) ** number for number in range(10)]
+    assert [spikes.see(loss) for loss in [9.0, *quiet]] == [None] * 11
+    assert spikes.see(3.3) is None
+    for _ in range(60):  # the 9.0 is forgotten
+        [spikes.see(loss) for loss in quiet[:2]]
+    assert spikes.see(3.79) is None
+    assert spikes.see(5.1).startswith("loss spike 1: 5.1000 after a mean of 3.2")
+    assert spikes.see(3.2) is None
+    assert spikes.count == 1
+
+
+@pytest.mark.parametrize(("limit", "before"), [(0.0, 30), (6.0, 9)])
+def test_no_spike_is_seen_when_off_or_too_early(limit, before):
+    spikes = Spikes(limit)
+    assert [spikes.see(1.0 + number % 2) for number in range(before)] == [None] * before
+    assert spikes.see(1e9) is None
