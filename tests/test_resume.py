@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+import hpc3d.trace
+from hpc3d.analyze.tables import between_rows
+from hpc3d.trace.check import violations
 from hpc3d.training.checkpoint import steps_of
 from tests.mpi import ENVIRONMENT, ROOT, checked, mpirun
 from tests.runs import losses, newest, said, train, wait_for, words
+from tests.test_stop import when_running
 
 STEPS = 8
 LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
@@ -35,11 +38,29 @@ def resumed(ranks, run, *options, steps=STEPS):
     )
 
 
+def by_step(run):
+    """{step: loss} of a trace that may lack some: of a killed run, what was not written yet."""
+    with hpc3d.trace.open(run) as trace:
+        mine = trace.steps["rank"] == 0
+        steps, found = (trace.steps[name][mine].tolist() for name in ("step", "loss"))
+    return dict(zip(steps, found, strict=True))
+
+
 def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
+    """Log and trace go on, too."""
     run = part(tmp_path)
-    resumed(8, run)
-    assert losses(run).tolist() == whole[4:].tolist()
-    assert (run / "trace-1.h5").exists() and (run / "config-1.toml").exists()
+    said = resumed(8, run)
+    assert losses(run).tolist() == whole.tolist()
+    with hpc3d.trace.open(run) as trace:
+        assert trace.attrs["complete"] and violations(trace) == []
+        saving = {row["name"]: row for row in between_rows(trace)}
+    assert saving["snapshot"]["times"] == saving["checkpoint"]["times"] == 4
+    assert {row["category"] for row in saving.values()} == {"io"}
+    assert len(by_step(run / "trace-1.h5")) == 4 and (run / "config-1.toml").exists()
+    assert re.search(r"checkpoints: \d+\.\d MB each, .*; 2 are kept; one should take ", said)
+    assert re.search(
+        r"checkpoint step-00000008: \d+\.\d MB in .* s, .* s of it in the way of training", said
+    )
     log = (run / "train.log").read_text(encoding="utf-8")
     assert [int(step) for step, _ in LINE.findall(log)] == [*range(STEPS)]
 
@@ -50,10 +71,14 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
     said = resumed(12, run, steps=5)
     assert "resume: mesh.y was 2, is 3" in said
     resumed(1, run, steps=6)
+    resumed(64, run, steps=7)
     layout = ["--mesh.p", 2, "--mesh.d", 2, "--mesh.x", 2, "--mesh.y", 1, "--mesh.z", 1]
     layout += ["--parallel.schedule", "1f1b", "--parallel.microbatches", 4, "--parallel.zero", 1]
     resumed(8, run, *layout)
-    np.testing.assert_allclose(losses(run), whole[6:], rtol=1e-10)
+    parts = [by_step(run / f"trace-{number}.h5") for number in (1, 2, 3, 4)] + [by_step(run)]
+    assert [[*found] for found in parts] == [[0, 1, 2, 3], [4], [5], [6], [7]]
+    for step, loss in (pair for found in parts for pair in found.items()):
+        assert loss == pytest.approx(whole[step], rel=1e-10)
 
 
 def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
@@ -77,8 +102,9 @@ def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
     run = newest(tmp_path)
     done = int(steps_of(run / "checkpoints")[0].name.removeprefix("step-"))
     resumed(8, run, steps=max(STEPS, done + 1))
-    found = losses(run)
-    assert found[: STEPS - done].tolist() == whole[done:].tolist()
+    found = by_step(run)
+    assert {*range(done, STEPS)} <= found.keys()
+    assert all(found[step] == loss for step, loss in enumerate(whole) if step in found)
     assert not [*(run / "checkpoints").glob("*.tmp")]
 
 
@@ -91,7 +117,23 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
     shard.write_bytes(content)
     out = resumed(8, run)
     assert f"{shard.name} was changed or damaged" in out and "resume: step 2 follows" in out
-    assert losses(run).tolist() == whole[2:].tolist()
+    assert losses(run).tolist() == whole.tolist()
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_not_gone_on_with_by_another(tmp_path):
+    refused = []
+
+    def act(run):
+        refused.append(mpirun(2, "-m", "hpc3d.train", "--resume", run))
+        (run / "STOP").touch()
+
+    thread = when_running(tmp_path, act)
+    mpirun(2, "-m", "hpc3d.train", *words(tmp_path, train__steps=50000))
+    thread.join()
+    (line,) = said(refused[0])
+    assert refused[0].returncode == 2
+    assert " is at work there; end it first" in line
 
 
 @pytest.mark.parametrize(
@@ -106,8 +148,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
 )
 def test_what_cannot_go_on_is_refused(runs, options, line):
     words = [str(word).format(**runs) for word in options]
+    before = {path: {*path.rglob("*")} for path in runs.values()}
     done = mpirun(2, "-m", "hpc3d.train", *words, timeout=100)
     assert done.returncode == 2
+    assert before == {path: {*path.rglob("*")} for path in runs.values()}
     assert any(line in one for one in said(done)), done.stderr
     assert "Traceback" not in done.stderr
 

@@ -123,6 +123,7 @@ def test_a_run_folder_says_what_was_run(run):
         "command.txt",
         "environment.json",
         "train.log",
+        "lock",
         "position.json",
         "trace",
         "trace.h5",

@@ -66,6 +66,18 @@ TIME = Sheet(
         Field("flop_per_s", "rate [FLOP/s]", prefixed),
     ),
 )
+BETWEEN = Sheet(
+    "between",
+    "Time between steps",
+    (
+        Field("name", "what"),
+        CATEGORY,
+        Field("times", "times", count),
+        Field("mean_s", "mean [ms]", milliseconds),
+        Field("longest_s", "longest [ms]", milliseconds),
+        SECONDS._replace(heading="in all [ms]"),
+    ),
+)
 LAYERS = Sheet(
     "layers",
     "Time by layer",
@@ -234,7 +246,7 @@ LOSS = Sheet(
 
 OF_A_RUN = (
     *(STEP, EFFICIENCY, PREDICTION, LOSS),
-    *(TIME, LAYERS, RANKS, IMBALANCE),
+    *(TIME, BETWEEN, LAYERS, RANKS, IMBALANCE),
     *(WAITS, STRAGGLERS, PATH),
     *(COLLECTIVES, TRAFFIC),
     *(PIPELINE, BUBBLE),

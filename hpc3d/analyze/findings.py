@@ -16,6 +16,7 @@ from hpc3d.analyze.layout import layout_of
 from hpc3d.analyze.pipeline import Passes, configuration, observe, runs_on
 from hpc3d.analyze.prediction import prediction_rows
 from hpc3d.analyze.tables import (
+    between_rows,
     comparison_rows,
     loss_rows,
     median_step,
@@ -145,6 +146,7 @@ def _of_time(trace, calls, peak):
         "prediction": prediction_rows(trace),
         "loss": loss_rows(trace),
         "time": time,
+        "between": between_rows(trace),
         "layers": breakdown(trace, ("layer", "phase", "category")),
         "ranks": rank_rows(trace, calls),
         "imbalance": imbalance_rows(trace),

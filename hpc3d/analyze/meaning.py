@@ -73,9 +73,14 @@ the text). unrecorded is the rest of the step, of which no event tells. `phase` 
 the step, `axis` the mesh axis that a call goes along, `operation` what was computed or
 called. `received [B]` counts nothing for what is sent, since another rank receives it. `rate
 [FLOP/s]` is that of a rank.""",
+    "between": """\
+What ranks did between steps, which the time of no step has. Saving is a snapshot of the
+state, and a checkpoint where a rank waits until one is on disk; a thread writes it meanwhile.
+`times` is how often a rank did it, `mean [ms]` and `longest [ms]` are of one, and `in all
+[ms]` is the sum on a rank.""",
     "layers": """\
-The same by Transformer layer; the ends are what lies before the first and after the last one:
-embedding, head and loss, and the optimiser.""",
+The time of a step by Transformer layer; the ends are what lies before the first and after the
+last one: embedding, head and loss, and the optimiser.""",
     "ranks": """\
 `step [ms]` is made of `compute [ms]` (with the optimiser), `wait [ms]` and `transfer [ms]`
 (blocked in a call before and after the last member came, together `exposed [ms]`), `copy

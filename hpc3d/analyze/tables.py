@@ -43,6 +43,27 @@ def time_rows(trace):
     ]
 
 
+def between_rows(trace):
+    """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
+    most, and of all on a rank."""
+    between = np.flatnonzero(trace.events["step"] < 0)
+    if not len(between):
+        return []
+    kinds, kind = combinations([event_values(trace, key, between) for key in ("name", "category")])
+    seconds, longest = own_time(trace)[between] * 1e-9, np.zeros(len(kinds))
+    np.maximum.at(longest, kind, seconds)
+    count, total = np.bincount(kind), np.bincount(kind, seconds)
+    ranks = trace.attrs["world_size"]
+    measures = count / ranks, total / count, longest, total / ranks
+    keys = "times", "mean_s", "longest_s", "seconds"
+    return [
+        row | dict(zip(keys, values))
+        for row, values in zip(
+            named(trace, ("name", "category"), kinds), np.transpose(measures).tolist()
+        )
+    ]
+
+
 def step_row(trace, time):
     """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
     and their waits, also those of category copy.

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpc3d.trace import events as schema
 from hpc3d.trace.clock import IDENTITY, fit
+from hpc3d.trace.earlier import earlier
 from hpc3d.trace.file import Growing, create, write_table
 from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing, segment_path
 from hpc3d.trace.settings import configured
@@ -26,17 +27,23 @@ def merge(run_dir):
     """Merge the segments of a run into RUN/trace.h5 and return its path.
 
     An enclosing event comes before those inside it.  What is missing or damaged is left out; then
-    the attribute `complete` is False and `missing` says what, a line each.  A calibration and a
-    prediction of the run that the file has are kept.  ValueError if no segment can be read.
+    the attribute `complete` is False and `missing` says what, a line each.  Of a run that went on
+    from an earlier attempt, the file has what was done before, too (hpc3d.trace.earlier).  A
+    calibration and a prediction of the run that the file has are kept.  ValueError if no segment
+    can be read.
     """
-    path = Path(run_dir) / "trace.h5"
+    run_dir, path = Path(run_dir), Path(run_dir) / "trace.h5"
     count = count_segments(run_dir)
     if not count:
         raise ValueError(f"{run_dir}: there are no segments of a trace to be merged")
-    with replacing(path) as temporary, create(temporary) as file:
-        merged = _Merge(file)
-        for rank in count:
-            merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count[rank])])
+    with (
+        earlier(run_dir, count) as before,
+        replacing(path) as temporary,
+        create(temporary) as file,
+    ):
+        merged = _Merge(file, before)
+        for rank in sorted({*count, *before.ranks}):
+            merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count.get(rank, 0))])
         merged.finish()
         file.attrs["segments"] = sum(count.values())
         add_supplements(file, *supplements(path, merged.run_id))
@@ -44,10 +51,10 @@ def merge(run_dir):
 
 
 class _Merge:
-    """The tables of the file as they grow, rank by rank."""
+    """The tables of the file as they grow, rank by rank; `before` is what they begin with."""
 
-    def __init__(self, file):
-        self.file = file
+    def __init__(self, file, before):
+        self.file, self.before = file, before
         self.tables = {
             name: Growing(file, WHERE.get(name, name), columns) for name, columns in TABLES.items()
         }
@@ -67,16 +74,16 @@ class _Merge:
 
     def add(self, rank, paths):
         """The events, steps, memory and samples of a rank."""
-        parts = [*self._read(rank, paths)]
+        now = [self.before.followed(part) for part in self._read(rank, paths)]
+        parts = self.before.parts(rank) + now
         if not parts:
             return
-        whole = OPTIONAL | parts[-1].header
-        header = self.headers[rank] = {key: whole[key] for key in (*RUN, *OWN, *OPTIONAL)}
+        self._describe(rank, parts[-1].header, parts[: len(parts) - len(now)] + now[-1:])
+        self._set_time(rank, now)
+        self._renumber(parts)
         events, *others = (np.concatenate(tables) for tables in zip(*(part[1:] for part in parts)))
-        del parts
+        del parts, now
         rest = dict(zip([*TABLES][1:], others))
-        clock = self._clock(rank, header["host"], rest["samples"])
-        events["t_global"] = clock.to_global(events["t_start"])
         self.n_events[rank], self.steps[rank] = len(events), np.unique(rest["steps"]["step"])
         self.begun[rank] = events["step"].max(initial=self.steps[rank].max(initial=-1))
         self.tables["events"].append(_nested(events, self.tables["events"].rows))
@@ -84,9 +91,7 @@ class _Merge:
             self.tables[name].append(rows)
 
     def _read(self, rank, paths):
-        """The segments of a rank, with names and groups as the file numbers them and parents as
-        if the segments were one; those that do not belong here are named in `missing`."""
-        rows = 0
+        """The segments of a rank; those that do not belong here are named in `missing`."""
         for path in paths:
             try:
                 part = read_segment(path, rank)
@@ -94,9 +99,13 @@ class _Merge:
             except ValueError as error:
                 self.missing.append(f"rank {rank}: {error}")
             else:
-                self._renumber(part, rows)
-                rows += len(part.events)
                 yield part
+
+    def _describe(self, rank, header, last):
+        """What is known of a rank, from its header and the `last` segments of all attempts."""
+        whole = OPTIONAL | header
+        self.headers[rank] = {key: whole[key] for key in (*RUN, *OWN, *OPTIONAL)}
+        self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
 
     def _check(self, header, path):
         """ValueError if a segment has not the header of one of this run."""
@@ -110,21 +119,28 @@ class _Merge:
         if not 0 <= min(ranks) <= max(ranks) < header["world_size"]:
             raise ValueError(f"{path.name} knows more than {header['world_size']} ranks")
 
-    def _renumber(self, part, first_row):
-        groups = [(group["axis"], tuple(group["members"])) for group in part.header["groups"]]
-        for column, table, keys in (
-            ("name", self.strings, part.header["strings"]),
-            ("group", self.groups, groups),
-        ):
-            part.events[column] = _numbers(table, keys)[part.events[column]]
-        part.events["parent"] += np.where(part.events["parent"] < 0, 0, first_row)
-
-    def _clock(self, rank, host, samples):
-        """The clock of a rank's host; the host's first rank has the samples."""
-        if len(samples):
-            above = self.leaders.get(samples["peer"][0], IDENTITY)
+    def _set_time(self, rank, parts):
+        """When events began on rank 0's clock, by the samples that a host's first rank has."""
+        host = self.headers[rank]["host"]
+        if samples := [row for part in parts for row in part.samples.tolist()]:
+            above = self.leaders.get(samples[0][-1], IDENTITY)
             self.leaders[rank] = self.clocks[host] = fit(samples, above)
-        return self.clocks.setdefault(host, IDENTITY)
+        clock = self.clocks.setdefault(host, IDENTITY)
+        for part in parts:
+            part.events["t_global"] = clock.to_global(part.events["t_start"])
+
+    def _renumber(self, parts):
+        """Names and groups as the file numbers them, parents as if the segments were one."""
+        rows = 0
+        for part in parts:
+            groups = [(group["axis"], tuple(group["members"])) for group in part.header["groups"]]
+            for column, table, keys in (
+                ("name", self.strings, part.header["strings"]),
+                ("group", self.groups, groups),
+            ):
+                part.events[column] = _numbers(table, keys)[part.events[column]]
+            part.events["parent"] += np.where(part.events["parent"] < 0, 0, rows)
+            rows += len(part.events)
 
     def finish(self):
         """Write what is known only at the end; ValueError if no segment could be read."""
@@ -132,6 +148,7 @@ class _Merge:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
         for table in self.tables.values():
             table.close()
+        self.missing += self.before.missing
         ranks = range(self.first["world_size"])
         steps = np.unique(np.concatenate([*self.steps.values()]))
         for rank in ranks:
@@ -141,7 +158,8 @@ class _Merge:
         self._write_groups()
         self._write_clock()
         write_table(self.file, "strings", schema.STRINGS, {"name": [*self.strings]})
-        self.file.attrs.update(_attributes(self.first, self.headers.values(), self.missing))
+        first = self.first | {"created_utc": self.before.created or self.first["created_utc"]}
+        self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
 
     def _missing(self, rank, steps):
         """What the file lacks of a rank; `steps` are those that any rank completed."""
@@ -193,9 +211,11 @@ class _Merge:
         write_table(self.file, "groups", [*schema.GROUPS, schema.MEMBERS], columns)
 
     def _write_clock(self):
+        """What was the model before, and what is it now, of each rank."""
         hosts = [(rank, header["host"]) for rank, header in self.headers.items()]
-        rows = np.concatenate([self.clocks[host].rows(rank) for rank, host in hosts])
-        write_table(self.file, "clock/model", schema.CLOCK_MODEL, rows)
+        rows = [self.clocks[host].rows(rank) for rank, host in hosts]
+        rows += [self.before.clock(rank) for rank, _ in hosts]
+        write_table(self.file, "clock/model", schema.CLOCK_MODEL, np.unique(np.concatenate(rows)))
 
 
 def _numbers(table, keys):

@@ -23,6 +23,13 @@ writes, each file whole or absent, so that a run that is killed loses at most wh
 since the last one. `python -m hpc3d.report RUN` makes `trace.h5` of what is there, again when
 ranks have written more since.
 
+Of a run that goes on (`train --resume`), `trace.h5` has all of it: what was done before the step
+that it went on with, then what was done from there, each step once. Numbers of calls go on, and so
+do times, unless the host was started again or is another one: then the times of the attempt are
+moved by what passed on the wall. What the file was when each attempt ended, with the steps that
+were undone, is `trace-1.h5`, `trace-2.h5` and so on. An attempt on another layout has a file of
+its own, and `missing` names the one before.
+
 ## Attributes of the root
 """
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hpc3d.trace.earlier import aside
 from hpc3d.trace.merge import merge
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.segment import count_segments
@@ -36,6 +37,8 @@ def _absent(run_dir):
         return f"{run_dir}: not the folder of a run; give one, such as results/NAME-STAMP"
     if configured(settings.read_text(encoding="utf-8"), "trace", "enabled") is False:
         return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
+    if before := aside(run_dir):
+        return f"{run_dir}: no trace of what goes on yet; {before[0]} has what was done before"
     return (
         f"{run_dir}: no trace yet; the first segments come after 30 s and a step, or when the"
         " run ends: it goes on, or was killed before; wait, or run again"

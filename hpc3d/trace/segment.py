@@ -10,7 +10,7 @@ one file of all of them.
 import json
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,21 +37,35 @@ def replacing(path):
     """A temporary name that takes the place of `path`, safe on disk, if the block succeeds."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
+        with naming(path):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that went read-only
+            temporary.unlink(missing_ok=True)
 
 
 def sync(path):
     """Have a file, or the names in a folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming(path):
+    """An OSError that names no file, as those of writing do, names this one, in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename, error.strerror = str(path), os.strerror(error.errno)
+        raise
 
 
 def segment_path(run_dir, rank, number):

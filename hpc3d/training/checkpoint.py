@@ -20,9 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.trace.segment import replacing, sync
-
-FORMAT, VERSION = "hpc3d-checkpoint", 1
-STATES = ("value", "master", "first", "second")
+from hpc3d.training.manifest import FORMAT, STATES, VERSION, read_manifest
 
 
 class Rectangle(NamedTuple):
@@ -100,13 +98,9 @@ class Snapshot:
 
     def __init__(self, parameters, optimizer):
         self.pieces, self.arrays, offset = [], [], 0
-        for item, kind, array in shares(parameters, optimizer):
-            place, block = parameters.places[item], block_of(item, parameters.mesh)
-            first = place.own_value.start - place.value.start
-            parts = rectangles(block, first, first + len(array))
-            elements = array[: sum(part.size for part in parts)].copy()
-            self.pieces.append(Piece(item.name, kind, elements.dtype.str, offset, parts))
-            self.arrays.append(elements)
+        for name, kind, parts, elements in shares(parameters, optimizer):
+            self.pieces.append(Piece(name, kind, elements.dtype.str, offset, parts))
+            self.arrays.append(elements.copy())
             offset += elements.nbytes
 
     @property
@@ -115,14 +109,23 @@ class Snapshot:
 
 
 def shares(parameters, optimizer):
-    """(parameter, kind, this rank's own elements) of all arrays whose copy here counts."""
+    """(name, kind, rectangles, their elements) of all arrays whose copy on this rank counts."""
     for item, place in parameters.places.items():
         if parameters.counts(item):
-            yield item, "value", parameters.value[place.own_value]
-            for kind in STATES[1:]:
-                state = getattr(optimizer, kind, None)
-                if state is not None:
-                    yield item, kind, state[place.state]
+            block, first = block_of(item, parameters.mesh), place.own_value.start
+            for kind, array in arrays(place, parameters, optimizer):
+                start = first - place.value.start
+                parts = rectangles(block, start, start + len(array))
+                yield item.name, kind, parts, array[: sum(part.size for part in parts)]
+
+
+def arrays(place, parameters, optimizer):
+    """(kind, this rank's own elements) of a parameter that lies at `place`."""
+    yield "value", parameters.value[place.own_value]
+    for kind in STATES[1:]:
+        state = getattr(optimizer, kind, None)
+        if state is not None:
+            yield kind, state[place.state]
 
 
 # Writing
@@ -147,11 +150,16 @@ def write_json(path, value):
 
 def complete(folder, ranks, header, keep):
     """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
-    it the latest, read it again, and remove those beyond the `keep` newest."""
+    it the latest, read it again, and remove all before it but `keep` - 1; or return what is wrong
+    with it, and remove none.
+
+    Those of later steps are what an attempt left that did not go on from them: they stay.
+    """
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
     files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    header = {"format": FORMAT, "version": VERSION, **header}
     write_json(folder / "manifest.json", {**header, "files": files})
     for path in paths:
         path.unlink()
@@ -162,8 +170,12 @@ def complete(folder, ranks, header, keep):
     sync(final.parent)
     with replacing(final.parent / "latest") as temporary:
         temporary.write_text(final.name + "\n", encoding="utf-8")
-    for old in [] if Checkpoint(final).damage() else steps_of(final.parent)[keep:]:
+    if damage := Checkpoint(final).damage():
+        return damage
+    before = [path for path in steps_of(final.parent) if path.name < final.name]
+    for old in before[keep - 1 :]:
         discard(old)
+    return None
 
 
 def discard(folder):
@@ -191,22 +203,19 @@ class Checkpoint:
     def __init__(self, folder):
         self.folder = Path(folder)
         try:
-            manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-            self.files = manifest.pop("files")
-            self.header = manifest
-            self._check()
+            self.header, self.files = read_manifest(self.folder)
+            self._check_sizes()
             self.sources = self._sources()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{self.folder} is no whole checkpoint: {reason}") from None
 
-    def _check(self):
-        if self.header["format"] != FORMAT or self.header["version"] > VERSION:
-            raise ValueError("its manifest is not one that this hpc3d reads")
+    def _check_sizes(self):
         for file in self.files:
-            size = (self.folder / file["file"]).stat().st_size
-            if size != file["bytes"]:
-                raise ValueError(f"{file['file']} has {size} bytes, not {file['bytes']}")
+            path = self.folder / file["file"]
+            size = path.stat().st_size
+            if not path.is_file() or size != file["bytes"]:
+                raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
 
     def _sources(self):
         """(name, kind) -> [(array of elements, rectangle)]."""
@@ -235,13 +244,13 @@ class Checkpoint:
 
     def fill(self, array, name, kind, rectangle):
         """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""
-        missing = rectangle.size
+        absent = np.ones(array.shape, bool)
         for elements, part in self.sources.get((name, kind), ()):
             both = part.within(rectangle)
             if both.size:
                 array[both.of(rectangle)] = elements[both.of(part)]
-                missing -= both.size
-        if missing:
+                absent[both.of(rectangle)] = False
+        if missing := np.count_nonzero(absent):
             raise ValueError(
                 f"{self.folder} lacks {missing} of {rectangle.size} elements of {name}, {kind}: "
                 "it is of another model or optimiser"

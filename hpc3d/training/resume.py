@@ -1,11 +1,15 @@
 """Going on with a run: its folder, what changes, the state of its newest whole checkpoint."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 
 from hpc3d.config import MeshConfig, flat, load
-from hpc3d.training import saver
+from hpc3d.training.checkpoint import Checkpoint, restore, steps_of
+from hpc3d.training.optimizer import OPTIMIZERS
+
+OF_ANOTHER = "it is of another model or optimiser"
+NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
 def run_to_resume(words):
@@ -38,24 +42,79 @@ def changes(run, config):
     return [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
 
 
+def check(run, config):
+    """ValueError, before anything is changed, if there is nothing to go on from, as far as that
+    can be told without reading it all, or nothing left to do."""
+    wrong = []
+    for folder in steps_of(run / "checkpoints"):
+        if not (problem := attempt(lambda folder=folder: misfit(Checkpoint(folder), config))):
+            break
+        wrong.append(problem)
+    else:
+        raise ValueError("\n".join([*wrong, NOTHING.format(run)]))
+    if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
+        raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
+
+
 def resume(job, run, trainer, say):
     """Take the state of the newest whole checkpoint of a run; the number of the next step.
 
     `say(line)` is told which one that is, and what is wrong with those after it.
     """
-
-    def share(opened):
-        """What is wrong with the files, of which each rank reads some."""
-        return [line for line in job.gather(opened.damage(job.rank, job.size)) if line]
-
-    try:
-        opened, wrong = saver.newest(run, share)
-        start = saver.resume(opened, trainer)
-    except ValueError as error:
-        job.refuse(str(error))
-    if start >= trainer.config.train.steps:
-        job.refuse(f"--resume: {start} steps are done; ask for more with --train.steps")
+    opened, wrong = newest(job, run, trainer)
+    if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
+        job.refuse("\n".join(problems))
+    trainer.optimizer.steps = opened.header["updates"]
     for line in wrong:
         say(f"resume: {line}")
-    say(f"resume: step {start} follows {opened.folder}")
-    return start
+    say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    return opened.header["step"]
+
+
+def newest(job, run, trainer):
+    """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
+    what is wrong with those after it.  The job is refused if there is none."""
+    wrong = []
+    for folder in job.agree(lambda: steps_of(run / "checkpoints")):
+        opened = None
+
+        def look(folder=folder):
+            """Read this rank's part of all files; rank 0 also sees whose they are."""
+            nonlocal opened
+            opened = Checkpoint(folder)
+            damage = opened.damage(job.rank, job.size)
+            return damage or (misfit(opened, trainer.config) if job.rank == 0 else None)
+
+        problems = agreed(job, attempt(look))
+        if not problems:
+            return opened, wrong
+        wrong += problems
+    job.refuse("\n".join([*wrong, NOTHING.format(run)]))
+
+
+def attempt(function, *arguments):
+    """What `function` says is wrong, or its OSError or ValueError does."""
+    try:
+        return function(*arguments)
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def agreed(job, problem):
+    """The problems of all ranks, each once."""
+    return [*dict.fromkeys(line for line in job.gather(problem) if line)]
+
+
+def misfit(opened, config):
+    """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
+    from hpc3d.training.inventory import config_of, inconsistencies, kinds_of, shapes_of
+
+    stored, asked = (asdict(each.model) for each in (config_of(opened), config))
+    for key in stored:
+        if stored[key] != asked[key] and key != "dropout":
+            return f"{opened.folder} has model.{key} = {stored[key]}: {OF_ANOTHER}"
+    needed = OPTIMIZERS[config.train.optimizer].MOMENTS
+    if lacking := {*needed} - {*kinds_of(opened)}:
+        return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {OF_ANOTHER}"
+    found = inconsistencies(opened, shapes_of(config.model))
+    return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -6,6 +6,7 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import h5py
+import numpy as np
 import pytest
 
 from hpc3d import trace
@@ -60,6 +61,8 @@ def folder(tmp_path_factory):
     trained(out / "run", 4, **PIPELINE).close()
     whole = {"step": [-1], "stage": [-1], "rank": [-1]}
     write_prediction(out / "run" / "trace.h5", {"quantity": ["step_s"], "value": [0.5]} | whole)
+    with h5py.File(out / "run" / "trace.h5", "r+") as file:  # the last update is between steps
+        file["events/step"][np.flatnonzero(file["events/seq"][:] < 0)[-1]] = -1
     with trace.open(out / "run") as opened:
         write(compare([opened], [examine(opened, peak=1e9)]), out)
     return out

@@ -1,0 +1,105 @@
+"""What a checkpoint's manifest must be before any of it is used: it may be of anyone's making.
+
+{format, version, step, updates, config, ...,
+ files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, rectangles]]}]}
+"""
+
+import json
+import re
+
+import numpy as np
+
+FORMAT, VERSION = "hpc3d-checkpoint", 1
+STATES = ("value", "master", "first", "second")
+FLOATS = ("<f2", "<f4", "<f8")
+SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
+DIGEST = re.compile(r"[0-9a-f]{64}")
+LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
+MOST = 1 << 62  # of any number
+
+
+def read_manifest(folder):
+    """The header and the files that a manifest lists; OSError or ValueError for what is wrong."""
+    path = folder / "manifest.json"
+    size = path.stat().st_size
+    require(path.is_file(), "its manifest is no file")
+    require(size <= LARGEST, f"its manifest has {size} bytes")
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError("its manifest is no JSON") from None
+    require(isinstance(header, dict), "its manifest is no JSON object")
+    files = header.pop("files", None)
+    check_header(header)
+    check_files(files)
+    return header, files
+
+
+def require(sound, problem):
+    if not sound:
+        raise ValueError(problem)
+
+
+def number(value):
+    """Whether it is a whole number, neither negative nor beyond what a file can have."""
+    return type(value) is int and 0 <= value < MOST
+
+
+def check_header(header):
+    version = header.get("version")
+    known = header.get("format") == FORMAT and number(version) and version <= VERSION
+    require(known, "its manifest is not one that this hpc3d reads")
+    for key in ("step", "updates"):
+        require(number(header.get(key)), f"its manifest has no number {key}")
+
+
+def check_files(files):
+    require(isinstance(files, list), "its manifest lists no files")
+    require(all(isinstance(file, dict) for file in files), "its manifest lists no files")
+    names = set()
+    for file in files:
+        name = file.get("file")
+        sound = isinstance(name, str) and SHARD.fullmatch(name)
+        require(sound, f"{name!r:.60} is no name of a file of it")
+        require(name not in names, f"{name} is listed twice")
+        names.add(name)
+        check_file(file)
+
+
+def check_file(file):
+    """One file: a sound size and digest, and pieces that lie in it."""
+    name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
+    require(number(file.get("bytes")), f"{name} has no size")
+    require(isinstance(digest, str) and DIGEST.fullmatch(digest), f"{name} has no SHA-256")
+    require(isinstance(pieces, list), f"{name} has no pieces")
+    for piece in pieces:
+        sound = isinstance(piece, list) and len(piece) == 5 and sound_piece(*piece)
+        require(sound, f"{name} has a piece that is none")
+        *_, dtype, offset, rectangles = piece
+        end = offset + np.dtype(dtype).itemsize * sum(map(area, rectangles))
+        require(end <= file["bytes"], f"{name} has a piece beyond its end")
+
+
+def sound_piece(name, kind, dtype, offset, rectangles):
+    return (
+        isinstance(name, str)
+        and NAME.fullmatch(name)
+        and kind in STATES
+        and dtype in FLOATS
+        and number(offset)
+        and isinstance(rectangles, list)
+        and all(map(sound_rectangle, rectangles))
+    )
+
+
+def sound_rectangle(edges):
+    """Whether it is [top, bottom, left, right]."""
+    if not (isinstance(edges, list) and len(edges) == 4 and all(map(number, edges))):
+        return False
+    return edges[0] <= edges[1] and edges[2] <= edges[3]
+
+
+def area(edges):
+    top, bottom, left, right = edges
+    return (bottom - top) * (right - left)

@@ -1,0 +1,69 @@
+"""Arrays in files of safetensors, which hold no code, by way of the package of that name."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.trace.segment import replacing
+
+WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
+
+
+class Entry(NamedTuple):
+    """An array in a file, of a dtype as the format names it."""
+
+    dtype: str
+    shape: tuple
+
+
+class Weights:
+    """A file to be read from; `entries` has an Entry by name.
+
+    ValueError, in one line, if the file is damaged or none of this format.
+    """
+
+    def __init__(self, path):
+        self.path, package = Path(path), library()
+        try:
+            with package.safe_open(self.path, "np") as file:
+                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                self.entries = {
+                    name: Entry(part.get_dtype(), tuple(part.get_shape()))
+                    for name, part in parts.items()
+                }
+        except package.SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+
+    def read(self, name):
+        """The array of a name, as float64 if it is stored so and else as float32."""
+        dtype = self.entries[name].dtype
+        if dtype not in WIDE:
+            raise ValueError(
+                f"{self.path}: {name!r} is of {dtype!r}; known here: {', '.join(WIDE)}"
+            )
+        with library().safe_open(self.path, "np") as file:
+            return file.get_tensor(name).astype(WIDE[dtype], copy=False)
+
+
+def write(path, arrays):
+    """Write {name: array}.  The file gets its name when all of it is on disk."""
+    package = library()
+    from safetensors.numpy import save_file
+
+    try:
+        with replacing(path) as temporary:
+            save_file(arrays, temporary, {"format": "pt"})
+    except package.SafetensorError as error:  # of the disk
+        raise ValueError(f"{path}: {error}") from None
+
+
+def library():
+    """The package; ValueError with the remedy where it is not installed."""
+    try:
+        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+        import safetensors
+    except ImportError as error:
+        remedy = "pip install 'hpc3d[exchange]'"
+        raise ValueError(f"{error.name} is needed and not installed: {remedy}") from None
+    return safetensors

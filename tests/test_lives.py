@@ -1,0 +1,133 @@
+"""Runs that save every step and are killed (kill -9) at a hundred moments drawn at random: they
+go on as if nothing had happened, to the last bit.
+
+Some are on real ranks; most are processes of threads, which are quicker to start.
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hpc3d.trace
+from hpc3d.cluster.threads import run
+from hpc3d.trace.check import violations
+from tests.mpi import ENVIRONMENT, ROOT, checked
+from tests.pipeline.mixes import config_of, trainer_of
+from tests.runs import newest, train, wait_for, words
+from tests.training.lives import LAYOUTS, child, ended, live, losses
+from tests.training.test_write_points import whole_ones
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SAID = re.compile(r"^checkpoint step-(\d+): ", re.MULTILINE)
+TINY = {
+    "model__hidden": 24,
+    "model__heads": 12,
+    "train__batch": 12,
+    "train__steps": 1000000,
+    "checkpoint__every": 1,
+    "mesh__x": 3,
+}
+
+
+def nothing_lost(folder, log):
+    """The newest checkpoint that is whole is the last one that was announced, or later, and of at
+    most one step less than the last one that was begun."""
+    (kept, *_), announced = whole_ones(folder), [0, *map(int, SAID.findall(log.read_text()))]
+    assert kept >= announced[-1]
+    assert kept >= max(losses(folder)) - 1
+
+
+@pytest.mark.parametrize(("layout", "lives", "seed"), [("serial", 40, 1), ("x=2", 35, 2)])
+def test_many_lives_on_threads(layout, lives, seed, tmp_path):
+    """Every third ends while it begins."""
+    draw, file = random.Random(seed), tmp_path / "losses"
+    live(tmp_path, layout, 1)
+    for number in range(lives):
+        before = file.stat().st_size
+        process = child(live, tmp_path, layout, 1 << 30)
+        if number % 3 != 2:
+            wait_for(lambda before=before: file.stat().st_size > before)
+        time.sleep(draw.uniform(0, 0.3))
+        os.kill(process, signal.SIGKILL)
+        assert ended(process) == -signal.SIGKILL
+        nothing_lost(tmp_path, tmp_path / "said")
+    found, config = losses(tmp_path), config_of(LAYOUTS[layout])
+    assert len(found) > lives // 2
+
+    def whole(mesh):
+        trainer = trainer_of(mesh, config)
+        return {number: {repr(trainer.step(number).loss)} for number in range(len(found))}
+
+    assert found == run(config.mesh.sizes(), whole)[0]
+
+
+def started(*line):
+    """Three ranks, in the background."""
+    launcher = [str(Path(sys.executable).with_name("mpirun")), "-np", "3", sys.executable]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*launcher, "-m", "tests.recorded_train", *map(str, line)],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def kill_all(process, word):
+    """Kill -9 the ranks, which have groups of their own, and their launcher."""
+    subprocess.run(["pkill", "-9", "-f", str(word)], check=False)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_25_lives_on_real_ranks(tmp_path):
+    """Every fifth ends while it begins."""
+    draw, file = random.Random(3), tmp_path / "losses"
+    file.touch()
+    line = words(tmp_path / "results", **TINY)
+    for number in range(25):
+        before = file.stat().st_size
+        process = started(file, *line)
+        try:
+            if number % 5 != 4:
+                wait_for(lambda before=before: file.stat().st_size > before)
+                wait_for(lambda: [*tmp_path.glob("results/*/checkpoints/latest")])
+            time.sleep(draw.uniform(0, 1))
+        finally:
+            kill_all(process, tmp_path)
+        folder = newest(tmp_path / "results")
+        if not (folder / "losses").exists():
+            (folder / "losses").symlink_to(file)
+        line = ["--resume", folder]
+        nothing_lost(folder, folder / "train.log")
+    assert_went_on(folder, file, tmp_path)
+
+
+def assert_went_on(folder, file, out):
+    """A last life ends well; losses and trace are those of a run that nothing disturbed."""
+    found = losses(folder)
+    steps = 2 + max(found)
+    checked(
+        *(3, "-m", "tests.recorded_train", file, "--resume", folder, "--train.steps", steps),
+        timeout=100,
+    )
+    found = losses(folder)
+    whole = train(3, out / "whole", **TINY | {"train__steps": steps, "checkpoint__every": 0})
+    with hpc3d.trace.open(whole) as trace:
+        mine = trace.steps["rank"] == 0
+        expected = dict(zip(trace.steps["step"][mine], trace.steps["loss"][mine], strict=True))
+    assert found == {step: {repr(loss)} for step, loss in floats(expected).items()}
+    with hpc3d.trace.open(folder) as trace:
+        assert violations(trace) == []
+
+
+def floats(values):
+    return {int(key): float(value) for key, value in values.items()}

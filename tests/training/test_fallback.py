@@ -1,0 +1,131 @@
+"""A checkpoint that cannot be gone on from: it is named, kept, and the one before is used."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpc3d.training.checkpoint import steps_of
+from tests.training.lives import LAYOUTS, live, losses
+
+LAST = "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A run that has saved steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("sound")
+    live(folder, "x=2", 2)
+    return folder
+
+
+@pytest.fixture
+def base(sound, tmp_path):
+    return shutil.copytree(sound, tmp_path / "base")
+
+
+@pytest.fixture(scope="module", params=["layers=2", "heads=6", "tied=false", "optimizer=sgd"])
+def another(request, tmp_path_factory):
+    """A run of another model or optimiser."""
+    folder = tmp_path_factory.mktemp("another")
+    with pytest.MonkeyPatch.context() as patch:
+        words = LAYOUTS["serial"].replace("layers=1 ", "") + " layers=1 " + request.param
+        patch.setitem(LAYOUTS, "another", words)
+        live(folder, "another", 2)
+    return folder
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def said(folder):
+    """What the log is told by a run that goes on, and makes no step."""
+    (folder / "said").unlink()
+    live(folder, "x=2", 0)
+    return (folder / "said").read_text().splitlines()
+
+
+def truncate(folder):
+    path = folder / "rank-00001.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder):
+    path = folder / "rank-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 16
+    path.write_bytes(data)
+
+
+def rewrite(folder, **values):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (truncate, "rank-00001.bin has"),
+        (flip, "rank-00001.bin was changed or damaged on disk"),
+        (lambda folder: (folder / "rank-00000.bin").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "its manifest is no JSON"),
+        (lambda folder: rewrite(folder, step=7), "its manifest is of step 7"),
+        (lambda folder: rewrite(folder, config="[model"), "no configuration can be read"),
+        (shutil.rmtree, None),
+    ],
+)
+def test_it_is_named_and_kept_and_the_one_before_is_used(base, damage, line):
+    damage(base / "checkpoints" / LAST)
+    before = content(base / "checkpoints")
+    lines = said(base)
+    assert content(base / "checkpoints") == before
+    assert lines[-1] == f"resume: step 1 follows {base}/checkpoints/step-00000001"
+    assert len(lines) == 1 + bool(line)
+    if line:
+        assert line in lines[0] and f"{base}/checkpoints/{LAST}" in lines[0]
+
+
+def test_one_of_another_model_is_named_and_kept(base, another):
+    shutil.rmtree(base / "checkpoints" / LAST)
+    shutil.copytree(another / "checkpoints" / LAST, base / "checkpoints" / LAST)
+    before = content(base / "checkpoints")
+    first, last = said(base)
+    assert first.startswith(f"resume: {base}/checkpoints/{LAST} has ")
+    assert first.endswith("it is of another model or optimiser")
+    assert last.startswith("resume: step 1 follows")
+    assert content(base / "checkpoints") == before
+
+
+@pytest.mark.parametrize(
+    "change", [Path.unlink, lambda path: path.write_text("step-00000099\n"), lambda path: None]
+)
+def test_the_newest_is_found_whatever_latest_says(base, change):
+    change(base / "checkpoints" / "latest")
+    assert said(base) == [f"resume: step 2 follows {base}/checkpoints/{LAST}"]
+
+
+def test_without_any_the_run_is_refused_with_all_reasons(base):
+    for folder in steps_of(base / "checkpoints"):
+        flip(folder)
+    before = content(base / "checkpoints")
+    with pytest.raises(ValueError, match="no checkpoint to resume from") as caught:
+        live(base, "x=2", 0)
+    *damaged, _ = str(caught.value).splitlines()
+    assert len(damaged) == 2 and all("was changed" in line for line in damaged)
+    assert content(base / "checkpoints") == before
+
+
+def test_a_run_that_passes_a_damaged_one_does_not_lose_its_own(sound, base):
+    """Of steps 1 to 4 the last two are damaged: after step 3 was saved again, 2 is there, too."""
+    live(base, "x=2", 4)
+    shutil.copytree(sound / "checkpoints", base / "checkpoints", dirs_exist_ok=True)
+    for number in (3, 4):
+        flip(base / "checkpoints" / f"step-0000000{number}")
+    live(base, "x=2", 3)
+    names = [path.name[-1] for path in steps_of(base / "checkpoints")]
+    assert names == ["4", "3", "2"]
+    assert said(base)[-1].startswith("resume: step 3 follows")
+    assert all(len(values) == 1 for values in losses(base).values())

@@ -1,0 +1,93 @@
+"""The folder of a run that goes on: reopened, wherever that was interrupted, and by one only."""
+
+import os
+import shutil
+
+import pytest
+
+import hpc3d.trace
+from hpc3d.training import folder as run_folder
+from hpc3d.training.resume import run_to_resume
+from tests.trace.test_earlier import attempt, steps_of
+from tests.training.lives import at_write, child, ended, kill
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that was killed while it saved step 3; it had a trace, and was asked to stop."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    run.mkdir()
+    attempt(run, 0, 3)
+    (run / "config.toml").write_text("first = 1\n")
+    (run / "checkpoints" / "step-00000003.tmp").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000003.tmp" / "rank-00000.bin").touch()
+    (run / "STOP").touch()
+    return run
+
+
+def reopen(run):
+    run_folder.reopen(run, "second = 2\n")
+
+
+@pytest.mark.slow
+def test_reopening_can_be_killed_at_every_point(run, tmp_path):
+    points, copy = tmp_path / "points", tmp_path / "copy"
+
+    def interrupted(point):
+        paths = at_write(point, kill, within=str(copy))
+        reopen(copy)
+        points.write_text(str(len(paths)))
+
+    shutil.copytree(run, copy)
+    assert ended(child(interrupted, 0)) == 0
+    for point in range(1, 1 + int(points.read_text())):
+        shutil.rmtree(copy)
+        shutil.copytree(run, copy)
+        assert ended(child(interrupted, point)) == -9
+        assert run_to_resume(["--resume", str(copy)]) == copy, point
+        reopen(copy)
+        assert (copy / "config.toml").read_text() == "second = 2\n"
+        assert "first = 1\n" in [path.read_text() for path in copy.glob("config-*.toml")]
+        assert not [*(copy / "checkpoints").iterdir()] and not (copy / "STOP").exists()
+        (aside,) = copy.glob("trace-*.h5")
+        with hpc3d.trace.open(aside) as trace:
+            assert steps_of(trace) == [0, 1, 2], point
+        assert not (copy / "trace.h5").exists() and not [*(copy / "trace").iterdir()]
+    assert point > 10
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatch):
+    copy = shutil.copytree(run, tmp_path / "copy")
+
+    def full(*_):
+        raise OSError(28, os.strerror(28), str(copy))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match=r"--resume .*copy: cannot write there \(No space left"):
+        reopen(copy)
+
+
+def test_only_one_run_is_at_work_in_a_folder(tmp_path):
+    held = run_folder.claim(tmp_path)
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is at work there"):
+        run_folder.claim(tmp_path, patience=0.2)
+    held.close()
+    run_folder.claim(tmp_path, patience=0).close()
+
+
+def test_a_killed_process_holds_no_lock(tmp_path):
+    def claim_and_die():
+        held = run_folder.claim(tmp_path)
+        assert held
+        kill()
+
+    assert ended(child(claim_and_die)) == -9
+    run_folder.claim(tmp_path, patience=0).close()
+
+
+def test_a_file_system_without_locks_is_trusted(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", unknown)
+    run_folder.claim(tmp_path, patience=0).close()
