@@ -1,0 +1,200 @@
+"""Look at checkpoints, check them, and exchange weights with Hugging Face transformers.
+
+    python -m hpc3d.checkpoint show   RUN_DIR|CHECKPOINT
+    python -m hpc3d.checkpoint verify RUN_DIR|CHECKPOINT
+    python -m hpc3d.checkpoint export RUN_DIR|CHECKPOINT -o FOLDER|FILE.safetensors
+    python -m hpc3d.checkpoint import FOLDER|FILE.safetensors -o RUN_DIR [--section.key value ...]
+
+A CHECKPOINT is a folder step-00000010 of a run, written on any layout; of a RUN_DIR, `export`
+takes the newest whole one.  Nothing is unpickled.
+"""
+
+import json
+import re
+import sys
+from itertools import islice
+from math import prod
+from pathlib import Path
+
+from hpc3d.cluster.exits import CHECK_FAILED
+from hpc3d.command import Parser, complain, run
+
+EXITS = "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
+
+
+def main(argv=None):
+    """Do what the command line says; the exit code is 2 for bad input, 3 for damage."""
+    words, settings = parted(sys.argv[1:] if argv is None else argv)
+    options = parser().parse_args(words)
+    return run("checkpoint", lambda: act(options, settings))
+
+
+def act(options, settings):
+    if settings and options.work is not begin:
+        raise ValueError(f"{settings[0]}: settings are for import; see --help")
+    found = options.work(options, settings)
+    if options.json:
+        print(json.dumps(found))
+    return 0 if found.get("whole", True) else CHECK_FAILED
+
+
+def parted(words):
+    """The command line without its `--section.key value`, and those."""
+    ours, settings, words = [], [], iter(words)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in ("--name", "--seed") or (name.startswith("--") and "." in name):
+            settings += [word, *islice(words, 0 if equals else 1)]
+        else:
+            ours.append(word)
+    return ours, settings
+
+
+def parser():
+    command = Parser("checkpoint", __doc__, EXITS)
+    verbs = command.add_subparsers(
+        required=True,
+        metavar="show|verify|export|import",
+        parser_class=lambda prog, **how: Parser(prog.removeprefix("python -m hpc3d."), **how),
+    )
+
+    def verb(name, work, text, source="RUN_DIR|CHECKPOINT", output=None, **how):
+        one = verbs.add_parser(name, help=text, description=text, epilog=EXITS, **how)
+        one.set_defaults(work=work)
+        one.add_argument("source", type=Path, metavar=source)
+        if output:
+            one.add_argument("-o", "--output", type=Path, required=True, metavar=output)
+        one.add_argument("--json", action="store_true", help="one JSON object on the last line")
+        return one
+
+    verb("show", show, "what checkpoints hold: step, layout, tensors, bytes")
+    verb("verify", verify, "read everything: SHA-256 of files, each element of a tensor once")
+    files = "FOLDER|FILE.safetensors"
+    text = (
+        "write the parameters as a GPT-2 that transformers loads: a folder with config.json and "
+        "model.safetensors, or such a file alone; the tokenizer is not among them"
+    )
+    out = verb("export", export, text, output=files)
+    out.add_argument("--force", action="store_true", help="replace the files that are there")
+    text = (
+        "make a run of a GPT-2 of transformers; `train --resume RUN_DIR` goes on with it on any "
+        "layout.  Settings of the run, such as --data.path, are given as to train."
+    )
+    usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--json]"
+    verb("import", begin, text, source=files, output="RUN_DIR", usage=usage)
+    return command
+
+
+def show(options, _):
+    """A line a checkpoint of a run; of a single one also its tensors."""
+    from hpc3d.training.checkpoint import Checkpoint
+    from hpc3d.training.inventory import about, checkpoints, latest
+
+    folders = checkpoints(options.source)
+    newest = latest(folders[0].parent)
+    if folders == [options.source]:
+        found = [about(Checkpoint(options.source))]
+        print(line_of(found[0], newest))
+        print_tensors(found[0])
+    else:
+        found = [about_or_problem(folder) for folder in folders]
+        for one in found:
+            print(line_of(one, newest))
+    return {"latest": newest, "checkpoints": found}
+
+
+def about_or_problem(folder):
+    from hpc3d.training.checkpoint import Checkpoint
+    from hpc3d.training.inventory import about
+
+    try:
+        return about(Checkpoint(folder))
+    except ValueError as problem:
+        return {"folder": str(folder), "problem": str(problem)}
+
+
+def line_of(found, newest):
+    """Name, date, layout and size of a checkpoint, or what is wrong with it."""
+    name = Path(found["folder"]).name
+    if "problem" in found:
+        return f"{name}  not whole: {found['problem']}"
+    how = found["parallel"]
+    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items()) or "serial"
+    schedule = how["schedule"] or "none"
+    layout = f"{mesh}, {how['split'] or how['scheme']}, {schedule}, ZeRO {how['zero']}"
+    size = f"{found['parameters']:,} parameters, {found['bytes'] / 1e6:,.1f} MB"
+    mark = "  latest" if name == newest else ""
+    files = f"{found['files']} file{'s' * (found['files'] > 1)}"
+    return f"{name}  {found['written_utc']}  {layout}; {size} in {files}{mark}"
+
+
+def print_tensors(found):
+    """The tensors of a checkpoint, those that all layers have alike in one row."""
+
+    def row(tensor):
+        name = re.sub(r"^layers\.\d+\.", "layers.*.", tensor["name"])
+        return name, tensor["shape"], tensor["dtype"], tensor["kinds"]
+
+    rows = {}
+    for tensor in found["tensors"]:
+        rows.setdefault(row(tensor), []).append(tensor["bytes"])
+    print("  count  tensor                     shape             dtype    bytes           kinds")
+    for (name, shape, dtype, kinds), sizes in rows.items():
+        shape = " x ".join(map(str, shape))
+        total = f"{sum(sizes):,}"
+        print(f"  {len(sizes):5}  {name:25}  {shape:16}  {dtype:7}  {total:14}  {' '.join(kinds)}")
+
+
+def verify(options, _):
+    """Read checkpoints as a whole; `whole` says whether nothing is wrong with any."""
+    from hpc3d.training.inventory import checkpoints, problems
+
+    found = []
+    for folder in checkpoints(options.source):
+        wrong = problems(folder)
+        found.append({"folder": str(folder), "problems": wrong})
+        complain("checkpoint", "\n".join(wrong))
+        if not wrong:
+            print(f"{folder} is whole")
+    return {"whole": not any(one["problems"] for one in found), "checkpoints": found}
+
+
+def export(options, _):
+    """Write the newest whole checkpoint of a run, or the one that is named."""
+    from hpc3d.training import exchange
+    from hpc3d.training.inventory import checkpoints, newest_whole
+
+    if not options.force:
+        exchange.refuse_to_replace(options.output)
+    opened, wrong = newest_whole(checkpoints(options.source))
+    complain("checkpoint", "\n".join(wrong))
+    shapes = exchange.export(opened, options.output)
+    count = sum(map(prod, shapes.values()))
+    print(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors")
+    print(f"written to {options.output}")
+    return {
+        "output": str(options.output),
+        "checkpoint": str(opened.folder),
+        "step": opened.header["step"],
+        "parameters": count,
+        "tensors": {name: [*shape] for name, shape in shapes.items()},
+    }
+
+
+def begin(options, settings):
+    """Make a run of the weights of others."""
+    from hpc3d.training import beginning
+    from hpc3d.training.pretrained import Pretrained, configured
+
+    pretrained = Pretrained(options.source)
+    config = configured(pretrained, settings)
+    shapes = beginning.begin(options.output, config, pretrained.parameter)
+    count = sum(map(prod, shapes.values()))
+    print(f"{options.source}: {count:,} parameters in {len(shapes)} tensors")
+    print(f"written to {options.output}; go on with")
+    print(f"mpirun -np N python -m hpc3d.train --resume {options.output} --data.path TEXT")
+    return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

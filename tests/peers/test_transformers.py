@@ -1,0 +1,144 @@
+"""Weights that Hugging Face transformers and we give each other: the same logits in float32."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from hpc3d.checkpoint import main
+from hpc3d.training.checkpoint import Checkpoint
+from hpc3d.training.data import Batches
+from hpc3d.training.inventory import config_of
+from hpc3d.training.tokens import open_tokens
+from tests.mpi import ROOT, checked
+from tests.runs import losses
+from tests.training import gpt2
+
+transformers = pytest.importorskip("transformers", reason="make test-peers installs it")
+
+pytestmark = pytest.mark.slow
+
+OURS = """
+x=2 y=2 z=2 microbatches=2
+p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 tied=false gelu=exact heads=4
+schedule=none microbatches=2 heads=1 sequence=11 layers=1 vocabulary=50 dropout=0.25
+y=3 microbatches=2 heads=3 hidden=48 sequence=64 batch=6
+""".strip().splitlines()
+
+THEIRS = [
+    {},
+    {"n_head": 1, "n_layer": 1, "activation_function": "gelu"},
+    {"tie_word_embeddings": False, "n_head": 8, "activation_function": "gelu_pytorch_tanh"},
+    {"vocab_size": 50, "n_positions": 64, "n_embd": 48, "n_head": 3, "n_inner": 192},
+]
+SMALL = {
+    "n_layer": 3,
+    "n_embd": 24,
+    "n_head": 4,
+    "n_positions": 7,
+    "vocab_size": 29,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def command(*words):
+    assert main([str(word) for word in words]) == 0
+
+
+def logits(model, tokens):
+    """Those of a model of theirs, without dropout."""
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens)).logits.numpy()
+
+
+def same(found, expected):
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def theirs(seed=4, **settings):
+    """A model of theirs, every number of it random."""
+    torch.manual_seed(seed)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**SMALL, **settings}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_they_load_what_we_export(tmp_path, line):
+    folder = gpt2.saved(tmp_path / "run", f"{line} dtype=float32")
+    config = config_of(Checkpoint(folder)).model
+    command("export", folder, "-o", tmp_path / "out")
+    model, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    told = model.config
+    assert told.attn_pdrop == told.embd_pdrop == told.resid_pdrop == config.dropout
+    assert told.tie_word_embeddings == config.tied
+    assert (model.lm_head.weight is model.transformer.wte.weight) == config.tied
+    assert model.dtype == torch.float32
+    tokens = gpt2.tokens_of(config.vocabulary, config.sequence)
+    same(gpt2.logits(folder, tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("settings", THEIRS)
+def test_we_load_what_they_save(tmp_path, settings):
+    model = theirs(**settings)
+    model.save_pretrained(tmp_path / "out")
+    command("import", tmp_path / "out", "-o", tmp_path / "run")
+    told = model.config
+    folder = tmp_path / "run" / "checkpoints" / "step-00000000"
+    assert config_of(Checkpoint(folder)).model.dropout == told.resid_pdrop
+    tokens = gpt2.tokens_of(told.vocab_size, told.n_positions)
+    same(gpt2.logits(folder, tokens), logits(model, tokens))
+
+
+def test_several_short_files_become_what_they_say(tmp_path):
+    """bfloat16 in shards, as large models are given away."""
+    model = theirs(tie_word_embeddings=False).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "out", max_shard_size="4KB")
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
+    command("import", tmp_path / "out", "-o", tmp_path / "run")
+    tokens = gpt2.tokens_of(29, 7)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000000"
+    same(gpt2.logits(folder, tokens), logits(model.float(), tokens))
+
+
+def test_there_and_back_is_the_same_to_the_last_bit(tmp_path):
+    before = theirs()
+    before.save_pretrained(tmp_path / "out")
+    command("import", tmp_path / "out", "-o", tmp_path / "run")
+    command("export", tmp_path / "run", "-o", tmp_path / "back")
+    after = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").state_dict()
+    assert after.keys() == before.state_dict().keys()
+    assert all(torch.equal(after[name], array) for name, array in before.state_dict().items())
+    assert transformers.GPT2Config.from_pretrained(tmp_path / "back").n_head == 4
+
+
+def test_a_run_goes_on_with_their_loss(tmp_path):
+    """The first step of 8 ranks has the loss that they compute for its batch."""
+    settings = {"vocab_size": 300, "n_positions": 16, "n_embd": 48, "n_head": 8}
+    model = theirs(**settings, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model.save_pretrained(tmp_path / "out")
+    command("import", tmp_path / "out", "-o", tmp_path / "run", "--train.batch", 24)
+    layout = ["--mesh.p", 2, "--mesh.d", 2, "--parallel.zero", 1, "--parallel.microbatches", 2]
+    resume = ["-m", "hpc3d.train", "--resume", tmp_path / "run", "--train.steps", 1]
+    checked(8, *resume, *layout)
+    with open_tokens(ROOT / "inputs" / "corpus", "byte") as tokens:
+        batch, targets = Batches(tokens, 16, 24, seed=1234).batch(0)
+    found = torch.from_numpy(logits(model, batch.astype(np.int64))).flatten(0, 1)
+    expected = functional.cross_entropy(found, torch.from_numpy(targets).flatten().long())
+    assert losses(tmp_path / "run")[0] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_their_generator_runs_on_what_we_export(tmp_path):
+    folder = gpt2.saved(tmp_path / "run", "schedule=none microbatches=2 sequence=11 dtype=float32")
+    command("export", folder, "-o", tmp_path / "out")
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    start = torch.tensor([[3, 5, 7]])
+    made = model.generate(start, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert made.shape == (1, 11) and made[:, :3].equal(start)

@@ -1,0 +1,355 @@
+"""`python -m hpc3d.checkpoint`: what it prints, its exit codes, and what it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc3d.checkpoint import main
+from hpc3d.training.checkpoint import Checkpoint
+from tests.mpi import ROOT, checked
+from tests.runs import ended, losses, train
+from tests.training import gpt2
+
+LINE = "x=2 y=2 z=2 scheme=3d microbatches=2"
+STEPS = ["step-00000002", "step-00000001"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run with two checkpoints."""
+    run = tmp_path_factory.mktemp("original") / "run"
+    for step in (1, 2):
+        gpt2.saved(run, LINE, step)
+    return run
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    """A copy of it that may be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def call(capsys, *words):
+    """Exit code, lines on stdout and on stderr; the latter all begin with the command."""
+    code = ended(main, *words)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert all(line.startswith("hpc3d.checkpoint: ") for line in lines)
+    return code, out.splitlines(), lines
+
+
+def checkpoint(run, number=0):
+    return run / "checkpoints" / STEPS[number]
+
+
+def test_show_has_a_line_for_each_checkpoint(original, capsys):
+    code, lines, _ = call(capsys, "show", original, "--json")
+    assert code == 0 and [line.split()[0] for line in lines[:-1]] == STEPS
+    assert lines[0].endswith("in 8 files  latest") and not lines[1].endswith("latest")
+    assert "x=2 y=2 z=2, 3d, none, ZeRO 0; 29,712 parameters, 0.7 MB" in lines[0]
+    found = json.loads(lines[-1])
+    assert found["latest"] == STEPS[0]
+    first = found["checkpoints"][0]
+    about = {"step": 2, "updates": 2, "files": 8, "mesh": {"x": 2, "y": 2, "z": 2}}
+    assert first.items() >= (about | {"parameters": 29712, "bytes": 29712 * 3 * 8}).items()
+    assert first["parallel"]["scheme"] == "3d" and first["written_utc"].startswith("20")
+
+
+def test_show_has_the_tensors_of_a_checkpoint(original, capsys):
+    code, lines, _ = call(capsys, "show", checkpoint(original), "--json")
+    assert code == 0 and lines[0].startswith(STEPS[0])
+    rows = [line.split() for line in lines[2:-1]]
+    table = ["1", "embedding.token", "29", "x", "24", "float64", "16,704", "value"]
+    assert rows[0] == [*table, "first", "second"]
+    assert ["4", "layers.*.qkv.bias", "72", "float64", "6,912"] in [row[:5] for row in rows]
+    (found,) = json.loads(lines[-1])["checkpoints"]
+    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+    assert len(tensors) == 4 * 12 + 4
+    assert sum(tensor["bytes"] for tensor in tensors.values()) == found["bytes"]
+    kinds = ["value", "first", "second"]
+    assert tensors["layers.3.up.weight"] == {
+        "name": "layers.3.up.weight",
+        "shape": [24, 96],
+        "dtype": "float64",
+        "kinds": kinds,
+        "bytes": 24 * 96 * 3 * 8,
+    }
+
+
+def test_show_says_which_checkpoint_is_not_whole(run, capsys):
+    (checkpoint(run) / "rank-00003.bin").unlink()
+    code, lines, _ = call(capsys, "show", run)
+    assert code == 0
+    assert lines[0].startswith(f"{STEPS[0]}  not whole: ") and "No such file" in lines[0]
+    assert lines[1].startswith(STEPS[1]) and "not whole" not in lines[1]
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", f"checkpoints/{STEPS[0]}"])
+def test_verify_passes_what_is_whole(original, capsys, place):
+    code, lines, errors = call(capsys, "verify", original / place, "--json")
+    assert (code, errors) == (0, [])
+    names = STEPS[:1] if "step" in place else STEPS
+    assert lines[:-1] == [f"{original / 'checkpoints' / name} is whole" for name in names]
+    assert json.loads(lines[-1])["whole"] is True
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def shards(folder, *numbers):
+    return [folder / f"rank-{number:05d}.bin" for number in numbers]
+
+
+def test_verify_names_every_file_that_was_changed(run, capsys):
+    for path in shards(checkpoint(run), 3, 5):
+        flip(path)
+    code, lines, errors = call(capsys, "verify", run, "--json")
+    assert code == 3
+    assert lines[0] == f"{checkpoint(run, 1)} is whole"
+    assert ["rank-00003.bin was changed" in errors[0], "rank-00005.bin" in errors[1]] == [True] * 2
+    found = json.loads(lines[-1])
+    assert found["whole"] is False
+    assert [len(one["problems"]) for one in found["checkpoints"]] == [2, 0]
+
+
+def rewrite(folder, change):
+    """Change the manifest, and with it the digests that it keeps."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(change(manifest) or manifest))
+
+
+def first_piece(manifest):
+    return manifest["files"][0]["pieces"][0]
+
+
+def drop_piece(manifest):
+    manifest["files"][0]["pieces"].pop()
+
+
+def twice(manifest):
+    """The rectangles of another rank's piece of the same size."""
+    first, other = (manifest["files"][rank]["pieces"][0] for rank in (0, 4))
+    assert first[0] == other[0] and first[4] != other[4]
+    first[4] = other[4]
+
+
+def outside(manifest):
+    for part in first_piece(manifest)[4]:
+        part[2], part[3] = part[2] + 1000, part[3] + 1000
+
+
+def unknown(manifest):
+    first_piece(manifest)[0] = "layers.0.gate"
+
+
+def integers(manifest):
+    first_piece(manifest)[2] = "<i8"
+
+
+def put(**values):
+    return lambda manifest: manifest.update(values)
+
+
+def without(key):
+    return lambda manifest: {name: manifest[name] for name in manifest if name != key}
+
+
+def settings(before, after):
+    """Another text in the stored configuration."""
+
+    def change(manifest):
+        assert before in manifest["config"]
+        manifest["config"] = manifest["config"].replace(before, after)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop_piece, "elements are nowhere"),
+        (twice, "lie in two files"),
+        (outside, "a part lies outside of"),
+        (unknown, "its model has no layers.0.gate"),
+        (integers, "rank-00000.bin has a piece that is none"),
+        (put(step=7), "its manifest is of step 7"),
+        (put(step="2"), "its manifest has no number step"),
+        (put(format="other"), "is no whole checkpoint"),
+        (put(version=99), "is no whole checkpoint"),
+        (put(config=5), "no configuration can be read"),
+        (put(config="x ="), "no configuration can be read"),
+        (put(config="[modl]"), "modl: unknown key"),
+        (without("config"), "no configuration can be read"),
+        (without("updates"), "its manifest has no number updates"),
+        (without("files"), "is no whole checkpoint"),
+        (settings("layers = 4", "layers = 5"), "4 layers are there, but its model.layers = 5"),
+        (settings("layers = 4", "layers = 1000000000"), "model.layers = 1000000000"),
+        (settings("hidden = 24", "hidden = 36"), "embedding.token, value: "),
+        (settings("vocabulary = 29", ""), "model.vocabulary is not settled"),
+        (settings("heads = 12", "heads = 7"), "does not divide by model.heads"),
+        (lambda manifest: ["files"], "is no whole checkpoint"),
+    ],
+)
+def test_verify_finds_what_is_wrong_in_a_manifest(run, capsys, change, said):
+    folder = checkpoint(run)
+    rewrite(folder, change)
+    code, _, errors = call(capsys, "verify", folder)
+    assert code == 3 and any(said in line for line in errors), errors
+    code, _, errors = call(capsys, "export", folder, "-o", run / "out")
+    assert code == 2 and any(said in line for line in errors)
+    assert not (run / "out").exists()
+    assert call(capsys, "show", folder)[0] in (0, 2)
+
+
+def test_export_takes_the_newest_whole_checkpoint(run, tmp_path, capsys):
+    flip(*shards(checkpoint(run), 2))
+    code, lines, errors = call(capsys, "export", run, "-o", tmp_path / "out", "--json")
+    assert code == 0
+    assert len(errors) == 1 and "rank-00002.bin was changed" in errors[0]
+    found = json.loads(lines[-1])
+    assert found["step"] == 1 and found["checkpoint"].endswith(STEPS[1])
+    assert found["parameters"] == 29712
+    assert found["tensors"]["transformer.h.2.attn.c_attn.weight"] == [24, 72]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_export_writes_a_file_alone(original, tmp_path, capsys):
+    target = tmp_path / "new" / "weights.safetensors"
+    assert call(capsys, "export", original, "-o", target)[0] == 0
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    words = "export", original, "-o", target
+    code, _, errors = call(capsys, *words)
+    assert code == 2 and "config.json exists: name another place" in errors[0]
+    assert (target / "config.json").read_text() == "mine"
+    assert call(capsys, *words, "--force")[0] == 0
+    assert (target / "config.json").read_text() != "mine"
+
+
+def test_import_makes_a_run_and_says_how_it_goes_on(original, tmp_path, capsys):
+    call(capsys, "export", original, "-o", tmp_path / "out")
+    again = tmp_path / "again"
+    # settings may stand anywhere
+    words = "import", "--train.steps", 3, "--seed=5", tmp_path / "out", "-o", again, "--json"
+    code, lines, errors = call(capsys, *words)
+    assert (code, errors) == (0, [])
+    assert f"train --resume {again}" in lines[-2]
+    assert json.loads(lines[-1]) == {"run": str(again), "parameters": 29712, "tensors": 52}
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+    text = (again / "config.toml").read_text()
+    assert "steps = 3" in text and "seed = 5" in text
+    assert call(capsys, "verify", again)[0] == 0
+    code, _, errors = call(capsys, *words)
+    assert code == 2 and "a run is never written over" in errors[0]
+
+
+@pytest.fixture
+def places(original, tmp_path):
+    """What the bad command lines below name."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(bytes(20))
+    (tmp_path / "listed").mkdir()
+    (tmp_path / "listed" / "model.safetensors.index.json").write_text("[]")
+    return {"run": original, "step": checkpoint(original), "t": tmp_path, "out": tmp_path / "out"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "the following arguments are required"),
+        ("shw {run}", "invalid choice: 'shw'"),
+        ("show", "required: RUN_DIR|CHECKPOINT"),
+        ("show {t}/absent", "no checkpoint is there"),
+        ("show {t}/empty", "no checkpoint is there; name a run that saved"),
+        ("show {t}/file", "no checkpoint is there"),
+        ("show {run} --train.steps 3", "--train.steps: settings are for import"),
+        ("verify {run} --deep", "unrecognized arguments: --deep"),
+        ("verify {t}/empty", "no checkpoint is there"),
+        ("export {run}", "required: -o/--output"),
+        ("export {run} -o {t}/file", "is a file: name a folder"),
+        ("export {t}/empty -o {out}", "no checkpoint is there"),
+        ("import {t}/absent -o {out}", "there is no such file or folder"),
+        ("import {t}/empty -o {out}", "there is no model.safetensors"),
+        ("import {t}/pickled -o {out}", "pickles, which can run code"),
+        ("import {t}/pickled/pytorch_model.bin -o {out}", "pickles, which can run code"),
+        ("import {t}/torn -o {out}", "no whole safetensors file"),
+        ("import {t}/listed -o {out}", "no JSON object"),
+        ("import {t}/torn -o {out} --train.steps", "no whole safetensors file"),
+        ("import {t}/torn -o {out} x", "unrecognized arguments: x"),
+    ],
+)
+def test_bad_command_lines_are_refused_in_one_line(places, capsys, line, said):
+    code, lines, errors = call(capsys, *line.format(**places).split())
+    assert (code, lines, len(errors)) == (2, [], 1)
+    assert said in errors[0]
+    assert not (places["t"] / "out").exists()
+
+
+def test_a_value_that_is_not_there_is_asked_for(original, tmp_path, capsys):
+    call(capsys, "export", original, "-o", tmp_path / "out")
+    words = "import", tmp_path / "out", "-o", tmp_path / "run", "--train.steps"
+    code, _, errors = call(capsys, *words)
+    assert code == 2 and errors == [
+        "hpc3d.checkpoint: --train.steps: no value; write --train.steps VALUE"
+    ]
+
+
+@pytest.mark.parametrize("room", [0, 100_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(original, tmp_path, capsys, room):
+    call(capsys, "export", original, "-o", tmp_path / "good")
+    for words in (
+        ("export", original, "-o", tmp_path / "out.safetensors"),
+        ("import", tmp_path / "good", "-o", tmp_path / "run"),
+    ):
+        program = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+from hpc3d.checkpoint import main
+sys.exit(main({[str(word) for word in words]}))
+"""
+        line = [sys.executable, "-B", "-c", program]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 2 and done.stderr.startswith("hpc3d.checkpoint: ")
+        assert done.stderr.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def test_help_tells_the_verbs_and_the_exit_codes():
+    line = [sys.executable, "-m", "hpc3d.checkpoint", "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    for word in ("show", "verify", "export", "import", "exit codes: 0 good, 2 bad input, 3 "):
+        assert word in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_went_out_and_came_back_goes_on_with_the_same_weights(tmp_path, capsys):
+    """The rate is 0, so the weights that are saved are the first ones, and so is the loss."""
+    same = {"train__learning_rate": 0, "train__steps": 1, "checkpoint__every": 1}
+    first = train(2, tmp_path / "first", **same)
+    assert call(capsys, "export", first, "-o", tmp_path / "out")[0] == 0
+    back = tmp_path / "back"
+    batch = "--train.batch", 144, "--train.steps", 1
+    assert call(capsys, "import", tmp_path / "out", "-o", back, *batch)[0] == 0
+    checked(3, "-m", "hpc3d.train", "--resume", back)
+    assert losses(back)[0] == pytest.approx(losses(first)[0], rel=1e-10)
+    assert Checkpoint(back / "checkpoints" / "step-00000000").header["config"]
