@@ -6,7 +6,9 @@ from tests.mpi import checked
 from tests.pipeline.mixes import config_of, ranks
 from tests.pipeline.on_mpi import BLOCK
 
-# Messages of all sizes wait for their receives; Open MPI 4 and 5 name it each in its way.
+# Messages of all sizes wait for their receives; Open MPI 4 and 5 name it each in its way.  A limit
+# of 0 or 64 makes Open MPI give up; every block between stages is larger than BLOCK, and that such
+# a message waits is seen first.
 UNBUFFERED = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm,vader",

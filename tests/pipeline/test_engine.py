@@ -39,6 +39,15 @@ def held(line, look):
     return config, run(config.mesh.sizes(), rank)
 
 
+@pytest.mark.parametrize("line", ["p=4 schedule=1f1b", "p=2 d=2 schedule=zb-h1 zero=2"])
+def test_the_memory_of_a_microbatch_serves_the_next(line):
+    def stock(mesh, _):
+        return sum(len(memory) for free in mesh.pool.free.values() for memory in free)
+
+    few, many = (held(f"{line} microbatches={m} batch={6 * m}", stock)[1] for m in (4, 16))
+    assert few == many and min(few) > 0
+
+
 @pytest.mark.parametrize("line", FLIGHTS)
 def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
     config, peaks = held(line, lambda mesh, trainer: trainer.engine.peak)
