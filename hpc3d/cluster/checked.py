@@ -40,7 +40,8 @@ class Checked(Communicator):
 
     def __init__(self, comm, ledger, axis):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
-        self.comm, self.ledger, self.axis, self.buffer = comm, ledger, axis, comm.buffer
+        self.comm, self.ledger, self.axis = comm, ledger, axis
+        self.buffer, self.together = comm.buffer, comm.together
         self.rows, self.notes = np.zeros((ROWS, 2 * self.size), np.uint64), []
         self.came = np.zeros((ROWS, self.size), bool)
         self.sums, self.maxima = {}, []

@@ -13,6 +13,7 @@ that all members share: read them, do not write into them.
     all_to_all       [g*n, ...] -> [g*n, ...]    part j goes to member j
 """
 
+from contextlib import nullcontext
 from math import prod
 
 import numpy as np
@@ -89,6 +90,10 @@ class Communicator:
 
     def all_to_all(self, block):
         return self.call("all_to_all", block.nbytes, None, self.exchange, contiguous(block))
+
+    def together(self):
+        """A context whose messages are posted together; none of them waits for another."""
+        return nullcontext()
 
     def send(self, block, peer):
         return self.call("send", block.nbytes, peer, self.post, contiguous(block), peer)

@@ -59,12 +59,13 @@ class Mesh:
     """Axes with sizes, this rank's coordinates, one communicator an axis and one for all ranks.
 
     An absent axis has size 1, coordinate 0 and the `Self` communicator.  The last axis varies
-    fastest, so its ranks lie next to each other on a node.
+    fastest, so its ranks lie next to each other on a node.  Blocks are in the memory of `pool`,
+    which may be a device's; the world speaks of arrays of the host.
     """
 
-    def __init__(self, sizes, coords, comms, world, trace=None, guard=None):
+    def __init__(self, sizes, coords, comms, world, trace=None, guard=None, pool=None):
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
-        self.rank, self.ranks, self.pool = world.rank, world.size, world.pool
+        self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
         self.trace, self.guard = trace or Silent(), guard or Trusting()
 
@@ -99,11 +100,13 @@ class Mesh:
 
     def traced(self, recorder):
         """This mesh with every collective and every span written to `recorder`."""
-        return Mesh(self.sizes, self.coords, *self.wrapped(recorder), recorder, self.guard)
+        comms = self.wrapped(recorder)
+        return Mesh(self.sizes, self.coords, *comms, recorder, self.guard, self.pool)
 
     def guarded(self, ledger):
         """This mesh with every product and every call checked by `ledger`; below the trace."""
-        return Mesh(self.sizes, self.coords, *self.wrapped(ledger), self.trace, ledger)
+        comms = self.wrapped(ledger)
+        return Mesh(self.sizes, self.coords, *comms, self.trace, ledger, self.pool)
 
     def wrapped(self, keeper):
         """The communicators of all axes and that of all ranks, as `keeper` wraps them."""

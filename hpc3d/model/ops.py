@@ -28,6 +28,7 @@ def add_bias(y, bias, out):
     return np.add(y, bias, out=out)
 
 
+@kernel
 def sum_rows(y):
     """The sum over rows, the gradient of a bias; one product with a vector of ones."""
     return np.ones(y.shape[0], y.dtype) @ y

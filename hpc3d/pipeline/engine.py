@@ -7,9 +7,11 @@ which lets every group wait for all of its messages.
 
 import time
 from collections import Counter, deque
+from contextlib import nullcontext
 
 from hpc3d.cluster.communicator import ready
 from hpc3d.model.layers import at_once
+from hpc3d.pipeline.instruction import MESSAGES
 
 PHASE = {
     "F": "forward",
@@ -75,15 +77,20 @@ class Engine:
         self.seconds.clear()
         for group in groups:
             self.closing = group[-1].op == "Reduce"
-            for instruction in group:
-                start = self.clock()
-                trace.phase = PHASE[instruction.op]
-                trace.at(self.stage, instruction.chunk, instruction.mb)
-                self.table[instruction.op](instruction)
-                self.seconds[instruction.op] += self.clock() - start
+            with self.mesh.comm("p").together() if group[0].op in MESSAGES else nullcontext():
+                for instruction in group:
+                    self.execute(instruction)
         for channel in [*self.sent]:
             self.sent.pop(channel).wait()
         trace.at(self.stage, 0, -1)
+
+    def execute(self, instruction):
+        """One entry of the table, for one instruction."""
+        trace, start = self.mesh.trace, self.clock()
+        trace.phase = PHASE[instruction.op]
+        trace.at(self.stage, instruction.chunk, instruction.mb)
+        self.table[instruction.op](instruction)
+        self.seconds[instruction.op] += self.clock() - start
 
     def forward(self, instruction):
         mb, chunk = key = instruction[1:]

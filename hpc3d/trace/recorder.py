@@ -214,7 +214,7 @@ class Traced:
         self.comm, self.recorder, self.group = comm, recorder, group
         self.rank, self.size = comm.rank, comm.size
         self.members, self.pool = comm.members, comm.pool
-        self.buffer, self.sequence = comm.buffer, Counter()
+        self.buffer, self.together, self.sequence = comm.buffer, comm.together, Counter()
 
     def all_gather(self, block, dim=0):
         received = block.nbytes * (self.size - 1)

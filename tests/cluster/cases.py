@@ -74,8 +74,9 @@ def send_and_recv(comm, dtype):
         return
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     first, second = (blocks(comm, (3, 4), dtype, seed) for seed in (0, 1))
-    sent = [comm.send(block[comm.rank], after) for block in (first, second)]
-    received = [comm.recv((3, 4), np.dtype(dtype), before) for _ in range(2)]
+    with comm.together():
+        sent = [comm.send(block[comm.rank], after) for block in (first, second)]
+        received = [comm.recv((3, 4), np.dtype(dtype), before) for _ in range(2)]
     same(received[0].wait(), first[before])
     same(received[1].wait(), second[before])
     for pending in sent:

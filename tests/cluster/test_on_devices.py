@@ -1,0 +1,156 @@
+"""Communicators of devices that are threads (fake_device): every call, the order of the streams,
+and how long arrays live."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster import staged
+from hpc3d.cluster.threads import meshes, run
+from hpc3d.cluster.traffic import Flight, Traffic
+from tests.cluster.cases import CASES
+from tests.cluster.fake_device import DeviceArray, on_device, plain
+
+
+def on_devices(size, function, *how):
+    """`function(comm)` once a rank, on communicators of devices."""
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank], *how) as device:
+            return function(device.comm("x"))
+
+    beside, _ = meshes({"x": size})
+
+    return run({"x": size}, rank)
+
+
+class Brought:
+    """A communicator of a device for blocks of the host, there and back."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, comm.members
+        self.together, self.buffer = comm.together, lambda *how: plain(comm.buffer(*how))
+
+    def recv(self, *how):
+        return self.comm.recv(*how).then(plain)
+
+    def __getattr__(self, name):
+        def call(block, *how):
+            return getattr(self.comm, name)(block.view(DeviceArray), *how).then(plain)
+
+        return call
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("transport", "dtype"), [("nccl", "float64"), ("staged", "float64"), ("staged", "float16")]
+)
+def test_every_call(transport, dtype, size, case, monkeypatch):
+    if dtype == "float16" and case.__name__ == "adjoint":
+        pytest.skip("its own inner products are too large for float16")
+    monkeypatch.setattr(staged, "CHUNK", 200)
+    on_devices(size, lambda comm: case(Brought(comm), dtype), transport)
+
+
+def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32():
+    """What no float16 holds in between comes out right, and bits of no number survive a move."""
+
+    def rank(comm):
+        block = fresh(comm, [60000.0, 60000.0, -60000.0][comm.rank], np.float16)
+        total = comm.all_reduce(block).wait()
+        block.view(np.uint16)[0, 0] = 0x7E55 + comm.rank  # a NaN of our own
+        moved = comm.all_gather(block).wait().view(np.uint16)
+        return moved[:: len(block), 0].tolist(), float(total.max())
+
+    assert on_devices(3, rank, "staged") == [([0x7E55, 0x7E56, 0x7E57], 60000.0)] * 3
+
+
+def test_messages_both_ways_at_once():
+    """Each sends before it receives: without `together` both would wait for ever on a device."""
+
+    def rank(comm):
+        block = np.full((4, 2), comm.rank, np.float64).view(DeviceArray)
+        with comm.together():
+            sent, got = (
+                comm.send(block, 1 - comm.rank),
+                comm.recv((4, 2), np.float64, 1 - comm.rank),
+            )
+        sent.wait()
+        return got.wait().tolist()
+
+    assert on_devices(2, rank) == [[[1, 1]] * 4, [[0, 0]] * 4]
+
+
+def fresh(comm, value, dtype=np.float64):
+    """A block in the pool's memory."""
+    block = comm.pool.empty((64, 8), dtype)
+    block[...] = value
+    return block
+
+
+def test_memory_is_not_used_again_before_its_call_has_ended():
+    """Blocks are dropped as soon as they are posted, and others are asked for at once."""
+
+    def rank(comm):
+        pending = [comm.all_gather(fresh(comm, number)) for number in range(20)]
+        return [float(each.wait().max()) for each in pending]
+
+    assert on_devices(2, rank) == [[float(number) for number in range(20)]] * 2
+
+
+def test_nor_where_nobody_waits():
+    def rank(comm):
+        for number in range(20):
+            comm.all_reduce(fresh(comm, number))
+        return float(comm.all_reduce(fresh(comm, 1.0)).wait().max())
+
+    assert on_devices(2, rank) == [2.0, 2.0]
+
+
+class Careless(Traffic):
+    """Forgets the arrays of its calls."""
+
+    def add(self, flight, call, arrays):
+        flight = super().add(flight, call, arrays)
+        flight.arrays.clear()
+        return flight
+
+
+class Hasty(Traffic):
+    """Lets calls follow nothing, or nothing follow them."""
+
+    def __init__(self, device, group, forgets):
+        super().__init__(device, group)
+        self.forgets = forgets
+
+    def begin(self):
+        return super().begin() if self.forgets == "after" else Flight()
+
+    def land(self, flight):
+        if self.forgets == "before":
+            super().land(flight)
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        Careless,
+        partial(Hasty, forgets="before"),
+        partial(Hasty, forgets="after"),
+    ],
+    ids=["arrays forgotten", "nothing before", "nothing after"],
+)
+def test_the_device_finds_what_is_wrong_with_the_order(traffic):
+    """Each rule of Traffic, left out, is found: by rubbish in a result, or by the device."""
+
+    def rank(comm):
+        for number in range(20):
+            pending, scratch = comm.all_gather(fresh(comm, number)), fresh(comm, -1.0)
+            result = pending.wait()
+            assert float(result.max()) == float(result.min()) == number, "rubbish"
+            del result, scratch
+
+    with pytest.raises((AssertionError, TimeoutError)):
+        on_devices(2, rank, "nccl", traffic)
