@@ -65,7 +65,7 @@ def size(text):
 
 def plan(options, overrides):
     """Search, print, write the input file."""
-    from hpc3d.config import load
+    from hpc3d.inputs import load
     from hpc3d.predict import machine as machines
     from hpc3d.rules import not_there_yet, refuse, unknown_values
 
@@ -166,7 +166,7 @@ def nothing_fits(found, memory):
 
 def apply(path, config, planned, ranks):
     """Write the input file `path` with the mesh and the parallelism that were planned."""
-    from hpc3d.config import load, to_toml
+    from hpc3d.inputs import load, to_toml
     from hpc3d.rules import settle
 
     config = replace(config, mesh=planned.mesh, parallel=planned.parallel)

@@ -170,14 +170,15 @@ def give_up(job, plan, run, wrong):
 
 def explain():
     """Rank 0: what the command does, and every key with its default."""
-    from hpc3d import config
+    from hpc3d.config import Config
+    from hpc3d.inputs import to_toml
 
-    print(f"{__doc__}\nKeys and defaults:\n\n{config.to_toml(config.Config())}")
+    print(f"{__doc__}\nKeys and defaults:\n\n{to_toml(Config())}")
 
 
 def prepare(job, words, reader):
     """Rank 0: read the input, open the text, make the folder; ValueError for what is wrong."""
-    from hpc3d import config as values
+    from hpc3d import inputs
     from hpc3d.rules import settle
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
@@ -187,7 +188,7 @@ def prepare(job, words, reader):
 
     run = run_to_resume(words)
     path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
-    config = values.load(path, words)
+    config = inputs.load(path, words)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     if config.train.dtype == "float16":
         raise ValueError(
@@ -205,7 +206,7 @@ def prepare(job, words, reader):
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)
     changed = changes(run, config) if run else []
-    text = values.to_toml(config)
+    text = inputs.to_toml(config)
     if run:
         reader["lock"] = folder.claim(run)
         check(run, config)
@@ -218,7 +219,7 @@ def prepare(job, words, reader):
 
 def saver_of(job, plan, trainer, batches, log):
     """What saves the run; if it does so by itself, what that takes is said first."""
-    from hpc3d.config import to_toml
+    from hpc3d.inputs import to_toml
     from hpc3d.training.forecast import forecast
     from hpc3d.training.saver import Saver
 
@@ -273,7 +274,7 @@ class Log:
             print(line, file=self.file, flush=True)
 
     def header(self, plan, mesh, job):
-        from hpc3d.config import to_toml
+        from hpc3d.inputs import to_toml
 
         config, split = plan.config, plan.config.split()
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)

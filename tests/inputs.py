@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.rules import settle
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hpc3d import plan, prepare, report, simulate, train
-from hpc3d.config import Config, flat
+from hpc3d.config import Config
+from hpc3d.inputs import flat
 from hpc3d.training.checkpoint import Checkpoint
 from tests.runs import ended
 from tests.runs import train as run_of

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc3d.config import Config, MeshConfig, known_keys, load, to_toml
+from hpc3d.config import Config, MeshConfig
+from hpc3d.inputs import known_keys, load, to_toml
 from hpc3d.rules import settle
 from tests.inputs import problems
 
@@ -125,7 +126,7 @@ def test_toml_round_trips(path):
 
 def write_and_load(config):
     """`config` by way of the text that a run saves."""
-    from hpc3d.config import validate
+    from hpc3d.inputs import validate
 
     return validate(tomllib.loads(to_toml(config)))
 

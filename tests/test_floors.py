@@ -15,6 +15,7 @@ FLOORS = [
     {"model"},
     {"pipeline"},
     {"config"},
+    {"inputs"},
     {"rules"},
     {"training"},
     {"analyze", "partition", "predict"},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.plan import main
 from hpc3d.predict.machine import dumps
 from hpc3d.predict.machine import load as load_machine

@@ -4,7 +4,8 @@ from math import prod
 
 import pytest
 
-from hpc3d.config import Config, load
+from hpc3d.config import Config
+from hpc3d.inputs import load
 from hpc3d.rules import misfits, settle, words
 from tests.inputs import problems
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.rules import settle
 
 INPUTS = Path(__file__).parent.parent / "inputs"

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.config import Config, load
+from hpc3d.config import Config
+from hpc3d.inputs import load
 from hpc3d.rules import settle
 from hpc3d.tensor.split import SCHEMES
 from hpc3d.training import folder as run_folder

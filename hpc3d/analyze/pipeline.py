@@ -15,7 +15,7 @@ import numpy as np
 from hpc3d.analyze.bubble import BACKWARD
 from hpc3d.analyze.columns import labelled
 from hpc3d.analyze.gantt import spans
-from hpc3d.config import validate
+from hpc3d.inputs import validate
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.passes import in_flight

@@ -88,7 +88,7 @@ def schemes(options):
 def serial_configs():
     """The shapes of gpt-serial.toml, and those with hidden 512."""
     from hpc3d.benchmarks import paired
-    from hpc3d.config import load
+    from hpc3d.inputs import load
     from hpc3d.rules import settle
 
     config = settle(load(INPUTS / "gpt-serial.toml", []), 1)

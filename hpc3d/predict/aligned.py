@@ -15,7 +15,7 @@ import numpy as np
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import shapes
 from hpc3d.cluster.shapes import Meter
-from hpc3d.config import validate
+from hpc3d.inputs import validate
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
 from hpc3d.trace.events import CATEGORY, OP

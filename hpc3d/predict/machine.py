@@ -13,7 +13,8 @@ from itertools import compress, pairwise
 from math import ceil, inf, log, log2
 from typing import Literal, NamedTuple
 
-from hpc3d.config import STRICT, literal, read
+from hpc3d.config import STRICT
+from hpc3d.inputs import literal, read
 from hpc3d.predict.collectives import best, hierarchical_all_reduce
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -12,7 +12,7 @@ import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import threads
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.predict.clock import clock_of, representative
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpc3d import __version__
 from hpc3d.cluster.shapes import line
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 from hpc3d.pipeline.schedule import find
 from hpc3d.trace.agreement import SIZE
 from hpc3d.trace.events import CLOCK_SAMPLES, DTYPE, MEMORY, MEMORY_KIND, OP, STEPS, record_type

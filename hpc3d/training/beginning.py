@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 from hpc3d.trace.segment import replacing, sync
 from hpc3d.training.checkpoint import Piece, complete, write_shard
 from hpc3d.training.inventory import shapes_of, whole_of

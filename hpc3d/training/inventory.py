@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hpc3d.cluster.communicator import Self
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.config import validate
+from hpc3d.inputs import validate
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.rules import refuse, unknown_values, wrong_parts

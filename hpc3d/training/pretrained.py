@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc3d.config import ModelConfig, override, validate
+from hpc3d.config import ModelConfig
+from hpc3d.inputs import override, validate
 from hpc3d.rules import settle
 from hpc3d.training.exchange import (
     CONFIG,

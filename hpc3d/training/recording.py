@@ -5,7 +5,7 @@ import time
 from datetime import UTC, datetime
 
 from hpc3d import __version__
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 
 # What the trace and what the training loop reads, in ns and in s: the same clock.
 CLOCKS = {

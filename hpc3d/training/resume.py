@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 
-from hpc3d.config import MeshConfig, flat, load
+from hpc3d.config import MeshConfig
+from hpc3d.inputs import flat, load
 from hpc3d.training.checkpoint import Checkpoint, restore, steps_of
 from hpc3d.training.optimizer import OPTIMIZERS
 

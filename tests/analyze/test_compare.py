@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from hpc3d.analyze.compare import difference_rows, gain_rows, run_row, scaling_rows
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import by_hand, call, row
 from tests.analyze.traces import config_of

@@ -7,7 +7,7 @@ import pytest
 from hpc3d.analyze.efficiency import efficiency_row, model_flops, recorded_flops
 from hpc3d.analyze.layout import layout_of
 from hpc3d.analyze.pipeline import configuration
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 from hpc3d.trace.settings import one_time
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import by_hand, row

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d.analyze.layout import layout_of
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 from tests.analyze.synthetic import by_hand, row
 from tests.analyze.traces import config_of
 

@@ -6,7 +6,7 @@ import numpy as np
 from hpc3d import trace
 from hpc3d.benchmarks.paired import Noise
 from hpc3d.cluster import threads
-from hpc3d.config import load, to_toml
+from hpc3d.inputs import load, to_toml
 from hpc3d.pipeline.instruction import parse
 from hpc3d.rules import settle
 from hpc3d.trace import events as schema

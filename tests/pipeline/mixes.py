@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cluster.threads import run
-from hpc3d.config import known_keys, load
+from hpc3d.inputs import known_keys, load
 from hpc3d.model.loss import IGNORE
 from hpc3d.rules import settle
 from hpc3d.training.loop import Trainer

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.predict.rank import predict
 from hpc3d.rules import settle
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.predict.rank import predict
 from hpc3d.rules import settle
 from hpc3d.trace.events import CATEGORY, PHASE

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.cluster.threads import run
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.predict.rank import Prediction, every_rank, predict
 from hpc3d.rules import settle
 from hpc3d.trace.events import EVENTS, record_type

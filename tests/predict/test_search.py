@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.pipeline.timeline import makespan as measured

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from hpc3d.config import load
+from hpc3d.inputs import load
 from hpc3d.rules import settle
 from tests.mpi import ROOT
 from tests.runs import wait_for

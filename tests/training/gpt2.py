@@ -6,7 +6,7 @@ from zlib import crc32
 import numpy as np
 
 from hpc3d.cluster.threads import run
-from hpc3d.config import to_toml
+from hpc3d.inputs import to_toml
 from hpc3d.model.stage import Micro
 from hpc3d.tensor.split import Split
 from hpc3d.training import checkpoint

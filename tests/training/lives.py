@@ -6,7 +6,8 @@ import sys
 import threading
 
 from hpc3d.cluster.threads import run
-from hpc3d.config import CheckpointConfig, to_toml
+from hpc3d.config import CheckpointConfig
+from hpc3d.inputs import to_toml
 from hpc3d.training.checkpoint import steps_of
 from hpc3d.training.resume import resume
 from hpc3d.training.saver import Saver, clear

@@ -1,0 +1,141 @@
+"""Input files and the options of a command line as a Config, and a Config as the text of a file.
+
+Only the rank that reads a file imports pydantic.
+"""
+
+from dataclasses import asdict, is_dataclass
+from difflib import get_close_matches
+
+from hpc3d.config import Config
+
+
+def load(path, overrides):
+    """The values of the file `path` (None: the default) and of `--section.key value` overrides.
+
+    Raises ValueError with one line for every error, each with its key and the remedy.
+    """
+    tree = read(path)
+    override(tree, overrides)
+    return validate(tree)
+
+
+def read(path):
+    import tomllib
+
+    if path is None:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name an input file that exists") from None
+    except (ValueError, RecursionError) as error:  # of numbers and tables without an end, too
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def override(tree, words):
+    """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables."""
+    for option, text in options(words):
+        *sections, key = option[2:].split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"{option}: {section} is a value and holds no keys")
+        table[key] = toml_value(text)
+
+
+def options(words):
+    """Each option of the command line with the text of its value."""
+    words = iter(words)
+    for word in words:
+        if not word.startswith("--"):
+            raise ValueError(f"{word}: not understood; write INPUT.toml --section.key VALUE ...")
+        option, equals, text = word.partition("=")
+        if not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise ValueError(f"{option}: no value; write {option} VALUE")
+        yield option, text
+
+
+def toml_value(text):
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def validate(tree):
+    """A tree of tables as a `Config`; all errors at once."""
+    import json
+
+    from pydantic import TypeAdapter, ValidationError
+
+    # As JSON a table may stand for a dataclass although types are strict: true is no number.
+    text = json.dumps(tree, default=str)
+    try:
+        return TypeAdapter(Config).validate_json(text, strict=True)
+    except ValidationError as errors:
+        raise ValueError("\n".join(map(explain, errors.errors()))) from None
+
+
+def explain(error):
+    """One line for one of pydantic's errors."""
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{key}: unknown key; {hint(path[:-1], path[-1])}"
+    found = repr(error["input"])
+    found = found if len(found) < 100 else f"{found[:100]} ..."
+    return f"{key}: {error['msg'].lower()}, not {found}; correct the value"
+
+
+def hint(sections, name):
+    """The key that an unknown one may stand for, here or in another table; or those known here."""
+    here = [key for key in known_keys() if key.split(".")[:-1] == sections]
+    for keys in (here, known_keys()):
+        names = {key.split(".")[-1]: key for key in keys}
+        if near := get_close_matches(name, names, 1):
+            return f"did you mean {names[near[0]]}?"
+    return f"known here: {', '.join(here)}"
+
+
+def known_keys():
+    """Every key of an input file, with its section, and the sections."""
+    return [*asdict(Config()), *(key for key in flat(Config()) if "." in key)]
+
+
+def flat(config):
+    """{key: value} of a configuration, keys with their section."""
+    tree = asdict(config)
+    tables = {key: tree.pop(key) for key in [*tree] if is_section(key)}
+    nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}
+    return {**tree, **nested}
+
+
+def is_section(key):
+    return is_dataclass(getattr(Config(), key))
+
+
+def to_toml(config):
+    """The configuration as the text of an input file."""
+    top, tables = [], []
+    for key, value in asdict(config).items():
+        if isinstance(value, dict):
+            lines = [f"{name} = {literal(v)}" for name, v in value.items() if v is not None]
+            tables.append("\n".join([f"[{key}]", *lines]))
+        else:
+            top.append(f"{key} = {literal(value)}")
+    return "\n\n".join(["\n".join(top), *tables]) + "\n"
+
+
+def literal(value):
+    """A value as TOML writes it."""
+    import json
+
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
