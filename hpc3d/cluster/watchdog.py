@@ -10,7 +10,6 @@ began or memory was lent.  It reads what is counted anyway: the rank that works 
 
 import faulthandler
 import os
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -143,8 +142,6 @@ class Reports:
     def __init__(self, job, folder):
         self.job, self.folder, self.spoken = job, folder, False
         self.summary = folder / "summary.txt"
-        if job.rank == 0:  # of an earlier attempt
-            shutil.rmtree(folder, ignore_errors=True)
 
     def path(self, rank):
         return self.folder / f"rank-{rank:05d}.txt"

@@ -3,6 +3,7 @@
 results/<name>-<stamp>/
     config.toml  command.txt  environment.json  train.log  position.json  trace.h5  checkpoints/
     report/  STOP (made by the user: stop behind the next step)  lock (held while a run goes on)
+    watchdog/ (where each rank was when nothing moved any more)
 """
 
 import errno
@@ -71,7 +72,7 @@ def reopen(folder, text):
 
 def set_aside(folder, number):
     """Give what an attempt left its number; its configuration last, for then it has one."""
-    for name in ("trace.h5", "trace"):
+    for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
         if path.exists():
             path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))

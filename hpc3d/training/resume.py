@@ -38,9 +38,13 @@ def fitted(config, ranks):
 
 
 def changes(run, config):
-    """A line for each setting that is not what it was in the run."""
+    """A line for each setting that is not what it was in the run; what was open is no such."""
     before, now = flat(load(run / "config.toml", [])), flat(config)
-    return [f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]]
+    return [
+        f"{key} was {before[key]}, is {now[key]}"
+        for key in now
+        if before[key] not in (None, now[key])
+    ]
 
 
 def check(run, config):
