@@ -190,7 +190,10 @@ def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_ends_even_where_the_launcher_does_not_listen(tmp_path):
-    done, ended = job(2, "unheard", tmp_path)
+    try:
+        done, ended = job(2, "unheard", tmp_path)
+    finally:
+        subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)
     assert done.returncode != 0
     assert said(done)[0] == "hpc3d.test: rank 0 failed"
     assert 0 in ended
