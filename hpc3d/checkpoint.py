@@ -192,7 +192,9 @@ def begin(options, settings):
     count = sum(map(prod, shapes.values()))
     print(f"{options.source}: {count:,} parameters in {len(shapes)} tensors")
     print(f"written to {options.output}; go on with")
-    print(f"mpirun -np N python -m hpc3d.train --resume {options.output} --data.path TEXT")
+    text = "" if any(word.startswith("--data.path") for word in settings) else " --data.path TEXT"
+    how = f"--resume {options.output} --checkpoint.every 100{text}"
+    print(f"mpirun -np N python -m hpc3d.train {how}")
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 
 

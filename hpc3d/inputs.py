@@ -90,7 +90,8 @@ def explain(error):
         return f"{key}: unknown key; {hint(path[:-1], path[-1])}"
     found = repr(error["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
-    return f"{key}: {error['msg'].lower()}, not {found}; correct the value"
+    reason = error["msg"][0].lower() + error["msg"][1:]
+    return f"{key}: {reason}, not {found}; correct the value"
 
 
 def hint(sections, name):

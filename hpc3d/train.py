@@ -128,9 +128,14 @@ def stop_early(plan, run, step):
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop import reason
 
+    run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}")
     saved = run.saver.stop(step.number)
-    then = f"go on with --resume {plan.folder}" if saved else "nothing is saved"
-    run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}; {then}")
+    run.saver.wait()
+    run.log.say(
+        f"saved: go on with --resume {plan.folder}"
+        if saved
+        else "nothing is saved: this schedule has passes in flight that no checkpoint holds"
+    )
 
 
 def end(job, plan, run, done):
@@ -145,6 +150,8 @@ def end(job, plan, run, done):
         from hpc3d.trace.merge import merge
 
         merge(plan.folder)
+    if plan.resumed and run.saver.saved < done:
+        run.log.say("nothing of these steps is saved: checkpoint.every is 0")
     run.log.say(f"run kept in {plan.folder}")
     job.barrier()
 

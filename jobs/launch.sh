@@ -49,10 +49,11 @@ saved() {
 
 # stopped CODE FOLDER: what to do when `train` ended with CODE, with its run in FOLDER.
 #
-# 75 is a run that stopped on request. Only the signal asks for another turn in the queue: a run
-# that was stopped by a file STOP, or whose job was cancelled, is meant to stop.
+# 75 is a run that stopped on request, 138 one whose ranks were told before they could listen. Only
+# the signal asks for another turn in the queue: a run that was stopped by a file STOP, or whose job
+# was cancelled, is meant to stop.
 stopped() {
-    if [ "$1" = 75 ] && [ -n "$told" ] && [ -n "$(saved "$2")" ]; then
+    if [ -n "$told" ] && { [ "$1" = 138 ] || { [ "$1" = 75 ] && [ -n "$(saved "$2")" ]; }; }; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
     exit "$1"

@@ -16,7 +16,13 @@ CHECKED = {"guard__products_every": 1}
 REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
 FAULTS = [
     ("product", CHECKED, 3, r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"),
-    ("weight", {}, 4, r"layer 1, up.weight: 1 of \d+ elements of its value are not finite$"),
+    pytest.param(
+        "weight",
+        {},
+        4,
+        r"layer 1, up.weight: 1 of \d+ elements of its value are not finite$",
+        marks=slow,
+    ),
     pytest.param(
         "received",
         CHECKED | {"mesh__transport": "mpi"},

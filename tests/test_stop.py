@@ -65,6 +65,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, tmp_path):
     (saved,) = steps_of(run / "checkpoints")
     step = Checkpoint(saved).header["step"]
     assert f"stopped behind step {step - 1}, for " in done.stdout
+    assert f"saved: go on with --resume {run}" in done.stdout
     assert len(losses(run)) == step
     checked(4, "-m", "hpc3d.train", "--resume", run, "--train.steps", step + 1)
     whole = train(4, tmp_path / "whole", train__steps=step + 1)
@@ -77,7 +78,7 @@ def test_the_minutes_of_a_run_end_it(tmp_path):
         2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, train__max_minutes=0.1)
     )
     assert done.returncode == STOPPED
-    assert "train.max_minutes have passed; go on with --resume" in done.stdout
+    assert "train.max_minutes have passed" in done.stdout and "saved: go on with" in done.stdout
 
 
 @slow
@@ -88,7 +89,7 @@ def test_a_schedule_with_passes_in_flight_stops_and_says_that_nothing_is_saved(t
     done = mpirun(2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, **how))
     thread.join()
     assert done.returncode == FAILED, done.stderr
-    assert "in the folder; nothing is saved" in done.stdout
+    assert "nothing is saved: this schedule has passes in flight" in done.stdout
     assert not (newest(tmp_path) / "checkpoints").exists()
 
 

@@ -71,6 +71,9 @@ def run(name, body):
     has been called.
     """
     set_environment()
+    early = []  # before there is a job
+    for number in ASKING:
+        signal.signal(number, lambda number, _: early.append(number))
     try:
         from hpc3d.cluster.job import Job
     except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
@@ -80,6 +83,7 @@ def run(name, body):
     sys.excepthook = lambda kind, error, trace: die(job, error)
     threading.excepthook = lambda args: die(job, args.exc_value)
     leave_when_told(job)
+    job.told += early
     try:
         meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:

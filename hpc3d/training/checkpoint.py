@@ -179,10 +179,19 @@ def complete(folder, ranks, header, keep):
 
 
 def discard(folder):
-    """Remove a checkpoint: first its manifest, so that what is left of it is none."""
+    """Remove a checkpoint: first its manifest, so that what is left of it is none.  A folder that
+    someone made in it stays, and so does what NFS keeps of files that are open."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
-        path.unlink()
-    folder.rmdir()
+        if not path.is_dir():
+            path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def told(error):
+    """An error in words, with the name of its file."""
+    name = getattr(error, "filename", None)
+    return f"{Path(name).name}: {error.strerror}" if name else error
 
 
 def steps_of(parent):
@@ -207,8 +216,7 @@ class Checkpoint:
             self._check_sizes()
             self.sources = self._sources()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{self.folder} is no whole checkpoint: {reason}") from None
+            raise ValueError(f"{self.folder} is no whole checkpoint: {told(error)}") from None
 
     def _check_sizes(self):
         for file in self.files:

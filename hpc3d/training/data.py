@@ -26,6 +26,7 @@ class Batches:
         self.windows = (len(tokens) - 1) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
+        self._skipped = 0  # sequences beyond step * batch that were seen before a step
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous."""
@@ -34,14 +35,18 @@ class Batches:
         windows = np.stack(reads)  # [batch, sequence + 1]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
+    def go_on(self, step: int, sequences: int) -> None:
+        """Let `step` begin behind the first `sequences`, whatever batches they came in."""
+        self._skipped = sequences - step * self._batch
+
     def position(self, step: int) -> dict[str, int]:
         """Return where `step` begins: its epoch, its offset there, the sequences before it."""
-        sequences = step * self._batch
+        sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}
 
     def _windows(self, step: int) -> list[int]:
-        first = step * self._batch
+        first = step * self._batch + self._skipped
         sequences = range(first, first + self._batch)
         return [self._window(*divmod(number, self.windows)) for number in sequences]
 

@@ -57,7 +57,8 @@ def reopen(folder, text):
     """
     try:
         saver.clear(folder)
-        (folder / "STOP").unlink(missing_ok=True)
+        for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
+            path.unlink(missing_ok=True)
         with suppress(ValueError):  # nothing of its trace can be read
             merge(folder)
         set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))

@@ -15,6 +15,9 @@ NOTHING = "{}: no checkpoint to resume from; train anew"
 
 def run_to_resume(words):
     """The folder that --resume names, which is taken out of the words; None without it."""
+    for place, word in enumerate(words):
+        if word.startswith("--resume="):
+            words[place : place + 1] = word.split("=", 1)
     if "--resume" not in words:
         return None
     place = words.index("--resume")
@@ -22,7 +25,7 @@ def run_to_resume(words):
     del words[place : place + 2]
     if not (run / "config.toml").is_file():
         raise ValueError(f"--resume {run}: no run is there; name a folder results/NAME-STAMP")
-    return run
+    return run.absolute()
 
 
 def fitted(config, ranks):
@@ -62,7 +65,8 @@ def check(run, config):
 
 
 def resume(job, run, trainer, say):
-    """Take the state of the newest whole checkpoint of a run; the number of the next step.
+    """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
+    number of the next step.
 
     `say(line)` is told which one that is, and what is wrong with those after it.
     """
@@ -73,7 +77,16 @@ def resume(job, run, trainer, say):
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]
+
+
+def go_on(batches, header):
+    """Rank 0: let the data begin where the position in a manifest says; by itself it begins
+    behind as many steps of today's batch."""
+    match header.get("position"):
+        case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
+            batches.go_on(header["step"], sequences)
 
 
 def newest(job, run, trainer):

@@ -90,8 +90,15 @@ def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
-@pytest.mark.parametrize("ranks", [8, 12])
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [
+        (8, "auto"),
+        pytest.param(8, "mpi", marks=pytest.mark.slow),
+        pytest.param(12, "auto", marks=pytest.mark.slow),
+        pytest.param(12, "mpi", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_on_real_ranks(ranks, transport):
     out = checked(ranks, "-m", "tests.model.on_mpi", transport, timeout=250)
     assert out.split() == [*SPLITS, "done"]

@@ -64,6 +64,7 @@ def is_serial_and_the_same_to_the_last_bit(line, recompute):
     cover(found, wanted)
 
 
+@pytest.mark.slow
 def test_on_real_ranks():
     """Memory that ranks share is given back and taken alike by all of them."""
     eight = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in line]

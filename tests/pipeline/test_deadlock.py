@@ -39,7 +39,13 @@ def run(transport, lines, environment=None):
     return checked(4, *where, *lines, timeout=120, environment=environment).splitlines()
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["shared memory", "messages"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("auto", id="shared memory", marks=pytest.mark.slow),
+        pytest.param("mpi", id="messages"),
+    ],
+)
 def test_schedules_run_although_nothing_is_buffered(transport):
     how, *done = run(transport, LINES, UNBUFFERED)
     assert (how, done) == ("not buffered", LINES)

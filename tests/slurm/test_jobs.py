@@ -107,7 +107,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(cluster, continu
     assert seen["Restarts"] == "1"
     said = cluster.log(job)
     (stopped,) = re.findall(r"stopped behind step (\d+), for SIGUSR1 came", said)
-    (begins,) = re.findall(r"resume: step (\d+) follows results/", said)
+    (begins,) = re.findall(r"resume: step (\d+) follows .*results/", said)
     assert int(begins) == int(stopped) + 1 < steps
     assert re.findall(r"^job .* restart (\d+)", said, re.MULTILINE) == ["0", "1"]
     run = run_of(cluster, job)

@@ -92,8 +92,15 @@ def test_a_size_that_does_not_divide_names_the_axes():
         run({"x": 2, "y": 2, "z": 1}, lambda mesh: SPLITS["3d"].x.slices((10, 8), mesh))
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
-@pytest.mark.parametrize("ranks", [8, 12])
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [
+        (8, "auto"),
+        pytest.param(8, "mpi", marks=pytest.mark.slow),
+        pytest.param(12, "auto", marks=pytest.mark.slow),
+        pytest.param(12, "mpi", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_on_real_ranks(ranks, transport):
     out = checked(ranks, "-m", "tests.tensor.on_mpi", transport, timeout=200)
     assert out.split() == [*SPLITS, "done"]

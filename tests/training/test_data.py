@@ -97,6 +97,17 @@ def test_a_step_is_the_same_in_any_order_and_after_a_resume(
         assert np.array_equal(Batches(tokens, sequence, batch, seed).batch(step)[0], seen[step])
 
 
+def test_another_batch_goes_on_behind_the_sequences_that_were_seen():
+    before, after = (Batches(Numbers(81), 4, batch, 7) for batch in (3, 5))
+    seen = before.position(4)["sequences"]
+    after.go_on(4, seen)
+    assert after.position(4)["sequences"] == seen == 12
+    one = Batches(Numbers(81), 4, 1, 7)
+    expected = np.concatenate([one.batch(number)[0] for number in range(12, 22)])
+    found = np.concatenate([after.batch(step)[0] for step in (4, 5)])
+    assert np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 4, 5, 11])
 def test_the_batch_size_does_not_change_the_order(batch):
     one = starts(Batches(Numbers(51), 10, 1, 3), range(55))
