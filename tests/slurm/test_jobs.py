@@ -121,7 +121,8 @@ def test_a_run_goes_on_in_another_job_on_another_layout(cluster, continued, step
     words = ["jobs/resume.sbatch", run, "--train.steps", steps + 2]
     job = cluster.submit("-n", 2, *words)
     cluster.wait(job, "COMPLETED")
-    assert f"resume: step {steps} follows {run}/checkpoints/step-" in cluster.log(job)
+    place = cluster.site / run / "checkpoints"
+    assert f"resume: step {steps} follows {place}/step-" in cluster.log(job)
     last = losses(cluster.site / run)[-2:]
     np.testing.assert_allclose(last, losses(whole)[-2:], rtol=1e-10)
 
@@ -133,14 +134,15 @@ def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster):
     wait_for(lambda: not cluster.command("squeue", "-h"))
     assert cluster.wait(job, "CANCELLED")["Restarts"] == "0"
     run = run_of(cluster, job)
-    assert "for SIGTERM came; go on with --resume" in cluster.log(job)
+    said = cluster.log(job)
+    assert "for SIGTERM came" in said and "saved: go on with --resume" in said
     assert len([*run.glob("checkpoints/step-????????")]) == 1
 
 
 def test_ranks_that_do_not_find_each_other_are_told_why(cluster):
     job = train(cluster, "srun --mpi=none", 5, ranks=2)
     assert cluster.wait(job, "FAILED")["ExitCode"] == "2:0"
-    assert "2 processes were meant, but MPI sees 1: start them with" in cluster.log(job)
+    assert "2 processes were meant, but MPI sees 1" in cluster.log(job)
 
 
 def test_an_array_of_layouts_gives_one_table(cluster):
