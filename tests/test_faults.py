@@ -91,7 +91,7 @@ def case(*values, ranks=8, quick=False):
 
 SAID = {
     "raise": (1, r"failed\n(.*\n)*KeyError: 'a message of one rank'\n"),
-    "memory": (1, r"failed\n(.*\n)*MemoryError: a message of one rank\n"),
+    "memory": (1, r"failed: out of memory \(a message of one rank\); use more ranks, "),
     "exit": (7, r"exited with 7\n"),
     "reader": (1, r"failed\n(.*\n)*RuntimeError: a message of the reader\n"),
     "writer": (1, r"failed\n(.*\n)*RuntimeError: a message of the writer\n"),
