@@ -35,7 +35,7 @@ SMALL = {
 def earlier(run_dir, count):
     """What a run's segments, `count[rank]` of them, go on from: an Earlier, or Nothing."""
     with ExitStack() as stack:
-        began = begin(run_dir, count)
+        began = begin(run_dir, count) if aside(run_dir) else None
         try:
             found = began and before(stack, run_dir, began)
         except ValueError as error:
@@ -78,12 +78,15 @@ class Begin(NamedTuple):
 
 def begin(run_dir, count):
     """The Begin of the attempt with `count[rank]` segments; None if no part of a step is there."""
-    first = [part for rank in count if (part := first_segment(run_dir, rank, count[rank]))]
-    if not first:
-        return None
-    step = min(part.events["step"][part.events["step"] >= 0].min() for part in first)
-    times = {part.header["rank"]: int(part.events["t_start"].min()) for part in first}
-    return Begin(int(step), times, first[0].header)
+    steps, times, header = [], {}, None
+    for rank in count:
+        part = first_segment(run_dir, rank, count[rank])
+        if part is None:
+            continue
+        step, header = part.events["step"], header or part.header
+        steps.append(int(step[step >= 0].min()))
+        times[rank] = int(part.events["t_start"].min())
+    return Begin(min(steps), times, header) if steps else None
 
 
 def first_segment(run_dir, rank, count):
