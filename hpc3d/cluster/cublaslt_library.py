@@ -1,0 +1,115 @@
+"""libcublasLt by ctypes: the functions that products need, their attributes and their errors.
+
+Numbers, types and sizes are those of cublasLt.h, the same in CUDA 12 and 13.
+"""
+
+import ctypes
+from contextlib import suppress
+from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+
+NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
+SUCCESS = 0
+REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: told before anything runs
+
+
+class Unsupported(RuntimeError):
+    """cuBLASLt has no such product here; nothing was computed or written."""
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t; the algorithm is opaque."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+CREATED = ctypes.POINTER(c_void_p)
+SET_ATTRIBUTE = (c_void_p, c_int, c_void_p, c_size_t)
+FUNCTIONS = {
+    "cublasLtCreate": (CREATED,),
+    "cublasLtMatmulDescCreate": (CREATED, c_int, c_int),
+    "cublasLtMatmulDescSetAttribute": SET_ATTRIBUTE,
+    "cublasLtMatrixLayoutCreate": (CREATED, c_int, c_uint64, c_uint64, c_int64),
+    "cublasLtMatrixLayoutSetAttribute": SET_ATTRIBUTE,
+    "cublasLtMatmulPreferenceCreate": (CREATED,),
+    "cublasLtMatmulPreferenceSetAttribute": SET_ATTRIBUTE,
+    "cublasLtMatmulAlgoGetHeuristic": (
+        *(c_void_p,) * 7,
+        c_int,
+        ctypes.POINTER(Heuristic),
+        ctypes.POINTER(c_int),
+    ),
+    "cublasLtMatmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
+    "cublasLtGetStatusName": (c_int,),
+}
+ATTRIBUTES = {
+    "MatmulDesc": {
+        "TRANSA": (3, c_int32),
+        "TRANSB": (4, c_int32),
+        "EPILOGUE": (7, c_uint32),
+        "BIAS_POINTER": (8, c_uint64),
+        "EPILOGUE_AUX_POINTER": (11, c_uint64),
+        "EPILOGUE_AUX_LD": (12, c_int64),
+        "EPILOGUE_AUX_BATCH_STRIDE": (13, c_int64),
+        "BIAS_DATA_TYPE": (26, c_int32),
+    },
+    "MatrixLayout": {"BATCH_COUNT": (5, c_int32), "STRIDED_BATCH_OFFSET": (6, c_int64)},
+    "MatmulPreference": {
+        "MAX_WORKSPACE_BYTES": (1, c_uint64),
+        "REDUCTION_SCHEME_MASK": (3, c_uint32),
+        "MIN_ALIGNMENT_A_BYTES": (5, c_uint32),
+        "MIN_ALIGNMENT_B_BYTES": (6, c_uint32),
+        "MIN_ALIGNMENT_C_BYTES": (7, c_uint32),
+        "MIN_ALIGNMENT_D_BYTES": (8, c_uint32),
+    },
+}
+
+
+def load():
+    """cuBLASLt: that of NVIDIA's wheel, as cuda.pathfinder finds it, else the linker's."""
+    names = NAMES
+    with suppress(ImportError, RuntimeError):
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        names = (load_nvidia_dynamic_lib("cublasLt").abs_path, *NAMES)
+    for name in filter(None, names):
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    raise ValueError(
+        f"no {' or '.join(NAMES)}, which products on a GPU need:"
+        " python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
+    )
+
+
+class Library:
+    """The functions of cuBLASLt, each of them an error where it fails."""
+
+    def __init__(self, dll):
+        for name, arguments in FUNCTIONS.items():
+            getattr(dll, name).argtypes = arguments
+        dll.cublasLtGetStatusName.restype = ctypes.c_char_p
+        self.dll = dll
+
+    def call(self, name, *arguments, refusals=()):
+        """RuntimeError where it fails; Unsupported if with a status of `refusals`."""
+        status = getattr(self.dll, name)(*arguments)
+        if status != SUCCESS:
+            failure = Unsupported if status in refusals else RuntimeError
+            raise failure(f"{name}: {self.dll.cublasLtGetStatusName(status).decode()}")
+
+    def create(self, kind, *arguments):
+        """A new object of the library; it lives as long as the process."""
+        made = c_void_p()
+        self.call(f"cublasLt{kind}Create", byref(made), *arguments)
+        return made.value
+
+    def set(self, kind, thing, attribute, value):
+        number, c_type = ATTRIBUTES[kind][attribute]
+        held = c_type(value)
+        size = ctypes.sizeof(held)
+        self.call(f"cublasLt{kind}SetAttribute", thing, number, byref(held), size)
