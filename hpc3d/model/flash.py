@@ -1,0 +1,261 @@
+"""Attention by cuDNN's fused kernels, which keep no probabilities (FlashAttention-2, Dao 2023,
+arXiv:2307.08691).
+
+The package nvidia-cudnn-frontend (module `cudnn`, 1.16 or newer) builds a graph of one operation,
+which runs on pointers.  So nothing is copied: q, k and v are strided views of qkv, and their
+gradients of dqkv.
+"""
+
+import ctypes
+import sys
+from contextlib import contextmanager, suppress
+from math import sqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # the types that it takes, as cuDNN names them
+Q, K, V, OUT, STATS, DOUT, DQ, DK, DV = range(1, 10)  # the numbers of the tensors in the graphs
+LINE = 400  # characters of what cuDNN says
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # those that the frontend looks for
+
+
+class Case(NamedTuple):
+    """What a graph is built for."""
+
+    batch: int
+    heads: int
+    sequence: int
+    width: int
+    dtype: str
+
+    @classmethod
+    def of(cls, qkv, sequence, width):
+        """Of an array [B*T, heads*3*D]."""
+        rows, columns = qkv.shape
+        name = np.dtype(qkv.dtype).name
+        return cls(rows // sequence, columns // (3 * width), sequence, width, name)
+
+    def layout(self, tensor):
+        """The shape [B, heads, T, D] of a tensor, and its strides in elements."""
+        batch, heads, sequence, width, _ = self
+        if tensor == STATS:
+            return [batch, heads, sequence, 1], [heads * sequence, sequence, 1, 1]
+        head = width if tensor in (OUT, DOUT) else 3 * width
+        return [batch, heads, sequence, width], [sequence * heads * head, head, heads * head, 1]
+
+    @property
+    def operation(self):
+        """The arguments of forward and backward: query i sees the keys up to i."""
+        return {"attn_scale": 1 / sqrt(self.width), "diagonal_band_right_bound": 0}
+
+
+class Plan(NamedTuple):
+    """A graph that is ready to run, and the memory that it works in."""
+
+    graph: object
+    workspace: object
+
+
+class Flash:
+    """Causal attention, forward and backward, on the arrays of one device.
+
+    `empty(shape, dtype)` makes an array (with `.data.ptr`, `.shape` and `.dtype`), `stream` is
+    the pointer of the stream on which everything runs, `capability` that of the device, which is
+    the current one, as CuPy has it ("90").  Arrays are contiguous.
+
+    The first call of a shape builds its graph, and must not be captured in a CUDA graph; a later
+    one asks `empty` for what it returns, for nothing else, and never waits for the device.
+
+    A deterministic backward pass works in memory for 2 bytes a score on Hopper, B heads T^2 of
+    them; another one sums the gradient of q in an order that differs from run to run.
+    """
+
+    def __init__(self, empty, stream, capability, deterministic=False):
+        self.cudnn, self.empty, self.deterministic = frontend(), empty, deterministic
+        self.widest = widest(int(capability))
+        self.plans, self.workspace = {}, None
+        with self.told("be started"):
+            self.handle = self.cudnn.create_handle()
+            self.cudnn.set_stream(handle=self.handle, stream=stream)
+
+    @staticmethod
+    def missing():
+        """What is missing here, in one word, so that it cannot be loaded; None: nothing is."""
+        preload()
+        try:
+            frontend().backend_version()
+        except ImportError:
+            return "nvidia-cudnn-frontend"
+        except (OSError, RuntimeError):
+            return "cuDNN"
+        return None if sum(map(loads, RUNTIMES)) == 1 else "one-libcudart"
+
+    def suits(self, dtype, width, drop=None):
+        """Whether it takes arrays of `dtype` with heads of `width`; it drops no probabilities."""
+        known = np.dtype(dtype).name in TYPES
+        return drop is None and known and width % 8 == 0 and width <= self.widest
+
+    @staticmethod
+    def replays(sequence):
+        """Whether a CUDA graph of calls may run later.
+
+        Of other sequences some versions copy the lengths, from memory of the host that is gone
+        by then.
+        """
+        return sequence % 128 == 0
+
+    def forward(self, qkv, sequence, width):
+        """softmax(q k' / sqrt(D) + mask) v, and what backward needs beside it.
+
+        qkv [B*T, heads*3*D] -> out [B*T, heads*D], and stats [B, heads, T, 1] in float32: the
+        logarithm of the sum of exponentials of every row of scores.  Raises RuntimeError where
+        cuDNN cannot, as with T = 1.
+        """
+        case = Case.of(qkv, sequence, width)
+        plan = self.plan(self.attention, case)
+        out = self.empty((qkv.shape[0], case.heads * width), qkv.dtype)
+        stats = self.empty(tuple(case.layout(STATS)[0]), np.dtype(np.float32))
+        q, k, v = parts(qkv, width)
+        self.run(plan, {Q: q, K: k, V: v, OUT: out.data.ptr, STATS: stats.data.ptr})
+        return out, stats
+
+    def backward(self, dout, qkv, out, stats, sequence, width):
+        """The gradient of qkv [B*T, heads*3*D] from that of out, and what forward returned."""
+        assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
+        plan = self.plan(self.attention_grad, Case.of(qkv, sequence, width))
+        dqkv = self.empty(qkv.shape, qkv.dtype)
+        (q, k, v), (dq, dk, dv) = parts(qkv, width), parts(dqkv, width)
+        given = {OUT: out.data.ptr, STATS: stats.data.ptr, DOUT: dout.data.ptr}
+        self.run(plan, {Q: q, K: k, V: v, **given, DQ: dq, DK: dk, DV: dv})
+        return dqkv
+
+    def attention(self, graph, case):
+        """Describe the forward pass: what goes in, the operation, what comes out."""
+        q, k, v = (self.input(graph, case, tensor) for tensor in (Q, K, V))
+        made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
+        self.outputs(case, (OUT, STATS), made)
+
+    def attention_grad(self, graph, case):
+        """Describe the backward pass."""
+        names = {"q": Q, "k": K, "v": V, "o": OUT, "dO": DOUT, "stats": STATS}
+        given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
+        how = {**case.operation, "use_deterministic_algorithm": self.deterministic}
+        self.outputs(case, (DQ, DK, DV), graph.sdpa_backward(**given, **how))
+
+    def input(self, graph, case, tensor):
+        shape, strides = case.layout(tensor)
+        kind = self.type_of(case, tensor)
+        return graph.tensor(dim=shape, stride=strides, data_type=kind, uid=tensor)
+
+    def outputs(self, case, tensors, made):
+        """Say how what an operation made shall lie; else it would stay inside of the graph."""
+        for tensor, result in zip(tensors, made, strict=True):
+            shape, strides = case.layout(tensor)
+            result.set_output(True).set_uid(tensor).set_dim(shape).set_stride(strides)
+            result.set_data_type(self.type_of(case, tensor))
+
+    def type_of(self, case, tensor):
+        return getattr(self.cudnn.data_type, "FLOAT" if tensor == STATS else TYPES[case.dtype])
+
+    def plan(self, describe, case):
+        """The plan of a pass, built at its first call."""
+        key = describe.__name__, case
+        if key not in self.plans:
+            with self.told(f"build {describe.__name__} of {case}"):
+                graph = self.build(describe, case)
+            self.plans[key] = Plan(graph, self.memory(graph.get_workspace_size()))
+        return self.plans[key]
+
+    def build(self, describe, case):
+        wide = self.cudnn.data_type.FLOAT
+        graph = self.cudnn.pygraph(
+            io_data_type=getattr(self.cudnn.data_type, TYPES[case.dtype]),
+            intermediate_data_type=wide,
+            compute_data_type=wide,
+            handle=self.handle,
+        )
+        describe(graph, case)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        return graph
+
+    def memory(self, size):
+        """At least `size` bytes for a plan; plans share them, as they run one after another.
+
+        Older plans keep what they had: a CUDA graph may hold its address.
+        """
+        if self.workspace is None or self.workspace.shape[0] < size:
+            self.workspace = self.empty((max(size, 1),), np.dtype(np.uint8))
+        return self.workspace
+
+    def run(self, plan, tensors):
+        with self.told("run attention"):
+            plan.graph.execute(tensors, plan.workspace.data.ptr, handle=self.handle)
+
+    @contextmanager
+    def told(self, what):
+        """What cuDNN raises in here becomes a RuntimeError of one line."""
+        try:
+            yield
+        except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
+            version = self.cudnn.backend_version_string()
+            reason = " ".join(f"{error}".split())[:LINE]  # it may go through engine by engine
+            raise RuntimeError(f"cuDNN {version} cannot {what}: {reason}") from error
+
+
+def preload():
+    """Load from where pip put them the libraries that would be looked for elsewhere.
+
+    The frontend finds the CUDA runtime only by its bare name, cuDNN also in the first folder of
+    packages; cuDNN finds NVRTC, and that its other half, only by their bare names.
+    """
+    with suppress(ImportError):
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        for name in ("cudart", "nvrtc", "cudnn"):
+            with suppress(RuntimeError):
+                folder = Path(load_nvidia_dynamic_lib(name).abs_path).parent
+                for half in folder.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(half))
+
+
+def frontend():
+    """The module `cudnn`.
+
+    It would import torch too, where that is installed: for seconds, and with every CUDA library
+    that torch finds.  It needs it only to take torch's tensors.
+    """
+    absent = sys.modules.setdefault("torch") is None
+    try:
+        import cudnn
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return cudnn
+
+
+def loads(name):
+    """Whether the loader finds a library by its bare name."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def widest(capability):
+    """The widest head of which cuDNN computes the gradient on a device (its support matrix)."""
+    if capability < 80:
+        return 0
+    return 256 if capability == 90 else 128
+
+
+def parts(array, width):
+    """Where q, k and v begin in an array whose heads are [q | k | v]."""
+    size = width * array.dtype.itemsize
+    return [array.data.ptr + part * size for part in range(3)]

@@ -1,0 +1,209 @@
+"""cudnn, the module of nvidia-cudnn-frontend 1.15 to 1.18, as far as attention goes.
+
+It takes what the real one takes, in its order.  A graph that runs reads and writes the memory of
+the host at the pointers, by the shapes and strides it was told, in float32; what lies outside of
+the arrays that were made is refused.
+"""
+
+import ctypes
+from enum import Enum
+from math import prod
+
+import ml_dtypes
+import numpy as np
+
+RUBBISH = 0xA5
+STEPS = [
+    "validate",
+    "build_operation_graph",
+    "create_execution_plans",
+    "check_support",
+    "build_plans",
+]
+BITS = {"HALF": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT": np.float32}
+
+
+class NotSupportedError(Exception):
+    """No RuntimeError, as in the real module."""
+
+
+class FakeCudnn:
+    """The module, with what was made of it; `holds(pointer, size)` tells whether an array does."""
+
+    cudnnGraphNotSupportedError = NotSupportedError
+    data_type = Enum("data_type", ["NOT_SET", *BITS])
+    heur_mode = Enum("heur_mode", ["A", "B", "FALLBACK"])
+
+    def __init__(self, holds):
+        self.holds, self.graphs, self.streams, self.failure = holds, [], {}, None
+        self.workspace = 3  # bytes for every element of q and every result but one
+
+    def backend_version(self):
+        return 91900
+
+    def backend_version_string(self):
+        return "9.19.0"
+
+    def create_handle(self):
+        self.streams[0x100] = None
+        return 0x100
+
+    def set_stream(self, handle, stream):
+        assert type(stream) is int
+        self.streams[handle] = stream
+
+    def pygraph(self, io_data_type, intermediate_data_type, compute_data_type, handle):
+        assert io_data_type.name in ("HALF", "BFLOAT16")
+        assert intermediate_data_type is compute_data_type is self.data_type.FLOAT
+        self.graphs.append(Graph(self, handle))
+        return self.graphs[-1]
+
+
+class Tensor:
+    """One in a graph."""
+
+    def __init__(self, dim=None, stride=None, data_type=None, uid=-1, made=False):
+        self.dim, self.stride, self.data_type, self.uid = dim, stride, data_type, uid
+        self.made, self.output = made, False
+
+    def setter(name):
+        def set_it(self, value):
+            setattr(self, name, value)
+            return self
+
+        return set_it
+
+    set_output, set_uid = setter("output"), setter("uid")
+    set_dim, set_stride, set_data_type = setter("dim"), setter("stride"), setter("data_type")
+
+    def check(self):
+        assert self.output == self.made, "a result that does not come out, or an input that does"
+        assert type(self.dim) is type(self.stride) is list
+        assert len(self.dim) == len(self.stride) == 4
+        assert self.stride[3] == 1 and self.data_type.name in BITS
+
+    def at(self, pointer, holds):
+        """The array that lies at `pointer`."""
+        assert type(pointer) is int and pointer % 16 == 0
+        dtype = np.dtype(BITS[self.data_type.name])
+        strides = [step * dtype.itemsize for step in self.stride]
+        last = sum((n - 1) * step for n, step in zip(self.dim, strides, strict=True))
+        assert holds(pointer, last + dtype.itemsize)
+        memory = (ctypes.c_byte * (last + dtype.itemsize)).from_address(pointer)
+        flat = np.frombuffer(memory, np.uint8)[: dtype.itemsize].view(dtype)
+        return np.lib.stride_tricks.as_strided(flat, self.dim, strides)
+
+
+class Graph:
+    """One operation and its tensors."""
+
+    def __init__(self, cudnn, handle):
+        assert handle in cudnn.streams
+        self.cudnn, self.handle, self.steps, self.workspaces = cudnn, handle, [], []
+        self.tensors, self.arguments, self.compute = [], {}, None
+
+    def tensor(self, dim, stride, data_type, uid):
+        self.tensors.append(Tensor(dim, stride, data_type, uid))
+        return self.tensors[-1]
+
+    def sdpa(self, q, k, v, attn_scale, diagonal_band_right_bound, generate_stats):
+        assert generate_stats is True
+        self.describe((q, k, v), forward, 2, attn_scale, diagonal_band_right_bound)
+        return self.tensors[-2:]
+
+    def sdpa_backward(
+        self,
+        q,
+        k,
+        v,
+        o,
+        dO,
+        stats,
+        attn_scale,
+        diagonal_band_right_bound,
+        use_deterministic_algorithm,
+    ):
+        self.arguments["deterministic"] = use_deterministic_algorithm
+        inputs = q, k, v, o, dO, stats
+        self.describe(inputs, backward, 3, attn_scale, diagonal_band_right_bound)
+        return self.tensors[-3:]
+
+    def describe(self, inputs, compute, results, scale, bound):
+        """Take the operation: its inputs, and the tensors that it makes."""
+        assert not self.compute and list(inputs) and type(scale) is float and type(bound) is int
+        outputs = [Tensor(made=True) for _ in range(results)]
+        self.tensors += outputs
+        self.compute = lambda at: compute(
+            [at[t] for t in inputs], [at[t] for t in outputs], scale, bound
+        )
+
+    def step(self, name):
+        self.steps.append(name)
+        assert self.steps == STEPS[: len(self.steps)], "out of order"
+
+    def validate(self):
+        self.step("validate")
+        for tensor in self.tensors:
+            tensor.check()
+        numbers = [tensor.uid for tensor in self.tensors]
+        assert all(type(uid) is int and uid > 0 for uid in numbers)
+        assert len(set(numbers)) == len(numbers)
+        if self.cudnn.failure:
+            raise self.cudnn.failure
+        if len(self.tensors) == 9 and self.tensors[0].dim[2] == 1:
+            raise NotSupportedError("s_q = s_kv = 1\n is not supported.")
+
+    def build_operation_graph(self):
+        self.step("build_operation_graph")
+
+    def create_execution_plans(self, modes):
+        assert set(modes) <= set(self.cudnn.heur_mode)
+        self.step("create_execution_plans")
+
+    def check_support(self):
+        self.step("check_support")
+
+    def build_plans(self):
+        self.step("build_plans")
+
+    def get_workspace_size(self):
+        assert self.steps == STEPS
+        results = sum(tensor.made for tensor in self.tensors)
+        return self.cudnn.workspace * prod(self.tensors[0].dim) * (results - 1)
+
+    def execute(self, tensor_to_device_buffer, workspace, handle=None):
+        assert self.steps == STEPS and handle == self.handle and self.cudnn.streams[handle]
+        if self.cudnn.failure:
+            raise self.cudnn.failure
+        assert type(workspace) is int and self.cudnn.holds(workspace, self.get_workspace_size())
+        ctypes.memset(workspace, RUBBISH, self.get_workspace_size())
+        self.workspaces.append(workspace)
+        pointers, holds = tensor_to_device_buffer, self.cudnn.holds
+        assert set(pointers) == {tensor.uid for tensor in self.tensors}
+        self.compute({tensor: tensor.at(pointers[tensor.uid], holds) for tensor in self.tensors})
+
+
+def scores(q, k, scale, bound):
+    """Of queries and keys up to `bound` places to the right of the diagonal."""
+    s = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale)
+    past = np.subtract.outer(np.arange(s.shape[-2]), np.arange(s.shape[-1])) >= -bound
+    return np.where(past, s, -np.inf)
+
+
+def forward(inputs, outputs, scale, bound):
+    q, k, v = (array.astype(np.float32) for array in inputs)
+    out, stats = outputs
+    s = scores(q, k, scale, bound)
+    stats[...] = np.logaddexp.reduce(s, -1, keepdims=True)
+    out[...] = np.einsum("bhij,bhjd->bhid", np.exp(s - stats), v)
+
+
+def backward(inputs, outputs, scale, bound):
+    q, k, v, out, dout, stats = (array.astype(np.float32) for array in inputs)
+    dq, dk, dv = outputs
+    p = np.exp(scores(q, k, scale, bound) - stats)
+    dp = np.einsum("bhid,bhjd->bhij", dout, v)
+    ds = p * (dp - np.sum(dout * out, -1, keepdims=True)) * np.float32(scale)
+    dq[...] = np.einsum("bhij,bhjd->bhid", ds, k)
+    dk[...] = np.einsum("bhij,bhid->bhjd", ds, q)
+    dv[...] = np.einsum("bhij,bhid->bhjd", p, dout)
