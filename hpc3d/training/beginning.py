@@ -13,7 +13,8 @@ import numpy as np
 from hpc3d.inputs import to_toml
 from hpc3d.trace.segment import replacing, sync
 from hpc3d.training.checkpoint import Piece, complete, write_shard
-from hpc3d.training.inventory import shapes_of, whole_of
+from hpc3d.training.inventory import shapes_of
+from hpc3d.training.rectangle import whole_of
 
 
 class Beginning(NamedTuple):
@@ -45,7 +46,8 @@ def begin(run, config, read):
     """Make the folder of a run that `train --resume` takes; `read(name, model)` gives the value of
     a parameter, `model` being the section of `config`.  Returns {name: shape} of them.
 
-    It gets its name when all of it is on disk.  ValueError if it is there and not empty.
+    It gets its name when all of it is on disk.  ValueError if it is there and not empty.  A run in
+    16 bits begins with values of 32, which its master copies keep.
     """
     if run.exists() and not (run.is_dir() and not any(run.iterdir())):
         raise ValueError(f"{run} exists: a run is never written over; name another folder")
@@ -56,7 +58,7 @@ def begin(run, config, read):
         write(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
         shard = folder / "checkpoints" / "step-00000000.tmp"
         shard.mkdir(parents=True)
-        dtype = np.dtype(config.train.dtype)
+        dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
         write_shard(shard, 0, state(shapes, dtype, lambda name: read(name, config.model)))
         if damage := complete(shard, 1, header, keep=1):
             raise ValueError(damage)

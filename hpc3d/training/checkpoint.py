@@ -13,41 +13,15 @@ import itertools
 import json
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.cluster.arrays import from_host, to_host
 from hpc3d.trace.segment import replacing, sync
-from hpc3d.training.manifest import FORMAT, STATES, VERSION, read_manifest
-
-
-class Rectangle(NamedTuple):
-    """Rows and columns of a tensor; a vector is one row."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
-
-    @property
-    def size(self):
-        return max(0, self.bottom - self.top) * max(0, self.right - self.left)
-
-    def within(self, other):
-        """The part that both have."""
-        return Rectangle(
-            max(self.top, other.top),
-            min(self.bottom, other.bottom),
-            max(self.left, other.left),
-            min(self.right, other.right),
-        )
-
-    def of(self, outer):
-        """The index of this part in an array that has the rectangle `outer`."""
-        rows = slice(self.top - outer.top, self.bottom - outer.top)
-        return rows, slice(self.left - outer.left, self.right - outer.left)
+from hpc3d.training.manifest import FORMAT, STATES, VERSION, name_of, read_manifest, type_of
+from hpc3d.training.rectangle import Rectangle, rectangles
 
 
 def block_of(item, mesh):
@@ -56,31 +30,6 @@ def block_of(item, mesh):
     rows = rows[0] if rows else slice(0, 1)
     end = min(rows.stop, item.rows) if item.rows else rows.stop
     return Rectangle(rows.start, max(rows.start, end), columns.start, columns.stop)
-
-
-def rectangles(block, start, stop):
-    """Elements `start` to `stop` of a block, counted row by row, as at most three rectangles:
-    the end of a row, whole rows, the beginning of a row."""
-    width = block.right - block.left
-    stop = min(stop, block.size)
-    if not width or start >= stop:
-        return []
-    first, last = -(-start // width), stop // width
-    if first > last:  # within one row
-        edges = [(start, stop)]
-    else:
-        ends = [start, first * width, last * width, stop]
-        edges = [pair for pair in pairwise(ends) if pair[0] < pair[1]]
-    return [_rectangle(block, width, *edge) for edge in edges]
-
-
-def _rectangle(block, width, start, stop):
-    top, left = divmod(start, width)
-    rows = max(1, (stop - start) // width)
-    right = width if left + stop - start >= width else left + stop - start
-    return Rectangle(
-        block.top + top, block.top + top + rows, block.left + left, block.left + right
-    )
 
 
 class Piece(NamedTuple):
@@ -94,13 +43,13 @@ class Piece(NamedTuple):
 
 
 class Snapshot:
-    """A copy of this rank's share of the state: `pieces` and the elements of each."""
+    """A copy of this rank's share of the state, on the host: `pieces` and the bytes of each."""
 
     def __init__(self, parameters, optimizer):
         self.pieces, self.arrays, offset = [], [], 0
         for name, kind, parts, elements in shares(parameters, optimizer):
-            self.pieces.append(Piece(name, kind, elements.dtype.str, offset, parts))
-            self.arrays.append(elements.copy())
+            self.pieces.append(Piece(name, kind, name_of(elements.dtype), offset, parts))
+            self.arrays.append(to_host(elements).view(np.uint8))
             offset += elements.nbytes
 
     @property
@@ -230,15 +179,21 @@ class Checkpoint:
         sources = {}
         for file in self.files:
             data = np.memmap(self.folder / file["file"], "u1", "r") if file["bytes"] else None
-            for name, kind, dtype, offset, parts in file["pieces"]:
+            for name, kind, stored, offset, parts in file["pieces"]:
+                dtype = type_of(stored)
                 for part in itertools.starmap(Rectangle, parts):
-                    nbytes = part.size * np.dtype(dtype).itemsize
+                    nbytes = part.size * dtype.itemsize
                     elements = data[offset : offset + nbytes].view(dtype)
                     shape = part.bottom - part.top, part.right - part.left
                     found = elements.reshape(shape), part
                     sources.setdefault((name, kind), []).append(found)
                     offset += nbytes
         return sources
+
+    @property
+    def exact(self):
+        """The kind that has the values in full: their master copies, where there are any."""
+        return "master" if any(kind == "master" for _, kind in self.sources) else "value"
 
     def damage(self, number=0, of=1):
         """What is wrong with the first bad file of every `of`-th from `number` on; None if none
@@ -266,20 +221,31 @@ class Checkpoint:
 
 
 def restore(checkpoint, parameters, optimizer):
-    """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint."""
+    """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint and
+    in whatever type: values and their master copies come from those that are there in full."""
+    exact = checkpoint.exact
     for item, place in parameters.places.items():
         block = block_of(item, parameters.mesh)
-        fill_flat(checkpoint, parameters.value[place.value], item.name, "value", block, 0)
+        fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
         first = place.own_value.start - place.value.start
         for kind in STATES[1:]:
             state = getattr(optimizer, kind, None)
             if state is not None:
-                fill_flat(checkpoint, state[place.state], item.name, kind, block, first)
+                stored = exact if kind == "master" else kind
+                fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 
 
 def fill_flat(checkpoint, flat, name, kind, block, first):
     """Fill consecutive elements of a block, from its element `first` on; padding stays."""
+    host, done = on_host(flat), 0
     for part in rectangles(block, first, first + len(flat)):
         shape = part.bottom - part.top, part.right - part.left
-        checkpoint.fill(flat[: part.size].reshape(shape), name, kind, part)
-        flat = flat[part.size :]
+        checkpoint.fill(host[done : done + part.size].reshape(shape), name, kind, part)
+        done += part.size
+    if host is not flat:
+        from_host(flat, host)
+
+
+def on_host(array):
+    """The array itself, or a copy of one that lies on a device."""
+    return array if type(array) is np.ndarray else to_host(array)

@@ -21,7 +21,8 @@ import numpy as np
 from hpc3d.model.layers import LayerNorm
 from hpc3d.trace.segment import replacing
 from hpc3d.training import safetensors
-from hpc3d.training.inventory import config_of, shapes_in, whole_of
+from hpc3d.training.inventory import config_of, shapes_in
+from hpc3d.training.rectangle import whole_of
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PREFIX = "transformer."
@@ -95,7 +96,7 @@ def export(opened, target):
     """
     weights, *settings = written_by(target)
     shapes, model = shapes_in(opened), config_of(opened).model
-    dtype = opened.sources["embedding.token", "value"][0][0].dtype
+    dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     arrays = {
         prefixed(name_of(name)): value_of(opened, name, shape, dtype, model)
         for name, shape in shapes.items()
@@ -115,7 +116,7 @@ def prefixed(name):
 def value_of(opened, name, shape, dtype, model):
     """The whole of a parameter, as GPT-2 has it."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
-    opened.fill(value.reshape(whole.bottom, whole.right), name, "value", whole)
+    opened.fill(value.reshape(whole.bottom, whole.right), name, opened.exact, whole)
     return exchanged(value, (model.heads, 3)) if ".qkv." in name else value
 
 

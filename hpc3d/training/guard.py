@@ -5,14 +5,16 @@ finite, products and messages, behind the step for replicas.  Each brings what i
 """
 
 from collections import Counter, deque
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.cluster.arrays import to_host
 from hpc3d.cluster.exits import CHECK_FAILED, NOT_FINITE
 from hpc3d.cluster.ledger import Ledger
 from hpc3d.model.parameters import DATA
+from hpc3d.training.checkpoint import on_host
+from hpc3d.training.manifest import STATES
 
 SHOWN = 10  # lines about what is wrong
 
@@ -109,21 +111,20 @@ def depth(item):
 
 
 def bad(block):
-    """Whether an element is not finite."""
-    return not np.isfinite(block).all()
+    """How many elements are not finite."""
+    return block.size - int(np.isfinite(on_host(block)).sum())
 
 
 def described(item, block, kind):
     """A parameter's layer and name, and how many of its elements are not finite."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
-    count = block.size - int(np.isfinite(block).sum())
-    return f"{place}: {count} of {block.size} elements of its {kind} are not finite"
+    return f"{place}: {bad(block)} of {block.size} elements of its {kind} are not finite"
 
 
 class Replicas:
     """Compares, after every `every`-th step (0: never), what must have the same bits on several
-    ranks: parameters and the optimiser's states, by a hash each (BLAKE2b, 64 bits)."""
+    ranks: parameters and the optimiser's states, by a hash of 64 bits each."""
 
     def __init__(self, trainer, every):
         self.trainer, self.mesh, self.every = trainer, trainer.mesh, every
@@ -134,7 +135,7 @@ class Replicas:
         if not self.every or (number + 1) % self.every:
             return
         with self.mesh.trace.span("compare replicas"):
-            copies = dict(self.copies())
+            copies = self.copies()
             found = [find for axis in self.axes for find in self.along(axis, number, copies)]
             found += [] if self.trainer.config.alone else self.twins(number, copies)
             wrong = anywhere(self.mesh, len(found))
@@ -142,22 +143,26 @@ class Replicas:
             stop(self.mesh, found)
 
     def copies(self):
-        """(name, kind) -> the axes along which this rank's block has copies, and its hash."""
-        trainer, parameters = self.trainer, self.trainer.parameters
-        states = {
-            kind: array
-            for kind in ("first", "second", "master")
-            if (array := getattr(trainer.optimizer, kind, None)) is not None
+        """(name, kind) -> the axes along which this rank's block has copies, and its hash; of
+        those blocks only that have some, or a twin."""
+        factors = self.mesh.pool.bring(odd_numbers(FACTORS))
+        return {
+            (item.name, kind): (axes, hash_of(block, factors))
+            for item, kind, axes, block in self.blocks()
+            if axes or item.twin is not None
         }
+
+    def blocks(self):
+        """(parameter, kind, the axes along which it has copies, block) of all this rank holds."""
+        parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
         for item, place in parameters.places.items():
             axes = self.replicated(item)
-            yield (item.name, "value"), (axes, hash_of(item.value))
-            for kind, array in states.items():
-                whole = place.own_value == place.value
-                yield (
-                    (item.name, kind),
-                    (axes if whole else axes - {DATA}, hash_of(array[place.state])),
-                )
+            yield item, "value", axes, item.value
+            own = axes if place.own_value == place.value else axes - {DATA}
+            for kind in STATES[1:]:
+                state = getattr(optimizer, kind, None)
+                if state is not None:
+                    yield item, kind, own, state[place.state]
 
     def replicated(self, item):
         """The axes along which the ranks have the same block of a parameter."""
@@ -170,8 +175,7 @@ class Replicas:
         if not keys:
             return
         comm = self.mesh.comm(axis)
-        mine = np.array([[copies[key][1] for key in keys]], np.uint64)
-        hashes = comm.all_gather(mine).wait()
+        hashes = self.gathered(comm, [copies[key][1] for key in keys])
         differ = (hashes != hashes[0]).any(0) if comm.rank == 0 else []
         for place in np.flatnonzero(differ):
             yield self.find(keys[place], number, axis, comm.members, hashes[:, place].tolist())
@@ -181,12 +185,17 @@ class Replicas:
         comm = self.mesh.comm("p")
         pair = [item for item in self.trainer.parameters if item.twin is not None]
         mine = [copies[item.name, "value"][1] for item in pair] or [0]
-        hashes = comm.all_gather(np.array([mine], np.uint64)).wait()[:, 0].tolist()
+        hashes = self.gathered(comm, mine)[:, 0].tolist()
         for item in pair:
             here, there = hashes[comm.rank], hashes[item.twin]
             if here != there and comm.rank < item.twin:
                 members = comm.members[comm.rank], comm.members[item.twin]
                 yield self.find((item.name, "value"), number, "p", members, [here, there])
+
+    def gathered(self, comm, hashes):
+        """The hashes of all members, a row each, on the host."""
+        mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
+        return to_host(comm.all_gather(mine).wait())
 
     def find(self, key, number, axis, members, hashes):
         """Which of the members have another hash than most of them."""
@@ -200,9 +209,23 @@ class Replicas:
         return Find(0, f"{who}: step {number}, {what}")
 
 
-def hash_of(block):
-    """64 bits that any flip of a bit changes."""
-    return int.from_bytes(blake2b(np.ascontiguousarray(block), digest_size=8).digest(), "little")
+FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
+
+
+def odd_numbers(count):
+    """The same on all ranks."""
+    return np.random.default_rng(0).integers(0, 1 << 63, count, np.uint64) * 2 + 1
+
+
+def hash_of(block, factors):
+    """64 bits that any flip of a bit changes, computed where the block lies: the sum of its words
+    of at most 32 bits, each times an odd number, modulo 2^64 (multilinear, arXiv:1202.4961)."""
+    words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
+    for start in range(0, words.size, factors.size):
+        part = words[start : start + factors.size]
+        total = (total * GOLDEN + int((part * factors[: part.size]).sum())) % (1 << 64)
+    return total
 
 
 class Spikes:

@@ -1,7 +1,6 @@
 """What a checkpoint holds, and whether it is all there."""
 
 import tomllib
-from bisect import bisect
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -14,9 +13,10 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.rules import refuse, unknown_values, wrong_parts
 from hpc3d.tensor.split import Split
-from hpc3d.training.checkpoint import Checkpoint, Rectangle, steps_of
+from hpc3d.training.checkpoint import Checkpoint, steps_of
 from hpc3d.training.loop import shape_of
 from hpc3d.training.manifest import STATES
+from hpc3d.training.rectangle import uncovered, whole_of
 
 
 class Tensor(NamedTuple):
@@ -165,39 +165,3 @@ def inconsistencies(opened, shapes):
         parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
         if fault := uncovered(parts, whole_of(shapes[name])):
             yield f"{name}, {kind}: {fault}"
-
-
-def whole_of(shape):
-    """The rectangle of all of a tensor."""
-    *rows, columns = shape
-    return Rectangle(0, *(rows or [1]), 0, columns)
-
-
-def uncovered(parts, whole):
-    """Why rectangles are not the parts of a whole, each element once; None if they are."""
-    if any(part.within(whole) != part for part in parts):
-        return f"a part lies outside of {whole.bottom} x {whole.right}"
-    if twice := overlap(parts):
-        return f"rows {twice.top} to {twice.bottom} lie in two files"
-    missing = whole.size - sum(part.size for part in parts)
-    return f"{missing} of {whole.size} elements are nowhere" if missing else None
-
-
-def overlap(parts):
-    """What two of the rectangles share; None if they are disjoint.
-
-    A line sweeps down the rows; `across` are the rectangles that it crosses, from left to right.
-    """
-    starts = [(part.top, True, part) for part in parts]
-    ends = [(part.bottom, False, part) for part in parts]
-    across = []
-    for _, begins, part in sorted(starts + ends):
-        place = bisect(across, part.left, key=lambda other: other.left)
-        if not begins:
-            across.remove(part)
-            continue
-        for other in across[max(0, place - 1) : place + 1]:
-            if other.right > part.left and other.left < part.right:
-                return other.within(part)
-        across.insert(place, part)
-    return None

@@ -11,7 +11,8 @@ import numpy as np
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 STATES = ("value", "master", "first", "second")
-FLOATS = ("<f2", "<f4", "<f8")
+BFLOAT16 = "bfloat16"  # NumPy has no letter for it
+FLOATS = {"<f2": 2, BFLOAT16: 2, "<f4": 4, "<f8": 8}  # types of elements, and their bytes
 SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -34,6 +35,21 @@ def read_manifest(folder):
     check_header(header)
     check_files(files)
     return header, files
+
+
+def name_of(dtype):
+    """What a manifest calls a type."""
+    return BFLOAT16 if dtype.name == BFLOAT16 else dtype.str
+
+
+def type_of(name):
+    """The type that a manifest calls so; ValueError with the remedy where it is not installed."""
+    if name == BFLOAT16:
+        try:
+            import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+        except ImportError:
+            raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
+    return np.dtype(name)
 
 
 def require(sound, problem):
@@ -77,7 +93,7 @@ def check_file(file):
         sound = isinstance(piece, list) and len(piece) == 5 and sound_piece(*piece)
         require(sound, f"{name} has a piece that is none")
         *_, dtype, offset, rectangles = piece
-        end = offset + np.dtype(dtype).itemsize * sum(map(area, rectangles))
+        end = offset + FLOATS[dtype] * sum(map(area, rectangles))
         require(end <= file["bytes"], f"{name} has a piece beyond its end")
 
 
@@ -86,6 +102,7 @@ def sound_piece(name, kind, dtype, offset, rectangles):
         isinstance(name, str)
         and NAME.fullmatch(name)
         and kind in STATES
+        and isinstance(dtype, str)
         and dtype in FLOATS
         and number(offset)
         and isinstance(rectangles, list)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc3d.backends import slow
 from hpc3d.config import ModelConfig
 from hpc3d.inputs import override, validate
-from hpc3d.rules import settle
+from hpc3d.rules import refuse, settle
 from hpc3d.training.exchange import (
     CONFIG,
     DROPOUTS,
@@ -227,6 +228,5 @@ def configured(pretrained, words):
         if asked != known and key != "dropout" and not shorter:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
     settle(config, prod(config.mesh.sizes().values()))
-    if config.train.dtype == "float16":
-        raise ValueError("--train.dtype float16: no run trains in it yet; use float32")
+    refuse([*slow(config)])
     return config

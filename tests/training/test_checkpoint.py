@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hpc3d.cluster.threads import run
 from hpc3d.training import checkpoint
-from hpc3d.training.checkpoint import Checkpoint, Rectangle, Snapshot, rectangles, restore
+from hpc3d.training.checkpoint import Checkpoint, Snapshot, restore
+from hpc3d.training.rectangle import Rectangle, rectangles
 from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, train, trainer_of
 
 LAYOUTS = """

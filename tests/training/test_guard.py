@@ -2,6 +2,7 @@
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,7 +22,9 @@ from hpc3d.training.guard import (
     Spikes,
     Wrong,
     guarded,
+    hash_of,
     lines,
+    odd_numbers,
     stop,
 )
 from tests.cluster.test_ledger import flip
@@ -261,6 +264,26 @@ def test_a_flip_in_a_parameter_or_its_state_is_found_by_comparing_replicas(line,
         assert re.search(who, text), text
         assert "step 1, " in text
         assert name in text
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
+def test_every_flip_of_a_bit_gives_another_hash(dtype):
+    """In a block that takes several turns, of which the last is shorter."""
+    block, factors = np.random.default_rng(3).normal(size=(3, 5)).astype(dtype), odd_numbers(4)
+    bits = 8 * block.itemsize
+    flipped = [flip(block, bit, place) for bit in range(bits) for place in range(block.size)]
+    hashes = {hash_of(each, factors) for each in [block, *flipped]}
+    assert len(hashes) == 1 + bits * block.size
+    assert all(0 <= each < 1 << 64 for each in hashes)
+    assert hash_of(block.copy(), factors) == hash_of(block, factors)
+
+
+def test_a_hash_tells_the_places_of_numbers():
+    block, factors = np.arange(12, dtype=np.float32), odd_numbers(4)
+    moved = [np.roll(block, shift) for shift in range(12)]
+    assert len({hash_of(each, factors) for each in moved}) == 12
+    assert hash_of(block[:0], factors) == 0
+    assert (odd_numbers(99) % 2 == 1).all()
 
 
 def test_replicas_are_compared_after_every_so_many_steps():

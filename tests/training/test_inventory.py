@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpc3d.training.checkpoint import Rectangle
-from hpc3d.training.inventory import overlap, uncovered, whole_of
+from hpc3d.training.rectangle import Rectangle, overlap, uncovered, whole_of
 
 WHOLE = Rectangle(0, 5, 0, 6)
 HALF = Rectangle(0, 3, 0, 6)

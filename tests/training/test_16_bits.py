@@ -1,0 +1,186 @@
+"""What is kept of a run in 16 bits: values, and master copies that have them in full."""
+
+import json
+import sys
+from dataclasses import replace
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hpc3d.cluster.arrays import Pool
+from hpc3d.cluster.threads import run
+from hpc3d.inputs import to_toml
+from hpc3d.training import checkpoint
+from hpc3d.training.beginning import begin
+from hpc3d.training.checkpoint import Checkpoint, Snapshot, restore
+from hpc3d.training.exchange import export
+from hpc3d.training.inventory import about, problems, shapes_of
+from hpc3d.training.pretrained import Pretrained, configured
+from hpc3d.training.rectangle import whole_of
+from tests.pipeline.mixes import config_of, trainer_of
+
+MODEL = "layers=2 batch=24 dtype=float32"
+SERIAL = "schedule=none microbatches=2"
+LAYOUTS = ["d=2 x=2 zero=1 scheme=1d microbatches=2", "p=2 d=2 zero=3 microbatches=2"]
+TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+
+
+class Memory(Pool):
+    """A pool whose arrays may be of bfloat16, which the array interface has no letter for."""
+
+    def empty(self, shape, dtype, kind="activation"):
+        dtype = np.dtype(dtype)
+        same = np.uint16 if dtype.name == "bfloat16" else dtype
+        return super().empty(shape, same, kind).view(dtype)
+
+
+def wrote(folder, line, dtype, act):
+    """A checkpoint of trainers in `dtype` after `act(trainer)`."""
+    config = config_of(f"{MODEL} {line}")
+    text = to_toml(config)
+    config = replace(config, train=replace(config.train, dtype=dtype))
+    begun = folder / "checkpoints" / "step-00000002.tmp"
+    begun.mkdir(parents=True)
+
+    def rank(mesh):
+        mesh.pool = Memory()
+        trainer = trainer_of(mesh, config)
+        assert trainer.parameters.value.dtype == TYPES[dtype]
+        act(trainer)
+        checkpoint.write_shard(begun, mesh.rank, Snapshot(trainer.parameters, trainer.optimizer))
+        if mesh.rank == 0:
+            header = {"config": text, "position": None, "step": 2, "updates": 2}
+            checkpoint.complete(begun, mesh.ranks, header, keep=1)
+
+    run(config.mesh.sizes(), rank)
+    return Checkpoint(begun.with_suffix(""))
+
+
+def updated(trainer):
+    """Two updates with random gradients."""
+    draw = np.random.default_rng(5)
+    for _ in range(2):
+        trainer.parameters.grad[...] = draw.normal(size=trainer.parameters.grad.shape)
+        trainer.optimizer.update(1e-2, 1.0)
+
+
+def stored(opened):
+    """{(name, kind): array} of a checkpoint, whole; all of it is sound."""
+    assert problems(opened.folder) == []
+    shapes = shapes_of(config_of(f"{MODEL} {SERIAL}").model)
+    found = {}
+    for (name, kind), parts in opened.sources.items():
+        whole = whole_of(shapes[name])
+        found[name, kind] = np.empty((whole.bottom, whole.right), parts[0][0].dtype)
+        opened.fill(found[name, kind], name, kind, whole)
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A checkpoint of a serial run in a type."""
+    found = {}
+
+    def opened(dtype):
+        if dtype not in found:
+            folder = tmp_path_factory.mktemp(dtype)
+            found[dtype] = wrote(folder, SERIAL, dtype, updated)
+        return found[dtype]
+
+    return opened
+
+
+CHANGES = [pair for pair in product(TYPES, repeat=2) if pair != ("float32", "float32")]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_any_type_goes_on_from_any_other_on_any_layout(first, tmp_path, before, after):
+    opened = first(before)
+    known = stored(opened)
+    for line in LAYOUTS:
+
+        def resumed(trainer):
+            restore(opened, trainer.parameters, trainer.optimizer)
+
+        found = stored(wrote(tmp_path / line, line, after, resumed))
+        kinds = {"value", "first", "second"} | ({"master"} if after != "float32" else set())
+        assert {kind for _, kind in found} == kinds
+        for (name, kind), array in found.items():
+            full = "value" if before == "float32" else "master"
+            source = known[name, full if kind in ("value", "master") else kind]
+            expected = source.astype(TYPES[after] if kind == "value" else np.float32)
+            assert array.dtype == expected.dtype
+            assert array.tobytes() == expected.tobytes(), (name, kind)
+
+
+def test_a_value_in_16_bits_is_its_master_rounded(first):
+    """Else a run could not go on from a checkpoint as if it had not ended."""
+    for dtype in ("float16", "bfloat16"):
+        known = stored(first(dtype))
+        for (name, kind), array in known.items():
+            if kind == "value":
+                master = known[name, "master"]
+                assert array.tobytes() == master.astype(TYPES[dtype]).tobytes()
+                assert (array.astype(np.float32) != master).any(), name
+
+
+def test_bfloat16_has_its_name_in_the_manifest(first):
+    opened = first("bfloat16")
+    manifest = json.loads((opened.folder / "manifest.json").read_text())
+    names = {tuple(piece[1:3]) for file in manifest["files"] for piece in file["pieces"]}
+    wide = {(kind, "<f4") for kind in ("master", "first", "second")}
+    assert names == {("value", "bfloat16"), *wide}
+    tensors = about(opened)["tensors"]
+    assert {tensor["dtype"] for tensor in tensors} == {"bfloat16"}
+    size = sum(np.prod(tensor["shape"]) for tensor in tensors)
+    assert sum(tensor["bytes"] for tensor in tensors) == 14 * size
+
+
+def test_without_ml_dtypes_it_is_refused_in_a_line(first, monkeypatch):
+    folder = first("bfloat16").folder
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ValueError, match="bfloat16 needs ml_dtypes: pip install") as caught:
+        Checkpoint(folder)
+    assert len(str(caught.value).splitlines()) == 1
+    Checkpoint(first("float16").folder)
+
+
+@pytest.mark.parametrize("name", ["<V2", "V2", "<f1", "bfloat", "float32", ">f4", "|O", 7, None])
+def test_no_other_name_is_a_type(first, tmp_path, name):
+    folder = tmp_path / "step-00000002"
+    folder.mkdir()
+    for path in first("bfloat16").folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][0]["pieces"][0][2] = name
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="a piece that is none"):
+        Checkpoint(folder)
+
+
+def test_what_is_exported_and_imported_is_the_master(first, tmp_path):
+    """A run in 16 bits that begins with weights of 32 has all of them in its master copies."""
+    opened = first("bfloat16")
+    known = stored(opened)
+    export(opened, tmp_path / "exported")
+    weights = load_file(tmp_path / "exported" / "model.safetensors")
+    table = weights["transformer.wte.weight"]
+    assert table.dtype == np.float32
+    assert table.tobytes() == known["embedding.token", "master"].tobytes()
+
+    source = Pretrained(tmp_path / "exported")
+    config = configured(source, [])
+    config = replace(config, train=replace(config.train, dtype="float16"))
+    begin(tmp_path / "begun", config, source.parameter)
+    begun = Checkpoint(tmp_path / "begun" / "checkpoints" / "step-00000000")
+
+    def resumed(trainer):
+        restore(begun, trainer.parameters, trainer.optimizer)
+
+    found = stored(wrote(tmp_path / "resumed", LAYOUTS[0], "bfloat16", resumed))
+    for (name, kind), array in known.items():
+        if kind in ("value", "master"):
+            assert found[name, kind].tobytes() == array.tobytes(), (name, kind)

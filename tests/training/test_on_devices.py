@@ -1,0 +1,246 @@
+"""What is kept of a run, and what guards it, where the arrays lie on devices that are threads
+(tests/cluster/fake_device.py): the same as on NumPy, and nothing of the host beside them."""
+
+import re
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+import tests.test_device  # noqa: F401  the rules of the model's kernels
+from hpc3d.cluster import nccl, threads
+from hpc3d.cluster.arrays import from_host, to_host
+from hpc3d.config import CheckpointConfig
+from hpc3d.inputs import to_toml
+from hpc3d.training.beginning import begin
+from hpc3d.training.checkpoint import Checkpoint, Snapshot, steps_of
+from hpc3d.training.exchange import export
+from hpc3d.training.guard import Corrupt, NotFinite, Replicas, Wrong
+from hpc3d.training.pretrained import Pretrained, configured
+from hpc3d.training.resume import resume
+from hpc3d.training.saver import Saver
+from tests.cluster import fake_device
+from tests.cluster.fake_device import DeviceArray, DevicePool, on_device, plain
+from tests.cluster.test_ledger import flip
+from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, trainer_of
+from tests.training.lives import Ranks
+
+slow = pytest.mark.slow
+MODEL = "layers=2 batch=24 steps=4"
+STEPS = 2  # before a checkpoint
+TYPES = {number: name for name, number in nccl.TYPES.items()}
+
+
+@to_host.register(DeviceArray)
+def _(array):
+    return plain(array).copy()
+
+
+@from_host.register(DeviceArray)
+def _(array, values):
+    assert type(values) is np.ndarray
+    array[...] = values.view(DeviceArray)
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """Devices that take arrays of the host, and all types that NCCL knows."""
+
+    def bring(pool, host):
+        host = np.asarray(host)
+        array = pool.empty(host.shape, host.dtype)
+        from_host(array, host)
+        return array
+
+    def array_at(pointer, count, number):
+        dtype = np.dtype(TYPES[number])
+        memory = (fake_device.ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
+        return np.frombuffer(memory, dtype)
+
+    monkeypatch.setattr(DevicePool, "bring", bring)
+    monkeypatch.setattr(fake_device, "array_at", array_at)
+
+
+def ranks(config, function, transport):
+    """`function(mesh)` on every rank, with arrays of NumPy or on devices."""
+    sizes = config.mesh.sizes()
+    beside = threads.meshes(sizes)[0]
+
+    def rank(mesh):
+        here = on_device(mesh, beside[mesh.rank], transport) if transport else nullcontext(mesh)
+        with here as where:
+            return function(where)
+
+    return threads.run(sizes, rank)
+
+
+def life(folder, line, transport, until):
+    """Make the steps of a run up to `until`, from its newest checkpoint on, with one behind the
+    last; what each rank has Trained."""
+    config = config_of(f"{MODEL} {line}")
+    header = {"run_id": folder.name, "config": to_toml(config), "position": None}
+    begun = steps_of(folder / "checkpoints")
+
+    def rank(mesh):
+        trainer, said = trainer_of(mesh, config), []
+        start = resume(Ranks(mesh), folder, trainer, said.append) if begun else 0
+        saver = Saver(
+            folder, trainer, CheckpointConfig(every=until), lambda _: header, said.append
+        )
+        steps = []
+        for number in range(start, until):
+            steps.append(trainer.step(number))
+            saver.after(number)
+        saver.wait()
+        assert type(trainer.parameters.value) is (DeviceArray if transport else np.ndarray)
+        copied = Snapshot(trainer.parameters, trainer.optimizer).arrays
+        assert {type(array) for array in copied} <= {np.ndarray}
+        weights = {
+            item.name: (item.layout.slices(item.shape, mesh), plain(to_host(item.value)))
+            for item in trainer.parameters
+        }
+        return Trained([(step.loss, step.grad_norm) for step in steps], weights)
+
+    return ranks(config, rank, transport)
+
+
+CUBE = "x=2 y=2 z=2 scheme=3d microbatches=2"
+SHARDED = "d=2 x=2 zero=3 microbatches=2"
+STAGES = "p=2 d=2 schedule=1f1b microbatches=2 zero=1"
+BROADCAST = "x=2 y=2 z=2 scheme=3d-broadcast microbatches=1"
+
+
+@pytest.mark.parametrize(
+    ("before", "there", "after", "here"),
+    [
+        (STAGES, "nccl", SHARDED, "nccl"),
+        (SHARDED, "staged", "microbatches=2", None),
+        ("x=2 scheme=1d microbatches=2", None, STAGES, "staged"),
+        pytest.param(CUBE, "nccl", STAGES, "nccl", marks=slow),
+        pytest.param(BROADCAST, "nccl", CUBE, None, marks=slow),
+        pytest.param("d=3 zero=2 microbatches=2", None, BROADCAST, "nccl", marks=slow),
+    ],
+)
+def test_a_run_goes_on_as_that_on_numpy(tmp_path, before, there, after, here):
+    life(tmp_path, before, there, STEPS)
+    found = life(tmp_path, after, here, 4)
+    expected = serial(alone(f"{MODEL} {before}"))
+    rest = Trained(expected.totals[STEPS:], expected.weights)
+    for trained in found:
+        same(trained, rest)
+    cover(found, rest)
+
+
+def shards(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("rank-*.bin")}
+
+
+def test_what_is_saved_is_what_numpy_saves(tmp_path):
+    """Each rank's file, and the weights that are exported, to the last bit; and a run that begins
+    with those weights."""
+    found = {}
+    for transport in ("nccl", None):
+        folder = tmp_path / str(transport)
+        life(folder, STAGES, transport, 1)
+        step = folder / "checkpoints" / "step-00000001"
+        export(Checkpoint(step), folder / "exported")
+        weights = Pretrained(folder / "exported")
+        config = configured(weights, ["--train.steps", "4", "--train.batch", "24"])
+        begin(folder / "begun", config, weights.parameter)
+        after = life(folder / "begun", "p=1 schedule=none", transport, 1)
+        model = (folder / "exported" / "model.safetensors").read_bytes()
+        found[transport] = shards(step), model, after[0].totals
+    assert len(found[None][0]) == 4
+    assert found["nccl"] == found[None]
+
+
+class OnHost(Replicas):
+    """Replicas whose hashes must have come to the host."""
+
+    def gathered(self, comm, hashes):
+        found = super().gathered(comm, hashes)
+        assert type(found) is np.ndarray
+        return found
+
+
+def hurt(line, fault, transport="nccl"):
+    """What each rank raises, of which number 1 calls `fault(trainer, number)` before each step and
+    what that returns behind it."""
+    config = config_of(f"{MODEL} {line}")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        replicas = OnHost(trainer, 1)
+        try:
+            for number in range(2):
+                then = fault(trainer, number) if mesh.rank == 1 else None
+                trainer.step(number)
+                if then:
+                    then()
+                replicas.after(number)
+        except Wrong as wrong:
+            return wrong
+        return None
+
+    return ranks(config, rank, transport)
+
+
+def found_in(raised, kind):
+    assert [type(each) for each in raised] == [kind] * len(raised), raised
+    return [find.line for each in raised for find in each.found]
+
+
+def named(trainer, name):
+    return next(item for item in trainer.parameters if item.name.endswith(name))
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_replicas_that_are_alike_pass(transport):
+    line = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1"
+    assert hurt(line, lambda trainer, number: None, transport) == [None] * 8
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "name", "who"),
+    [
+        ("d=3 zero=0", "value", "up.weight", "rank 1: .*parameter .* ranks 0 1 2 along d differ"),
+        ("x=3 scheme=1d", "second", "norm2.beta", "rank 1: .*second of .* 0 1 2 along x differ"),
+        ("p=2 schedule=1f1b", "value", "token", "one of them: .* ranks 0 1 along p differ"),
+    ],
+)
+def test_a_flipped_bit_in_a_replica_is_found_and_named(line, kind, name, who):
+    def fault(trainer, number):
+        item = named(trainer, name)
+        place = trainer.parameters.places[item].state
+        block = item.value if kind == "value" else getattr(trainer.optimizer, kind)[place]
+
+        def then():
+            plain(block)[...] = flip(plain(block), 3, 7)
+
+        return then if number == 1 else None
+
+    (text,) = found_in(hurt(line, fault), Corrupt)
+    assert re.match(who, text)
+    assert "step 1, " in text
+    assert name in text
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("kinds", "what"), [(["grad"], "gradient"), (["grad", "value"], "value")])
+def test_a_nan_is_named(kinds, what):
+    """Those of parameters before those of gradients."""
+
+    def fault(trainer, number):
+        item, wait = named(trainer, "up.weight"), trainer.buckets.wait
+
+        def spoilt():
+            wait()
+            for kind in kinds:
+                getattr(item, kind)[0, 0] = np.nan
+
+        if number == 1:
+            trainer.buckets.wait = spoilt
+
+    (text,) = found_in(hurt("x=2 scheme=1d microbatches=2", fault), NotFinite)
+    place = r"rank 1: step 1, layer [01], up.weight: 1 of \d+ elements of its"
+    assert re.match(f"{place} {what} are not finite", text)
