@@ -74,6 +74,7 @@ def resume(job, run, trainer, say):
     if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
         job.refuse("\n".join(problems))
     trainer.optimizer.steps = opened.header["updates"]
+    trainer.scaling.restore(opened.header.get("loss_scale"))
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")

@@ -51,6 +51,7 @@ class Saver:
             snapshot = Snapshot(trainer.parameters, trainer.optimizer)
         self.exposed = time.monotonic() - begin
         header = self.header(done) | {"step": done, "updates": trainer.optimizer.steps}
+        header["loss_scale"] = trainer.scaling.state()
         self.thread = threading.Thread(target=self.try_to_write, args=(snapshot, header, begin))
         self.thread.start()
 

@@ -1,0 +1,127 @@
+"""A run in float16 with a scaled loss: what it computes, what it leaves out, how it goes on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.config import CheckpointConfig
+from hpc3d.inputs import to_toml
+from hpc3d.training.guard import NotFinite
+from hpc3d.training.loop import Trainer
+from hpc3d.training.resume import resume
+from hpc3d.training.saver import Saver
+from hpc3d.training.scaling import LossScale
+from tests.pipeline.mixes import Tokens, config_of
+from tests.training.lives import Ranks
+
+MODEL = "layers=2 batch=24 steps=4"
+LAYOUTS = ["schedule=none microbatches=2", "p=2 d=2 schedule=1f1b microbatches=2 zero=1"]
+
+
+def trainer_of(mesh, config):
+    batches = Tokens(config) if mesh.rank == 0 else None
+    return Trainer(mesh, config, config.model.vocabulary, batches)
+
+
+def trained(line, act=lambda trainer, number: None, dtype="float16", start=None, steps=4):
+    """(trainer, step, what `act` says before it) of every step of rank 0; all see the same."""
+    config = config_of(f"{MODEL} dtype={dtype} {line}")
+
+    def rank(mesh):
+        trainer, seen = trainer_of(mesh, config), []
+        if start:
+            trainer.scaling = LossScale(start)
+        for number in range(steps):
+            said = act(trainer, number)
+            seen.append((trainer.step(number), trainer.skipped, trainer.scaling.factor, said))
+        return seen
+
+    ranks = run(config.mesh.sizes(), rank)
+    assert [[each[1:3] for each in seen] for seen in ranks] == [
+        [each[1:3] for each in ranks[0]]
+    ] * len(ranks)
+    return ranks[0]
+
+
+@pytest.mark.parametrize("line", [*LAYOUTS, f"{LAYOUTS[0]} optimizer=sgd learning_rate=0.1"])
+def test_losses_and_norms_are_those_of_float32(line):
+    ours, theirs = trained(line), trained(line, dtype="float32")
+    assert [factor for *_, factor, _ in ours] == [2.0**16] * 4
+    assert [factor for *_, factor, _ in theirs] == [1.0] * 4
+    for (step, *_), (other, *_) in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(step.loss, other.loss, rtol=2e-3)
+        np.testing.assert_allclose(step.grad_norm, other.grad_norm, rtol=1e-2)
+
+
+def kept(trainer, number):
+    """A copy of all that an update changes."""
+    optimizer = trainer.optimizer
+    arrays = trainer.parameters.value, optimizer.master, optimizer.first, optimizer.second
+    return [array.copy() for array in arrays], optimizer.steps
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_an_update_that_overflows_is_left_out_and_the_factor_halved(line):
+    """Until it fits: the loss of the first step is that of the steps that change nothing."""
+    done = trained(line, kept, start=2.0**24, steps=12)
+    left = [skipped for _, skipped, *_ in done]
+    count = left.index(False)
+    assert 1 < count < 11
+    assert left[count:] == [False] * (12 - count)
+    assert [factor for *_, factor, _ in done] == [
+        2.0 ** (24 - min(number, count)) for number in range(1, 13)
+    ]
+    before = [said for *_, said in done]
+    for number in range(1, 12):
+        same = all(
+            np.array_equal(a, b)
+            for a, b in zip(before[number][0], before[number - 1][0], strict=True)
+        )
+        assert same == (number <= count)
+    assert [steps for _, steps in before] == [max(0, number - count) for number in range(12)]
+    assert all(np.isfinite(step.loss) for step, *_ in done)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_no_factor_mends_stops_the_run():
+    def spoil(trainer, number):
+        trainer.parameters.sum_of_squares = lambda: np.inf
+
+    with pytest.raises(NotFinite):
+        trained(LAYOUTS[0], spoil, start=2.0**3, steps=4)
+    assert [skipped for _, skipped, *_ in trained(LAYOUTS[0], spoil, start=2.0**4)] == [True] * 4
+
+    def spoil_value(trainer, number):
+        trainer.parameters.items[0].value[0] = np.nan
+
+    with pytest.raises(NotFinite):
+        trained(LAYOUTS[0], spoil_value, steps=1)
+
+
+def test_it_goes_on_from_a_checkpoint(tmp_path):
+    config = config_of(f"{MODEL} dtype=float16 {LAYOUTS[1]}")
+    header = {"run_id": "run", "config": to_toml(config), "position": None}
+
+    def save(mesh):
+        trainer = trainer_of(mesh, config)
+        trainer.scaling = LossScale(2.0**11)
+        saver = Saver(tmp_path, trainer, CheckpointConfig(every=2), lambda _: header, str)
+        for number in range(2):
+            trainer.step(number)
+            saver.after(number)
+        saver.wait()
+
+    def go_on(mesh):
+        where = replace(config, train=replace(config.train, dtype=dtype))
+        trainer = trainer_of(mesh, where)
+        assert resume(Ranks(mesh), tmp_path, trainer, str) == 2
+        return trainer.scaling.factor, trainer.scaling.row
+
+    run(config.mesh.sizes(), save)
+    dtype = "float16"
+    assert run(config.mesh.sizes(), go_on) == [(2.0**11, 2)] * 4
+    dtype = "float32"
+    assert [factor for factor, _ in run(config.mesh.sizes(), go_on)] == [1.0] * 4
