@@ -2,18 +2,26 @@
 
 Tables are made by keys.  The keys rank, stage and step belong to a cell, which is a rank in a
 step, a row of /steps; the others, columns of /events or the axis of a group, belong to an event.
+
+A rank's time counts once.  Where it computes on a device, calls run beside what it computes: they
+belong to no cell.  The host's time is what is left of it while the device computes nothing.
 """
 
 from itertools import pairwise
 
 import numpy as np
 
+from hpc3d.analyze.intervals import before, merged
+from hpc3d.trace.events import STREAM
+
+HOST, COMPUTATION, COMMUNICATION = range(len(STREAM))
 WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 
 
 def cells(trace):
-    """The row of /steps in which each event lies, -1 for those in no completed step."""
+    """The row of /steps in which each event lies, -1 for those in no completed step, and those
+    that run beside."""
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
     steps, events = (
@@ -22,7 +30,12 @@ def cells(trace):
     order = np.argsort(steps)
     place = np.searchsorted(steps[order], events)
     place = order[np.minimum(place, len(steps) - 1)]
-    return np.where(steps[place] == events, place, -1)
+    return np.where((steps[place] == events) & ~beside(trace), place, -1)
+
+
+def beside(trace):
+    """Which events are calls as they run on a device, beside what it computes."""
+    return trace.events["stream"] == COMMUNICATION
 
 
 def cell_values(trace, key):
@@ -48,10 +61,24 @@ def event_values(trace, key, rows=slice(None)):
 
 
 def own_time(trace):
-    """Duration of each event without those of the events that it encloses, in ns."""
+    """Duration of each event without those of the events that it encloses, in ns; of the host's
+    without the time in which its device computes, or waits for a block."""
     duration, parent = trace.events["dur"], trace.events["parent"]
     nested = parent >= 0
-    return duration - np.bincount(parent[nested], duration[nested], len(duration))
+    own = duration - np.bincount(parent[nested], duration[nested], len(duration))
+    return own - _hidden(trace) if trace.events["stream"].any() else own
+
+
+def _hidden(trace):
+    """How much of each event of the host lies in those of computation on its device, in ns."""
+    events, hidden = trace.events, np.zeros(len(trace.events), "i8")
+    start, end = events["t_start"], events["t_start"] + events["dur"]
+    for rows in slices(events["rank"], trace.attrs["world_size"]):
+        stream = events["stream"][rows]
+        host, device = (rows.start + np.flatnonzero(stream == n) for n in (HOST, COMPUTATION))
+        busy = merged(start[device], end[device])
+        hidden[host] = before(busy, end[host]) - before(busy, start[host])
+    return hidden
 
 
 def labels(trace, key):

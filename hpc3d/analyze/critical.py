@@ -4,7 +4,8 @@ The path is walked back from the last end of any rank.  Time in a row of the ran
 counts for this row, and time between two rows for the host.  A row in which the rank is blocked in
 a call counts, as communication, from the arrival that the call waited for (hpc3d.analyze.waits);
 at this arrival the path goes on with the rank that arrived.  So the pieces lie end to end, and no
-wait is among them.
+wait is among them.  On a device the path keeps to what it computes: calls that run beside, and
+what the host does meanwhile, are not on it.
 """
 
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.columns import event_values, labels, slices
+from hpc3d.analyze.columns import beside, event_values, labels, own_time, slices
 from hpc3d.analyze.tables import ratio
 
 HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "none", "name": ""}
@@ -60,7 +61,7 @@ class _Rows:
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
         leaf[parent] = False  # parent -1 is the entry behind the last event
-        lasting = (events["step"] == step) & (events["dur"] > 0)
+        lasting = (events["step"] == step) & (own_time(trace) > 0) & ~beside(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
             raise ValueError(f"{trace.path}: no events of step {step}; choose another one")

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc3d.analyze.charts import COLOURS, Bars, Heat, Lines
 from hpc3d.analyze.gantt import Panels, gantt
-from hpc3d.analyze.timeline import KINDS, Timeline, boxes
+from hpc3d.analyze.timeline import KINDS, Timeline, boxes, lanes
 
 WIDTH = 7.2  # inches
 NARROW = 48  # bars side by side that have a gap between them, and a label each
@@ -142,10 +142,10 @@ def _timeline(chart: Timeline):
     """A row a rank; the boxes are pixels, for a step has too many of them for a drawing."""
     from matplotlib.collections import PolyCollection
 
-    rows = len(chart.shown)
+    rows, half = len(chart.shown), 0.42 * lanes(chart.events)[1]
     figure, (panel,) = empty(10.0, 1.2 + min(8.0, max(1.0, 0.2 * rows)))
     for kind, (left, right, row) in boxes(chart).items():
-        top, bottom = row - 0.42, row + 0.42
+        top, bottom = row - half, row + half
         corners = [(left, top), (left, bottom), (right, bottom), (right, top)]
         how = {"facecolors": KINDS[kind], "linewidths": 0, "rasterized": True, "label": kind}
         panel.add_collection(PolyCollection(np.moveaxis(np.array(corners), -1, 0), **how))

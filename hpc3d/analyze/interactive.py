@@ -8,7 +8,7 @@ from functools import singledispatch
 import numpy as np
 
 from hpc3d.analyze.charts import COLOURS, Bars, Heat, Lines
-from hpc3d.analyze.timeline import KINDS, Timeline
+from hpc3d.analyze.timeline import KINDS, Timeline, lanes
 
 TOOLS = "pan,box_zoom,reset,save"
 TICKS = 32  # labels on an axis of ranks at most
@@ -169,7 +169,7 @@ def _draw_boxes(plot, source, chart):
     """The boxes of each kind, those of waits by the flag `waited`, and what is said of them."""
     from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool
 
-    drawn = []
+    drawn, height = [], 0.84 * lanes(chart.events)[1]
     kinds = np.unique(chart.events["kind"]).tolist()
     groups = [(*item, "until", "end", "kind", number) for number, item in enumerate(KINDS.items())]
     groups = [group for group in groups if group[-1] in kinds]
@@ -177,7 +177,7 @@ def _draw_boxes(plot, source, chart):
     for kind, colour, left, right, column, value in groups:
         view = CDSView(filter=GroupFilter(column_name=column, group=value))
         how = {"color": colour, "line_color": None, "nonselection_alpha": 0.25}
-        where = {"y": "row", "left": left, "right": right, "height": 0.84}
+        where = {"y": "row", "left": left, "right": right, "height": height}
         drawn.append(plot.hbar(**where, **how, source=source, view=view, legend_label=kind))
     code = "return hpc3d.text(plot.tags[1].data, plot.tags[0], special_vars.index, format)"
     written = CustomJSHover(args={"plot": plot}, code=code)
@@ -205,8 +205,8 @@ def _columns(chart):
     """The columns of the boxes, each of the smallest type that a browser reads."""
     events = chart.events
     waited = events["until"] > events["start"]
-    row = np.searchsorted(chart.shown, events["rank"]).astype("f4")
-    columns = {**events, "waited": waited, "row": row}
+    row, (lane, _) = np.searchsorted(chart.shown, events["rank"]), lanes(events)
+    columns = {**events, "waited": waited, "lane": lane, "row": (row + lane).astype("f4")}
     return {key: _small(values) for key, values in columns.items()}
 
 

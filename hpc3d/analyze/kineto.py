@@ -5,15 +5,18 @@
 An event is a kernel on a stream of its rank's device: computation on stream 7, calls on a stream
 for each mesh axis, from where they were posted to where they ended, for this is how long a kernel
 of NCCL lasts.  What launched a kernel tells which step it belongs to.  Times are whole
-microseconds, rounded down, so that what does not overlap in the trace does not overlap here.
+microseconds, rounded down, so that what does not overlap in the trace does not overlap here.  What
+the host of a device does is not on the device; the calls as they run are not there a second time.
 """
 
 import json
 
 from hpc3d.analyze.perfetto import records
+from hpc3d.trace.events import STREAM
 
 COMPUTE, CALLS = 7, 20  # the stream of computation, and the first one of calls
 HOST = 1  # process and thread of the launches and steps
+ON_HOST, COMMUNICATION = map(STREAM.index, ("host", "communication"))
 
 
 def write(events, folder):
@@ -36,18 +39,21 @@ def _lines(events, rank, rows):
     for owner, step, begin, end in events.steps:
         if owner == rank:
             yield _complete(f"ProfilerStep#{step}", "user_annotation", begin, end, HOST, HOST, {})
+    on_device = events.columns["stream"][rows].any()
     for number, row in enumerate(records(events, rows), 1):
-        launch, of_step = {"correlation": number}, {"External id": number}
-        yield _complete(
-            "cudaLaunchKernel",
-            "cuda_runtime",
-            row["posted"],
-            row["posted"],
-            HOST,
-            HOST,
-            launch | of_step,
-        )
-        yield _kernel(events, row, launch | of_step)
+        if on_device and row["stream"] == ON_HOST:
+            name, times = events.names["name"].get(row["name"], ""), (row["start"], row["end"])
+            yield _complete(name, "cpu_op", *times, HOST, HOST, {"External id": number})
+        elif row["stream"] != COMMUNICATION:
+            yield from _launched(events, row, number)
+
+
+def _launched(events, row, number):
+    """A kernel, and what launched it."""
+    launch, of_step = {"correlation": number}, {"External id": number}
+    when = row["posted"], row["posted"]
+    yield _complete("cudaLaunchKernel", "cuda_runtime", *when, HOST, HOST, launch | of_step)
+    yield _kernel(events, row, launch | of_step)
 
 
 def _complete(name, category, begin, end, process, thread, values):

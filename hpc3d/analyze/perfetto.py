@@ -9,6 +9,8 @@ import json
 
 import numpy as np
 
+from hpc3d.trace.events import STREAM
+
 STEPS = -1  # the thread of the training steps
 
 
@@ -40,8 +42,10 @@ def _processes(events):
         yield _meta("process_name", rank, 0, name=", ".join(parts))
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
         yield _meta("thread_name", rank, STEPS, name="steps")
-        for stream in np.unique(events.columns["stream"][rows]).tolist():
-            yield _meta("thread_name", rank, stream, name=f"stream {stream}")
+        streams = np.unique(events.columns["stream"][rows]).tolist()
+        for stream in streams:
+            does = f", {STREAM[stream]}" if any(streams) and stream < len(STREAM) else ""
+            yield _meta("thread_name", rank, stream, name=f"stream {stream}{does}")
 
 
 def _place(rank, axes):

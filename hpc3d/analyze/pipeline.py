@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.analyze.bubble import BACKWARD
-from hpc3d.analyze.columns import labelled
+from hpc3d.analyze.columns import beside, labelled
 from hpc3d.analyze.gantt import spans
 from hpc3d.inputs import validate
 from hpc3d.pipeline.engine import PHASE
@@ -147,7 +147,8 @@ def _events_of_passes(trace):
     one an event."""
     events = trace.events
     columns = {name: events[name].astype("i8") for name in PLACE} | {"op": _ops(events)}
-    inside = np.flatnonzero(np.all([values >= 0 for values in columns.values()], axis=0))
+    inside = np.all([values >= 0 for values in columns.values()], axis=0)
+    inside = np.flatnonzero(inside & ~beside(trace))
     where = (columns["stage"][inside] << 32) + events["rank"][inside]
     places = np.unique(where)
     stages, first, counts = np.unique(places >> 32, return_index=True, return_counts=True)

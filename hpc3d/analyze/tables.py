@@ -8,7 +8,15 @@ is not known is None.
 
 import numpy as np
 
-from hpc3d.analyze.columns import cells, combinations, event_values, labelled, named, own_time
+from hpc3d.analyze.columns import (
+    beside,
+    cells,
+    combinations,
+    event_values,
+    labelled,
+    named,
+    own_time,
+)
 from hpc3d.trace.settings import one_time
 
 KEYS = ("category", "phase", "axis", "op")
@@ -46,7 +54,7 @@ def time_rows(trace):
 def between_rows(trace):
     """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
     most, and of all on a rank."""
-    between = np.flatnonzero(trace.events["step"] < 0)
+    between = np.flatnonzero((trace.events["step"] < 0) & ~beside(trace))
     if not len(between):
         return []
     kinds, kind = combinations([event_values(trace, key, between) for key in ("name", "category")])

@@ -32,10 +32,10 @@ class Timeline(NamedTuple):
 
     `events` are columns: `start` and `end` in ms from the first begin of the step on any rank,
     between them `until`, where the wait for the last arrival ends (`start` if there was none),
-    and `posted`, when a call was made; `rank`, `kind` (a number in KINDS), `meeting` (a number
-    that calls have in common which belong together, -1 for none), `by` (the rank that was waited
-    for, -1 for none), and DETAILS.  `names` are {code: name} of those columns that hold codes.
-    `path` are the Segments of the critical path.
+    and `posted`, when a call was made; `rank`, `stream`, `kind` (a number in KINDS), `meeting` (a
+    number that calls have in common which belong together, -1 for none), `by` (the rank that was
+    waited for, -1 for none), and DETAILS.  `names` are {code: name} of those columns that hold
+    codes.  `path` are the Segments of the critical path.
     """
 
     step: int
@@ -59,7 +59,7 @@ def timeline(trace, calls, step, path, limit=EVENTS):
     names = {key: labels(trace, key) for key in ("op", "phase", "axis")}
     names["name"] = dict(enumerate(trace.strings))
     columns = _times(trace, calls, step, rows) | {"kind": _kinds(trace, rows)}
-    columns |= {key: event_values(trace, key, rows) for key in ("rank", *DETAILS)}
+    columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     return Timeline(step, shown, trace.attrs["world_size"], axes, columns, names, path)
 
@@ -70,7 +70,7 @@ def boxes(chart):
     A call is two boxes: its wait, and the rest.
     """
     events = chart.events
-    row = np.searchsorted(chart.shown, events["rank"])
+    row = np.searchsorted(chart.shown, events["rank"]) + lanes(events)[0]
     found = {}
     for kind, number in NUMBER.items():
         these = events["kind"] == number
@@ -79,6 +79,13 @@ def boxes(chart):
     waits = [events["start"][waited], events["until"][waited], row[waited]]
     found["wait"] = [np.concatenate(parts) for parts in zip(found["wait"], waits)]
     return {kind: parts for kind, parts in found.items() if len(parts[0])}
+
+
+def lanes(events):
+    """How far below the middle of its rank's row each event lies, and what part of a row is high:
+    the streams of a rank share its row, one under the other."""
+    streams, lane = np.unique(events["stream"], return_inverse=True)
+    return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
 
 
 def representatives(trace, calls, path, events, limit):

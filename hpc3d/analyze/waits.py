@@ -21,7 +21,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpc3d.analyze.columns import cells, combinations, event_values, hosts, labelled, named
+from hpc3d.analyze.columns import (
+    COMMUNICATION,
+    cells,
+    combinations,
+    event_values,
+    hosts,
+    labelled,
+    named,
+)
 
 MESSAGES = ("send", "recv")
 UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
@@ -136,6 +144,7 @@ def _early(events, row):
     the waits that end them: those of the rank and group whose call began when the row does."""
     kind = labelled(events, "op", EARLY)
     calls = labelled(events, "category", ["copy"]) & kind & (events["seq"] < 0)
+    calls &= events["stream"] != COMMUNICATION
     called = np.flatnonzero(calls)
     place = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[place]])

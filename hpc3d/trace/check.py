@@ -7,8 +7,9 @@ holds what was done in it; what takes several ranks is in hpc3d.trace.agreement.
 import numpy as np
 
 from hpc3d.trace.agreement import collectives, messages
-from hpc3d.trace.events import LAYOUT
+from hpc3d.trace.events import LAYOUT, STREAM
 
+COMMUNICATION = STREAM.index("communication")
 TABLES = {
     "ranks": "ranks",
     "events": "events",
@@ -118,19 +119,21 @@ def _interval(events):
 
 
 def inside(trace):
-    """An event lies inside of its step, and those on one stream do not take longer than it."""
+    """An event lies inside of its step, and those on one stream do not take longer than it; a call
+    that runs beside what a device computes may go on when its step is over."""
     events, step = trace.events, trace.steps
     cell = _cells(trace)
     known = np.flatnonzero(cell >= 0)
     cell, (start, end) = cell[known], (values[known] for values in _interval(events))
     outside = (start < step["t_start"][cell]) | (end > step["t_end"][cell])
+    outside &= events["stream"][known] != COMMUNICATION
     yield "events", "not inside of its step", known[outside]
     posted = events["posted"] > events["t_start"]
     yield "events", "waited for before it was posted", np.flatnonzero(posted)
     stream, duration = events["stream"][known], end - start
     duration[events["parent"][known] >= 0] = 0
     length = step["t_end"] - step["t_start"]
-    for number in np.unique(stream):
+    for number in np.setdiff1d(stream, [COMMUNICATION]):
         busy = np.bincount(cell, duration * (stream == number), len(length))
         yield "steps", "takes less time than its events", np.flatnonzero(busy > length)
 

@@ -47,6 +47,7 @@ MEMORY_KIND = (
     "communication",
     "workspace",
 )
+STREAM = ("host", "computation", "communication")  # of a rank that computes on a device
 DTYPE = ("none", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 ENUMS = {"category": CATEGORY, "phase": PHASE, "op": OP, "kind": MEMORY_KIND, "dtype": DTYPE}
@@ -262,6 +263,7 @@ ATTRIBUTES = (
     Attribute("git", str, "revision of the source"),
     Attribute("mpi", str, "MPI library"),
     Attribute("device", str, "devices that the ranks compute on"),
+    Attribute("transport", str, "the way that ranks talk along the axes of the mesh"),
     Attribute("cores", int, "processors of rank 0's host, 0 if unknown"),
     Attribute("segments", int, "files of the ranks that were merged into this one"),
     Attribute("complete", bool, "whether all that the run was to do is here", True),

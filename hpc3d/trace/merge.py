@@ -20,7 +20,7 @@ WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file th
 SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
 OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
-OPTIONAL = {"kind": "measured", "cores": 0}
+OPTIONAL = {"kind": "measured", "cores": 0, "transport": ""}
 
 
 def merge(run_dir):
@@ -244,7 +244,7 @@ def _named(steps):
 
 
 def _attributes(first, headers, missing):
-    same = "kind run_id created_utc world_size axis_sizes time_unit config git mpi cores"
+    same = "kind run_id created_utc world_size axis_sizes time_unit config git mpi cores transport"
     return {key: first[key] for key in same.split()} | {
         "format": schema.FORMAT,
         "version": schema.VERSION,

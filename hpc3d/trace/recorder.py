@@ -6,36 +6,25 @@ in a run.  Between steps the table is written as a closed segment when it is hal
 
 import struct
 import time
-from collections import Counter
 
 import numpy as np
 
-from hpc3d.cluster.communicator import Pending
 from hpc3d.trace.events import (
     CATEGORY,
     CLOCK_SAMPLES,
-    DTYPE,
     EVENTS,
     MEMORY,
     MEMORY_KIND,
-    OP,
     PHASE,
     STEPS,
     record_type,
 )
 from hpc3d.trace.segment import segment_path, write_segment
+from hpc3d.trace.traced import OP_NUMBER, Traced
 
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
-COMPUTE, COMM, COPY, OPTIMIZER, IO, MARKER = (
-    CATEGORY.index(n) for n in ("compute", "comm", "copy", "optimizer", "io", "marker")
-)
-AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
-OP_NUMBER = {name: number for number, name in enumerate(OP)}
-DTYPE_NUMBER = {
-    np.dtype(name).str: number for number, name in enumerate(DTYPE) if name in np.sctypeDict
-}
-MESSAGES = ("send", "recv")
+COMPUTE, OPTIMIZER, IO, MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
 MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
 NANOSECONDS = 1_000_000_000
 
@@ -62,7 +51,7 @@ class Recorder:
         self.strings, self.steps, self.memory, self.samples = {}, [], [], []
         self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
         self.at(0, 0, -1)
-        self.communication = 0  # nanoseconds in calls since the step began
+        self.blocked = 0  # nanoseconds in calls since the step began
         self.latest = 0  # when a call was made, a row ended or a step began, whichever was last
         self.flushed = self.started = clock()
 
@@ -82,6 +71,11 @@ class Recorder:
     def context(self):
         """What `put` stamps on an event."""
         return self.phase_number, self.microbatch, self.stage, self.chunk, self.layer
+
+    @property
+    def communication(self):
+        """Nanoseconds of the step that were spent in calls."""
+        return self.blocked
 
     def name(self, text):
         return self.strings.setdefault(text, len(self.strings))
@@ -111,9 +105,11 @@ class Recorder:
         flops=0.0,
         posted=None,
         step=None,
+        stream=0,
     ):
         """One row, for a span of `duration` ns that began at `start`, in this step or another."""
-        self.latest = start + duration
+        if not stream:
+            self.latest = start + duration
         if self.count == self.capacity and not self.grow():
             self.dropped += 1
             return
@@ -122,8 +118,8 @@ class Recorder:
         ROW.pack_into(
             self.table, self.count * ROW.size,
             start, start, duration, start if posted is None else posted, name, category, phase, op,
-            self.rank, self.step if step is None else step, microbatch, stage, chunk, layer, 0,
-            group, seq, peer, received, count, dtype, flops, -1, 0,
+            self.rank, self.step if step is None else step, microbatch, stage, chunk, layer,
+            stream, group, seq, peer, received, count, dtype, flops, -1, 0,
         )
         # fmt: on
         self.count += 1
@@ -147,16 +143,18 @@ class Recorder:
             self.samples += self.clocks.synchronise()
 
     def begin_step(self, number):
-        self.step, self.communication = number, 0
+        self.step, self.blocked = number, 0
         self.started = self.latest = self.clock()
 
-    def end_step(self, pool, tokens, loss, grad_norm, learning_rate, forward_s, backward_s):
+    def end_step(
+        self, pool, tokens, loss, grad_norm, learning_rate, forward_s, backward_s, skipped=False
+    ):
         """Close a step: its row, the memory by kind, and a segment if one is due."""
         now = self.clock()
         # fmt: off
         self.steps.append((
             self.rank, self.step, self.started, now, tokens, loss, grad_norm, learning_rate,
-            forward_s, backward_s, 0,
+            forward_s, backward_s, skipped,
         ))
         # fmt: on
         for number, kind in enumerate(MEMORY_KIND):
@@ -198,100 +196,3 @@ class Span:
         context, flops = recorder.context, self.flops
         recorder.put(self.start, duration, self.name, category, self.op, context, flops=flops)
         return False
-
-
-class Traced:
-    """A communicator whose calls are events: group, sequence number, bytes, time.
-
-    A row spans the wait for a block; it begins with the call where nothing lies between the two.
-    Otherwise the call is a row of its own, of category copy, without number and bytes, and the
-    rank was free in between.  The collectives of a group are numbered; messages are numbered by
-    themselves from each sender to each receiver, so that (group, sender, receiver, number) names
-    the two ends of one.
-    """
-
-    def __init__(self, comm, recorder, group):
-        self.comm, self.recorder, self.group = comm, recorder, group
-        self.rank, self.size = comm.rank, comm.size
-        self.members, self.pool = comm.members, comm.pool
-        self.buffer, self.together, self.sequence = comm.buffer, comm.together, Counter()
-
-    def all_gather(self, block, dim=0):
-        received = block.nbytes * (self.size - 1)
-        return self.call("all_gather", block, received, -1, self.comm.all_gather, dim)
-
-    def reduce_scatter(self, block, dim=0):
-        received = block.nbytes * (self.size - 1) // self.size
-        return self.call("reduce_scatter", block, received, -1, self.comm.reduce_scatter, dim)
-
-    def all_reduce(self, block, op="sum"):
-        received = 2 * block.nbytes * (self.size - 1) // self.size
-        return self.call("all_reduce", block, received, -1, self.comm.all_reduce, op)
-
-    def broadcast(self, block, root):
-        """The block, for all but the root."""
-        received = None if self.rank != root else 0
-        return self.call("broadcast", block, received, root, self.comm.broadcast, root)
-
-    def reduce(self, block, root):
-        """The block, for all but the member next to the root, where the chain to it begins."""
-        received = block.nbytes * (self.rank != (root + 1) % self.size)
-        return self.call("reduce", block, received, root, self.comm.reduce, root)
-
-    def all_to_all(self, block):
-        received = block.nbytes * (self.size - 1) // self.size
-        return self.call("all_to_all", block, received, -1, self.comm.all_to_all)
-
-    def send(self, block, peer):
-        return self.call("send", block, block.nbytes, peer, self.comm.send, peer)
-
-    def recv(self, shape, dtype, peer):
-        block = np.empty((0, *shape[1:]), dtype)
-        return self.call(
-            "recv", block, None, peer, lambda _, source: self.comm.recv(shape, dtype, source), peer
-        )
-
-    def number(self, op, peer):
-        """The number of this call in its sequence."""
-        key = (op, peer) if op in MESSAGES else "collective"
-        self.sequence[key] += 1
-        return self.sequence[key] - 1
-
-    def call(self, op, block, received, peer, method, *arguments):
-        """Make the call; `received` None stands for the bytes of what comes back."""
-        recorder, seq = self.recorder, self.number(op, peer)
-        context, step = recorder.context, recorder.step
-        posted = recorder.clock()
-        pending = method(block, *arguments)
-        free = recorder.latest = recorder.clock()
-
-        def finish():
-            begin = recorder.clock()
-            result = pending.wait()
-            end = recorder.clock()
-            name, number = recorder.name(op), OP_NUMBER[op]
-            if recorder.latest > free or begin - free > AT_ONCE:
-                place = context, self.group
-                recorder.put(posted, free - posted, name, COPY, number, *place, step=step)
-                recorder.communication += free - posted
-            else:
-                begin = posted
-            recorder.communication += end - begin
-            recorder.put(
-                begin,
-                end - begin,
-                name,
-                COMM,
-                number,
-                context,
-                posted=posted,
-                group=self.group,
-                seq=seq,
-                peer=-1 if peer < 0 else self.members[peer],
-                received=result.nbytes if received is None else received,
-                count=block.size,
-                dtype=DTYPE_NUMBER.get(block.dtype.str, 0),
-            )
-            return result
-
-        return Pending(finish)

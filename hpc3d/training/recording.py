@@ -14,9 +14,9 @@ CLOCKS = {
 }
 
 
-def recorded(job, mesh, config, folder, git):
+def recorded(job, mesh, config, folder, git, transport):
     """The mesh with a recorder where the run is traced; rank 0 describes the environment."""
-    place = job.place()
+    place = {**job.place(), "device": str(mesh.pool.device)}
     places = job.gather(place)
     if job.rank == 0:
         from hpc3d.training.folder import describe
@@ -25,7 +25,6 @@ def recorded(job, mesh, config, folder, git):
     if not config.trace.enabled:
         return mesh
     from hpc3d.trace.clock import Clocks
-    from hpc3d.trace.recorder import Recorder
 
     header = {
         "rank": job.rank,
@@ -34,7 +33,7 @@ def recorded(job, mesh, config, folder, git):
         "axis_sizes": list(mesh.sizes.values()),
         "coords": [mesh.coord(axis) for axis in mesh.sizes],
         **place,
-        "device": "cpu",
+        "transport": transport,
         "cores": os.cpu_count() or 0,
         "run_id": folder.name,
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,10 +43,24 @@ def recorded(job, mesh, config, folder, git):
         "mpi": job.library(),
         "version": __version__,
     }
-    clock, _ = CLOCKS[config.trace.clock]
-    recorder = Recorder(folder, header, clock=clock)
+    recorder = recorder_of(folder, header, mesh.pool, config)
     if config.trace.clock == "wall":
         hosts = [place["host"] for place in places]
         recorder.clocks = Clocks(mesh.world, hosts, recorder.clock)
     job.at_end.append(recorder.flush)
     return mesh.traced(recorder)
+
+
+def recorder_of(folder, header, pool, config):
+    """The Recorder of the rank, which reads the clock of its device where it has one."""
+    clock, _ = CLOCKS[config.trace.clock]
+    if config.train.backend == "numpy":
+        from hpc3d.trace.recorder import Recorder
+
+        return Recorder(folder, header, clock=clock)
+    from hpc3d.trace.device import DeviceRecorder
+
+    cuda, nvtx = pool.device.cupy.cuda, config.trace.nvtx
+    timing = cuda.Event, cuda.get_elapsed_time
+    ranges = (cuda.nvtx.RangePush, cuda.nvtx.RangePop) if nvtx else None
+    return DeviceRecorder(folder, header, pool.device, timing, ranges, clock=clock)

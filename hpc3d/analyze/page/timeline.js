@@ -93,12 +93,13 @@ const hpc3d = (() => {
     return ranks.filter((rank) => placed(rank) && (!spans.length || within(rank)));
   }
 
-  // Give the chosen ranks a row each, and the others none.
+  // Give the chosen ranks a row each, in which a stream has its lane, and the others none.
   function arrange(plot, sources, ranks) {
     const row = new Map(ranks.map((rank, place) => [rank, place]));
     for (const source of sources) {
-      const { rank } = source.data;
-      source.data.row = Float32Array.from(rank, (each) => row.get(each) ?? NaN);
+      const { rank, lane } = source.data;
+      const place = (each, at) => (row.get(each) ?? NaN) + (lane?.[at] ?? 0);
+      source.data.row = Float32Array.from(rank, place);
       source.change.emit();
     }
     const every = 1 + Math.floor((ranks.length - 1) / 32);
