@@ -26,7 +26,7 @@ class MeshConfig:
     y: int | None = None
     z: int | None = None
     order: str = "p d c e x y z"
-    transport: Literal["auto", "mpi"] = "auto"
+    transport: Literal["auto", "mpi", "nccl", "staged"] = "auto"
 
     def sizes(self):
         """Axis -> number of ranks, in the order of the ranks."""
@@ -85,7 +85,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """The optimisation; `batch` counts the sequences of a global batch.  The run stops and saves
-    after the step in which its `max_minutes` have passed (0: no limit)."""
+    after the step in which its `max_minutes` have passed (0: no limit).  With `tf32` a GPU rounds
+    the factors of float32 products to 10 bits, with `graph` its step is one launch, with
+    `fused_gelu` cuBLASLt does GELU within products."""
 
     __pydantic_config__ = STRICT
     steps: int = 20
@@ -97,8 +99,11 @@ class TrainConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.1
     clip: float = 1.0
-    dtype: Literal["float16", "float32", "float64"] = "float32"
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     backend: Literal["numpy", "cupy"] = "numpy"
+    tf32: bool = False
+    graph: bool = False
+    fused_gelu: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,14 @@ class GuardConfig:
 class TraceConfig:
     """`clock` "processor" counts the processor time of each rank instead of what the wall clock
     shows: where ranks outnumber cores, that is what an operation costs.  The clocks of several
-    hosts are compared at the start, every `sync_every` steps and at the end."""
+    hosts are compared at the start, every `sync_every` steps and at the end.  With `nvtx`
+    NVIDIA's profilers show the names of what a GPU computes."""
 
     __pydantic_config__ = STRICT
     enabled: bool = True
     sync_every: int = 100
     clock: Literal["wall", "processor"] = "wall"
+    nvtx: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpc3d.cluster import devices, health, launch, library, storage
+from hpc3d.cluster import devices, health, launch, library, storage, transport
 from hpc3d.cluster.exits import CHECK_FAILED, Ended
 from hpc3d.cluster.health import FAIL, OK, WARN, Finding, examine, outcome
 from hpc3d.command import Parser, run
@@ -125,7 +125,7 @@ def alone(options):
         return
     yield from examine(two_ranks, launcher.path, options)
     if devices.present():
-        yield from examine(devices.aware, launcher.path, options.timeout, surroundings())
+        yield from examine(devices.aware, launcher.path, options.timeout, devices.surroundings())
 
 
 def local(options):
@@ -171,18 +171,11 @@ def hdf5(folder):
     yield Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", UNLOCKED)
 
 
-def surroundings():
-    """What two ranks of our own need besides what the user has set; `library` says the same."""
-    return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
-        library.CROWD_5: ":oversubscribe"
-    }
-
-
 def two_ranks(mpirun, options):
     """What two ranks find that are started here, or why they could not be."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
-    code, printed = outcome(command, options.timeout, **surroundings())
+    code, printed = outcome(command, options.timeout, **devices.surroundings())
     results = [line for line in printed.splitlines() if line.startswith('{"verdict"')]
     if len(results) != 1 or code not in (0, CHECK_FAILED):
         yield not_started(code, printed, options.timeout)
@@ -234,6 +227,7 @@ def together(job, options):
     yield from trial.link(job)
     yield from clocks(job)
     yield from devices.device_map(job)
+    yield from transport.explained(job)
     launch.unwatch()
 
 

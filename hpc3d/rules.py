@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from itertools import product
 from math import inf, prod
 
+from hpc3d.backends import wrong_backend
 from hpc3d.config import AXES, ModelConfig, TrainConfig
 from hpc3d.pipeline.schedule import find
 from hpc3d.tensor.split import Split
@@ -45,9 +46,10 @@ def misfits(config, ranks):
 
 
 def unknown_values(config):
-    """Numbers out of range, names that do not exist."""
+    """Numbers out of range, names that do not exist, or not here."""
     yield from too_small(config)
     yield from out_of_range(config)
+    yield from wrong_backend(config)
     if not re.fullmatch(r"[\w .+-]+", config.name):
         yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
     order = config.mesh.order
@@ -117,7 +119,6 @@ def not_there_yet(config):
     fixed = {
         "mesh.c": (config.mesh.c, 1),
         "mesh.e": (config.mesh.e, 1),
-        "train.backend": (config.train.backend, "numpy"),
     }
     for key, (value, only) in fixed.items():
         if value != only:
@@ -235,6 +236,11 @@ def wrong_updates(config):
         yield (
             f"train.clip = {config.train.clip}: under schedule pipedream every stage updates on "
             "its own, and no stage knows the norm of the whole gradient; use train.clip = 0"
+        )
+    if config.train.dtype == "float16":
+        yield (
+            "train.dtype = float16: under schedule pipedream no step can be left out when its "
+            "gradient overflows; use bfloat16, or another schedule"
         )
     if config.model.tied and config.mesh.p > 1:
         yield (

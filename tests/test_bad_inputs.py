@@ -39,7 +39,7 @@ class Job:
 def refused(words):
     """The lines with which rank 0 refuses the words of a command line; None if it does not."""
     try:
-        train.prepare(Job(), [str(word) for word in words], {})
+        train.prepare(train.asked(Job(), [str(word) for word in words], reader := {}), reader)
     except ValueError as error:
         return str(error).splitlines()
     return None

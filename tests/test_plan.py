@@ -121,7 +121,7 @@ REFUSED = {
     "nothing.toml: No such file or directory": ["--machine", "nothing.toml"],
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],
-    "train.backend = 'cupy': not there yet": ["--train.backend", "cupy"],
+    "train.tf32 = true: for train.backend = cupy": ["--train.tf32", "true"],
     "machine h100: no rates of float64": ["--train.dtype", "float64"],
     "/no/folder/planned.toml: No such file or directory": ["--apply", "/no/folder/planned.toml"],
     "64: not understood": ["64"],

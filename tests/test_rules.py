@@ -2,8 +2,11 @@
 
 from math import prod
 
+import numpy as np
 import pytest
 
+from hpc3d import backends
+from hpc3d.backends import slow
 from hpc3d.config import Config
 from hpc3d.inputs import load
 from hpc3d.rules import misfits, settle, words
@@ -18,7 +21,7 @@ RULES = {
     "mesh.c": ("2", "mesh.c = 2: not there yet; use 1"),
     "mesh.e": ("2", "mesh.e = 2: not there yet; use 1"),
     "mesh.order": ("x y z", "mesh.order = 'x y z': must name each of p d c e x y z once"),
-    "mesh.transport": ("tcp", "mesh.transport: input should be 'auto' or 'mpi', not 'tcp'"),
+    "mesh.transport": ("tcp", "mesh.transport: input should be 'auto', 'mpi', 'nccl' or 'staged'"),
     "parallel.scheme": ("4d", "parallel.scheme: input should be '1d', '1d-sequence',"),
     "parallel.zero": ("4", "parallel.zero: input should be 0, 1, 2 or 3, not 4"),
     "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: must be at least 0 and below inf"),
@@ -38,7 +41,8 @@ RULES = {
     "train.learning_rate": ("nan", "train.learning_rate = nan: must be at least 0"),
     "train.weight_decay": ("-0.1", "train.weight_decay = -0.1: must be at least 0"),
     "train.clip": ("inf", "train.clip = inf: must be at least 0 and below inf"),
-    "train.backend": ("cupy", "train.backend = 'cupy': not there yet; use 'numpy'"),
+    "train.backend": ("torch", "train.backend: input should be 'numpy' or 'cupy', not 'torch'"),
+    "train.tf32": ("true", "train.tf32 = true: for train.backend = cupy with dtype = float32"),
     "checkpoint.every": ("-1", "checkpoint.every = -1: must be at least 0"),
     "checkpoint.keep": ("0", "checkpoint.keep = 0: must be at least 1"),
     "run.watchdog_s": ("0", "run.watchdog_s = 0.0: must be at least 0.1"),
@@ -50,6 +54,48 @@ def test_a_value_out_of_range_is_refused(key):
     value, line = RULES[key]
     (said,) = problems(f"--{key}", value)
     assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--mesh.transport", "nccl"],
+            "mesh.transport = nccl: for GPUs, train.backend = cupy; use",
+        ),
+        (["--mesh.transport", "staged"], "mesh.transport = staged: for GPUs"),
+        (
+            ["--train.dtype", "float64"],
+            "train.dtype = float64: train.backend = cupy has no kernels",
+        ),
+        (
+            ["--guard.products_every", "5"],
+            "guard.products_every = 5: not there yet for train.back",
+        ),
+        (["--train.tf32", "true", "--train.dtype", "float16"], "train.tf32 = true: for train."),
+    ],
+)
+def test_what_a_backend_has_not_is_refused(words, line):
+    backend = "numpy" if "--mesh.transport" in words else "cupy"
+    (said,) = problems("--train.backend", backend, *words)
+    assert said.startswith(line)
+
+
+def test_numbers_of_16_bits_are_for_gpus_and_simulations():
+    for dtype in ("float16", "bfloat16"):
+        config = settle(load(None, ["--train.dtype", dtype]), 1, default=True)
+        (said,) = slow(config)
+        assert said.startswith(f"train.dtype = {dtype}: processors are slow at it; use float32")
+        assert np.dtype(dtype).itemsize == 2  # which NumPy knows by ml_dtypes
+    assert not [
+        *slow(settle(load(None, ["--train.backend", "cupy", "--train.dtype", dtype]), 1, True))
+    ]
+
+
+def test_bfloat16_needs_a_package(monkeypatch):
+    monkeypatch.setattr(backends, "known", lambda package: False)
+    (said,) = problems("--train.dtype", "bfloat16")
+    assert said.startswith("train.dtype = bfloat16: needs ml_dtypes: python -m pip install")
 
 
 SIZES = {"--model.hidden": 144, "--model.heads": 24, "--train.batch": 144}

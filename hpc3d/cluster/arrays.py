@@ -18,6 +18,30 @@ KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "w
 kernel = singledispatch
 
 
+@kernel
+def to_host(array):
+    """A copy of an array in the memory of the host."""
+    return array.copy()
+
+
+@kernel
+def writeable(array):
+    """Whether an array is not shared with other ranks."""
+    return array.flags.writeable
+
+
+@kernel
+def value_of(array):
+    """The only element of an array; a number itself."""
+    return float(array)
+
+
+@kernel
+def from_host(array, values):
+    """Write the values of an array of the host into `array`."""
+    array[...] = values
+
+
 class Lease:
     """Memory on loan: NumPy keeps it as the base of the array, its death returns the memory."""
 
@@ -38,7 +62,14 @@ class Lease:
 
 
 class Pool:
-    """The arrays of one rank, with the bytes that are live and their peak, by kind."""
+    """The arrays of one rank, with the bytes that are live and their peak, by kind.
+
+    Products of its arrays are `fused` where one call also adds biases, residuals and gradients,
+    and `fused_gelu` where it does GELU, too.
+    """
+
+    fused = fused_gelu = False
+    device = "cpu"  # where they are
 
     def __init__(self):
         self.free = defaultdict(list)
@@ -51,19 +82,31 @@ class Pool:
         nbytes = prod(shape) * dtype.itemsize
         size = size_class(nbytes)
         stock = self.free[size]
-        memory = stock.pop() if stock else np.empty(size, np.uint8)
+        memory = stock.pop() if stock else self.memory(size)
         self.count(kind, nbytes)
 
         def give_back(memory):
             self.count(kind, -nbytes)
             self.free[size].append(memory)
 
-        return np.asarray(Lease(memory, tuple(shape), dtype, give_back))
+        lease = Lease(memory, tuple(shape), nameable(dtype), give_back)
+        return np.asarray(lease).view(dtype)
+
+    def memory(self, size):
+        """Fresh memory, as an array of bytes."""
+        return np.empty(size, np.uint8)
 
     def zeros(self, shape, dtype, kind="activation"):
         array = self.empty(shape, dtype, kind)
         array.fill(0)
         return array
+
+    def bring(self, array):
+        """An array of the host where the others of this pool are."""
+        return array
+
+    def synchronize(self):
+        """Return when all that was asked for is in its place."""
 
     def count(self, kind, size):
         """Book `size` bytes (negative: given back) of `kind`."""
@@ -75,6 +118,11 @@ class Pool:
         """Start a new measurement of the peaks, at what is live now."""
         self.peak = Counter(self.live)
         self.peak["all"] = self.live.total()
+
+
+def nameable(dtype):
+    """A type of the same size that NumPy's interface has a name for: bfloat16 has none."""
+    return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
 def size_class(nbytes):

@@ -3,6 +3,8 @@
 The host posts a call and goes on; `wait()` lets the device wait, not the host.
 """
 
+from contextlib import contextmanager
+
 import numpy as np
 
 from hpc3d.cluster.communicator import Communicator, Pending, ready
@@ -21,6 +23,35 @@ TYPES = {
     "bfloat16": 9,
 }
 OPERATIONS = {"sum": 0, "max": 2}
+
+
+def split(library, comm, lines):
+    """NCCL's communicator of all ranks of `comm`, which is MPI's, and {axis: part of it} for the
+    `lines`, {axis: (number of this rank's line, place in it)}, in the same order on all ranks.
+
+    `library` is CuPy's module.  Nothing is in flight meanwhile, and no rank is in no line.
+    """
+    name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
+    try:
+        world = library.NcclCommunicator(comm.size, name, comm.rank)
+        return world, {axis: world.commSplit(*line) for axis, line in lines.items()}
+    except library.NcclError as error:
+        raise RuntimeError(
+            f"NCCL does not start ({error}): NCCL_DEBUG=WARN says why; "
+            "--mesh.transport staged goes without it"
+        ) from error
+
+
+def grouped(library):
+    """The context in which NCCL's calls are posted together."""
+
+    @contextmanager
+    def group():
+        library.groupStart()
+        yield
+        library.groupEnd()
+
+    return group
 
 
 class Nccl(Communicator):

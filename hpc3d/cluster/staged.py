@@ -19,7 +19,8 @@ INTEGERS = np.dtype(np.uint16)
 
 
 class Staged(Communicator):
-    """The members of the communicator `comm` of hosts, all with devices.
+    """The members of the communicator `comm` of hosts, all with devices; it may not ask that its
+    arrays die in an order (as Node does), for here they live until a device has read them.
 
     Copies run on the stream of communication of `traffic`, from and to arrays of `pinned`, a pool
     of memory that the device copies by itself.
@@ -77,10 +78,9 @@ class Staged(Communicator):
 
     def summed(self, call, block, result, given, taken):
         """The same, of one that computes."""
-        if block.dtype.itemsize > 2:
-            return self.staged(call, block, result, given, taken, result)
-        total = self.buffer(result.shape, np.float32)
-        pending = self.staged(call, block.astype(np.float32), total, given, taken, total)
+        wide = widened(block)
+        total = result if wide is block else self.buffer(result.shape, wide.dtype)
+        pending = self.staged(call, wide, total, given, taken, total)
         return pending.then(lambda total: narrowed(total, result))
 
     def staged(self, call, block, target, given, taken, result):
@@ -95,7 +95,7 @@ class Staged(Communicator):
             chunk = contiguous(flat[:, columns])
             host = self.pinned.empty(chunk.shape, chunk.dtype, "communication")
             copy = partial(chunk.get, out=host, blocking=False)
-            leaving.append((self.traffic.post(copy, chunk, host), host))
+            leaving.append((self.traffic.post(copy, chunk, lent=[host]), host))
         for flight, host in leaving:
             flight.done.synchronize()
             yield host
@@ -116,7 +116,7 @@ class Staged(Communicator):
     def bring(self, host, place):
         """Copy an array of the host to its place, before what is computed next."""
         chunk = place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
-        self.traffic.land(self.traffic.post(partial(chunk.set, host), chunk, host))
+        self.traffic.land(self.traffic.post(partial(chunk.set, host), chunk, lent=[host]))
         if chunk is not place:
             place[...] = chunk
 
@@ -132,6 +132,13 @@ def integers(block):
     return block.view(INTEGERS) if block.dtype.itemsize == INTEGERS.itemsize else block
 
 
+def widened(block):
+    """What sums of a block are made of: float32 for 16 bits."""
+    return block.astype(np.float32) if block.dtype.itemsize == INTEGERS.itemsize else block
+
+
 def narrowed(total, result):
-    result[...] = total.astype(result.dtype)
+    """A sum in the type of `result`, and there."""
+    if total is not result:
+        result[...] = total.astype(result.dtype)
     return result

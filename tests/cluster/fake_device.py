@@ -11,16 +11,19 @@ import threading
 import time
 from contextlib import contextmanager
 
+import mpi4py
 import numpy as np
 
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import contiguous
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.nccl import Nccl
+from hpc3d.cluster.nccl import TYPES, Nccl
 from hpc3d.cluster.staged import Staged
 from hpc3d.cluster.traffic import Traffic
 
+mpi4py.rc.initialize = False  # the calls of MPI are played, too
 RUBBISH = 0x5A
+HERE = threading.local()  # `still`: whether the device of this thread was waited for, and rests
 
 
 class Address:
@@ -41,14 +44,25 @@ class DeviceArray(np.ndarray):
     def set(self, host, stream):
         stream.later([host], lambda: np.copyto(plain(self), host))
 
+    def __setitem__(self, place, value):
+        HERE.still = False
+        super().__setitem__(place, value)
+
+    def astype(self, *how):
+        HERE.still = False
+        return super().astype(*how)
+
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        HERE.still = False
         given = {} if out is None else {"out": plain(out)}
         refuse_host([*inputs, *(out or ())])
-        return brought(getattr(ufunc, method)(*plain(inputs), **given, **options))
+        result = getattr(ufunc, method)(*plain(inputs), **given, **options)
+        return brought(result, type(self))
 
     def __array_function__(self, function, types, arguments, options):
+        HERE.still = False
         refuse_host([*leaves(arguments), *leaves(options)])
-        return brought(function(*plain(arguments), **plain(options)))
+        return brought(function(*plain(arguments), **plain(options)), type(self))
 
 
 def leaves(value):
@@ -78,8 +92,8 @@ def plain(value):
     return mapped(lambda array: array.view(np.ndarray), value)
 
 
-def brought(value):
-    return mapped(lambda array: array.view(DeviceArray) if array.ndim else array, value)
+def brought(value, kind=DeviceArray):
+    return mapped(lambda array: array.view(kind) if array.ndim else array, value)
 
 
 def twin(function):
@@ -98,12 +112,15 @@ def twin(function):
 
 @contiguous.register(DeviceArray)
 def _(block):
-    return np.ascontiguousarray(block).view(DeviceArray)
+    HERE.still = False
+    return np.ascontiguousarray(block).view(type(block))
 
 
 class DevicePool(Pool):
+    kind = DeviceArray
+
     def empty(self, shape, dtype, kind="activation"):
-        array = super().empty(shape, dtype, kind).view(DeviceArray)
+        array = super().empty(shape, dtype, kind).view(self.kind)
         array.view(np.ndarray).reshape(-1).view(np.uint8).fill(RUBBISH)
         return array
 
@@ -178,13 +195,16 @@ class Sending:
 
         def go():
             for source, copy in zip(sources, before, strict=True):
-                assert np.array_equal(source, copy), "memory was used again too early"
+                assert source.tobytes() == copy.tobytes(), "memory was used again too early"
             act()
 
         if self.group is None:
             self.work.put(go)
         else:
             self.group.append((order, go))
+
+    def is_capturing(self):
+        return False
 
     def wait_event(self, event):
         self.fresh = isinstance(event.stream, Compute)
@@ -201,11 +221,14 @@ class Device:
     def __init__(self, seed=0):
         self.compute, self.sending = Compute(), Sending(seed)
 
+    def synchronize(self):
+        HERE.still = True
+
 
 def array_at(pointer, count, number):
-    dtype = {7: np.float32, 8: np.float64, 2: np.int32, 4: np.int64}[number]
-    memory = (ctypes.c_byte * (count * np.dtype(dtype).itemsize)).from_address(pointer)
-    return np.frombuffer(memory, dtype)
+    dtype = np.dtype(next(name for name, known in TYPES.items() if known == number))
+    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
+    return np.frombuffer(memory, np.uint8).view(dtype)
 
 
 class FakeNccl:
@@ -284,15 +307,21 @@ class Host:
 
 
 @contextmanager
-def on_device(mesh, beside, transport="nccl", kind=Traffic):
+def on_device(mesh, beside, transport="nccl", kind=Traffic, pool=DevicePool):
     """The mesh of a rank on threads, with its arrays on a device.  Those of `beside`, the same on
     threads of its own, carry what hosts and receipts say."""
-    device, pool = Device(mesh.rank), DevicePool()
+    device, pool = Device(mesh.rank), pool()
     traffic = kind(device, device.sending.together)
 
     def talk(axis, comm):
-        if transport == "staged":
-            return Staged(comm, traffic, Pool(), pool)
+        from hpc3d.cluster.direct import Direct, Passing
+        from tests.cluster.fake_mpi import FakeMpi
+
+        direct = Direct(FakeMpi(comm), device, comm.members, pool)
+        staged = comm, traffic, Pool(), pool
+        if transport in ("mpi", "mpi-messages", "staged"):
+            made = {"mpi": direct, "mpi-messages": Passing(direct, *staged)}
+            return made.get(transport) or Staged(*staged)
         nccl, host = FakeNccl(comm, beside.comm(axis), device), Host(beside.comm(axis))
         return Nccl(nccl, host, traffic, comm.members, pool)
 

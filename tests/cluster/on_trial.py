@@ -16,6 +16,7 @@ from hpc3d.cluster import devices, launch, trial
 from hpc3d.cluster.job import Job
 from hpc3d.cluster.mpi import Mpi
 from hpc3d.cluster.node import Node
+from tests.cluster.fake_cupy import FakeCupy
 
 
 def nothing(job):
@@ -92,11 +93,9 @@ def elsewhere(host, number):
 
 def gpus(job):
     """One device for all."""
-    runtime = SimpleNamespace(getDeviceCount=lambda: 1)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     return [
         patch.object(devices, "present", lambda: True),
-        patch.dict(sys.modules, {"cupy": cupy}),
+        patch.dict(sys.modules, {"cupy": FakeCupy()}),
     ]
 
 

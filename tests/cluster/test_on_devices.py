@@ -11,6 +11,7 @@ from hpc3d.cluster.threads import meshes, run
 from hpc3d.cluster.traffic import Flight, Traffic
 from tests.cluster.cases import CASES
 from tests.cluster.fake_device import DeviceArray, on_device, plain
+from tests.mpi import checked
 
 
 def on_devices(size, function, *how):
@@ -42,10 +43,19 @@ class Brought:
         return call
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+WAYS = ("nccl", "float64"), ("staged", "float64"), ("staged", "float16"), ("mpi", "float16")
+FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("transport", "dtype"), [("nccl", "float64"), ("staged", "float64"), ("staged", "float16")]
+    ("transport", "dtype", "case"),
+    [
+        *((*way, case) for way in WAYS for case in CASES),
+        *(("mpi-messages", "float16", case) for case in FEW),
+        *(("mpi", "float64", case) for case in FEW),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
 )
 def test_every_call(transport, dtype, size, case, monkeypatch):
     if dtype == "float16" and case.__name__ == "adjoint":
@@ -54,7 +64,19 @@ def test_every_call(transport, dtype, size, case, monkeypatch):
     on_devices(size, lambda comm: case(Brought(comm), dtype), transport)
 
 
-def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32():
+def test_real_ranks():
+    """The calls as mpi4py takes them, along two axes of a mesh."""
+    out = checked(4, "-m", "tests.cluster.on_mpi_devices", timeout=200)
+    assert out.splitlines() == [
+        "mpi Direct Direct Self",
+        "mpi-messages Passing Passing Self",
+        "staged Staged Staged Self",
+        "nccl Nccl Nccl Self",
+    ]
+
+
+@pytest.mark.parametrize("transport", ["staged", "mpi"])
+def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport):
     """What no float16 holds in between comes out right, and bits of no number survive a move."""
 
     def rank(comm):
@@ -64,7 +86,7 @@ def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32():
         moved = comm.all_gather(block).wait().view(np.uint16)
         return moved[:: len(block), 0].tolist(), float(total.max())
 
-    assert on_devices(3, rank, "staged") == [([0x7E55, 0x7E56, 0x7E57], 60000.0)] * 3
+    assert on_devices(3, rank, transport) == [([0x7E55, 0x7E56, 0x7E57], 60000.0)] * 3
 
 
 def test_messages_both_ways_at_once():
@@ -112,8 +134,8 @@ def test_nor_where_nobody_waits():
 class Careless(Traffic):
     """Forgets the arrays of its calls."""
 
-    def add(self, flight, call, arrays):
-        flight = super().add(flight, call, arrays)
+    def add(self, flight, *call):
+        flight = super().add(flight, *call)
         flight.arrays.clear()
         return flight
 

@@ -1,0 +1,27 @@
+"""What is posted on a device, recorded once and launched again by one call of the host."""
+
+from contextlib import ExitStack
+
+
+class CudaGraph:
+    """What is posted between `begin` and `end` on the stream `compute` of a `device`, and on
+    streams that wait for it and are waited for.  Nothing of it runs before `launch`.
+
+    Its arrays are in memory of its own, so nothing else can take that between two launches.  What
+    it reads from outside must keep its place.
+    """
+
+    def __init__(self, device):
+        self.stream, self.cuda = device.compute, device.cupy.cuda
+        self.pool, self.memory, self.graph = self.cuda.MemoryPool(), ExitStack(), None
+
+    def begin(self):
+        self.memory.enter_context(self.cuda.using_allocator(self.pool.malloc))
+        self.stream.begin_capture()
+
+    def end(self):
+        self.graph = self.stream.end_capture()
+        self.memory.close()
+
+    def launch(self):
+        self.graph.launch(self.stream)
