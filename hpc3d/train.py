@@ -47,15 +47,19 @@ def train(job, words):
     if {"-h", "--help"} & set(words):
         job.agree(explain)
         return
+    from hpc3d.cluster.hardware import hardware
+
     reader = {}
-    plan = job.agree(lambda: prepare(job, words, reader))
+    config = job.agree(lambda: asked(job, words, reader))
+    ours = hardware(job, config)
+    plan = job.agree(lambda: prepare(config, reader))
     program = job.deal(lambda: programs(plan.config, reader["program"]))
     from hpc3d.training.guard import Wrong
     from hpc3d.training.stop import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    run = begin(job, plan, program, reader.get("batches"))
+    run = begin(job, plan, program, reader.get("batches"), ours)
     try:
         done = steps(plan, run, stop)
     except Wrong as wrong:
@@ -76,21 +80,28 @@ class Run(NamedTuple):
     start: int
 
 
-def begin(job, plan, program, batches):
+def begin(job, plan, program, batches, hardware):
     """The Run of this rank: mesh, model, optimiser, in the state that it goes on from."""
     from hpc3d.cluster.cart import build
     from hpc3d.cluster.watchdog import Watchdog
     from hpc3d.training.guard import guarded
+    from hpc3d.training.log import Log
     from hpc3d.training.loop import Trainer
     from hpc3d.training.recording import CLOCKS, recorded
     from hpc3d.training.resume import resume
 
     config = plan.config
-    mesh = guarded(build(config.mesh.sizes(), transport=config.mesh.transport), config.guard)
+    mesh = build(config.mesh.sizes(), transport=hardware.transport, device=hardware.device)
+    if hardware.device:
+        from hpc3d.training.device import use
+
+        job.at_end.append(hardware.device.close)
+        hardware = hardware.with_line(use(mesh.pool, config.train.tf32, config.train.fused_gelu))
+    mesh = guarded(mesh, config.guard)
     watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s)
-    mesh = recorded(job, mesh, config, plan.folder, plan.git)
+    mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
-    log.header(plan, mesh, job)
+    log.header(plan, mesh, job, hardware)
     _, clock = CLOCKS[config.trace.clock]
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
     for line in plan.changes:
@@ -183,24 +194,31 @@ def explain():
     print(f"{__doc__}\nKeys and defaults:\n\n{to_toml(Config())}")
 
 
-def prepare(job, words, reader):
-    """Rank 0: read the input, open the text, make the folder; ValueError for what is wrong."""
+def asked(job, words, reader):
+    """Rank 0: what the command line and the input file ask for; ValueError for what is wrong."""
     from hpc3d import inputs
-    from hpc3d.rules import settle
-    from hpc3d.training import folder
-    from hpc3d.training.data import Batches
-    from hpc3d.training.program import program_of
-    from hpc3d.training.resume import changes, check, fitted, run_to_resume
-    from hpc3d.training.tokens import open_tokens
+    from hpc3d.backends import slow
+    from hpc3d.rules import refuse, settle
+    from hpc3d.training.resume import fitted, run_to_resume
 
-    run = run_to_resume(words)
+    run = reader["run"] = run_to_resume(words)
     path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
     config = inputs.load(path, words)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
-    if config.train.dtype == "float16":
-        raise ValueError(
-            "train.dtype = float16: processors are slow at it; use float32, or simulate it"
-        )
+    refuse([*slow(config)])
+    return config
+
+
+def prepare(config, reader):
+    """Rank 0: open the text, make the folder; ValueError for what is wrong."""
+    from hpc3d import inputs
+    from hpc3d.training import folder
+    from hpc3d.training.data import Batches
+    from hpc3d.training.program import program_of
+    from hpc3d.training.resume import changes, check
+    from hpc3d.training.tokens import open_tokens
+
+    run = reader["run"]
     tokens = open_tokens(find(config.data.path), config.data.tokenizer)
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
@@ -261,48 +279,6 @@ def find(path):
     """`path` from here, or from the source tree, where the shipped corpus lies."""
     shipped = Path(__file__).parent.parent / path
     return shipped if not Path(path).exists() and shipped.exists() else path
-
-
-class Log:
-    """The lines of rank 0, on the terminal and in train.log."""
-
-    def __init__(self, path, speaks, mode="w"):
-        self.file = path.open(mode) if speaks else None
-
-    def say(self, line):
-        if self.file:
-            print(line, flush=True)
-            print(line, file=self.file, flush=True)
-
-    def warn(self, line):
-        """A line that goes to standard error, too, as all do that say why a job ends."""
-        if self.file:
-            print(f"hpc3d.train: {line}", file=sys.stderr, flush=True)
-            print(line, file=self.file, flush=True)
-
-    def header(self, plan, mesh, job):
-        from hpc3d.inputs import to_toml
-
-        config, split = plan.config, plan.config.split()
-        sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
-        self.say(to_toml(config))
-        self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
-        self.say(f"scheme {config.parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}")
-        parallel, layers = config.parallel, [len(part) for part in config.layers()]
-        self.say(
-            f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
-            f"{' '.join(map(str, layers))} layers; ZeRO {parallel.zero}"
-        )
-        if config.trace.clock == "processor":
-            self.say("times are processor time: tokens/s are those of a second of rank 0's")
-        self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
-
-    def step(self, done):
-        rate = done.tokens / done.seconds
-        self.say(
-            f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
-            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
-        )
 
 
 if __name__ == "__main__":

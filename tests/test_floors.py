@@ -15,7 +15,7 @@ FLOORS = [
     {"model"},
     {"pipeline"},
     {"config"},
-    {"inputs"},
+    {"inputs", "backends"},
     {"rules"},
     {"training"},
     {"analyze", "partition", "predict"},
@@ -25,7 +25,7 @@ FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in f
 
 HOMES = {
     "mpi4py": {"cluster"},
-    "cupy": {"cluster", "model/kernels"},
+    "cupy": {"cluster", "model/loader"},
     "h5py": {"trace/file", "training/checkpoint", "training/tokens"},
     "torch": {"partition", "benchmarks/peer"},
     "matplotlib": {"analyze"},
@@ -101,7 +101,7 @@ def test_a_climb_is_found(module, source, found):
         ("trace/recorder", "def f():\n    import h5py", {"h5py"}),
         ("training/loop", "import torch.nn.functional", {"torch"}),
         ("report", "import matplotlib.pyplot as plt", {"matplotlib"}),
-        ("model/kernels", "import cupy", set()),
+        ("model/loader", "import cupy", set()),
     ],
 )
 def test_a_stray_library_is_found(module, source, found):

@@ -90,9 +90,9 @@ def attend_again(qkv, sequence, width, empty):
 
 
 @kernel
-def attend_grad(dout, qkv, probabilities, width, empty, drop=None):
+def attend_grad(dout, qkv, probabilities, sequence, width, empty, drop=None):
     """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
-    sequence, chunk = probabilities.shape[1:3]
+    chunk = probabilities.shape[2]
     q, k, v = heads_of(qkv, sequence, width)
     batch, heads = q.shape[:2]
     dqkv = empty(qkv.shape, qkv.dtype)

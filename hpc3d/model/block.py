@@ -3,8 +3,6 @@
 from contextlib import contextmanager
 from math import sqrt
 
-import numpy as np
-
 from hpc3d.model import ops
 from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import Dropout, LayerNorm, Linear
@@ -44,6 +42,8 @@ class Block:
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
         self.gelu = ops.GELU[model.gelu]
+        alone = self.up.matmul.alone and self.down.matmul.alone
+        self.fused_gelu = mesh.pool.fused_gelu and alone
 
     def forward(self, x, micro):
         """The block of Y and what `backward` needs: with "full", what `again` needs."""
@@ -74,14 +74,10 @@ class Block:
         qkv, saved_qkv = self.qkv.forward(n1)
         a, p = self.attend(qkv, micro)
         p = None if self.recompute == "selective" else p
-        a, saved_proj = self.proj.forward(a)
-        x = self.add(x, self.drop(self.drop1, a, micro))
+        x, saved_proj = self.join(x, self.proj, a, self.drop1, micro)
         n2, saved_n2 = self.norm2.forward(x)
-        h, saved_up = self.up.forward(n2)
-        with self.mesh.trace.span("gelu"):
-            g, slope = self.gelu(h, self.mesh.empty(h.shape, h.dtype)), h
-        y, saved_down = self.down.forward(g)
-        y = self.add(x, self.drop(self.drop2, y, micro))
+        g, saved_up, slope = self.rise(n2)
+        y, saved_down = self.join(x, self.down, g, self.drop2, micro)
         return y, (saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down)
 
     def backward(self, dy, saved, micro, later):
@@ -89,16 +85,15 @@ class Block:
         if self.recompute == "full":
             saved = self.again(*saved, micro)
         saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down = saved
-        dg = self.down.backward(self.drop(self.drop2, dy, micro), saved_down, later)
-        with self.mesh.trace.span("gelu"):
-            dh = np.multiply(slope, dg, out=slope)
+        dh = self.fall(self.drop(self.drop2, dy, micro), saved_down, slope, later)
         dy = self.norm2.backward(self.up.backward(dh, saved_up, later), saved_n2, residual=dy)
         da = self.proj.backward(self.drop(self.drop1, dy, micro), saved_proj, later)
         if self.recompute == "selective":
             p = self.attend_again(qkv)
         with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
             drop = self.drop_probabilities(micro)
-            dqkv = attend_grad(da, qkv, p, self.model.width, self.mesh.empty, drop)
+            sizes = self.model.sequence, self.model.width
+            dqkv = attend_grad(da, qkv, p, *sizes, self.mesh.empty, drop)
         return self.norm1.backward(
             self.qkv.backward(dqkv, saved_qkv, later), saved_n1, residual=dy
         )
@@ -115,9 +110,31 @@ class Block:
         with self.recomputing(), trace.span("attention", "attention", half):
             return attend_again(qkv, self.model.sequence, self.model.width, self.mesh.empty)
 
-    def add(self, x, y):
+    def rise(self, n):
+        """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
+        what it was made of."""
+        if self.fused_gelu:
+            return self.up.activated(n)
+        h, saved = self.up.forward(n)
+        with self.mesh.trace.span("gelu"):
+            return self.gelu(h, self.mesh.empty(h.shape, h.dtype)), saved, h
+
+    def fall(self, dy, saved, slope, later):
+        """The gradient of up's result from that of down's."""
+        if self.fused_gelu:
+            return self.down.backward(dy, saved, later, gelu_at=slope)
+        dg = self.down.backward(dy, saved, later)
+        with self.mesh.trace.span("gelu"):
+            return ops.gelu_grad(slope, dg)
+
+    def join(self, x, linear, a, dropout, micro):
+        """x + dropout(linear(a)), and what backward needs of linear."""
+        if linear.matmul.whole and not dropout.rate:
+            return linear.forward(a, onto=x)
+        y, saved = linear.forward(a)
+        y = self.drop(dropout, y, micro)
         with self.mesh.trace.span("residual"):
-            return ops.add_bias(x, y, self.mesh.empty(x.shape, x.dtype))
+            return ops.add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def drop(self, dropout, x, micro):
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)

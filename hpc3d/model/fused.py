@@ -53,7 +53,7 @@ def cross_entropy(logits, targets, vocabulary, scale):
     """
     top, valid = loss.row_max(logits, vocabulary), targets != loss.IGNORE
     sums, at = loss.local_sums(logits, top, targets)
-    loss.softmax_grad(logits, sums[0], valid, at, scale)
+    loss.softmax_grad(logits, (sums[0], valid, at), scale)
     return np.where(valid, np.log(sums[0]) - sums[1], 0)
 
 

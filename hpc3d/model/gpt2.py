@@ -6,6 +6,8 @@ three together.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from hpc3d.model import ops
 from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy
@@ -66,8 +68,7 @@ class Embeddings:
 
     def forward(self, micro):
         self.mesh.trace.layer = -1
-        tokens = micro.rows(micro.tokens, Layout(self.lookup.split.m), self.mesh)
-        x, saved = self.lookup.forward(tokens)
+        x, saved = self.lookup.forward(micro)
         with self.mesh.trace.span("embedding", "lookup"):
             out = self.mesh.empty(x.shape, x.dtype)
             x = ops.add_repeated(x, self.position.value, self.first(micro), out)
@@ -76,12 +77,13 @@ class Embeddings:
     def backward(self, dx, saved, micro, later):
         self.mesh.trace.layer = -1
         dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
-        later(self.weigh, dx, saved, self.first(micro))
+        later(self.weigh, dx, saved, micro)
 
-    def weigh(self, dx, saved, first):
+    def weigh(self, dx, saved, micro):
         with self.mesh.trace.span("embedding", "lookup"):
-            self.position.grad += ops.sum_repeated(dx, first, self.shape.sequence)
-        self.lookup.backward(dx, saved)
+            first, period = self.first(micro), self.shape.sequence
+            self.position.grad += ops.sum_repeated(dx, first, period)
+        self.lookup.backward(dx, saved, micro)
 
     def first(self, micro):
         """The position in its sequence of the first token of this rank's rows."""
@@ -105,19 +107,25 @@ class Head:
         self.mesh.trace.layer = -1
         x, saved_norm = self.norm.forward(x)
         logits, saved = self.matmul.apply(x, self.table.value)
-        targets = micro.rows(micro.targets, self.layout, self.mesh).ravel()
-        loss, saved_loss = self.loss.forward(logits, targets)
+        targets = micro.bring("head.targets", self.targets)
+        loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         return loss if self.counts() else 0.0, (saved_norm, saved, saved_loss)
 
-    def backward(self, scale, saved, later):
-        """The gradient of X, of the summed loss times `scale`."""
+    def targets(self, micro):
+        """Those of this rank's rows."""
+        return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
+
+    def backward(self, micro, saved, later):
+        """The gradient of X, of the summed loss times its factor."""
         self.mesh.trace.layer = -1
         saved_norm, saved, saved_loss = saved
-        dx, rest = self.matmul.adjoint_x(saved, self.loss.backward(saved_loss, scale))
+        dx, rest = self.matmul.adjoint_x(saved, self.loss.backward(saved_loss, micro.factor()))
         later(self.weigh, rest)
         return self.norm.backward(dx.wait(), saved_norm, residual=None)
 
     def weigh(self, rest):
+        if self.matmul.sums:
+            return self.matmul.add_w(rest, self.table.grad)
         self.table.grad += self.matmul.adjoint_w(rest).wait()
 
     def counts(self):

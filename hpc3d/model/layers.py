@@ -7,11 +7,12 @@ matrices by a call that is handed to `later`, which makes it at once or when the
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
+from hpc3d.cluster.arrays import kernel, writeable
 from hpc3d.model import ops
-from hpc3d.model.random import Mask
+from hpc3d.model.random import Mask, words
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.product import accumulate
 
 
 def row_axes(layout):
@@ -36,29 +37,34 @@ class Linear:
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
 
-    def forward(self, x):
+    def forward(self, x, onto=None):
+        """Y, and what backward needs; a `whole` product adds a block like Y."""
+        if self.matmul.whole:
+            return self.matmul.apply(x, self.weight.value, self.bias.value, onto)
         y, saved = self.matmul.apply(x, self.weight.value)
-        out = y if y.flags.writeable else self.mesh.empty(y.shape, y.dtype)
+        out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
             return ops.add_bias(y, self.bias.value, out), saved
 
-    def backward(self, dy, saved, later=at_once):
-        dx, rest = self.matmul.adjoint_x(saved, dy)
+    def activated(self, x):
+        """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
+        h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
+        given = self.weight.value, self.bias.value
+        return *self.matmul.apply(x, *given, gelu_input=h), h
+
+    def backward(self, dy, saved, later=at_once, **fused):
+        dx, rest = self.matmul.adjoint_x(saved, dy, **fused)
         later(self.weigh, dy, rest)
         return dx.wait()
 
     def weigh(self, dy, rest):
         """The gradients of weight and bias."""
+        if self.matmul.whole and self.matmul.sums:
+            return self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
         dw = self.matmul.adjoint_w(rest).wait()
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
             self.bias.grad += ops.sum_rows(dy)
-
-
-@kernel
-def accumulate(grad, dw):
-    """Add dW to the sum of the microbatches' gradients."""
-    grad += dw
 
 
 def gradient(matmul):
@@ -79,6 +85,10 @@ class LayerNorm:
         self.beta = parameters.add(f"{name}.beta", (width,), **how)
 
     def forward(self, x):
+        if not self.axes:
+            with self.mesh.trace.span("norm", "norm"):
+                vectors = self.gamma.value, self.beta.value
+                return ops.norm(x, *vectors, self.EPSILON, self.mesh.empty)
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = ops.moments(x)
         count = x.shape[1]
@@ -94,6 +104,10 @@ class LayerNorm:
 
     def backward(self, dy, saved, residual):
         """The gradient of x, plus `residual` where there is one."""
+        if not self.axes:
+            with self.mesh.trace.span("norm", "norm"):
+                grads = self.gamma.grad, self.beta.grad
+                return ops.norm_grad(dy, *saved, residual, *grads, self.mesh.empty)
         n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
             sums, dgamma, dbeta = ops.normalise_sums(n, dy, gamma)
@@ -127,8 +141,11 @@ class Dropout:
         where, block = self.layout.slices(shape, self.mesh)
         before = micro.first * rows
         where = range(before + where.start, before + where.stop)
-        key = self.seed, self.name, micro.step
+        key = micro.bring(self.name, self.key)
         return Mask(key, self.rate, where, range(block.start, block.stop), columns)
+
+    def key(self, micro):
+        return words((self.seed, self.name, micro.step))
 
     def apply(self, x, micro, rows, columns):
         """x times the factors; the same for a gradient."""
@@ -149,21 +166,33 @@ class Embedding:
         self.mesh, self.table, self.split = mesh, table, split
         self.matmul = Matmul(mesh, split)
 
-    def forward(self, tokens):
-        """[sequences, T] of this rank's working rows -> Y, saved."""
+    def index(self, micro):
+        """The row of this rank's working block of the table for each of its working rows."""
+        tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
+        rows = self.table.shape[0] // self.mesh.count(self.matmul.axes["k"])
+        first = self.mesh.index(self.matmul.axes["k"]) * rows
+        return tokens.reshape(-1).astype(np.int64) - first
+
+    def order(self, micro):
+        """Its numbers by row of the table."""
+        return np.argsort(self.index(micro), kind="stable")
+
+    def forward(self, micro):
+        """Y, and what backward needs."""
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
-        index = tokens.reshape(-1) - self.mesh.index(k) * table.shape[0]
+        index = micro.bring("embedding.index", self.index)
         with self.mesh.trace.span("embedding", "lookup"):
             partial = gather_rows(table, index)
         return self.matmul.reduce(partial, self.split.y, k).wait(), (index, table.shape)
 
-    def backward(self, dy, saved):
+    def backward(self, dy, saved, micro):
         index, shape = saved
+        order = micro.bring("embedding.order", self.order)
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         dy = self.matmul.gather(dy, self.split.y, k).wait()
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = scatter_rows(dy, index, shape)
+            partial = scatter_rows(dy, index, order, shape)
         dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
         self.table.grad += dtable.wait()
 
@@ -178,12 +207,12 @@ def gather_rows(table, index):
 
 
 @kernel
-def scatter_rows(dy, index, shape):
-    """The sum of the rows of `dy` with the same index, for indices inside `shape`."""
-    total = np.zeros(shape, dy.dtype)
-    order = np.argsort(index, kind="stable")
+def scatter_rows(dy, index, order, shape):
+    """The sum of the rows of `dy` with the same index, for indices inside `shape`; `order` sorts
+    them."""
+    total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]
     rows, starts = np.unique(index[order], return_index=True)
     if rows.size:
-        total[rows] = np.add.reduceat(dy[order], starts, axis=0)
+        total[rows] = np.add.reduceat(dy[order], starts, axis=0, dtype=total.dtype)
     return total

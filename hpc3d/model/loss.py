@@ -19,8 +19,11 @@ class CrossEntropy:
         self.place = list(axes)
         self.axes = [axis for axis in axes if mesh.size(axis) > 1]
 
-    def forward(self, logits, targets):
+    def forward(self, logits, targets, scale):
         """The summed loss of this rank's rows, and what backward needs; overwrites the logits."""
+        if not self.axes:
+            with self.mesh.trace.span("loss", "loss"):
+                return cross_entropy(logits, targets, self.vocabulary, scale)
         first = self.mesh.index(self.place) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
@@ -31,12 +34,20 @@ class CrossEntropy:
         for axis in self.axes:
             sums = self.mesh.comm(axis).all_reduce(sums).wait()
         valid = targets != IGNORE
-        return negative_log(sums, valid), (logits, sums[0], valid, at)
+        return negative_log(sums, valid), (logits, (sums[0], valid, at))
 
     def backward(self, saved, scale):
         """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(*saved, scale)
+
+
+@kernel
+def cross_entropy(logits, targets, vocabulary, scale):
+    """The summed loss where the vocabulary is whole, and logits with what `softmax_grad` needs."""
+    top, valid = row_max(logits, vocabulary), targets != IGNORE
+    sums, at = local_sums(logits, top, targets)
+    return negative_log(sums, valid), (logits, (sums[0], valid, at))
 
 
 @kernel
@@ -65,7 +76,9 @@ def negative_log(sums, valid):
 
 
 @kernel
-def softmax_grad(exponentials, total, valid, at, scale):
+def softmax_grad(exponentials, rest, scale):
+    """scale (softmax - onehot) for valid rows, 0 for the others, in the exponentials' memory."""
+    total, valid, at = rest
     factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)
     exponentials *= factor[:, None]
     exponentials[at] -= np.asarray(scale, exponentials.dtype)

@@ -23,8 +23,9 @@ def row_blocks(x):
     return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
 
 
+@kernel
 def add_bias(y, bias, out):
-    """y + b."""
+    """y + b, of a bias or of a block like y."""
     return np.add(y, bias, out=out)
 
 
@@ -106,6 +107,33 @@ def gelu_exact(h, out):
 
 
 GELU = {"tanh": gelu_tanh, "exact": gelu_exact}
+
+
+@kernel
+def gelu_grad(slope, dg):
+    """dh = slope dg, in the memory of the slope."""
+    return np.multiply(slope, dg, out=slope)
+
+
+@kernel
+def norm(x, gamma, beta, epsilon, empty):
+    """y = (x - mean) / sqrt(var + epsilon) gamma + beta of whole rows, and what `norm_grad` needs
+    between dy and the residual."""
+    mean, squares = moments(x)
+    rstd = 1 / np.sqrt(squares / x.shape[1] + epsilon)
+    n, y = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
+    normalise(x, mean, rstd, gamma, beta, n, y)
+    return y, (n, rstd, gamma)
+
+
+@kernel
+def norm_grad(dy, n, rstd, gamma, residual, dgamma, dbeta, empty):
+    """dx plus `residual` unless None; adds the gradients of gamma and beta to theirs."""
+    sums, *vectors = normalise_sums(n, dy, gamma)
+    for total, vector in zip((dgamma, dbeta), vectors, strict=True):
+        total += vector
+    means = sums / n.shape[1]
+    return normalise_grad(n, rstd, dy, gamma, means, residual, empty(n.shape, n.dtype))
 
 
 @kernel

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cluster.arrays import kernel
-from hpc3d.model.random import normal
+from hpc3d.model.random import normal, words
 from hpc3d.tensor.layout import Layout
 
 DATA = "d"
@@ -71,7 +71,7 @@ def initialise(value, item, seed, mesh):
     if item.std:
         rows, columns = item.layout.slices(item.shape, mesh)
         drawn = slice(rows.start, max(rows.start, min(rows.stop, item.rows or rows.stop)))
-        block = normal((seed, item.name), (drawn, columns), item.shape[1])
+        block = normal(words((seed, item.name)), (drawn, columns), item.shape[1])
         value[: drawn.stop - drawn.start] = block * item.std
         value[drawn.stop - drawn.start :] = 0
 
@@ -122,10 +122,11 @@ class Parameters:
         """Lay the parameters out and give them their initial values.
 
         Those that are summed over the same axes lie together, in the order in which a backward
-        pass completes them, so that a bucket of gradients is one stretch.
+        pass completes them, so that a bucket of gradients is one stretch; among them those that
+        decay, so that an update is a few stretches.
         """
         self.items.reverse()
-        self.items.sort(key=lambda item: (item.late, item.partial))
+        self.items.sort(key=lambda item: (item.late, item.partial, not item.decay))
         values = grads = states = 0
         for item in self.items:
             place = self.place(item, values, grads, states)
@@ -187,8 +188,7 @@ class Parameters:
     def sum_of_squares(self):
         """The sum of this rank's share of the gradient's squares, each parameter counted once."""
         places = [place for item, place in self.places.items() if self.counts(item)]
-        shares = [self.grad[place.own_grad] for place in places]
-        return sum((float(np.dot(share, share)) for share in shares), 0.0)
+        return sum_of_squares(self.grad, [place.own_grad for place in places])
 
     def counts(self, item):
         """Whether this rank's own part of a parameter is the copy that counts."""
@@ -197,6 +197,13 @@ class Parameters:
         sharded |= {DATA} if self.parts > 1 else set()
         first = item.twin is None or self.mesh.coord("p") < item.twin
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
+
+
+@kernel
+def sum_of_squares(flat, parts):
+    """That of slices of a flat array."""
+    shares = [flat[part] for part in parts]
+    return sum((float(np.dot(share, share)) for share in shares), 0.0)
 
 
 def view(flat, part, shape):

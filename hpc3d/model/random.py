@@ -12,11 +12,15 @@ import numpy as np
 DRAWS = 4  # 64-bit numbers for each value of Philox's counter
 
 
+def words(name):
+    """The two words of Philox's key for the stream of that name."""
+    return np.frombuffer(blake2b(repr(name).encode(), digest_size=16).digest(), np.uint64)
+
+
 def draws(key, first, count):
-    """The 64-bit draws number `first` to `first + count` of the stream that `key` names."""
-    digest = np.frombuffer(blake2b(repr(key).encode(), digest_size=16).digest(), np.uint64)
+    """The 64-bit draws number `first` to `first + count` of the stream with that key."""
     skipped = first % DRAWS
-    stream = np.random.Philox(key=digest, counter=first // DRAWS)
+    stream = np.random.Philox(key=key, counter=first // DRAWS)
     return stream.random_raw(skipped + count)[skipped:]
 
 
@@ -62,10 +66,10 @@ class Mask(NamedTuple):
     """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
     of its elements, drawn when it is needed, so that they never all exist.
 
-    `rows` and `columns` are those of the block in the matrix.
+    `rows` and `columns` are those of the block in the matrix, `key` the `words` of its stream.
     """
 
-    key: tuple
+    key: np.ndarray
     rate: float
     rows: range
     columns: range

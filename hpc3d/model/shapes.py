@@ -3,13 +3,16 @@
 Importing this module makes the model run on `hpc3d.cluster.shapes`.
 """
 
+import numpy as np
+
 from hpc3d.cluster.shapes import rule
 from hpc3d.model import attention, layers, loss, ops, parameters
+from hpc3d.tensor import product
 
 rule(parameters.initialise)(lambda value, item, seed, mesh: None)
-rule(layers.accumulate)(lambda grad, dw: None)
+rule(product.accumulate)(lambda grad, dw: None)
 rule(layers.gather_rows)(lambda table, index: table.like((index.size, table.shape[1])))
-rule(layers.scatter_rows)(lambda dy, index, shape: dy.like(shape))
+rule(layers.scatter_rows)(lambda dy, index, order, shape: dy.like(shape, wide(dy)))
 rule(ops.dropped)(lambda x, mask, out: out)
 rule(ops.add_repeated)(lambda x, table, first, out: out)
 rule(ops.sum_repeated)(lambda dx, first, period: dx.like((period, dx.shape[1])))
@@ -21,7 +24,12 @@ rule(ops.normalise)(lambda x, mean, rstd, gamma, beta, n, y: (n, y))
 rule(ops.normalise_grad)(lambda n, rstd, dy, gamma, means, residual, dx: dx)
 rule(loss.row_max)(lambda logits, columns: logits.like(logits.shape[:1]))
 rule(loss.negative_log)(lambda sums, valid: 0.0)
-rule(loss.softmax_grad)(lambda exponentials, total, valid, at, scale: exponentials)
+rule(loss.softmax_grad)(lambda exponentials, rest, scale: exponentials)
+
+
+def wide(array):
+    """Of the sum of many rows."""
+    return np.promote_types(array.dtype, np.float32)
 
 
 @rule(ops.normalise_sums)
@@ -49,8 +57,8 @@ def _(qkv, sequence, width, empty):
 
 
 @rule(attention.attend_grad)
-def _(dout, qkv, probabilities, width, empty, drop=None):
-    sequence, heads = probabilities.shape[1], qkv.size // (3 * width * probabilities.shape[1])
+def _(dout, qkv, probabilities, sequence, width, empty, drop=None):
+    heads = qkv.size // (3 * width * sequence)
     drawn(drop, probabilities)
     for m, n, k in 2 * [(sequence, width, sequence), (sequence, sequence, width)]:
         qkv.meter.product(m, n, k, qkv.dtype, heads)

@@ -3,6 +3,7 @@
 Forward and backward keep nothing in the stage, so any number of microbatches may be in flight.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,11 +16,17 @@ from hpc3d.model.loss import IGNORE
 from hpc3d.tensor.layout import Layout
 
 
+def at_hand(micro, name, make):
+    """How a microbatch brings numbers to arrays of the host: they are there."""
+    return make(micro)
+
+
 class Micro(NamedTuple):
     """A microbatch: tokens and targets [sequences, T], the same on all ranks.
 
     `first` is the number of its first sequence in the batch of training step `step`; the gradient
-    is that of its summed loss times `scale`.
+    is that of its summed loss times `scale`.  `carry` brings numbers of the host to where the
+    model's arrays are.
     """
 
     step: int
@@ -27,10 +34,19 @@ class Micro(NamedTuple):
     tokens: np.ndarray
     targets: np.ndarray
     scale: float
+    carry: Callable = at_hand
 
     @property
     def sequences(self):
         return len(self.tokens)
+
+    def bring(self, name, make):
+        """`make(micro)`, where the model's arrays are; it is the same under the same name."""
+        return self.carry(self, name, make)
+
+    def factor(self):
+        """`scale` there."""
+        return self.bring("scale", lambda micro: micro.scale)
 
     def rows(self, batch, layout, mesh):
         """This rank's sequences, for rows that lie as in `layout`."""
@@ -38,7 +54,7 @@ class Micro(NamedTuple):
         return batch[rows.slices(batch.shape[:1], mesh)]
 
 
-def microbatches(step, tokens, targets, count, alone=False):
+def microbatches(step, tokens, targets, count, alone=False, carry=at_hand):
     """A batch [sequences, T] cut into `count` microbatches.
 
     The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
@@ -49,7 +65,7 @@ def microbatches(step, tokens, targets, count, alone=False):
     for first, stop in pairwise(ends):
         part = slice(first, stop)
         valid = valid_tokens(targets[part]) if alone else whole
-        yield Micro(step, first, tokens[part], targets[part], 1 / valid)
+        yield Micro(step, first, tokens[part], targets[part], 1 / valid, carry)
 
 
 def valid_tokens(targets):
@@ -131,7 +147,7 @@ class Stage:
         dy is None where the part has the head.
         """
         if self.head:
-            dy = self.head.backward(micro.scale, saved.pop(), later)
+            dy = self.head.backward(micro, saved.pop(), later)
             later(finished, self.head.name)
         for block in reversed(self.blocks):
             dy = block.backward(dy, saved.pop(), micro, later)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cluster.communicator import ready
+from hpc3d.tensor.product import accumulate_product, product
 from hpc3d.tensor.split import Split
 
 __all__ = ["Matmul", "Saved", "Split", "Summa"]
@@ -66,6 +67,16 @@ class Matmul:
             "k": replicas_last(split.k, split.y),
         }
         self.deferred = set(split.defer.split())
+        fused = mesh.pool.fused and not split.panels
+        self.whole = fused and self.complete("k")  # a product is Y, and
+        self.sums = fused and self.complete("m")  # dW: what is added to them is added with it;
+        self.alone = self.whole and self.sums and self.complete("n")  # all blocks are matrices
+
+    def complete(self, letter):
+        """Whether no product is a partial sum over the axes of a letter, of those not deferred."""
+        return all(
+            self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
+        )
 
     def forward(self, x, w):
         """The stored block of Y from the stored blocks of X and W."""
@@ -75,11 +86,12 @@ class Matmul:
         """The stored blocks of dX and dW."""
         return self.adjoint(Saved(x, w, ""), dy)
 
-    def apply(self, x, w):
-        """Y and what `adjoint` needs of X and W."""
+    def apply(self, x, w, *added, **fused):
+        """Y and what `adjoint` needs of X and W.  Where a product is `whole`, what is `added` to
+        it may be a bias, and a block like Y; `fused` is what else a device does with it."""
         pending = self.gather_x(x), self.gather_w(w)
         a, b = (block.wait() for block in pending)
-        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"])
+        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], *added, **fused)
         saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
         return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
 
@@ -89,11 +101,11 @@ class Matmul:
         dw = self.adjoint_w(rest)
         return dx.wait(), dw.wait()
 
-    def adjoint_x(self, saved, dy):
+    def adjoint_x(self, saved, dy, **fused):
         """The pending dX = dY W', reduced the way X was gathered, and what `adjoint_w` needs."""
         dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
         b = saved.w if "w" in saved.kept else self.gather_w(saved.w).wait()
-        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"])
+        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"], **fused)
         return self.reduce(dx, self.split.x, self.axes["n"]), Rest(saved.x, dy, saved.kept)
 
     def adjoint_w(self, rest):
@@ -102,6 +114,14 @@ class Matmul:
         left, right = (rest.dy, a) if self.transposed else (a, rest.dy)
         dw = self.multiply(left.T, right, self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
+
+    def add_w(self, rest, grad, bias_grad=None):
+        """Add dW to `grad`, where it `sums`, and the sums of dY's columns to `bias_grad`, where a
+        product is `whole`, too."""
+        a = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
+        left, right = (rest.dy, a) if self.transposed else (a, rest.dy)
+        with self.mesh.trace.span("gemm", "gemm", 2 * left.size * right.shape[1]):
+            accumulate_product(grad, left.T, right, bias_grad)
 
     def gather_x(self, x):
         return self.gather(x, self.split.x, self.axes["n"])
@@ -131,12 +151,12 @@ class Matmul:
                 pending = comm.all_reduce(pending.wait())
         return pending
 
-    def multiply(self, a, b, foreign):
+    def multiply(self, a, b, foreign, *added, **fused):
         """a b, written where the first reduction over `foreign` wants it."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), None)
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
-            np.matmul(a, b, out=out)
+            product(a, b, out, *added, **fused)
         self.mesh.guard.product(a, b, out)
         return out
 

@@ -5,6 +5,39 @@ import numpy as np
 from hpc3d.model.stage import microbatches, valid_tokens
 
 
+class Carrier:
+    """Brings numbers of microbatches to where the model's arrays are: `carry` of a Micro."""
+
+    def __init__(self, pool):
+        self.pool, self.brought = pool, {}
+
+    def __call__(self, micro, name, make):
+        key = micro.step, micro.first, name
+        if key not in self.brought:
+            self.brought[key] = self.pool.bring(make(micro))
+        return self.brought[key]
+
+    def begin(self, number, micros):
+        """Forget what was brought for steps before `number`."""
+        self.brought = {key: what for key, what in self.brought.items() if key[0] >= number}
+
+
+class Standing(Carrier):
+    """The same into arrays that keep their place from step to step: those of a step are filled
+    when it begins."""
+
+    def __call__(self, micro, name, make):
+        key = micro.first, name
+        if key not in self.brought:
+            self.brought[key] = self.pool.bring(make(micro)), make
+        return self.brought[key][0]
+
+    def begin(self, number, micros):
+        here = {micro.first: micro for micro in micros}
+        for (first, _), (array, make) in self.brought.items():
+            self.pool.refill(array, make(here[first]))
+
+
 class Feed:
     """Batches, read on rank 0 (`batches` is None elsewhere), broadcast and cut.
 
@@ -17,25 +50,28 @@ class Feed:
         self.shape = (config.train.batch, config.model.sequence)
         self.count, self.alone = config.parallel.microbatches, config.alone
         self.asynchronous, self.ahead, self.last = asynchronous, ahead, config.train.steps - 1
+        self.carrier = (Standing if config.train.graph else Carrier)(mesh.pool)
         self.micros, self.valid = {}, {}
 
-    def fetch(self, number):
-        """number -> Micro for all that are needed in step `number`."""
+    def fetch(self, number, factor=1.0):
+        """number -> Micro for all that are needed in step `number`, of the loss times `factor`."""
         last = min(number + self.ahead, self.last) if self.asynchronous else number
         for old in [place for place, micro in self.micros.items() if micro.step < number]:
             del self.micros[old]
         self.valid = {step: count for step, count in self.valid.items() if step >= number}
         for step in range(number, last + 1):
             if step not in self.valid:
-                self.add(step)
+                self.add(step, factor)
+        self.carrier.begin(number, self.micros.values())
         return self.micros
 
-    def add(self, step):
+    def add(self, step, factor):
         tokens, targets = self.batch(step)
         self.valid[step] = valid_tokens(targets)
         first = step * self.count if self.asynchronous else 0
-        cut = microbatches(step, tokens, targets, self.count, self.alone)
-        self.micros.update(enumerate(cut, first))
+        cut = microbatches(step, tokens, targets, self.count, self.alone, self.carrier)
+        scaled = (micro._replace(scale=factor * micro.scale) for micro in cut)
+        self.micros.update(enumerate(scaled, first))
 
     def batch(self, step):
         """Inputs and targets of a whole batch; in memory of this rank's own."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.cluster.arrays import value_of
 from hpc3d.model.buckets import Buckets
 from hpc3d.model.gpt2 import Shape
 from hpc3d.model.parameters import Parameters
@@ -13,8 +14,10 @@ from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.weights import WEIGHTS, InPlace
 from hpc3d.training import guard
 from hpc3d.training.feed import Feed
+from hpc3d.training.graph import replay_of
 from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
 from hpc3d.training.program import program_of
+from hpc3d.training.scaling import scale_of
 
 
 class Step(NamedTuple):
@@ -62,8 +65,10 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
         self.groups = program.steps(mesh.coord("p"), config.updates())
+        self.replay = replay_of(self, train.graph)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
+        self.scaling, self.skipped = scale_of(train.dtype), False
 
     def stages(self, placement):
         """The stages of this rank, a chunk each."""
@@ -85,10 +90,13 @@ class Trainer:
         self.mesh.guard.begin(number, trace)
         self.mesh.pool.reset_peak()
         self.number = number
-        micros = self.feed.fetch(number)
-        self.engine.run(next(self.groups), micros)
+        micros = self.feed.fetch(number, self.scaling.factor)
+        run = self.replay.run if self.replay else self.engine.run
+        run(next(self.groups), micros)
         if self.config.alone:
+            self.share = self.engine.losses.pop(number, 0.0)
             self.total()
+        self.mesh.pool.synchronize()
         trace.phase = "other"
         seconds = self.clock() - start
         share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
@@ -96,37 +104,54 @@ class Trainer:
         spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
         forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
         rate = learning_rate(self.config.train, number)
-        trace.end_step(self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward)
+        trace.end_step(
+            self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward, self.skipped
+        )
         return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, wish)
 
     def update(self):
         """Sum the gradients, clip them to the global norm, update and start new ones."""
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
-            self.squares = self.parameters.sum_of_squares()
-        scale, clip = 1.0, self.config.train.clip
+            squares = self.parameters.sum_of_squares()
+        share = 0.0 if self.config.alone else self.engine.losses.pop(self.number, 0.0)
+        if self.replay:
+            self.replay.close(share, squares)
+        self.update_by(share, squares)
+
+    def update_by(self, share, squares):
+        """Update, with this rank's parts of the summed loss and of the squared norm; where a
+        gradient of a scaled loss overflows, all ranks leave that update out."""
+        self.share, self.squares = share, squares
+        scale, clip = 1 / self.scaling.factor, self.config.train.clip
         if not self.config.alone:
             self.total()
-            scale = min(1.0, clip / self.norm) if clip and self.norm else 1.0
-        self.weights.before_update()
-        with self.mesh.trace.span("update"):
-            self.optimizer.update(learning_rate(self.config.train, self.number), scale)
-        self.buckets.gather()
+            scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
+        if not self.skipped:
+            self.weights.before_update()
+            with self.mesh.trace.span("update"):
+                self.optimizer.update(learning_rate(self.config.train, self.number), scale)
+            self.buckets.gather()
         self.buckets.begin()
 
     def total(self):
         """The mean loss of the step and the norm of the gradient, over all ranks.
 
         All ranks see the same sums, so all of them stop or none.  A rank that has found something
-        wrong makes them not finite.
+        wrong makes them not finite.  Of a scaled loss the gradient alone may be that.
         """
-        self.share = self.engine.losses.pop(self.number, 0.0)
-        squares = np.nan if self.mesh.guard.settle() else self.squares
-        loss, squares = self.mesh.world.all_reduce(np.array([self.share, squares])).wait()
+        self.share, self.squares = value_of(self.share), value_of(self.squares)
+        mine = np.array([self.share, self.squares])
+        if self.mesh.guard.settle():
+            mine[:] = np.nan
+        loss, squares = self.mesh.world.all_reduce(mine).wait()
         self.loss = float(loss) / self.feed.valid[self.number]
-        self.norm = float(np.sqrt(squares))
-        if not np.isfinite(self.loss + self.norm):
+        self.norm = float(np.sqrt(squares)) / self.scaling.factor
+        self.skipped = bool(np.isfinite(self.loss) and not np.isfinite(self.norm))
+        if not np.isfinite(self.loss) or (self.skipped and not self.scaling.skipped()):
             guard.refuse(self)
+        if not self.skipped:
+            self.scaling.good()
 
     def worst(self, communication, wish):
         """The mean share of communication, the highest peak of array bytes, the largest wish."""

@@ -30,15 +30,13 @@ class Optimizer:
         return self.parameters.mesh.zeros(shape, dtype, "optimizer")
 
     def pieces(self, decay):
-        """Values to update, gradients and the slice of their state; and the part of a value that
-        stays."""
+        """Values to update, their masters or None, gradients and the slice of their state; and
+        the part of a value that stays."""
         for piece in self.parameters.pieces:
             keep = 1 - decay if piece.decay else 1.0
-            value = self.parameters.value[piece.value]
-            w = value if self.master is None else self.master[piece.state]
-            yield w, self.parameters.grad[piece.grad], piece.state, keep
-            if w is not value:
-                value[...] = w
+            value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
+            master = None if self.master is None else self.master[piece.state]
+            yield (value, master, grad), piece.state, keep
 
 
 class AdamW(Optimizer):
@@ -60,16 +58,18 @@ class AdamW(Optimizer):
         self.steps += 1
         rate = learning_rate / (1 - self.BETA1**self.steps)
         root = 1 / sqrt(1 - self.BETA2**self.steps)
-        for w, g, state, keep in self.pieces(learning_rate * self.weight_decay):
-            adamw(w, g, self.first[state], self.second[state], self, (scale, rate, root, keep))
+        for arrays, state, keep in self.pieces(learning_rate * self.weight_decay):
+            moments = self.first[state], self.second[state]
+            adamw(*arrays, *moments, self, (scale, rate, root, keep))
 
 
 @kernel
-def adamw(value, grad, first, second, constants, factors):
+def adamw(value, master, grad, first, second, constants, factors):
     """Update a stretch of values and its state, in pieces that fit the cache."""
     scale, rate, root, keep = factors
+    exact = value if master is None else master
     for part in stretches(value.size):
-        w, g, m, v = value[part], grad[part] * scale, first[part], second[part]
+        w, g, m, v = exact[part], grad[part] * scale, first[part], second[part]
         m *= constants.BETA1
         m += g * (1 - constants.BETA1)
         v *= constants.BETA2
@@ -83,6 +83,8 @@ def adamw(value, grad, first, second, constants, factors):
         g *= rate
         w *= keep
         w -= g
+        if master is not None:
+            value[part] = w
 
 
 class SGD(Optimizer):
@@ -92,15 +94,20 @@ class SGD(Optimizer):
 
     def update(self, learning_rate, scale):
         self.steps += 1
-        for w, g, _, keep in self.pieces(learning_rate * self.weight_decay):
-            descend(w, g, learning_rate * scale, keep)
+        for arrays, _, keep in self.pieces(learning_rate * self.weight_decay):
+            descend(*arrays, (learning_rate * scale, keep))
 
 
 @kernel
-def descend(value, grad, rate, keep):
+def descend(value, master, grad, factors):
+    rate, keep = factors
+    exact = value if master is None else master
     for part in stretches(value.size):
-        value[part] *= keep
-        value[part] -= grad[part] * rate
+        w = exact[part]
+        w *= keep
+        w -= grad[part] * rate
+        if master is not None:
+            value[part] = w
 
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}

@@ -18,9 +18,16 @@ def library_of(request):
     return lambda programs: emulator.Emulator(emulator.build(programs, folder))
 
 
+ELSEWHERE = pytest.StashKey()  # of what launches the kernels where it is not the emulator
+
+
 @pytest.fixture(scope="session")
-def emulate(library_of):
-    """Launches a kernel by name: (name, rows, columns, **parameters)."""
+def emulate(request):
+    """Launches a kernel by name, (name, rows, columns, **parameters): on the host, or where
+    tests/gpu/kernels.py says."""
+    if ELSEWHERE in request.config.stash:
+        return request.config.stash[ELSEWHERE]
+    library_of = request.getfixturevalue("library_of")
     instances = {source: [] for source in launches.SHAPES}
     for kernel in launches.kernels().values():
         instances[kernel.source] += kernel.instances

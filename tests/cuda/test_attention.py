@@ -8,7 +8,7 @@ import torch
 from hpc3d.cluster.arrays import Pool
 from hpc3d.model import fused
 from hpc3d.model.attention import attend, attend_grad, heads_of
-from hpc3d.model.random import Mask
+from hpc3d.model.random import Mask, words
 from tests.cuda.test_random import drawn_by
 
 BATCH, HEADS = 2, 3
@@ -19,7 +19,9 @@ SCALE = 0.3
 def masked(rate, sequence):
     """Dropout on the second of three ranks, and its factors [B, heads, key, query]."""
     columns = HEADS * sequence**2
-    mask = Mask((3, "p"), rate, range(4, 4 + BATCH), range(columns, 2 * columns), 3 * columns)
+    mask = Mask(
+        words((3, "p")), rate, range(4, 4 + BATCH), range(columns, 2 * columns), 3 * columns
+    )
     factors = mask.factors(slice(None), slice(None), np.float32)
     return mask, factors.reshape(BATCH, HEADS, sequence, sequence)
 
@@ -62,7 +64,7 @@ def test_products_around_it_are_attention(rate):
     qkv = np.random.default_rng(2).normal(size=(BATCH * sequence, HEADS * 3 * width))
     dout = np.random.default_rng(3).normal(size=(BATCH * sequence, HEADS * width))
     out, p = attend(qkv, sequence, width, Pool().empty, mask)
-    dqkv = attend_grad(dout, qkv, p, width, Pool().empty, mask)
+    dqkv = attend_grad(dout, qkv, p, sequence, width, Pool().empty, mask)
     q, k, v = heads_of(qkv, sequence, width)
     scale = width**-0.5
     p, weights = fused.causal_softmax(k @ q.swapaxes(-1, -2), scale, factors)

@@ -117,7 +117,7 @@ def test_gradients_of_gamma_and_beta(given, rows, columns, real, draw, emulate):
     partial, total = FLOAT.empty(strips, 2, columns), FLOAT.empty(2, columns)
     sizes = {"rows": rows, "columns": columns}
     emulate("norm_columns", rows, columns, x=x, dy=dy, partial=partial, **stored, **sizes)
-    sizes = {"strips": strips, "columns": 2 * columns, "add": False}
+    sizes = {"strips": strips, "stride": 2 * columns, "columns": 2 * columns, "add": False}
     emulate("sum_strips", 1, 2 * columns, partial=partial, total=total, **sizes)
     _, dgamma, dbeta = ops.normalise_sums(n, wide_dy, np.ones(columns, np.float32))
     FLOAT.same(total, np.stack([dgamma, dbeta]), atol=3e-5)

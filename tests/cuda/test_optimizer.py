@@ -27,7 +27,7 @@ def test_adamw(arrays, real, emulate):
     value, master, grad, first, second = arrays
     factors = np.float32([0.7, 1e-2, 1.3, 0.999])
     w, m, v = master.copy(), first.copy(), second.copy()
-    adamw(w, grad, m, v, AdamW, [float(factor) for factor in factors])
+    adamw(w, None, grad, m, v, AdamW, [float(factor) for factor in factors])
     given = {"grad": grad, "first": first, "second": second, "factors": factors}
     given |= {"beta1": AdamW.BETA1, "beta2": AdamW.BETA2, "epsilon": AdamW.EPSILON}
     emulate("adamw", 1, grad.size, size=grad.size, **stored(real, value, master), **given)
@@ -41,7 +41,7 @@ def test_gradient_descent(arrays, real, emulate):
     value, master, grad, _, _ = arrays
     factors = np.float32([0.3, 0.999])
     w = master.copy()
-    descend(w, grad, *(float(factor) for factor in factors))
+    descend(w, None, grad, [float(factor) for factor in factors])
     given = {"grad": grad, "factors": factors, "size": grad.size}
     emulate("descend", 1, grad.size, **stored(real, value, master), **given)
     FLOAT.same(master, w, atol=3e-7)

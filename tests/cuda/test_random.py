@@ -1,23 +1,17 @@
 """Dropout and initial weights on the host: the same draws as in NumPy."""
 
-from hashlib import blake2b
-
 import numpy as np
 import pytest
 
 from hpc3d.model import ops
-from hpc3d.model.random import Mask, draws, normal
+from hpc3d.model.random import Mask, draws, normal, words
 from tests.cuda.conftest import FLOAT
-
-
-def key_of(key):
-    return np.frombuffer(blake2b(repr(key).encode(), digest_size=16).digest(), np.uint64)
 
 
 def drawn_by(mask):
     """The parameters that say of a kernel which draws its block has."""
     return {
-        "key": key_of(mask.key),
+        "key": mask.key,
         "first_row": mask.rows.start,
         "first_column": mask.columns.start,
         "width": mask.width,
@@ -38,7 +32,7 @@ BLOCKS = [  # rows, columns and width: whole rows, and parts that begin within a
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
-    mask = Mask((1234, "drop", 7), rate, *block)
+    mask = Mask(words((1234, "drop", 7)), rate, *block)
     shape = len(mask.rows), len(mask.columns)
     x, wide = draw(real, *shape)
     out = real.empty(*shape)
@@ -52,7 +46,7 @@ def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
 
 
 def test_a_draw_at_the_limit_is_kept(emulate):
-    key = 1, "drop"
+    key = words((1, "drop"))
     limit = draws(key, 0, 4).view(np.uint16)[5]
     mask = Mask(key, limit / 2**16, range(1), range(16), 16)
     x, out = np.ones((1, 16), np.float32), np.empty((1, 16), np.float32)
@@ -63,10 +57,10 @@ def test_a_draw_at_the_limit_is_kept(emulate):
 
 def initial(real, emulate, rows, columns, width):
     """A block of initial weights, and what NumPy says."""
-    shape, key = (len(rows), len(columns)), (7, "layers.0.up.weight")
+    shape, key = (len(rows), len(columns)), words((7, "layers.0.up.weight"))
     value = real.empty(*shape)
     place = {"first_row": rows.start, "first_column": columns.start, "width": width}
-    given = {"columns": shape[1], "std": 0.02, "key": key_of(key)}
+    given = {"columns": shape[1], "std": 0.02, "key": key}
     emulate("initialise", *shape, value=value, **given, **place)
     slices = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
     return value, normal(key, slices, width) * 0.02
@@ -80,6 +74,7 @@ def test_initial_weights(block, real, emulate):
 def test_the_largest_of_many_initial_weights(emulate):
     """Where log u is steep, an error in the last place of u shows."""
     many = 1 << 22
-    at = int(np.argmin(draws((7, "layers.0.up.weight"), 0, many) >> np.uint64(32)))
+    key = words((7, "layers.0.up.weight"))
+    at = int(np.argmin(draws(key, 0, many) >> np.uint64(32)))
     got, expected = initial(FLOAT, emulate, range(1), range(at, at + 1), many)
     np.testing.assert_allclose(got, expected, rtol=2e-7)

@@ -29,9 +29,9 @@ def test_rows_of_a_table_and_positions(columns, first, real, draw, emulate):
 def test_the_gradient_of_a_table(columns, real, draw, emulate):
     dy, wide = draw(real, INDEX.size, columns)
     total, before = draw(FLOAT, 5, columns)
-    expected = before + layers.scatter_rows(wide, INDEX, (5, columns))
-    sizes = {"table_rows": 5, "rows": INDEX.size, "columns": columns}
     order = np.argsort(INDEX, kind="stable")
+    expected = before + layers.scatter_rows(wide, INDEX, order, (5, columns))
+    sizes = {"table_rows": 5, "rows": INDEX.size, "columns": columns}
     given = {"index": INDEX, "order": order, "total": total}
     emulate("scatter_rows", INDEX.size, columns, dy=dy, **given, **sizes)
     FLOAT.same(total, expected, atol=1e-5)

@@ -7,7 +7,7 @@ from hpc3d.cluster.arrays import Pool
 from hpc3d.model import ops
 from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import scatter_rows
-from hpc3d.model.random import Mask
+from hpc3d.model.random import Mask, words
 
 RNG = np.random.default_rng(7)
 
@@ -72,8 +72,8 @@ def masked(rate, *shape):
     batch, heads, sequence, _ = shape
     if not rate:
         return None, np.ones(shape)
-    columns = heads * sequence**2
-    mask = Mask((3, "p"), rate, range(4, 4 + batch), range(columns, 2 * columns), 3 * columns)
+    columns, key = heads * sequence**2, words((3, "p"))
+    mask = Mask(key, rate, range(4, 4 + batch), range(columns, 2 * columns), 3 * columns)
     factors = mask.factors(slice(None), slice(None), np.float64)
     assert {*factors.ravel()} == {0, 1 / (1 - rate)}
     return mask, factors.reshape(shape)
@@ -101,7 +101,7 @@ def test_attention_and_its_gradient(scores, rate, monkeypatch):
     np.testing.assert_array_equal(attend_again(qkv, sequence, width, empty), p)
     dout = RNG.normal(size=out.shape)
     np.testing.assert_allclose(
-        attend_grad(dout, qkv, p, width, empty, drop),
+        attend_grad(dout, qkv, p, sequence, width, empty, drop),
         difference(lambda x: attend(x, sequence, width, empty, drop)[0], qkv.copy(), dout),
         atol=1e-7,
     )
@@ -114,4 +114,5 @@ def test_rows_with_the_same_token_are_summed():
     for row, at in zip(dy, index, strict=True):
         if 0 <= at < 4:
             expected[at] += row
-    np.testing.assert_allclose(scatter_rows(dy, index, (4, 3)), expected)
+    order = np.argsort(index, kind="stable")
+    np.testing.assert_allclose(scatter_rows(dy, index, order, (4, 3)), expected)

@@ -132,20 +132,20 @@ def test_the_unit_of_a_parameter_is_the_part_whose_backward_pass_completes_it():
 
 def pieces(zero):
     def add(parameters):
-        for name, decay in (("a", True), ("b", True), ("c", False), ("d", False)):
+        for name, decay in (("a", True), ("b", False), ("c", True), ("d", False)):
             parameters.add(name, (4,), Layout(""), decay=decay, **SUMMED)
 
     return [(*spans(piece[:3]), piece.decay) for piece in replica(2, 1, zero, add).pieces]
 
 
-def test_neighbours_that_decay_alike_are_updated_in_one_piece():
-    assert pieces(0) == [((0, 8),) * 3 + (False,), ((8, 16),) * 3 + (True,)]
+def test_what_decays_alike_is_updated_in_one_piece():
+    assert pieces(0) == [((0, 8),) * 3 + (True,), ((8, 16),) * 3 + (False,)]
     # A replica's own parts do not touch each other.
     assert pieces(1) == [
-        ((2, 4), (2, 4), (0, 2), False),
-        ((6, 8), (6, 8), (2, 4), False),
-        ((10, 12), (10, 12), (4, 6), True),
-        ((14, 16), (14, 16), (6, 8), True),
+        ((2, 4), (2, 4), (0, 2), True),
+        ((6, 8), (6, 8), (2, 4), True),
+        ((10, 12), (10, 12), (4, 6), False),
+        ((14, 16), (14, 16), (6, 8), False),
     ]
 
 

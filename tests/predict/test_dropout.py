@@ -10,6 +10,7 @@ from hpc3d.cluster.shapes import Meter, ShapePool
 from hpc3d.cluster.threads import run
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.model.random import Mask
+from hpc3d.model.random import words as key_of
 from hpc3d.predict.rank import every_rank
 from hpc3d.predict.simulate import settled
 from hpc3d.training.loop import Trainer
@@ -89,9 +90,9 @@ def test_attention_tells_of_its_dropout(dropout):
     pool = ShapePool(Told())
     qkv = pool.empty((batch * sequence, heads * 3 * width), np.float32)
     columns = heads * sequence**2
-    drop = Mask((1, "p"), 0.1, range(batch), range(columns), columns) if dropout else None
+    drop = Mask(key_of((1, "p")), 0.1, range(batch), range(columns), columns) if dropout else None
     out, probabilities = attend(qkv, sequence, width, pool.empty, drop)
-    attend_grad(out, qkv, probabilities, width, pool.empty, drop)
+    attend_grad(out, qkv, probabilities, sequence, width, pool.empty, drop)
     sides, scores = qkv.nbytes + out.nbytes, 4 * batch * columns
     expected = {"attend": sides + scores, "attend_grad": sides + scores + qkv.nbytes}
     expected |= {"dropped": 4 * scores} if dropout else {}

@@ -1,0 +1,47 @@
+"""What a run says of itself, on the terminal and in train.log."""
+
+import sys
+
+from hpc3d.inputs import to_toml
+
+
+class Log:
+    """The lines of rank 0, on the terminal and in train.log."""
+
+    def __init__(self, path, speaks, mode="w"):
+        self.file = path.open(mode) if speaks else None
+
+    def say(self, line):
+        if self.file:
+            print(line, flush=True)
+            print(line, file=self.file, flush=True)
+
+    def warn(self, line):
+        """A line that goes to standard error, too, as all do that say why a job ends."""
+        if self.file:
+            print(f"hpc3d.train: {line}", file=sys.stderr, flush=True)
+            print(line, file=self.file, flush=True)
+
+    def header(self, plan, mesh, job, hardware):
+        config, split = plan.config, plan.config.split()
+        sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
+        self.say(to_toml(config))
+        self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
+        for line in hardware.lines:
+            self.say(line)
+        self.say(f"scheme {config.parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}")
+        parallel, layers = config.parallel, [len(part) for part in config.layers()]
+        self.say(
+            f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
+            f"{' '.join(map(str, layers))} layers; ZeRO {parallel.zero}"
+        )
+        if config.trace.clock == "processor":
+            self.say("times are processor time: tokens/s are those of a second of rank 0's")
+        self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
+
+    def step(self, done):
+        rate = done.tokens / done.seconds
+        self.say(
+            f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
+            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
+        )

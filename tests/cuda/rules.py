@@ -1,0 +1,165 @@
+"""The rules of a device on the host: its kernels run by the emulator, its products by NumPy."""
+
+import threading
+from collections import Counter
+
+import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
+import numpy as np
+import torch
+from torch.nn.functional import gelu
+
+from hpc3d.cluster.arrays import from_host, to_host, value_of, writeable
+from hpc3d.cluster.communicator import contiguous
+from hpc3d.model import launches
+from hpc3d.training.device import Updates
+from tests.cluster.fake_device import DeviceArray, DevicePool, plain
+
+
+class Tape:
+    """A CUDA graph: between `begin` and `end` nothing is done but noted, and `launch` does it all.
+
+    What it took memory for holds rubbish when it is launched.
+    """
+
+    on = None  # the one that is noting
+
+    def __init__(self):
+        self.noted, self.taken = [], []
+
+    def begin(self):
+        Tape.on = self
+
+    def end(self):
+        Tape.on = None
+
+    def launch(self):
+        for array in self.taken:
+            plain(array).reshape(-1).view(np.uint8).fill(0xFF)
+        for function in self.noted:
+            function()
+
+
+def do(function):
+    """Do it, or note it."""
+    return Tape.on.noted.append(function) if Tape.on else function()
+
+
+def host_waits():
+    assert not Tape.on, "the host waits for the device, or sends it something, within a graph"
+
+
+class CudaArray(DeviceArray):
+    """An array of the device whose kernels are CUDA's."""
+
+    def fill(self, value):
+        do(lambda: plain(self).fill(value))
+
+    def __setitem__(self, key, value):
+        do(lambda: plain(self).__setitem__(key, plain(value)))
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        return made(super().__array_ufunc__, ufunc, method, *inputs, out=out, **options)
+
+    def __array_function__(self, function, types, arguments, options):
+        return made(super().__array_function__, function, types, arguments, options)
+
+
+def made(function, *arguments, **options):
+    """The result of a function of arrays; of one that is noted its place is known at once."""
+    if not Tape.on:
+        return function(*arguments, **options)
+    if options.get("out"):
+        do(lambda: function(*arguments, **options))
+        return options["out"][0]
+    with np.errstate(all="ignore"):
+        result = function(*arguments, **options)
+    do(lambda: plain(result).__setitem__(..., plain(function(*arguments, **options))))
+    return result
+
+
+class CudaPool(DevicePool):
+    kind, fused = CudaArray, True
+
+    def empty(self, shape, dtype, kind="activation"):
+        return empty(shape, dtype) if Tape.on else super().empty(shape, dtype, kind)
+
+    def bring(self, array):
+        host_waits()
+        values = array if isinstance(array, np.ndarray) else np.asarray(array, np.float32)
+        return values.copy().view(CudaArray)
+
+    def refill(self, array, values):
+        host_waits()
+        plain(array)[...] = values
+
+
+def empty(shape, dtype):
+    """Full of bytes that are no number of any type."""
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8).fill(0xFF)
+    if Tape.on:
+        Tape.on.taken.append(array)
+    return array.view(CudaArray)
+
+
+class Launcher:
+    """Launches one kernel at a time, and counts."""
+
+    def __init__(self, emulate):
+        self.emulate, self.count, self.one = emulate, Counter(), threading.Lock()
+
+    def __call__(self, name, rows, columns, /, **given):
+        given = {key: plain(value) for key, value in given.items()}
+        with self.one:
+            self.count[name] += 1
+            kernel = launches.kernels()[name]
+            if kernel.launch("float32", rows, columns).grid[0]:
+                do(lambda: self.emulate(name, rows, columns, **given))
+
+    def multiply(self, a, b, out, bias=None, add=None, **fused):
+        """What Lt.product does."""
+        self.count["product"] += 1
+        do(lambda: multiply(a, b, out, (bias, add), **fused))
+
+
+def multiply(a, b, out, terms, bias_grad=None, gelu_input=None, gelu_at=None):
+    """out = a b + terms, summed in float32; the sums of b's rows; GELU of out or its gradient."""
+    wide = [plain(x).astype(np.float32) for x in (a, b)]
+    total = wide[0] @ wide[1]
+    for term in terms:
+        total = total if term is None else total + plain(term).astype(np.float32)
+    if bias_grad is not None:
+        plain(bias_grad)[...] = wide[1].sum(0)
+    if gelu_input is not None:
+        plain(gelu_input)[...] = total
+        total = gelu(torch.tensor(total), approximate="tanh").numpy()
+    if gelu_at is not None:
+        at = torch.tensor(plain(gelu_at).astype(np.float32), requires_grad=True)
+        (total,) = torch.autograd.grad(gelu(at, approximate="tanh"), at, torch.tensor(total))
+        total = total.numpy()
+    plain(out)[...] = total
+
+
+def register(emulate):
+    """Let CudaArray take the rules; their Launcher."""
+    launcher = Launcher(emulate)
+    Updates(launcher, launcher.multiply, None, empty, CudaPool().bring).register(CudaArray)
+    writeable.register(CudaArray, lambda array: True)
+    to_host.register(CudaArray, on_host)
+    value_of.register(CudaArray, lambda array: float(on_host(array)[0]))
+    from_host.register(CudaArray, lambda array, values: CudaPool().refill(array, values))
+    contiguous.register(CudaArray, in_one_piece)
+    return launcher
+
+
+def on_host(array):
+    host_waits()
+    return plain(array).copy()
+
+
+def in_one_piece(block):
+    if block.flags.c_contiguous:
+        return block
+    copy = empty(block.shape, block.dtype)
+    copy[...] = block
+    return copy

@@ -1,0 +1,154 @@
+"""The whole trainer on the rules of a device: NumPy's losses, norms and weights."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpc3d.cluster import threads
+from hpc3d.training import loop
+from hpc3d.training.graph import Replay
+from hpc3d.training.loop import Trainer
+from tests.cluster.fake_device import on_device, plain
+from tests.cuda import rules
+from tests.pipeline.mixes import Tokens, alone, config_of, serial, train, trainer_of
+
+pytestmark = pytest.mark.timeout(90)
+
+ONE = "p=1 schedule=none microbatches=2 layers=1 batch=4 steps=4 dtype=float32"
+LINES = [
+    ONE,
+    f"{ONE} tied=false gelu=exact dropout=0.25 recompute=selective",
+    f"{ONE} optimizer=sgd learning_rate=0.1 recompute=full dropout=0.25",
+]
+SEVERAL = [
+    "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=3d",
+    "p=2 d=2 x=2 schedule=1f1b microbatches=2 batch=8 layers=2 steps=2 zero=1 scheme=1d",
+    "d=2 x=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=3 dropout=0.25",
+    "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=2d-summa",
+    "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=1 scheme=3d-broadcast",
+]
+
+
+def some(lines, *quick):
+    """All of them; those that are not `quick` are slow."""
+    slow = pytest.mark.slow
+    return [line if n in quick else pytest.param(line, marks=slow) for n, line in enumerate(lines)]
+
+
+@pytest.fixture(scope="module")
+def launcher(emulate):
+    return rules.register(emulate)
+
+
+@pytest.fixture(autouse=True)
+def counts_from_zero(launcher):
+    launcher.count.clear()
+
+
+def on_devices(line, function):
+    """`function(mesh, config)` on every rank of a mix."""
+    config = config_of(line)
+    beside, _ = threads.meshes(config.mesh.sizes())
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank], "nccl", pool=rules.CudaPool) as device:
+            return function(device, config)
+
+    return threads.run(config.mesh.sizes(), rank)
+
+
+def same(found, expected):
+    """In float32: steps and weights of a rank are those of NumPy on one.
+
+    The gradient of a key's bias is 0, and AdamW makes steps of what rounding leaves of it.
+    """
+    np.testing.assert_allclose(found.totals, expected.totals, rtol=2e-5)
+    learnt = {name: what for name, what in found.weights.items() if "qkv.bias" not in name}
+    for name, (where, block) in learnt.items():
+        part = expected.weights[name][1][where]
+        np.testing.assert_allclose(
+            plain(block)[: len(part)], part, rtol=1e-4, atol=2e-5, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("line", some(LINES, 1))
+def test_a_rank_trains_as_with_numpy(line, launcher):
+    (found,) = on_devices(line, train)
+    same(found, serial(alone(line)))
+
+
+@pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))
+def test_products_may_do_gelu(line, launcher, monkeypatch):
+    monkeypatch.setattr(rules.CudaPool, "fused_gelu", True)
+    for found in on_devices(line, train):
+        same(found, serial(alone(line)))
+    assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
+
+
+@pytest.mark.parametrize("line", some(SEVERAL, 0, 3))
+def test_ranks_train_as_one_with_numpy(line, launcher):
+    line = f"{line} dtype=float32"
+    for found in on_devices(line, train):
+        same(found, serial(alone(line)))
+
+
+@pytest.mark.parametrize("line", some(LINES, 0))
+def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
+    """From the third step on nothing is launched one by one but the update."""
+    monkeypatch.setattr(loop, "replay_of", lambda trainer, _: Replay(trainer, rules.Tape()))
+    launched = []
+
+    def recorded(mesh, config):
+        trainer = trainer_of(mesh, replace(config, train=replace(config.train, graph=True)))
+        steps = []
+        for number in range(config.train.steps):
+            launcher.count.clear()
+            steps.append(trainer.step(number))
+            launched.append(Counter(launcher.count))
+        return [(step.loss, step.grad_norm) for step in steps]
+
+    (totals,) = on_devices(line, recorded)
+    np.testing.assert_allclose(totals, serial(alone(line)).totals, rtol=2e-5)
+    update = "descend" if "sgd" in line else "adamw"
+    assert launched[2] == launched[3] == {update: 2}
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1]], 0))
+def test_16_bits_train_as_32(kind, line, launcher):
+    """With master weights in float32, and a scaled loss in float16."""
+
+    def steps(mesh, config):
+        batches = Tokens(config) if mesh.rank == 0 else None
+        trainer = Trainer(mesh, config, config.model.vocabulary, batches)
+        assert trainer.optimizer.master.dtype == np.float32
+        return [trainer.step(number)[1:4:2] for number in range(config.train.steps)]
+
+    def wide(mesh):
+        config = config_of(f"{alone(line)} dtype=float32")
+        trainer = Trainer(mesh, config, config.model.vocabulary, Tokens(config))
+        return [trainer.step(number)[1:4:2] for number in range(config.train.steps)]
+
+    (expected,) = threads.run({}, wide)
+    for found in on_devices(f"{line} dtype={kind}", steps):
+        np.testing.assert_allclose(found, expected, rtol=3e-2 if kind == "bfloat16" else 5e-3)
+
+
+# Of a layer, forward and backward.
+LAUNCHES = {"product": 12, "add_norm": 2, "norm_grad": 2, "norm_columns": 2, "sum_strips": 4}
+LAUNCHES |= {"accumulate": 4, "gelu_tanh": 1, "gelu_grad": 1}
+
+
+def test_launches_a_layer(launcher):
+    def counted(mesh, config):
+        trainer = trainer_of(mesh, config)
+        launcher.count.clear()
+        trainer.step(0)
+        return Counter(launcher.count)
+
+    line = f"{ONE} microbatches=1"
+    (one,), (two,) = (on_devices(f"{line} layers={n}", counted) for n in (1, 2))
+    attention = {"product": 6, "causal_softmax": 1, "causal_softmax_grad": 1}
+    assert two - one - Counter(attention) == LAUNCHES
