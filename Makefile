@@ -4,12 +4,14 @@
 # make test-slow   the tests that take minutes
 # make test-peers  weights to and from Hugging Face transformers
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
+# make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu.md)
 # make lint        ruff
 # make report      tables and figures of RUN (default: the newest run in results/)
 # make bench       what the code itself costs
 # make clean       remove .venv and caches; results/ stays
 #
-# Every target first sets up what it needs in .venv, once. Nothing is installed outside of it.
+# Every target but gpu-check first sets up what it needs in .venv, once. Nothing is installed
+# outside of it.
 
 PYTHON ?= python3
 NP     ?= 64
@@ -34,7 +36,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow test-peers slurm-test lint report bench clean
+.PHONY: setup train test test-slow test-peers slurm-test gpu-check lint report bench clean
 
 setup: .venv/setup.stamp
 
@@ -52,6 +54,9 @@ test-peers: .venv/test-peers.stamp
 
 slurm-test: .venv/test.stamp
 	python -m pytest -q -rs -m slurm tests/slurm || [ $$? -eq 5 ]  # 5: there is no Slurm
+
+gpu-check:
+	$(PYTHON) -m tests.gpu --json results/gpu-check.json $(CHECK)
 
 lint: .venv/lint.stamp
 	ruff check

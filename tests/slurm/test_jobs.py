@@ -75,7 +75,9 @@ def whole(cluster, steps):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_slurm_takes_every_script(cluster, script):
-    cluster.command("sbatch", "--test-only", f"jobs/{script}")
+    """This cluster has one node, and no GPUs."""
+    here = ["-N", 1, "--ntasks-per-node=64", "-c", 1, "--gpus-per-node=0"]
+    cluster.command("sbatch", "--test-only", *(here * ("gpu" in script)), f"jobs/{script}")
 
 
 def preempt(cluster, job):

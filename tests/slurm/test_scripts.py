@@ -1,6 +1,7 @@
 """The scripts of jobs/ without Slurm: what they start, and when they ask for another turn."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -95,6 +96,19 @@ def test_train_takes_an_input_and_options(site):
     own = ["inputs/gpt-3d-8.toml", "--train.steps", "5", "--run.out", "results/job-7"]
     assert words == ["launch", "python", "-m", "hpc3d.train", *own]
     assert started(site, "train.sbatch")[4] == "inputs/gpt-3d-64.toml"
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_a_job_on_gpus_has_the_ranks_of_its_input(count, site):
+    script = f"train-{count}-gpu.sbatch"
+    *_, path, option, out = started(site, script)
+    assert (option, out) == ("--run.out", "results/job-7")
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)", (JOBS / script).read_text(), re.M))
+    nodes, here, gpus = (int(asked[k]) for k in ("nodes", "ntasks-per-node", "gpus-per-node"))
+    assert nodes * here == int(asked["ntasks"]) == count
+    assert here == gpus
+    config = settle(load(ROOT / path, []), count)
+    assert config.train.backend == "cupy"
 
 
 def test_a_job_that_starts_again_goes_on_with_its_newest_run(site):

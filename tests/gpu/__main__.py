@@ -1,0 +1,125 @@
+"""Check the GPU backend on the GPU of this machine; see tests/gpu/__init__.py and docs/gpu.md.
+
+Exit codes: 0 nothing failed; 3 something did; 2 nothing could be checked, or a wrong option.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.gpu import parent
+from tests.gpu.parts import PARTS
+
+GOOD, NOTHING, FAILED = 0, 2, 3
+LEAST = 5  # seconds without which a part is not begun
+LISTED = 40  # failures
+
+
+def main(words=None):
+    given = arguments(words)
+    start = time.monotonic()
+    chosen = [part for part in PARTS if part.name in (given.only or [p.name for p in PARTS])]
+    options = [f"--{name}" for name in ("quick", "fake") if getattr(given, name)]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for place, part in enumerate(chosen):
+            left = given.minutes * 60 - (time.monotonic() - start)
+            left -= sum(later.reserved for later in chosen[place + 1 :])
+            print(f"{part.name}: {max(0, left):.0f} s left for it", flush=True)
+            results.append(made(part, Path(folder), min(part.limit, left), options))
+    if given.json:
+        text = json.dumps({"fake": given.fake, "quick": given.quick, "parts": results}, indent=1)
+        Path(given.json).write_text(text)
+    show(results, time.monotonic() - start)
+    return verdict(results, given.fake)
+
+
+def arguments(words):
+    parser = argparse.ArgumentParser("python -m tests.gpu", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write everything there")
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=[p.name for p in PARTS])
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--quick", action="store_true", help="small sizes, fewer cases")
+    parser.add_argument("--fake", action="store_true", help="try the check itself, without a GPU")
+    return parser.parse_args(words)
+
+
+def made(part, folder, seconds, options):
+    if seconds < LEAST:
+        skipped = {"skipped": "no time left", "problem": "", "cases": {}, "printed": ""}
+        return {"part": part.name, "seconds": 0.0, **skipped}
+    return parent.run(part, folder, seconds, options)
+
+
+def outcomes(result):
+    return Counter(case["outcome"] for case in result["cases"].values())
+
+
+def show(results, seconds):
+    """The table, the figures of the benchmark, what failed, what was skipped."""
+    print(f"\n{'part':12s} passed failed skipped  seconds  problem")
+    for result in results:
+        count, problem = outcomes(result), result["problem"] or result["skipped"]
+        counts = f"{count['passed']:6d} {count['failed']:6d} {count['skipped']:7d}"
+        print(f"{result['part']:12s} {counts} {result['seconds']:8.1f}  {problem}")
+    print(f"{seconds:.0f} s in all")
+    figures([result for result in results if result["part"] in ("environment", "benchmark")])
+    failures = [*reasons(results, "failed")]
+    for where, why in failures[:LISTED]:
+        print(f"FAILED {where}: {' '.join(why.split())[:200]}")
+    if len(failures) > LISTED:
+        print(f"and {len(failures) - LISTED} more failures, in the JSON")
+    skips = Counter()
+    for where, why in reasons(results, "skipped"):
+        skips[where.partition(":")[0], why] += 1
+    for (part, why), count in skips.items():
+        print(f"skipped {part}, {count} cases: {why}")
+
+
+def figures(results):
+    for result in results:
+        for name, case in result["cases"].items():
+            for key, value in case["facts"].items():
+                if isinstance(value, int | float | str) and len(str(value)) < 120:
+                    print(f"{name}: {key} = {value}")
+
+
+def reasons(results, outcome):
+    """(part: case, why) of all cases, and of parts as a whole, that ended so."""
+    whole = {"failed": "problem", "skipped": "skipped"}[outcome]
+    for result in results:
+        if result[whole]:
+            yield f"{result['part']}: all of it", result[whole]
+        for name, case in result["cases"].items():
+            if case["outcome"] == outcome:
+                yield f"{result['part']}: {name}", case["reason"] + wrong(case)
+
+
+def wrong(case):
+    """The first check of a case that is wrong, in a few words."""
+    bad = next((check for check in case["checks"] if not check["right"]), None)
+    return f" ({bad['what']}: {json.dumps(bad)})" if bad else ""
+
+
+def verdict(results, fake):
+    """The exit code, with the line that says why."""
+    on_device = {part.name for part in PARTS if part.device}
+    total = sum((outcomes(result) for result in results), Counter())
+    seen = [r for r in results if r["part"] in on_device and outcomes(r)["passed"]]
+    if total["failed"] or any(result["problem"] for result in results):
+        print(f"{total['failed']} cases failed, {total['passed']} passed")
+        return FAILED
+    if fake or not seen:
+        why = "this was a fake device" if fake else "no part ran on a GPU"
+        print(f"nothing is verified: {why}")
+        return NOTHING
+    print(f"all {total['passed']} cases passed, {total['skipped']} skipped")
+    return GOOD
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Attention and its gradient against NumPy in float64: by cuDNN's fused kernels, and by the rules
+of the program on its arrays of the device, which take what suits."""
+
+from functools import partial
+
+import numpy as np
+
+from hpc3d.cluster.arrays import Pool
+from hpc3d.model.attention import attend, attend_grad, heads_of
+from hpc3d.model.random import Mask, words
+from tests.gpu.notes import Skip
+
+# batch, heads, sequence, width
+SHAPES = {
+    "GPT-2": (2, 12, 1024, 64),
+    "wide heads": (2, 4, 512, 128),
+    "odd": (3, 5, 77, 32),
+    "tiny": (2, 3, 16, 8),
+}
+QUICK = ("tiny",)
+BOUND = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+RATE = 0.25
+
+
+def cases(device, quick):
+    for real in device.reals:
+        for name in QUICK if quick else SHAPES:
+            place = device, real, SHAPES[name]
+            if real != "float32":
+                yield f"cuDNN [{real}, {name}]", partial(fused, *place)
+            yield f"the program [{real}, {name}]", partial(ours, *place, 0.0)
+            yield f"the program [{real}, {name}, dropout]", partial(ours, *place, RATE)
+
+
+class Problem:
+    """qkv, the gradient of out, and what must come of them."""
+
+    def __init__(self, device, real, shape, rate=0.0):
+        self.shape, random = shape, np.random.default_rng(17)
+        batch, heads, self.sequence, self.width = shape
+        rows, columns = batch * self.sequence, heads * self.width
+
+        def draw(columns):
+            return random.standard_normal((rows, columns), np.float32).astype(np.dtype(real))
+
+        qkv, dout = draw(3 * columns), draw(columns)
+        self.qkv, self.dout = device.upload(qkv), device.upload(dout)
+        self.wide = qkv.astype(np.float64), dout.astype(np.float64)
+        self.rate, self.row = rate, heads * self.sequence**2
+        self.key = words((7, "drop_p", 3))
+        drop = self.mask(self.key)
+        self.out, p = attend(self.wide[0], *shape[2:], Pool().empty, drop)
+        self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *shape[2:], Pool().empty, drop)
+
+    def mask(self, key):
+        """Dropout of the probabilities, [B, heads * T * T], or None."""
+        if not self.rate:
+            return None
+        return Mask(key, self.rate, range(self.shape[0]), range(self.row), self.row)
+
+    def stats(self):
+        """log(sum(exp(scores))) of every query [B, heads, T, 1]."""
+        q, k, _ = heads_of(self.wide[0], self.sequence, self.width)
+        scores = q @ k.swapaxes(-1, -2) / self.width**0.5
+        scores += np.triu(np.full(scores.shape[-2:], -np.inf), 1)
+        top = scores.max(-1, keepdims=True)
+        return top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+
+
+def fused(device, real, shape, notes):
+    flash, problem = device.flash(), Problem(device, real, shape)
+    notes.fact("suits", bool(flash.suits(real, problem.width)))
+    if not flash.suits(real, problem.width):
+        raise Skip(f"cuDNN does not take {real} with heads of {problem.width}")
+    sizes = problem.sequence, problem.width
+    out, stats = flash.forward(problem.qkv, *sizes)
+    notes.near("out", device.download(out), problem.out, BOUND[real])
+    notes.near("stats", device.download(stats), problem.stats(), 1e-3)
+    dqkv = flash.backward(problem.dout, problem.qkv, out, stats, *sizes)
+    gradients(device, notes, dqkv, problem, real)
+
+
+def ours(device, real, shape, rate, notes):
+    problem, pool = Problem(device, real, shape, rate), device.pool()
+    sizes, drop = (problem.sequence, problem.width), problem.mask(pool.bring(problem.key))
+    out, p = attend(problem.qkv, *sizes, pool.empty, drop)
+    notes.near("out", device.download(out), problem.out, BOUND[real])
+    dqkv = attend_grad(problem.dout, problem.qkv, p, *sizes, pool.empty, drop)
+    gradients(device, notes, dqkv, problem, real)
+
+
+def gradients(device, notes, dqkv, problem, real):
+    """Those of q, k and v, each by itself."""
+    sizes = problem.sequence, problem.width
+    got = heads_of(device.download(dqkv), *sizes)
+    for name, mine, right in zip(("dq", "dk", "dv"), got, heads_of(problem.dqkv, *sizes)):
+        notes.near(name, mine, right, BOUND[real])

@@ -1,0 +1,270 @@
+"""How fast: training steps of GPT-2 124 M and of 1.3 B parameters in bfloat16, ours and torch's in
+turn in one process, against the rate of products and of copies measured in the same run; the
+kernels that a step consists of, and how many a layer launches."""
+
+import gc
+import json
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tests.gpu.graph import key
+from tests.gpu.layers import torch_or_skip
+from tests.gpu.notes import Skip
+from tests.gpu.trainers import Noise, trainer_of
+
+GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "sequence": 1024, "vocabulary": 50304}
+LARGE = {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 1024, "vocabulary": 50304}
+TINY = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 128}
+TRAIN = {"steps": 10_000, "learning_rate": 6e-4, "warmup": 100}
+MODELS = {"GPT-2 124 M": ({**GPT2, "batch": 32}, 10), "1.3 B": ({**LARGE, "batch": 8}, 4)}
+FITS = {"GPT-2 124 M": 90e9, "1.3 B": 120e9}  # bytes of memory for ours and torch's together
+WARM, ROUNDS = 4, 5
+SIDE = 8192  # of square matrices
+COPIED = 4 << 30  # bytes
+
+
+def cases(device, quick):
+    measured = {}  # the rate of products, once it is known
+    if quick or device.fake:
+        models = {"tiny": ({**TINY, "batch": 2}, 1)}
+    else:
+        models = MODELS
+        yield "rates", partial(rates, device, measured)
+    for name, (sizes, block) in models.items():
+        given = device, measured, name, {**TRAIN, **sizes}, block
+        yield f"{name}, ours", partial(ours, *given)
+        if name != "1.3 B":
+            yield f"{name}, kernels", partial(kernels, device, {**TRAIN, **sizes})
+            yield "launches a layer", partial(launches_a_layer, device)
+        how = "parts" if name == "1.3 B" else "whole"
+        yield f"{name} against torch.compile ({how})", partial(against, *given, how)
+        yield f"{name} against torch, eager", partial(against, *given, "")
+
+
+def real_of(device):
+    return "bfloat16" if "bfloat16" in device.reals and not device.fake else device.reals[0]
+
+
+def rates(device, measured, notes):
+    """Products of 8,192^3 by our binding and by torch, and a copy in the device's memory."""
+    random, lt = np.random.default_rng(1), device.lt()
+    real = np.dtype(real_of(device))
+    a, b = (
+        device.upload(random.standard_normal((SIDE, SIDE), np.float32).astype(real))
+        for _ in range(2)
+    )
+    out, flops = device.cupy.empty((SIDE, SIDE), real), 2 * SIDE**3
+    rate = per_second(device, lambda: lt.product(a, b, out), flops)
+    notes.fact(f"TFLOP/s, cuBLASLt, {real.name}", rate / 1e12)
+    measured["rate"] = rate
+    source = device.cupy.empty(COPIED, np.uint8)
+    target = device.cupy.empty(COPIED, np.uint8)
+    stream = device.cupy.cuda.get_current_stream()
+    copied = per_second(
+        device, lambda: target.data.copy_from_device_async(source.data, COPIED, stream), 2 * COPIED
+    )
+    notes.fact("TB/s, read and written by a copy", copied / 1e12)
+    torch = torch_or_skip(device)
+    x, y = (torch.randn(SIDE, SIDE, device="cuda", dtype=getattr(torch, real.name)) for _ in "xy")
+    events = [torch.cuda.Event(enable_timing=True) for _ in "ab"]
+    times = []
+    for _ in range(12):
+        events[0].record()
+        x @ y
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]) * 1e-3)
+    notes.fact(f"TFLOP/s, torch, {real.name}", flops / float(np.median(times[2:])) / 1e12)
+
+
+def per_second(device, function, amount):
+    function()
+    return amount / device.seconds(function, 10)
+
+
+def flops_of(shape):
+    """Floating-point operations of a step by arXiv:2204.02311, appendix B: 6 for every weight of
+    a product and token, and 12 T h a layer and token of attention."""
+    weights = 12 * shape["layers"] * shape["hidden"] ** 2 + shape["vocabulary"] * shape["hidden"]
+    attention = 12 * shape["layers"] * shape["hidden"] * shape["sequence"]
+    return (6 * weights + attention) * shape["batch"] * shape["sequence"]
+
+
+def ours_of(device, name, how):
+    """Functions that make a step: without a graph, and with one where there is the key; where
+    two would not fit the memory, without."""
+    ways = {"eager": {}}
+    with suppress(Skip):
+        ways = {"eager": {key(): False}, "graph": {key(): True}}
+        if not device.fake:
+            ways["graph, GELU in products"] = {key(): True, "fused_gelu": True}
+    if name == "1.3 B":
+        ways = {"eager": ways["eager"]}
+    return {way: stepping(device, {**how, **more}) for way, more in ways.items()}
+
+
+def stepping(device, how):
+    trainer = trainer_of(device, dtype=real_of(device), **how)
+    numbers = iter(range(how["steps"]))
+    return lambda: trainer.step(next(numbers)).loss
+
+
+def theirs_of(device, how, compiled):
+    from tests.gpu.peer import Peer
+    from tests.gpu.trainers import config_of
+
+    torch = torch_or_skip(device)
+    config = config_of("cupy", dtype=real_of(device), **how)
+    names = "layers", "hidden", "heads", "sequence", "vocabulary"
+    sizes = [how[name] for name in names]
+    dtype = getattr(torch, real_of(device))
+    peer, noise = Peer(device.where, dtype, config.train, sizes, compiled), Noise(config)
+    numbers = iter(range(how["steps"]))
+    return lambda: peer.step(noise.batch(next(numbers)))
+
+
+def in_turn(device, ways, block, notes):
+    """Median seconds a step of each way, in blocks of steps that alternate; and every block."""
+    for name, step in ways.items():
+        start = time.perf_counter()
+        found = [step() for _ in range(WARM)]
+        seconds = time.perf_counter() - start
+        notes.fact(f"{name}: first losses, seconds of {WARM} steps", [found, round(seconds, 2)])
+    times = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, step in ways.items():
+            device.synchronize()
+            start = time.perf_counter()
+            for _ in range(block):
+                step()
+            device.synchronize()
+            times[name].append((time.perf_counter() - start) / block)
+    notes.fact("ms a step, by blocks", {n: [round(1e3 * t, 2) for t in times[n]] for n in times})
+    return {name: float(np.median(each)) for name, each in times.items()}
+
+
+def tell(notes, how, seconds, measured):
+    """Speed, and the utilisation: the rate of the model's operations over that of products."""
+    tokens = how["batch"] * how["sequence"]
+    for name, each in seconds.items():
+        rate = flops_of(how) / each
+        speed = f"{tokens / each:.0f} tokens/s, {rate / 1e12:.1f} TFLOP/s of the model"
+        used = f", {100 * rate / measured['rate']:.1f} %" if "rate" in measured else ""
+        notes.fact(name, f"{1e3 * each:.2f} ms, {speed}{used}")
+
+
+def fits(device, name):
+    if not device.fake and name in FITS:
+        total = device.cupy.cuda.runtime.memGetInfo()[1]
+        if total < FITS[name]:
+            raise Skip(f"{total / 1e9:.0f} GB of memory, {FITS[name] / 1e9:.0f} are wanted")
+
+
+def released(function):
+    """`function`, and then all memory that nobody uses goes back to the device."""
+
+    def run(device, *given):
+        try:
+            return function(device, *given)
+        finally:
+            gc.collect()
+            if not device.fake:
+                device.synchronize()
+                device.cupy.get_default_memory_pool().free_all_blocks()
+                empty_cache()
+
+    return run
+
+
+def empty_cache():
+    try:
+        import torch
+    except ImportError:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@released
+def ours(device, measured, name, how, block, notes):
+    fits(device, name)
+    seconds = in_turn(device, ours_of(device, name, how), block, notes)
+    tell(notes, how, seconds, measured)
+    if not device.fake:
+        pool = device.cupy.get_default_memory_pool()
+        notes.fact("GB that CuPy's pool holds", pool.total_bytes() / 1e9)
+
+
+@released
+def against(device, measured, name, how, block, compiled, notes):
+    """Goal: at most the time of torch.compile."""
+    fits(device, name)
+    if device.fake and compiled:
+        raise Skip("a fake device compiles nothing")
+    theirs = theirs_of(device, how, compiled)
+    ways = {**ours_of(device, name, how), "torch.compile" if compiled else "torch, eager": theirs}
+    seconds = in_turn(device, ways, block, notes)
+    tell(notes, how, seconds, measured)
+    *mine, other = seconds.values()
+    notes.fact("our time / torch's", round(min(mine) / other, 4))
+
+
+@released
+def kernels(device, how, notes):
+    """Where a step goes: time and calls of every kernel, as NVIDIA's own tracing has them."""
+    no_fake(device)
+    count = 3
+    found = traced(device, stepping(device, how), count)
+    total = sum(seconds for seconds, _ in found.values())
+    notes.fact("ms in kernels a step", 1e3 * total / count)
+    notes.fact("kernels a step", sum(calls for _, calls in found.values()) / count)
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    for place, (name, (seconds, calls)) in enumerate(ordered[:40]):
+        share = f"{100 * seconds / total:5.1f} %, {1e3 * seconds / count:.3f} ms"
+        notes.fact(f"kernel {place:2d}", f"{share}, {calls / count:g} calls: {name[:60]}")
+
+
+def no_fake(device):
+    if device.fake:
+        raise Skip("a fake device has no kernels")
+
+
+def traced(device, step, count):
+    """name -> (seconds, calls) of all that the device does in `count` steps."""
+    torch = torch_or_skip(device)
+    for _ in range(WARM):
+        step()
+    device.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            step()
+        device.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    seconds, calls = Counter(), Counter()
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            seconds[event["name"]] += event["dur"] * 1e-6
+            calls[event["name"]] += 1
+    return {name: (seconds[name], calls[name]) for name in calls}
+
+
+@released
+def launches_a_layer(device, notes):
+    """By what two layers more launch; the goal is 25, forward, backward and update together."""
+    no_fake(device)
+    sizes, counts = {**TRAIN, **GPT2, "batch": 2, "vocabulary": 1024}, []
+    for layers in (2, 4):
+        found = traced(device, stepping(device, {**sizes, "layers": layers}), 2)
+        counts.append(sum(calls for _, calls in found.values()) / 2)
+    notes.fact("launches a layer", (counts[1] - counts[0]) / 2)
+    notes.fact("launches beside the layers", 2 * counts[0] - counts[1])

@@ -1,0 +1,137 @@
+"""NumPy in the place of a GPU: the check itself is tried with it."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from hpc3d.model import launches, ops
+from tests.gpu.notes import Skip
+
+# Where the tests of the kernels keep them, too.
+LIBRARIES = Path(__file__).parents[2] / ".pytest_cache" / "d" / "cuda-emulator"
+
+
+class Fake:
+    """What device.Gpu has, slow and for small sizes."""
+
+    fake = True
+    where = "cpu"
+    reals = tuple(launches.REALS)
+
+    def __init__(self):
+        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+
+        self.ruled = False
+
+    def synchronize(self):
+        pass
+
+    def alive(self):
+        return True
+
+    def memory(self, nbytes):
+        memory = np.empty(nbytes + 16, np.uint8)
+        first = -memory.ctypes.data % 16
+        return memory[first : first + nbytes]
+
+    def array(self, memory, offset, shape, dtype):
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return memory[offset : offset + nbytes].view(dtype).reshape(shape)
+
+    def write(self, memory, offset, host):
+        memory[offset : offset + host.nbytes] = host.reshape(-1).view(np.uint8)
+
+    def read(self, memory, offset, host):
+        host.reshape(-1).view(np.uint8)[...] = memory[offset : offset + host.nbytes]
+
+    def upload(self, host):
+        from tests.cuda.rules import CudaArray
+
+        return np.array(host).view(CudaArray)
+
+    def download(self, array):
+        return np.array(array)
+
+    def cuda(self):
+        return SimpleNamespace(number=0, name="fake")
+
+    def pool(self):
+        """Arrays with the rules of a device, whose kernels the emulator runs."""
+        from hpc3d.training import loop
+        from hpc3d.training.graph import Replay
+        from tests.cuda import rules
+
+        if not self.ruled:
+            rules.register(self.launch())
+            loop.replay_of = lambda trainer, wanted: wanted and Replay(trainer, rules.Tape())
+            self.ruled = True
+
+        class HostPool(rules.CudaPool):
+            """Knows bfloat16, of which NumPy's own way to describe memory does not."""
+
+            def empty(self, shape, dtype, kind="activation"):
+                stored = np.uint16 if np.dtype(dtype).name == "bfloat16" else dtype
+                return super().empty(shape, stored, kind).view(dtype)
+
+        return HostPool()
+
+    def launch(self):
+        """The emulator of the kernels' tests."""
+        from tests.cuda import emulator
+
+        if emulator.compiler() is None:
+            raise Skip("no g++ for the emulator")
+        sources = {source: [] for source in launches.SHAPES}
+        for kernel in launches.kernels().values():
+            sources[kernel.source] += kernel.instances
+        texts = {s: emulator.program(launches.text(s), sources[s]) for s in sources}
+        LIBRARIES.mkdir(parents=True, exist_ok=True)
+        return emulator.Emulator(emulator.build(texts, LIBRARIES))
+
+    direct = launch
+
+    def lt(self, tf32=False):
+        return SimpleNamespace(product=product)
+
+    def flash(self):
+        raise Skip("a fake device has no cuDNN")
+
+    def seconds(self, function, repeats):
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+
+def product(
+    a,
+    b,
+    out,
+    bias=None,
+    add=None,
+    bias_grad=None,
+    gelu_input=None,
+    gelu_at=None,
+    scale=1.0,
+):
+    """What Lt.product does, in NumPy."""
+    whole = scale * np.matmul(wide(a), wide(b)) + wide(add) + wide(bias)
+    if bias_grad is not None:
+        np.asarray(bias_grad)[...] = wide(b).sum(0)
+    if gelu_input is not None:
+        np.asarray(gelu_input)[...] = whole
+        whole = gelu(whole)[0]
+    np.asarray(out)[...] = whole if gelu_at is None else whole * gelu(wide(gelu_at))[1]
+
+
+def wide(array):
+    """In float64; 0 for what is not given."""
+    return 0.0 if array is None else np.asarray(array).astype(np.float64)
+
+
+def gelu(x):
+    """The tanh-GELU and its slope."""
+    slope, out = x.copy(), np.empty_like(x)
+    ops.gelu_tanh(slope, out)
+    return out, slope

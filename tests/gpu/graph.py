@@ -1,0 +1,57 @@
+"""Steps that are recorded as a CUDA graph and replayed, against steps that are not."""
+
+import time
+from dataclasses import fields
+from functools import partial
+
+import numpy as np
+
+from hpc3d.config import TrainConfig
+from tests.gpu.notes import Skip
+from tests.gpu.steps import SMALL, TINY, learnt
+from tests.gpu.trainers import trainer_of, values_of
+
+WAYS = {
+    "": {},
+    " with dropout": {"dropout": 0.1},
+    " in 2 microbatches": {"microbatches": 2},
+}
+# Sequences of cuDNN's graphs are a multiple of 128.
+WHOLE = {**SMALL, "hidden": 256, "sequence": 128}
+STEPS = 8
+
+
+def cases(device, quick):
+    sizes = {**WHOLE, **TINY} if device.fake else WHOLE
+    for real in device.reals[: 1 if device.fake else None]:  # 16 bits want whole sequences
+        for words, how in list(WAYS.items())[: 1 if quick else None]:
+            run = partial(as_without, device, {**sizes, **how, "dtype": real})
+            yield f"{STEPS} steps{words} [{real}]", run
+
+
+def key():
+    """The key of [train] that asks for a graph."""
+    names = [field.name for field in fields(TrainConfig) if "graph" in field.name]
+    if not names:
+        raise Skip("[train] has no key for a graph")
+    return names[0]
+
+
+def as_without(device, how, notes):
+    runs = {}
+    for wanted in (False, True):
+        trainer = trainer_of(device, steps=STEPS, **how, **{key(): wanted})
+        steps, seconds = [], []
+        for number in range(STEPS):
+            start = time.perf_counter()
+            step = trainer.step(number)
+            seconds.append(time.perf_counter() - start)
+            steps.append((step.loss, step.grad_norm))
+        runs[wanted] = np.array(steps), values_of(trainer)
+        notes.fact(f"seconds of steps, graph {wanted}", [round(each, 5) for each in seconds])
+    notes.same("losses and norms", runs[True][0], runs[False][0], 1e-5)
+    replayed, plain = runs[True][1], runs[False][1]
+    equal = all(np.array_equal(replayed[name], plain[name]) for name in plain)
+    notes.fact("weights equal to the last bit", equal)
+    for name, value in learnt(plain).items():
+        notes.near(name, replayed[name], value, 1e-4)

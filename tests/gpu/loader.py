@@ -1,0 +1,73 @@
+"""Every instance of every kernel becomes machine code by RawModule, source by source; then the
+program's own loader launches one."""
+
+import time
+from functools import partial
+
+import numpy as np
+
+from hpc3d.model import launches
+from tests.gpu.guards import guarded
+from tests.gpu.notes import Skip
+
+WANTED = "num_regs", "local_size_bytes", "shared_size_bytes", "max_threads_per_block"
+
+
+def cases(device, quick):
+    direct = device.direct()
+    for source in launches.SHAPES:
+        yield source, partial(compiled, source, direct, device)
+    for real in device.reals:
+        yield f"the program's loader [{real}]", partial(launched, device, real)
+
+
+def compiled(source, direct, device, notes):
+    """Seconds (CuPy keeps machine code on disk: a second run is fast), registers and spills."""
+    if device.fake:
+        raise Skip("a fake device compiles nothing")
+    start = time.perf_counter()
+    module, found = direct.module(source), {}
+    for kernel in [k for k in launches.kernels().values() if k.source == source]:
+        for instance in kernel.instances:
+            attributes = module.get_function(instance).attributes
+            found[instance] = [attributes.get(name) for name in WANTED]
+            fits = attributes["max_threads_per_block"] >= kernel.threads
+            notes.check(f"{instance} may have its threads", fits, attributes=attributes)
+    notes.fact("seconds", round(time.perf_counter() - start, 3))
+    notes.fact("registers, local and shared bytes, threads", found)
+
+
+def launched(device, real, notes):
+    """Two sums of 1,000 elements."""
+    launch = guarded(device, device.launch())
+    x = np.arange(1000, dtype=np.float32).astype(real)
+    out = np.full(1000, np.nan, np.float32).astype(real)
+    launch("add", 1, 1000, x=x, y=x, out=out, size=1000)
+    notes.same("x + x", out, (x.astype(np.float32) * 2).astype(real), 0)
+    notes.fact("loader", type(device.launch()).__module__)
+
+
+def launcher(device):
+    """The program's, or where it does not start one of the check's own."""
+    try:
+        return Once(device.launch())
+    except Exception:
+        return Once(device.direct())
+
+
+class Once:
+    """A launcher that does not compile again what did not compile."""
+
+    def __init__(self, launch):
+        self.launch, self.refused = launch, {}
+
+    def __call__(self, name, rows, columns, /, **given):
+        source = launches.kernels()[name].source
+        if source in self.refused:
+            raise self.refused[source]
+        try:
+            self.launch(name, rows, columns, **given)
+        except Exception as error:
+            if type(error).__name__ == "CompileException":
+                self.refused[source] = error
+            raise

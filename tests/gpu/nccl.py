@@ -1,0 +1,107 @@
+"""Every call of NCCL with every type, in a group of one rank: signatures, numbers of types, the
+order of streams."""
+
+from functools import partial
+
+import numpy as np
+
+from hpc3d.cluster.nccl import TYPES
+from tests.gpu.notes import Skip
+
+CALLS = {
+    "all_gather": lambda comm, block: comm.all_gather(block),
+    "reduce_scatter": lambda comm, block: comm.reduce_scatter(block),
+    "all_reduce": lambda comm, block: comm.all_reduce(block),
+    "all_reduce max": lambda comm, block: comm.all_reduce(block, "max"),
+    "broadcast": lambda comm, block: comm.broadcast(block, 0),
+    "reduce": lambda comm, block: comm.reduce(block, 0),
+    "all_to_all": lambda comm, block: comm.all_to_all(block),
+}
+SIZES = ((1, 1), (4, 33), (1024, 1024))
+
+
+class Alone:
+    """What is asked of MPI, with one member."""
+
+    rank, size = 0, 1
+
+    def bcast(self, value, root=0):
+        return value
+
+
+def cases(device, quick):
+    if device.fake:
+        yield "NCCL", skipped
+        return
+    yield "version", version
+    comm = Lazy(device)
+    for dtype in TYPES:
+        for name in (*CALLS, "a message to itself"):
+            yield f"{name} [{dtype}]", partial(call, device, comm, name, dtype)
+    yield "a sum of 256 MB", partial(large, device, comm)
+
+
+def skipped(notes):
+    raise Skip("a fake device has no NCCL")
+
+
+def version(notes):
+    from cupy.cuda import nccl
+
+    if not getattr(nccl, "available", False):
+        raise Skip("CuPy finds no libnccl")
+    notes.fact("NCCL", nccl.get_version())
+
+
+class Lazy:
+    """The communicator of one rank, begun when it is first asked for."""
+
+    def __init__(self, device):
+        self.device, self.made = device, None
+
+    def get(self):
+        if self.made is None:
+            self.made = begun(self.device)
+        return self.made
+
+
+def begun(device):
+    from cupy.cuda import nccl
+
+    from hpc3d.cluster.nccl import Nccl, grouped, split
+    from hpc3d.cluster.traffic import Traffic
+
+    if not getattr(nccl, "available", False):
+        raise Skip("CuPy finds no libnccl")
+    pool = device.pool()
+    whole, parts = split(nccl, Alone(), {"x": (0, 0)})
+    traffic = Traffic(pool.device, grouped(nccl))
+    made = Nccl(parts["x"], Alone(), traffic, (0,), pool)
+    made.whole = whole  # lives as long as its part
+    return made
+
+
+def call(device, comm, name, dtype, notes):
+    """What comes back is what went in."""
+    if dtype == "bfloat16" and dtype not in device.reals:
+        raise Skip("no bfloat16")
+    comm, random = comm.get(), np.random.default_rng(3)
+    for size in SIZES:
+        host = random.integers(0, 100, size).astype(np.dtype(dtype))
+        block = comm.pool.bring(host)
+        got = itself(comm, block) if name not in CALLS else CALLS[name](comm, block).wait()
+        notes.same(f"{size}", device.download(got), host, 0)
+
+
+def itself(comm, block):
+    with comm.together():
+        sent, came = comm.send(block, 0), comm.recv(block.shape, block.dtype, 0)
+    sent.wait()
+    return came.wait()
+
+
+def large(device, comm, notes):
+    comm = comm.get()
+    block = comm.pool.zeros((64 << 20,), np.float32)
+    seconds = device.seconds(lambda: comm.all_reduce(block).wait(), 5)
+    notes.fact("GB/s", block.nbytes / seconds / 1e9)

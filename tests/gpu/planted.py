@@ -1,0 +1,75 @@
+"""A part of the check with every kind of trouble in it: python -m tests.gpu.planted PART FILE"""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+from tests.gpu.child import made
+from tests.gpu.notes import Notes, Skip
+
+
+def right(notes):
+    notes.fact("figure", 1.5)
+    notes.fact("process", os.getpid())
+    notes.same("numbers", [1.0, 2.0], [1.0, 2.0], 0)
+
+
+def wrong(notes):
+    notes.same("numbers", [[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [3.0, 5.0]], 0.1)
+    notes.check("goes on behind it", True)
+
+
+def raises(notes):
+    raise RuntimeError("cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+def dies(notes):
+    os._exit(9)
+
+
+def crashes(notes):
+    ctypes.string_at(0)
+
+
+def hangs(notes):
+    time.sleep(60)
+
+
+def skips(notes):
+    raise Skip("nothing to do here")
+
+
+def naps(notes):
+    time.sleep(1)
+
+
+class Lost:
+    """A device that answers no more after the second case of a process."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def alive(self):
+        self.asked += 1
+        return self.asked < 2
+
+
+PARTS = {
+    "trouble": (None, (right, wrong, raises, dies, crashes, hangs, skips)),
+    "slow": (None, (right, naps, naps, naps)),
+    "lost": (Lost, (right, raises, right)),
+    "broken": (None, None),
+}
+
+
+def main(part, path):
+    device, functions = PARTS[part]
+    numbered = enumerate((*functions, right))
+    cases = [(f"{number} {function.__name__}", function) for number, function in numbered]
+    return made(Notes(Path(path)), device and device(), cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Products by cuBLASLt against NumPy in float64: types, transposed factors, batches, everything
+that is fused to them; what cuBLASLt does not support is skipped with its reason."""
+
+from functools import partial
+from itertools import product as pairs
+
+import numpy as np
+
+from tests.gpu.fake import gelu
+from tests.gpu.notes import Skip
+from tests.gpu.sizes import UNITS
+
+LAYOUTS = ("nn", "nt", "tn", "tt")  # of a and b, t: a transposed view
+SHAPES = ((1, 64, 64), (64, 48, 80), (33, 17, 29), (1024, 768, 3072), (512, 1000, 50257 // 7))
+QUICK = SHAPES[:3]
+ATTENTION = (5, 128, 64, 128)  # g, m, k, n
+FUSED = (
+    "bias",
+    "add",
+    "add in place",
+    "bias and add",
+    "scale",
+    "bias_grad",
+    "bias_grad in place",
+    "gelu_input",
+    "bias and gelu_input",
+    "gelu_at",
+)
+
+
+def cases(device, quick):
+    lt = device.lt()
+    shapes = QUICK if quick else SHAPES
+    for real in device.reals:
+        outs = [real] if real == "float32" else [real, "float32"]
+        for layout, out in pairs(LAYOUTS, outs):
+            name = f"{real} {layout} -> {out}"
+            yield name, partial(plain, device, lt, real, layout, out, shapes)
+            yield f"{name}, batches", partial(batched, device, lt, real, layout, out)
+        for what, out in pairs(FUSED, outs):
+            run = partial(fused, device, lt, real, out, what, shapes)
+            yield f"{real} -> {out} with {what}", run
+        yield f"{real}, nothing to sum", partial(empty, device, lt, real)
+    yield "float32 by TF32", partial(by_tf32, device, shapes)
+
+
+class Factors:
+    """Random arrays on host (as float64) and device."""
+
+    def __init__(self, device, real):
+        self.device, self.real = device, np.dtype(real)
+        self.random = np.random.default_rng(5)
+
+    def draw(self, *shape, transposed=False, dtype=None):
+        """An array of that shape; transposed, it lies with its last two dims exchanged."""
+        lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        x = self.random.standard_normal(lies, np.float32).astype(dtype or self.real)
+        there, wide = self.device.upload(x), x.astype(np.float64)
+        return (there.swapaxes(-1, -2), wide.swapaxes(-1, -2)) if transposed else (there, wide)
+
+    def nothing(self, *shape, dtype):
+        return self.device.upload(np.full(shape, np.nan, np.float32).astype(dtype))
+
+
+def told(function):
+    """What a call raises as unsupported becomes a case that is skipped."""
+    try:
+        return function()
+    except Exception as error:
+        if type(error).__name__ == "Unsupported":
+            raise Skip(f"Unsupported: {error}") from None
+        raise
+
+
+def bounds(out, k, real):
+    """Of rounding once, and of sums of k products in float32."""
+    unit = UNITS[np.dtype(out).name]
+    return unit, (2e-7 * k + 1e-5 * k**0.5) * (1 if real != "float32" else 0.5)
+
+
+def plain(device, lt, real, layout, out, shapes, notes):
+    factors = Factors(device, real)
+    for m, k, n in shapes:
+        a, wide_a = factors.draw(m, k, transposed=layout[0] == "t")
+        b, wide_b = factors.draw(k, n, transposed=layout[1] == "t")
+        c = factors.nothing(m, n, dtype=out)
+        told(lambda a=a, b=b, c=c: lt.product(a, b, c))
+        got = device.download(c)
+        notes.same(f"{m} x {k} x {n}", got, wide_a @ wide_b, *bounds(out, k, real))
+
+
+def batched(device, lt, real, layout, out, notes):
+    """As attention has them: k q' and p' v."""
+    factors, (g, m, k, n) = Factors(device, real), ATTENTION
+    a, wide_a = factors.draw(g, m, k, transposed=layout[0] == "t")
+    b, wide_b = factors.draw(g, k, n, transposed=layout[1] == "t")
+    c = factors.nothing(g, m, n, dtype=out)
+    told(lambda: lt.product(a, b, c))
+    got, bound = device.download(c), bounds(out, k, real)
+    notes.same(f"{g} of {m} x {k} x {n}", got, wide_a @ wide_b, *bound)
+
+
+def fused(device, lt, real, out, what, shapes, notes):
+    factors = Factors(device, real)
+    for m, k, n in shapes:
+        a, wide_a = factors.draw(m, k, transposed="bias_grad" in what)
+        b, wide_b = factors.draw(k, n)
+        case = Epilogue(factors, what, out, (m, n), wide_a @ wide_b, wide_b)
+        told(lambda a=a, b=b, case=case: lt.product(a, b, case.out, **case.given))
+        rtol, atol = bounds(out, k, real)
+        atol = max(atol, 3e-3) if "gelu" in what else atol
+        for name, array, expected in case.results:
+            got = device.download(array)
+            notes.same(f"{name}, {m} x {k} x {n}", got, expected, rtol, atol)
+
+
+class Epilogue:
+    """What is given to a product of which the plain result is `ab`, and what must come out."""
+
+    def __init__(self, factors, what, out, shape, ab, b):
+        self.given, self.out = {}, factors.nothing(*shape, dtype=out)
+        vector, wide_vector = factors.draw(shape[1], dtype=out)
+        matrix, wide_matrix = factors.draw(*shape, dtype=out)
+        expected, self.results = ab, []
+        if what == "scale":
+            self.given["scale"], expected = 0.125, 0.125 * ab
+        if "bias" in what and "bias_grad" not in what:
+            self.given["bias"], expected = vector, expected + wide_vector
+        if "add" in what or "in place" in what:
+            self.given["add"], expected = matrix, expected + wide_matrix
+        if "in place" in what:
+            self.out = matrix
+        if "bias_grad" in what:
+            self.given["bias_grad"] = vector
+            self.results.append(("bias_grad", vector, b.sum(0)))
+        if "gelu_input" in what:
+            self.given["gelu_input"] = matrix
+            self.results.append(("gelu_input", matrix, expected))
+            expected = gelu(expected)[0]
+        if what == "gelu_at":
+            self.given["gelu_at"] = matrix
+            expected = expected * gelu(wide_matrix)[1]
+        self.results.append(("out", self.out, expected))
+
+
+def empty(device, lt, real, notes):
+    factors = Factors(device, real)
+    a, _ = factors.draw(4, 0)
+    b, _ = factors.draw(0, 8)
+    out = factors.nothing(4, 8, dtype=real)
+    if device.fake:
+        raise Skip("a fake device has its own")
+    lt.product(a, b, out)
+    notes.same("zeros", device.download(out), np.zeros((4, 8)), 0)
+
+
+def by_tf32(device, shapes, notes):
+    """Factors of 11 bits; how much less exact it is."""
+    lt, factors = device.lt(tf32=True), Factors(device, "float32")
+    for m, k, n in shapes:
+        (a, wide_a), (b, wide_b) = factors.draw(m, k), factors.draw(k, n)
+        out = factors.nothing(m, n, dtype="float32")
+        told(lambda a=a, b=b, out=out: lt.product(a, b, out))
+        notes.near(f"{m} x {k} x {n}", device.download(out), wide_a @ wide_b, 1e-3)

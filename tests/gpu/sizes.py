@@ -1,0 +1,223 @@
+"""The kernels at the sizes of a model, each with each type, against NumPy in float64."""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.model import fused, launches, loss
+from hpc3d.model.attention import heads_of
+from hpc3d.training.optimizer import AdamW, adamw
+from tests.gpu.guards import guarded
+from tests.gpu.loader import launcher
+
+UNITS = {"float32": 2e-6, "float16": 2**-10.9, "bfloat16": 2**-7.9}
+
+
+class Sizes(NamedTuple):
+    rows: int
+    hidden: int
+    vocabulary: int
+    padded: int
+    heads: int
+    sequence: int
+    flat: int
+
+
+LARGE = Sizes(4096, 768, 50257, 50304, 6, 1024, 3_000_017)
+ODD = Sizes(1237, 1601, 997, 1003, 3, 511, 1_234_567)
+SMALL = Sizes(6, 136, 300, 304, 2, 40, 3001)
+
+
+class Bench:
+    """Random arrays of one type and the launcher that takes them."""
+
+    def __init__(self, launch, real, sizes):
+        self.launch, self.real, self.sizes = launch, np.dtype(real), sizes
+        self.unit, self.random = UNITS[real], np.random.default_rng(11)
+
+    def draw(self, *shape):
+        """Normal numbers of the type, and the float64 that they are."""
+        x = self.random.standard_normal(shape, np.float32).astype(self.real)
+        return x, x.astype(np.float64)
+
+    def empty(self, *shape, dtype=None):
+        return np.full(shape, np.nan, np.float32).astype(dtype or self.real)
+
+    def same(self, notes, what, got, expected, atol=1e-5):
+        rtol = self.unit if got.dtype == self.real else 2e-6
+        notes.same(what, got, expected, rtol, atol)
+
+
+def cases(device, quick):
+    launch = guarded(device, launcher(device))
+    sizes = {"small": SMALL} if quick else {"GPT-2": LARGE, "odd": ODD}
+    for real in device.reals:
+        for name, these in sizes.items():
+            for kernel in KERNELS:
+                case = f"{kernel.__name__} [{real}, {name}]"
+                yield case, partial(kernel, Bench(launch, real, these))
+
+
+def add_norm(bench, notes):
+    size = bench.sizes.rows, bench.sizes.hidden
+    (x, wide_x), (r, wide_r) = bench.draw(*size), bench.draw(*size)
+    (gamma, wide_gamma), (beta, wide_beta) = bench.draw(size[1]), bench.draw(size[1])
+    s, y = bench.empty(*size), bench.empty(*size)
+    mean, rstd = (bench.empty(size[0], dtype=np.float32) for _ in range(2))
+    given = {"x": x, "r": r, "gamma": gamma, "beta": beta, "s": s, "y": y, "mean": mean}
+    bench.launch("add_norm", *size, rstd=rstd, columns=size[1], epsilon=1e-5, **given)
+    bench.same(notes, "sum", s, wide_x + wide_r)
+    stored = s.astype(np.float64)
+    _, out, centre, factor = fused.add_norm(stored, None, wide_gamma, wide_beta, 1e-5)
+    bench.same(notes, "norm", y, out)
+    bench.same(notes, "mean", mean, centre, 1e-6)
+    bench.same(notes, "rstd", rstd, factor, 1e-6)
+
+
+def norm_grad(bench, notes):
+    rows, columns = size = bench.sizes.rows, bench.sizes.hidden
+    (s, wide_s), (dy, wide_dy), (r, wide_r) = (bench.draw(*size) for _ in range(3))
+    gamma, wide_gamma = bench.draw(columns)
+    mean, rstd = wide_s.mean(1).astype(np.float32), (1 / wide_s.std(1)).astype(np.float32)
+    dx = bench.empty(*size)
+    given = {"s": s, "mean": mean, "rstd": rstd, "dy": dy, "gamma": gamma, "residual": r}
+    bench.launch("norm_grad", *size, dx=dx, columns=columns, **given)
+    wide = mean.astype(np.float64), rstd.astype(np.float64), wide_dy, wide_gamma
+    expected, dgamma, dbeta = fused.norm_grad(wide_s, *wide, wide_r)
+    bench.same(notes, "dx", dx, expected, 2e-5)
+    strips = launches.strips(rows)
+    partial = bench.empty(strips, 2, columns, dtype=np.float32)
+    total = bench.empty(2, columns, dtype=np.float32)
+    given = {"x": s, "mean": mean, "rstd": rstd, "dy": dy, "partial": partial}
+    bench.launch("norm_columns", *size, rows=rows, columns=columns, **given)
+    how = {"strips": strips, "columns": 2 * columns, "stride": 2 * columns, "add": False}
+    bench.launch("sum_strips", 1, 2 * columns, partial=partial, total=total, **how)
+    bench.same(notes, "dgamma, dbeta", total, np.stack([dgamma, dbeta]), 1e-5 * rows**0.5)
+
+
+def bias_and_sum_of_rows(bench, notes):
+    rows, columns = size = bench.sizes.rows, bench.sizes.hidden
+    (y, wide), (bias, wide_bias) = bench.draw(*size), bench.draw(columns)
+    out = bench.empty(*size)
+    bench.launch("add_bias", *size, y=y, bias=bias, out=out, columns=columns)
+    bench.same(notes, "add_bias", out, wide + wide_bias)
+    partial = bench.empty(launches.strips(rows), columns, dtype=np.float32)
+    total = bench.empty(columns, dtype=np.float32)
+    bench.launch("sum_rows", *size, y=y, partial=partial, rows=rows, columns=columns)
+    how = {"strips": len(partial), "columns": columns, "stride": columns, "add": False}
+    bench.launch("sum_strips", 1, columns, partial=partial, total=total, **how)
+    bench.same(notes, "sum_rows", total, wide.sum(0), 1e-6 * rows**0.5)
+
+
+def gelu(bench, notes):
+    size = bench.sizes.rows, bench.sizes.hidden
+    (h, wide), (bias, wide_bias) = bench.draw(*size), bench.draw(size[1])
+    for kind in ("tanh", "exact"):
+        slope, out, expected = h.copy(), bench.empty(*size), np.empty_like(wide)
+        bench.launch(f"gelu_{kind}", *size, h=slope, bias=bias, out=out, columns=size[1])
+        steep = wide.copy()
+        try:
+            fused.bias_gelu(steep, wide_bias, expected, kind)
+        except ImportError:  # the exact one wants SciPy
+            continue
+        bench.same(notes, f"gelu_{kind}", out, expected)
+        bench.same(notes, f"slope of gelu_{kind}", slope, steep)
+
+
+def cross_entropy(bench, notes):
+    rows, columns, vocabulary = 256, bench.sizes.padded, bench.sizes.vocabulary
+    rows = min(rows, bench.sizes.rows)
+    logits, wide = bench.draw(rows, columns)
+    targets = bench.random.integers(0, vocabulary, rows)
+    targets[::5] = loss.IGNORE
+    losses = bench.empty(rows, dtype=np.float32)
+    given = {"logits": logits, "targets": targets, "scale": np.float32([0.25]), "loss": losses}
+    bench.launch("cross_entropy", rows, columns, columns=columns, vocabulary=vocabulary, **given)
+    bench.same(notes, "loss", losses, fused.cross_entropy(wide, targets, vocabulary, 0.25), 5e-5)
+    bench.same(notes, "gradient", logits, wide, 1e-7)
+
+
+def embedding(bench, notes):
+    """2 to the 13 tokens of which one is much more frequent than the others."""
+    rows, columns, table_rows = bench.sizes.rows, bench.sizes.hidden, bench.sizes.vocabulary
+    (table, wide), (positions, wide_p) = bench.draw(table_rows, columns), bench.draw(97, columns)
+    index = bench.random.integers(0, table_rows, rows)
+    index[::3] = 7
+    out = bench.empty(rows, columns)
+    given = {"table": table, "index": index, "positions": positions, "out": out, "first": 5}
+    how = {"period": 97, "table_rows": table_rows, "columns": columns}
+    bench.launch("gather_rows", rows, columns, **given, **how)
+    expected = wide[index] + wide_p[(5 + np.arange(rows)) % 97]
+    bench.same(notes, "gather_rows", out, expected)
+    dy, wide_dy = bench.draw(rows, columns)
+    total = np.zeros((table_rows, columns), np.float32)
+    order = np.argsort(index, kind="stable")
+    given = {"dy": dy, "index": index, "order": order, "total": total}
+    how = {"table_rows": table_rows, "rows": rows, "columns": columns}
+    bench.launch("scatter_rows", rows, columns, **given, **how)
+    expected = np.zeros((table_rows, columns))
+    np.add.at(expected, index, wide_dy)
+    bench.same(notes, "scatter_rows", total, expected, 1e-5 * rows**0.5)
+
+
+def causal_softmax(bench, notes):
+    heads, sequence = bench.sizes.heads, bench.sizes.sequence
+    scores, wide = bench.draw(1, heads, sequence, sequence)
+    none = dict.fromkeys(("first_row", "first_column", "width", "limit", "factor"), 0)
+    sizes = {"heads": heads, "sequence": sequence, "scale": 0.125, "dropout_key": None, **none}
+    bench.launch("causal_softmax", heads, sequence, scores=scores, weights=None, **sizes)
+    p, _ = fused.causal_softmax(wide, 0.125)
+    bench.same(notes, "causal_softmax", scores, p, 1e-7)
+    dweights, wide_d = bench.draw(1, heads, sequence, sequence)
+    bench.launch("causal_softmax_grad", heads, sequence, p=scores, dweights=dweights, **sizes)
+    expected = fused.causal_softmax_grad(scores.astype(np.float64), wide_d, 0.125)
+    bench.same(notes, "causal_softmax_grad", dweights, expected, 1e-6)
+
+
+def rotary(bench, notes):
+    sequence, width, heads = bench.sizes.sequence, 64, bench.sizes.heads
+    columns = heads * 3 * width
+    x, wide = bench.draw(sequence, columns)
+    table = fused.turns(sequence, width)
+    parts = {"cosines": table[0].copy(), "sines": table[1].copy(), "parts": 3, "turned": 2}
+    how = {"width": width, "columns": columns, "first": 0, "period": sequence, "sign": 1}
+    bench.launch("rotate", sequence, columns, x=x, **parts, **how)
+    bench.same(notes, "rotate", x, fused.rotate(wide, table, 0, 3, 2))
+    assert heads_of(x, sequence, width).shape[2] == heads
+
+
+def update(bench, notes):
+    """AdamW with a master copy, and the sum of squares."""
+    size = bench.sizes.flat
+    grad, first, second, master = bench.random.standard_normal((4, size), np.float32)
+    second = np.abs(second)
+    value = master if bench.real == np.float32 else bench.empty(size)
+    factors = np.float32([0.7, 1e-2, 1.3, 0.999])
+    w, g, m, v = (each.astype(np.float64) for each in (master, grad, first, second))
+    adamw(w, None, g, m, v, AdamW, [float(factor) for factor in factors])
+    given = {"value": value, "master": None if value is master else master, "grad": grad}
+    given |= {"first": first, "second": second, "factors": factors, "size": size}
+    how = {"beta1": AdamW.BETA1, "beta2": AdamW.BETA2, "epsilon": AdamW.EPSILON}
+    bench.launch("adamw", 1, size, **given, **how)
+    for what, got, expected in (("value", master, w), ("first", first, m), ("second", second, v)):
+        bench.same(notes, f"adamw {what}", got, expected, 5e-6)
+    notes.same("rounded", value, master.astype(bench.real), 0)
+    blocks = launches.kernels()["sum_squares"].launch(None, 1, size).grid[0]
+    partial, total = bench.empty(blocks, dtype=np.float32), np.full(1, np.nan)
+    bench.launch("sum_squares", 1, size, grad=grad, partial=partial, size=size)
+    bench.launch("sum_parts", 1, blocks, partial=partial, total=total, parts=blocks, add=False)
+    notes.same("sum of squares", total, [np.square(g).sum()], 1e-6)
+
+
+KERNELS = (
+    add_norm,
+    norm_grad,
+    bias_and_sum_of_rows,
+    gelu,
+    cross_entropy,
+    embedding,
+    causal_softmax,
+    rotary,
+    update,
+)

@@ -1,0 +1,100 @@
+"""Training steps on the device against those on NumPy, and 16 bits against float32."""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tests.gpu.trainers import trainer_of, values_of
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"layers": 2, "hidden": 96, "heads": 4, "sequence": 48, "batch": 8, "vocabulary": 256}
+WAYS = {
+    "": {},
+    " with dropout": {"dropout": 0.1},
+    " in 2 microbatches": {"microbatches": 2},
+    " with everything recomputed": {"recompute": "full", "dropout": 0.1},
+    " with SGD": {"optimizer": "sgd", "learning_rate": 0.1},
+    " without clipping": {"clip": 0.0},
+}
+STEPS = 10
+CLOSE = 1e-4
+LONG = {
+    "layers": 4,
+    "hidden": 256,
+    "heads": 4,
+    "sequence": 128,
+    "batch": 32,
+    "vocabulary": 256,
+    "learning_rate": 1e-3,
+    "warmup": 20,
+}
+PERCENT = 0.01
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 8, "batch": 4}  # on a fake device
+
+
+def cases(device, quick):
+    small, long = ({**SMALL, **TINY}, {**LONG, **TINY}) if device.fake else (SMALL, LONG)
+    for words, how in list(WAYS.items())[: 2 if quick else None]:
+        yield f"{STEPS} steps{words} as on NumPy", partial(as_on_numpy, device, {**small, **how})
+    count = 10 if quick else 200
+    yield f"{count} steps in float32 and 16 bits", partial(by_type, device, count, long)
+
+
+def as_on_numpy(device, how, notes):
+    """In float32: losses and norms of gradients, and the weights at the end."""
+    ours = trainer_of(device, dtype="float32", steps=STEPS, **how)
+    theirs = trainer_of(None, dtype="float32", steps=STEPS, **how)
+    first, other = values_of(ours), values_of(theirs)
+    for name, value in other.items():
+        notes.same(f"initial {name}", first[name], value, 1e-6, 1e-8)
+    for number in range(STEPS):
+        mine, right = ours.step(number), theirs.step(number)
+        got, expected = [mine.loss, mine.grad_norm], [right.loss, right.grad_norm]
+        notes.same(f"loss and norm of step {number}", got, expected, CLOSE)
+    last = values_of(ours)
+    for name, value in learnt(values_of(theirs)).items():
+        notes.near(f"final {name}", last[name], value, 30 * CLOSE)
+
+
+def by_type(device, count, how, notes):
+    """The shipped text: losses of 16 bits stay within 1 % of those of float32."""
+    whole = losses(device, "float32", count, how, notes)
+    notes.fact("losses in float32", whole[:: max(1, count // 20)])
+    for real in device.reals[1:]:
+        try:
+            found = losses(device, real, count, how, notes)
+        except Exception as error:
+            notes.check(f"{real} runs", False, error=f"{type(error).__name__}: {error}")
+            continue
+        means, right = smooth(found), smooth(whole)
+        worst = float(np.abs(means / right - 1).max())
+        last = float(abs(means[-1] / right[-1] - 1))
+        notes.fact(f"{real}: last losses, worst and last difference", [found[-3:], worst, last])
+        notes.check(f"{real} within 1 % at the end", last <= PERCENT, error=last)
+        notes.check(f"{real} within 1 % on the way", worst <= PERCENT, error=worst)
+
+
+def losses(device, real, count, how, notes):
+    from hpc3d.training.data import Batches
+    from hpc3d.training.tokens import open_tokens
+
+    sizes = how["sequence"], how["batch"]
+    batches = Batches(open_tokens(ROOT / "inputs" / "corpus"), *sizes, seed=1)
+    trainer = trainer_of(device, batches=batches, dtype=real, steps=count, **how)
+    start = time.perf_counter()
+    found = [trainer.step(number).loss for number in range(count)]
+    notes.fact(f"{real}: seconds a step", (time.perf_counter() - start) / count)
+    return found
+
+
+def learnt(values):
+    """Without the biases of q, k and v: the gradient of a key's is 0, and AdamW makes steps of
+    what rounding leaves of it."""
+    return {name: value for name, value in values.items() if "qkv.bias" not in name}
+
+
+def smooth(found):
+    """Means over 10 steps."""
+    return np.mean(np.reshape(found, (-1, 10)), 1)

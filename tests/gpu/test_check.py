@@ -1,0 +1,236 @@
+"""The check of the GPU backend, without a GPU: whatever goes wrong in a part is reported and costs
+no other part, and a run that verified nothing says so."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from hpc3d.model import launches
+from tests.gpu import __main__ as command
+from tests.gpu import benchmark, parent
+from tests.gpu.fake import Fake
+from tests.gpu.guards import Overrun, guarded
+from tests.gpu.notes import compared
+from tests.gpu.parts import PARTS, Part
+
+PLANTED = (sys.executable, "-m", "tests.gpu.planted")
+HIDDEN = 'raise ModuleNotFoundError("hidden for a test", name=__name__)\n'
+
+
+def planted(folder, name, seconds=20.0, case_limit=2.0):
+    return parent.run(Part(name, seconds, case_limit), folder, seconds, command=PLANTED)
+
+
+def outcomes(result):
+    return {name: case["outcome"] for name, case in result["cases"].items()}
+
+
+def test_trouble_is_reported_and_costs_no_other_case(tmp_path, capfd):
+    result = planted(tmp_path, "trouble")
+    assert outcomes(result) == {
+        "0 right": "passed",
+        "1 wrong": "failed",
+        "2 raises": "failed",
+        "3 dies": "failed",
+        "4 crashes": "failed",
+        "5 hangs": "failed",
+        "6 skips": "skipped",
+        "7 right": "passed",
+    }
+    cases, printed = result["cases"], capfd.readouterr().out
+    assert result["problem"] == ""
+    assert cases["0 right"]["facts"]["figure"] == 1.5
+    first, second = cases["1 wrong"]["checks"]
+    assert first["first"] == {"at": [1, 1], "got": 4.0, "expected": 5.0}
+    assert second["right"]
+    assert 'raise RuntimeError("cublasLtMatmul' in cases["2 raises"]["traceback"]
+    assert cases["3 dies"]["reason"] == "the process ended with 9"
+    assert cases["4 crashes"]["reason"] == "the process ended with -11"
+    assert "Segmentation fault" in result["printed"]
+    assert cases["5 hangs"]["reason"].startswith("ended after 2 s")
+    assert "failed  5 hangs" in printed
+    command.show([result], 1.0)
+    said = capfd.readouterr().out
+    assert "trouble           2      5       1" in said
+    assert "skipped trouble, 1 cases: nothing to do here" in said
+    assert command.verdict([result], fake=False) == command.FAILED
+
+
+def test_what_has_no_time_left_is_skipped(tmp_path):
+    result = planted(tmp_path, "slow", seconds=1.8, case_limit=10.0)
+    cases = result["cases"]
+    found = outcomes(result)
+    assert found["0 right"] == "passed"
+    assert found["3 naps"] == found["4 right"] == "skipped"
+    assert cases["4 right"]["reason"] == "no time left"
+    assert "failed" not in found.values()
+
+
+def test_after_a_device_is_lost_a_new_process_goes_on(tmp_path):
+    result = planted(tmp_path, "lost")
+    first, wrong, second, third = result["cases"].values()
+    assert wrong["outcome"] == "failed"
+    assert first["facts"]["process"] != second["facts"]["process"] == third["facts"]["process"]
+    assert result["problem"] == ""
+
+
+def test_a_part_that_cannot_begin_is_a_problem(tmp_path):
+    result = planted(tmp_path, "broken")
+    assert result["problem"] == "its process ended with 1"
+    assert "TypeError" in result["printed"]
+    assert command.verdict([result], fake=False) == command.FAILED
+
+
+def check(folder, *words, hide=()):
+    """The check in a process of its own, which does not find the packages `hide`."""
+    for name in hide:
+        (folder / f"{name}.py").write_text(HIDDEN)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    words = [sys.executable, "-m", "tests.gpu", "--json", folder / "found.json", *words]
+    settings = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        words, cwd=parent.ROOT, env=settings, capture_output=True, text=True, check=False
+    )
+    found = json.loads((folder / "found.json").read_text())
+    return done, {part["part"]: part for part in found["parts"]}
+
+
+def test_without_cupy_nothing_is_verified(tmp_path):
+    done, parts = check(tmp_path, "--only", "nccl", hide=["cupy"])
+    assert done.returncode == command.NOTHING, done.stdout
+    assert done.stdout.splitlines()[-1] == "nothing is verified: no part ran on a GPU"
+    assert parts["nccl"]["skipped"] == "no CuPy: hidden for a test"
+
+
+@pytest.mark.slow
+def test_the_machine_is_described_without_cupy(tmp_path):
+    done, parts = check(tmp_path, "--only", "environment", hide=["cupy"])
+    assert done.returncode == command.NOTHING, done.stdout
+    machine = parts["environment"]["cases"]["machine"]
+    assert machine["outcome"] == "passed"
+    assert machine["facts"]["python"] == sys.version.split()[0]
+    assert not [c for c in parts["environment"]["cases"].values() if c["outcome"] == "failed"]
+
+
+def test_no_time_is_no_failure(tmp_path):
+    done, parts = check(tmp_path, "--only", "loader", "--minutes", "0")
+    assert done.returncode == command.NOTHING
+    assert parts["loader"]["skipped"] == "no time left"
+
+
+def run_on_a_fake(folder, *parts):
+    done, found = check(folder, "--fake", "--quick", "--only", *parts)
+    assert done.returncode == command.NOTHING, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "nothing is verified: this was a fake device"
+    return found
+
+
+def test_products_on_a_fake_device(tmp_path):
+    found = run_on_a_fake(tmp_path, "products", "nccl")
+    assert [*outcomes(found["products"]).values()].count("passed") == 91
+    assert outcomes(found["nccl"]) == {"NCCL": "skipped"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_parts_on_a_fake_device(tmp_path):
+    found = run_on_a_fake(tmp_path, *(part.name for part in PARTS))
+    assert [*found] == [part.name for part in PARTS]
+    passed = {name for name, part in found.items() if "passed" in outcomes(part).values()}
+    assert passed == {*found} - {"nccl"}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_every_part_is_a_module(part):
+    module = import_module(f"tests.gpu.{part.name}")
+    assert hasattr(module, "cases") or hasattr(module, "run")
+
+
+def test_all_parts_have_time_in_nine_minutes():
+    assert sum(part.reserved for part in PARTS) < 9 * 60 / 2
+    assert all(part.reserved <= part.limit and part.case_limit <= part.limit for part in PARTS)
+
+
+def add(x, y, out, size):
+    out[...] = x + y
+
+
+def write_behind(x, y, out, size):
+    np.lib.stride_tricks.as_strided(out, (size + 1,))[size] = 0
+
+
+def write_into_x(x, y, out, size):
+    x[3] = 0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (write_behind, "out: wrote 4 bytes outside, first at byte 40"),
+        (write_into_x, "x: is const, but byte 1[2-5] has changed"),
+    ],
+)
+def test_guards_show_a_write_where_none_belongs(function, said):
+    x, out = np.arange(1, 11, dtype=np.float32), np.zeros(10, np.float32)
+    launch = guarded(Fake(), lambda name, rows, columns, **given: function(**given))
+    with pytest.raises(Overrun, match=said):
+        launch("add", 1, 10, x=x, y=x.copy(), out=out, size=10)
+
+
+def test_a_launch_on_the_device_changes_arrays_of_the_host():
+    memory = np.arange(13, dtype=np.float32)
+    x, out = memory[3:], np.zeros(10, np.float32)
+    seen = []
+
+    def function(name, rows, columns, **given):
+        seen.append(given["x"].ctypes.data % 16)
+        add(**given)
+
+    guarded(Fake(), function)("add", 1, 10, x=x, y=x.copy(), out=out, size=10)
+    assert seen == [x.ctypes.data % 16]
+    np.testing.assert_array_equal(out, 2 * x)
+    assert launches.kernels()["add"].parameters["x"].startswith("const")
+
+
+def test_a_comparison_tells_where_arrays_differ():
+    expected = np.arange(6.0).reshape(2, 3)
+    got = expected.copy()
+    got[0, 2], got[1, 1] = np.nan, 5.0
+    found = compared(got, expected, 1e-3, 0.0)
+    assert not found["right"]
+    assert (found["wrong"], found["not_finite"], found["first"]["at"]) == (2, 1, (0, 2))
+    assert found["worst"] == {"at": (1, 1), "got": 5.0, "expected": 4.0}
+    assert compared(expected + 1e-9, expected, 0.0, 1e-8)["right"]
+    assert not compared(expected[0], expected, 1.0, 1.0)["right"]
+
+
+def test_the_operations_of_gpt_2():
+    """6 x 123.6 M weights of products, and 113 M of attention, a token."""
+    shape = {**benchmark.GPT2, "batch": 1}
+    assert benchmark.flops_of(shape) / 1024 == pytest.approx(854.7e6, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_peer_learns():
+    torch = pytest.importorskip("torch")
+    from hpc3d.config import TrainConfig
+    from tests.gpu.peer import Peer
+
+    train = TrainConfig(learning_rate=1e-2)
+    peer = Peer("cpu", torch.float32, train, (2, 16, 2, 8, 32))
+    batch = np.random.default_rng(1).integers(0, 32, (2, 4, 8))
+    losses = [peer.step(batch) for _ in range(20)]
+    assert losses[0] == pytest.approx(np.log(32), abs=0.1)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_make_needs_no_environment_of_its_own():
+    words = ["make", "-n", "gpu-check", "PYTHON=python9", "CHECK=--quick"]
+    done = subprocess.run(words, cwd=parent.ROOT, capture_output=True, text=True, check=True)
+    said = done.stdout.strip()
+    assert said == "python9 -m tests.gpu --json results/gpu-check.json --quick"

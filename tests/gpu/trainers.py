@@ -1,0 +1,77 @@
+"""Training runs of one rank, on the device and on NumPy."""
+
+from dataclasses import fields, replace
+from math import prod
+
+import numpy as np
+
+from hpc3d.cluster.arrays import Pool, to_host
+from hpc3d.cluster.communicator import Self
+from hpc3d.cluster.mesh import Mesh
+from hpc3d.config import Config
+from hpc3d.rules import settle
+from hpc3d.training.loop import Trainer
+
+SECTIONS = "mesh", "parallel", "model", "train"
+
+
+def config_of(backend, **values):
+    """A Config with these values, whatever section they are in, for a mesh of their sizes."""
+    config = Config(name="gpu-check")
+    for key, value in {**values, "backend": backend}.items():
+        section = next(s for s in SECTIONS if key in keys_of(getattr(config, s)))
+        changed = replace(getattr(config, section), **{key: value})
+        config = replace(config, **{section: changed})
+    return settle(config, prod(config.mesh.sizes().values()))
+
+
+def keys_of(section):
+    return {field.name for field in fields(section)}
+
+
+class Noise:
+    """Random batches."""
+
+    def __init__(self, config):
+        self.shape = 2, config.train.batch, config.model.sequence
+        self.vocabulary = config.model.vocabulary
+
+    def batch(self, step):
+        draw = np.random.default_rng(step)
+        return draw.integers(0, self.vocabulary, self.shape, np.int32)
+
+
+def on_numpy():
+    """The mesh of one rank of hosts."""
+    return Mesh({}, {}, {}, Self(Pool()))
+
+
+def on(device):
+    """The mesh of one rank of a device."""
+    return Mesh({}, {}, {}, Self(Pool()), pool=device.pool())
+
+
+def trainer_of(device, kind=Trainer, batches=None, **values):
+    """A trainer on the device, or on NumPy where that is None."""
+    config = config_of("numpy" if device is None else "cupy", **values)
+    mesh = on_numpy() if device is None else on(device)
+    mesh.pool.fused_gelu = config.train.fused_gelu
+    return kind(mesh, config, config.model.vocabulary, batches or Noise(config))
+
+
+class Watching(Trainer):
+    """A trainer that keeps the gradients of its last step, on the host."""
+
+    def update(self):
+        self.gradients = {item.name: host(item.grad) for item in self.parameters}
+        super().update()
+
+
+def values_of(trainer):
+    return {item.name: host(item.value) for item in trainer.parameters}
+
+
+def host(array):
+    """A copy on the host, in float32 at least."""
+    copy = np.array(to_host(array))
+    return copy.astype(np.promote_types(copy.dtype, np.float32))
