@@ -44,7 +44,7 @@ train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
 
 test: .venv/test.stamp
-	python -m pytest -q -m "not slow and not slurm"
+	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm"
 
 test-slow: .venv/test.stamp
 	python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: no test has this mark
