@@ -80,8 +80,8 @@ def attend(qkv, sequence, width, empty, drop=None):
 
 
 @kernel
-def attend_again(qkv, sequence, width, empty):
-    """The probabilities of `attend` alone."""
+def attend_again(qkv, sequence, width, empty, drop=None):
+    """The probabilities of `attend` alone: whether some of them are dropped changes none."""
     q, k, _ = heads_of(qkv, sequence, width)
     probabilities = empty(chunks_of(*q.shape[:2], sequence, qkv.itemsize), qkv.dtype)
     for _ in softmaxes(q, k, probabilities):

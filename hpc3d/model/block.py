@@ -89,7 +89,7 @@ class Block:
         dy = self.norm2.backward(self.up.backward(dh, saved_up, later), saved_n2, residual=dy)
         da = self.proj.backward(self.drop(self.drop1, dy, micro), saved_proj, later)
         if self.recompute == "selective":
-            p = self.attend_again(qkv)
+            p = self.attend_again(qkv, micro)
         with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
             drop = self.drop_probabilities(micro)
             sizes = self.model.sequence, self.model.width
@@ -104,11 +104,13 @@ class Block:
         with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
             return attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
 
-    def attend_again(self, qkv):
+    def attend_again(self, qkv, micro):
         """The probabilities once more: half of the work."""
         trace, half = self.mesh.trace, self.flops(qkv) // 2
+        how = self.model.sequence, self.model.width, self.mesh.empty
+        drop = self.drop_probabilities(micro)
         with self.recomputing(), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.model.sequence, self.model.width, self.mesh.empty)
+            return attend_again(qkv, *how, drop)
 
     def rise(self, n):
         """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,

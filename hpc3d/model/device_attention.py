@@ -15,7 +15,7 @@ class Attention:
         self.empty, self.bring = empty, bring
 
     def attend(self, qkv, sequence, width, empty, drop=None):
-        if self.fuses(qkv, width, drop):
+        if self.by_cudnn(qkv, width, drop):
             out, stats = self.flash.forward(qkv, sequence, width)
             return out, (out, stats)
         q, k, v = self.heads(qkv, sequence, width)
@@ -24,14 +24,14 @@ class Attention:
         self.multiply(weights.swapaxes(1, 2), v, out)
         return self.joined(out[None], qkv.shape[1] // (3 * width), empty), p
 
-    def attend_again(self, qkv, sequence, width, empty):
-        if self.fuses(qkv, width, None):
+    def attend_again(self, qkv, sequence, width, empty, drop=None):
+        if self.by_cudnn(qkv, width, drop):
             return self.flash.forward(qkv, sequence, width)
         q, k, _ = self.heads(qkv, sequence, width)
         return self.softmax(q, k, empty, None)[0]
 
     def attend_grad(self, dout, qkv, kept, sequence, width, empty, drop=None):
-        if self.fuses(qkv, width, drop):
+        if self.by_cudnn(qkv, width, drop):
             return self.flash.backward(dout, qkv, *kept, sequence, width)
         q, k, v = self.heads(qkv, sequence, width)
         d = self.parted(dout, sequence, width, 1)[0]
@@ -46,7 +46,7 @@ class Attention:
         self.multiply(ds, q, grads[1])
         return self.joined(grads, qkv.shape[1] // (3 * width), empty)
 
-    def fuses(self, qkv, width, drop):
+    def by_cudnn(self, qkv, width, drop):
         return self.flash and qkv.size and self.flash.suits(qkv.dtype, width, drop)
 
     def heads(self, qkv, sequence, width):

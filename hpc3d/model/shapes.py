@@ -52,7 +52,7 @@ def _(qkv, sequence, width, empty, drop=None):
 
 
 @rule(attention.attend_again)
-def _(qkv, sequence, width, empty):
+def _(qkv, sequence, width, empty, drop=None):
     return scored(qkv, sequence, width, empty)[-1]
 
 

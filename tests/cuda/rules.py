@@ -11,6 +11,7 @@ from torch.nn.functional import gelu
 from hpc3d.cluster.arrays import from_host, to_host, value_of, writeable
 from hpc3d.cluster.communicator import contiguous
 from hpc3d.model import launches
+from hpc3d.model.attention import attend, attend_grad
 from hpc3d.training.device import Updates
 from tests.cluster.fake_device import DeviceArray, DevicePool, plain
 
@@ -124,12 +125,12 @@ class Launcher:
 
 def multiply(a, b, out, terms, bias_grad=None, gelu_input=None, gelu_at=None):
     """out = a b + terms, summed in float32; the sums of b's rows; GELU of out or its gradient."""
-    wide = [plain(x).astype(np.float32) for x in (a, b)]
-    total = wide[0] @ wide[1]
+    factors = wide(a), wide(b)
+    total = factors[0] @ factors[1]
     for term in terms:
-        total = total if term is None else total + plain(term).astype(np.float32)
+        total = total if term is None else total + wide(term)
     if bias_grad is not None:
-        plain(bias_grad)[...] = wide[1].sum(0)
+        plain(bias_grad)[...] = factors[1].sum(0)
     if gelu_input is not None:
         plain(gelu_input)[...] = total
         total = gelu(torch.tensor(total), approximate="tanh").numpy()
@@ -140,10 +141,34 @@ def multiply(a, b, out, terms, bias_grad=None, gelu_input=None, gelu_at=None):
     plain(out)[...] = total
 
 
-def register(emulate):
+class Flash:
+    """Fused attention, which takes what cuDNN's takes, by NumPy's."""
+
+    def suits(self, dtype, width, drop):
+        return drop is None and dtype.itemsize == 2
+
+    def forward(self, qkv, sequence, width):
+        out, p = attend(wide(qkv), sequence, width, np.empty)
+        return kept(out, qkv.dtype), kept(p, np.float32)
+
+    def backward(self, dout, qkv, out, stats, sequence, width):
+        assert out.shape == dout.shape
+        given = wide(dout), wide(qkv), wide(stats)
+        return kept(attend_grad(*given, sequence, width, np.empty), qkv.dtype)
+
+
+def wide(array):
+    return plain(array).astype(np.float32)
+
+
+def kept(array, dtype):
+    return array.astype(dtype).view(CudaArray)
+
+
+def register(emulate, flash=None):
     """Let CudaArray take the rules; their Launcher."""
     launcher = Launcher(emulate)
-    Updates(launcher, launcher.multiply, None, empty, CudaPool().bring).register(CudaArray)
+    Updates(launcher, launcher.multiply, flash, empty, CudaPool().bring).register(CudaArray)
     writeable.register(CudaArray, lambda array: True)
     to_host.register(CudaArray, on_host)
     value_of.register(CudaArray, lambda array: float(on_host(array)[0]))

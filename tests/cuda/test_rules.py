@@ -136,6 +136,17 @@ def test_16_bits_train_as_32(kind, line, launcher):
         np.testing.assert_allclose(found, expected, rtol=3e-2 if kind == "bfloat16" else 5e-3)
 
 
+@pytest.mark.parametrize("dropout", [0, 0.25])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_attention_by_one_kernel(recompute, dropout, emulate, launcher):
+    """Where it suits: with dropout it goes by products, in all passes."""
+    fused = rules.register(emulate, rules.Flash())
+    line = f"{ONE} recompute={recompute} dropout={dropout}"
+    test_16_bits_train_as_32("bfloat16", line, fused)
+    assert bool(fused.count["causal_softmax"]) == bool(dropout)
+    rules.register(emulate)
+
+
 # Of a layer, forward and backward.
 LAUNCHES = {"product": 12, "add_norm": 2, "norm_grad": 2, "norm_columns": 2, "sum_strips": 4}
 LAUNCHES |= {"accumulate": 4, "gelu_tanh": 1, "gelu_grad": 1}
