@@ -1,11 +1,14 @@
 """Real ranks for a serial pytest: mpirun with a time limit, and nothing left behind."""
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +32,15 @@ def mpirun(*arguments, **how):
     return done
 
 
+@contextmanager
+def one_at_a_time():
+    """Two jobs would disturb each other, where several processes run the tests."""
+    with (Path(tempfile.gettempdir()) / f"hpc3d-ranks-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@one_at_a_time()
 def launch(ranks, *arguments, timeout=120, cwd=None, environment=None):
     """`mpirun -np ranks python ARGUMENTS`; a hang is a failure, and the whole group is killed.
 

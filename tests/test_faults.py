@@ -47,6 +47,7 @@ class Fault:
         line = words(out / "results", **(how | values))
         self.ranks, self.who = ranks, who
         self.done = mpirun(ranks, "-m", "tests.faulty_train", fault, who, file, *line, timeout=200)
+        assert file.exists(), f"it ended before its fault:\n{self.done}"
         self.lasted = time.time() - float(file.read_text())
         assert gone(name)
         self.run = newest(out / "results")

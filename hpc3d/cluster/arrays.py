@@ -25,6 +25,12 @@ def to_host(array):
 
 
 @kernel
+def on_host(array):
+    """The array itself; a copy of one that lies on a device."""
+    return array
+
+
+@kernel
 def writeable(array):
     """Whether an array is not shared with other ranks."""
     return array.flags.writeable

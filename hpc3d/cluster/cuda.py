@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from hpc3d.cluster.arrays import Pool, from_host, to_host, value_of, writeable
+from hpc3d.cluster.arrays import Pool, from_host, on_host, to_host, value_of, writeable
 from hpc3d.cluster.communicator import contiguous
 
 DONE, NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
@@ -50,6 +50,7 @@ def register(device):
 
     contiguous.register(kind, cupy.ascontiguousarray)
     to_host.register(kind, read)
+    on_host.register(kind, read)
     from_host.register(kind, write)
     writeable.register(kind, lambda array: True)
     value_of.register(kind, lambda array: float(device.download(array).reshape(-1)[0]))
@@ -74,7 +75,7 @@ class Cuda:
         self.compute, self.sending = stream(non_blocking=True), stream(non_blocking=True)
         self.compute.use()
         properties = self.cupy.cuda.runtime.getDeviceProperties(number)
-        self.name, self.uuid = properties["name"].decode(), properties["uuid"].hex()
+        self.name, self.uuid = properties["name"].decode(), properties["uuid"][:16].hex()
         self.capability = 10 * properties["major"] + properties["minor"]
         self.bus = self.cupy.cuda.Device(number).pci_bus_id
         self.pinned = Pinned(self.cupy.cuda.alloc_pinned_memory)

@@ -1,5 +1,6 @@
 """What is posted on a device, recorded once and launched again by one call of the host."""
 
+import gc
 from contextlib import ExitStack
 
 
@@ -12,10 +13,15 @@ class CudaGraph:
     """
 
     def __init__(self, device):
-        self.stream, self.cuda = device.compute, device.cupy.cuda
+        self.device, self.stream, self.cuda = device, device.compute, device.cupy.cuda
         self.pool, self.memory, self.graph = self.cuda.MemoryPool(), ExitStack(), None
 
     def begin(self):
+        """Memory that no array has is given back before: the graph wants as much once more.  And
+        what Python forgot is removed now, for nothing may be in between."""
+        gc.collect()
+        self.device.synchronize()
+        self.device.cupy.get_default_memory_pool().free_all_blocks()
         self.memory.enter_context(self.cuda.using_allocator(self.pool.malloc))
         self.stream.begin_capture()
 

@@ -48,8 +48,10 @@ def grouped(library):
     @contextmanager
     def group():
         library.groupStart()
-        yield
-        library.groupEnd()
+        try:
+            yield
+        finally:
+            library.groupEnd()
 
     return group
 

@@ -47,9 +47,11 @@ class Traffic:
     def together(self):
         """The calls in this context are one: none waits for another."""
         self.open = flight = self.begin()
-        with self.group():
-            yield
-        self.open = None
+        try:
+            with self.group():
+                yield
+        finally:
+            self.open = None
         self.end(flight)
 
     def land(self, flight):

@@ -9,6 +9,7 @@ from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
+from hpc3d.cluster.arrays import on_host
 from hpc3d.model.parameters import DATA
 
 
@@ -62,14 +63,15 @@ class Buckets:
     def add_twin(self, item):
         """Add the gradient of the other copy of a tied table.
 
-        Through `world`, so that no message of the schedule can be taken for it.
+        Through `world`, between the hosts, so that no message of the schedule can be taken for
+        it.
         """
         mine = self.parameters.grad[self.parameters.places[item].own_grad]
         peer = self.mesh.comm("p").members[item.twin]
-        sent = self.mesh.world.send(mine, peer)
+        sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
         sent.wait()
-        mine += theirs
+        mine += self.mesh.pool.bring(theirs)
 
     def gather(self):
         """Give every replica the parts that the others updated: a bucket while the next is on

@@ -32,13 +32,19 @@ class Rules(Attention):
 
     def product(self, a, b, out, bias=None, onto=None, **gelu):
         if gelu:
-            self.multiply(a, b, out, bias=bias, **gelu)
+            self.with_gelu(a, b, out, bias, gelu)
         elif bias is None:
             self.multiply(a, b, out, add=onto)
         elif not self.fused(a, b, out, onto, bias=bias):
             self.multiply(a, b, out, add=onto)
             self.add_bias(out, bias, out)
         return out
+
+    def with_gelu(self, a, b, out, bias, gelu):
+        try:
+            self.multiply(a, b, out, bias=bias, **gelu)
+        except Unsupported as error:
+            raise ValueError(f"train.fused_gelu = true: {error}; use false") from None
 
     def fused(self, a, b, out, add, **more):
         """Whether cuBLASLt did a product with something `more`: what it cannot do once, such as

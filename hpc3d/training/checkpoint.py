@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster.arrays import from_host, to_host
+from hpc3d.cluster.arrays import from_host, on_host, to_host
 from hpc3d.trace.segment import replacing, sync
 from hpc3d.training.manifest import FORMAT, STATES, VERSION, name_of, read_manifest, type_of
 from hpc3d.training.rectangle import Rectangle, rectangles
@@ -244,8 +244,3 @@ def fill_flat(checkpoint, flat, name, kind, block, first):
         done += part.size
     if host is not flat:
         from_host(flat, host)
-
-
-def on_host(array):
-    """The array itself, or a copy of one that lies on a device."""
-    return array if type(array) is np.ndarray else to_host(array)

@@ -10,11 +10,12 @@ import random
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import mpi4py
 import numpy as np
 
-from hpc3d.cluster.arrays import Pool
+from hpc3d.cluster.arrays import Pool, on_host
 from hpc3d.cluster.communicator import contiguous
 from hpc3d.cluster.mesh import Mesh
 from hpc3d.cluster.nccl import TYPES, Nccl
@@ -116,6 +117,26 @@ def _(block):
     return np.ascontiguousarray(block).view(type(block))
 
 
+@on_host.register(DeviceArray)
+def _(array):
+    return plain(array).copy()
+
+
+class Hosts:
+    """The communicator of the world, which hosts talk through."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        found = getattr(self.comm, name)
+        return partial(self.call, found) if callable(found) else found
+
+    def call(self, method, *arguments):
+        assert not any(isinstance(each, DeviceArray) for each in arguments)
+        return method(*arguments)
+
+
 class DevicePool(Pool):
     kind = DeviceArray
 
@@ -123,6 +144,9 @@ class DevicePool(Pool):
         array = super().empty(shape, dtype, kind).view(self.kind)
         array.view(np.ndarray).reshape(-1).view(np.uint8).fill(RUBBISH)
         return array
+
+    def bring(self, array):
+        return array.copy().view(self.kind) if isinstance(array, np.ndarray) else array
 
 
 class Event:
@@ -327,6 +351,6 @@ def on_device(mesh, beside, transport="nccl", kind=Traffic, pool=DevicePool):
 
     comms = {axis: talk(axis, comm) for axis, comm in mesh.comms.items()}
     try:
-        yield Mesh(mesh.sizes, mesh.coords, comms, mesh.world, pool=pool)
+        yield Mesh(mesh.sizes, mesh.coords, comms, Hosts(mesh.world), pool=pool)
     finally:
         device.sending.work.put(None)

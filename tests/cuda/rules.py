@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import gelu
 
-from hpc3d.cluster.arrays import from_host, to_host, value_of, writeable
+from hpc3d.cluster.arrays import from_host, on_host, to_host, value_of, writeable
 from hpc3d.cluster.communicator import contiguous
 from hpc3d.model import launches
 from hpc3d.model.attention import attend, attend_grad
@@ -165,19 +165,18 @@ def kept(array, dtype):
     return array.astype(dtype).view(CudaArray)
 
 
-def register(emulate, flash=None):
-    """Let CudaArray take the rules; their Launcher."""
-    launcher = Launcher(emulate)
+def register(launcher, flash=None):
+    """Let CudaArray take the rules."""
     Updates(launcher, launcher.multiply, flash, empty, CudaPool().bring).register(CudaArray)
     writeable.register(CudaArray, lambda array: True)
-    to_host.register(CudaArray, on_host)
-    value_of.register(CudaArray, lambda array: float(on_host(array)[0]))
+    for function in (to_host, on_host):
+        function.register(CudaArray, copied)
+    value_of.register(CudaArray, lambda array: float(copied(array)[0]))
     from_host.register(CudaArray, lambda array, values: CudaPool().refill(array, values))
     contiguous.register(CudaArray, in_one_piece)
-    return launcher
 
 
-def on_host(array):
+def copied(array):
     host_waits()
     return plain(array).copy()
 

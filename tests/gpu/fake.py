@@ -64,7 +64,7 @@ class Fake:
         from tests.cuda import rules
 
         if not self.ruled:
-            rules.register(self.launch())
+            rules.register(rules.Launcher(self.launch()))
             loop.replay_of = lambda trainer, wanted: wanted and Replay(trainer, rules.Tape())
             self.ruled = True
 

@@ -230,7 +230,7 @@ def test_the_peer_learns():
 
 
 def test_make_needs_no_environment_of_its_own():
-    words = ["make", "-n", "gpu-check", "PYTHON=python9", "CHECK=--quick"]
+    words = ["make", "-n", "--no-print-directory", "gpu-check", "PYTHON=python9", "CHECK=--quick"]
     done = subprocess.run(words, cwd=parent.ROOT, capture_output=True, text=True, check=True)
     said = done.stdout.strip()
     assert said == "python9 -m tests.gpu --json results/gpu-check.json --quick"
