@@ -3,6 +3,7 @@
 from importlib import import_module
 
 from hpc3d.model.flash import Flash
+from hpc3d.pipeline.schedule import find
 
 
 def wrong_backend(config):
@@ -36,10 +37,15 @@ def wrong_graph(config):
         return
     if config.train.backend != "cupy":
         yield "train.graph = true: for train.backend = cupy; use false"
-    if config.mesh.p > 1 or config.alone:
+    if config.mesh.p > 1:
         yield (
-            "train.graph = true: a step with messages between stages is not recorded; use "
-            "train.graph = false, or mesh.p = 1 and a synchronous schedule"
+            f"train.graph = true: with mesh.p = {config.mesh.p} stages send messages, which are "
+            "not recorded; use train.graph = false, or mesh.p = 1"
+        )
+    if find(config.parallel.schedule or "none").asynchronous:
+        yield (
+            f"train.graph = true: under schedule {config.parallel.schedule} steps differ in their "
+            "weights; use train.graph = false, or a schedule that is synchronous"
         )
     if config.train.dtype != "float32" and not Flash.replays(config.model.sequence):
         yield (

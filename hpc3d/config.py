@@ -15,7 +15,11 @@ STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Ranks along each axis; x, y and z all absent mean the best cuboid for the scheme."""
+    """Ranks along each axis; x, y and z all absent mean the best cuboid for the scheme.
+
+    `transport` "mpi" takes MPI alone, where "auto" takes memory that the ranks of a node share; on
+    GPUs the ways are those of hpc3d.cluster.transport.
+    """
 
     __pydantic_config__ = STRICT
     p: int = 1

@@ -208,6 +208,11 @@ def wrong_pipeline(config):
             f"checkpoint.every = {config.checkpoint.every}: schedule {schedule.name} has passes "
             "in flight whenever a step ends; use 0, or a schedule that is synchronous"
         )
+    if schedule.asynchronous and config.train.dtype == "float16":
+        yield (
+            f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
+            "its gradient overflows; use bfloat16, or a schedule that is synchronous"
+        )
     if parallel.zero > 1 and config.split().own and config.mesh.d > 1:
         yield (
             f"parallel.zero = {parallel.zero}: not where a weight is on the diagonal only "
@@ -236,11 +241,6 @@ def wrong_updates(config):
         yield (
             f"train.clip = {config.train.clip}: under schedule pipedream every stage updates on "
             "its own, and no stage knows the norm of the whole gradient; use train.clip = 0"
-        )
-    if config.train.dtype == "float16":
-        yield (
-            "train.dtype = float16: under schedule pipedream no step can be left out when its "
-            "gradient overflows; use bfloat16, or another schedule"
         )
     if config.model.tied and config.mesh.p > 1:
         yield (

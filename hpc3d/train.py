@@ -96,7 +96,7 @@ def begin(job, plan, program, batches, hardware):
         from hpc3d.training.device import use
 
         job.at_end.append(hardware.device.close)
-        hardware = hardware.with_line(use(mesh.pool, config.train.tf32, config.train.fused_gelu))
+        hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
     mesh = guarded(mesh, config.guard)
     watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s)
     mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)

@@ -43,6 +43,8 @@ RULES = {
     "train.clip": ("inf", "train.clip = inf: must be at least 0 and below inf"),
     "train.backend": ("torch", "train.backend: input should be 'numpy' or 'cupy', not 'torch'"),
     "train.tf32": ("true", "train.tf32 = true: for train.backend = cupy with dtype = float32"),
+    "train.graph": ("true", "train.graph = true: for train.backend = cupy; use false"),
+    "train.fused_gelu": ("true", "train.fused_gelu = true: for train.backend = cupy and model."),
     "checkpoint.every": ("-1", "checkpoint.every = -1: must be at least 0"),
     "checkpoint.keep": ("0", "checkpoint.keep = 0: must be at least 1"),
     "run.watchdog_s": ("0", "run.watchdog_s = 0.0: must be at least 0.1"),
@@ -241,6 +243,22 @@ def test_an_asynchronous_run_has_a_longest():
     settle(load(None, [*how.split(), "12500"]), 2)
     (said,) = problems(*how.split(), "12501", ranks=2)
     assert said.startswith("train.steps = 12501: schedule pipedream-2bw") and "12500" in said
+
+
+TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        (f"--train.graph true {TWO}", "train.graph = true: under schedule pipedream-2bw steps"),
+        (f"--train.dtype float16 {TWO}", "train.dtype = float16: under schedule pipedream-2bw no"),
+        ("--train.graph true --train.dtype bfloat16", "train.graph = true: cuDNN's attention on"),
+    ],
+)
+def test_what_a_gpu_cannot_do_with_a_schedule_is_refused(how, line):
+    (said,) = problems("--train.backend", "cupy", *how.split())
+    assert said.startswith(line)
 
 
 def test_chunks_are_what_the_schedule_wants():

@@ -70,11 +70,10 @@ class Lease:
 class Pool:
     """The arrays of one rank, with the bytes that are live and their peak, by kind.
 
-    Products of its arrays are `fused` where one call also adds biases, residuals and gradients,
-    and `fused_gelu` where it does GELU, too.
+    Products of its arrays are `fused` where one call also adds biases, residuals and gradients.
     """
 
-    fused = fused_gelu = False
+    fused = False
     device = "cpu"  # where they are
 
     def __init__(self):

@@ -43,7 +43,7 @@ class Block:
         self.drop2 = dropout("drop2", split.x)
         self.gelu = ops.GELU[model.gelu]
         alone = self.up.matmul.alone and self.down.matmul.alone
-        self.fused_gelu = mesh.pool.fused_gelu and alone
+        self.fused_gelu = model.fused_gelu and alone
 
     def forward(self, x, micro):
         """The block of Y and what `backward` needs: with "full", what `again` needs."""

@@ -17,7 +17,8 @@ from hpc3d.tensor.matmul import Matmul
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; `std` is that of the initial weights."""
+    """The sizes of a model; `std` is that of the initial weights.  With `fused_gelu` a device does
+    GELU within products, where it has whole matrices."""
 
     layers: int
     hidden: int
@@ -28,6 +29,7 @@ class Shape:
     gelu: str = "tanh"
     dropout: float = 0.0
     std: float = 0.02
+    fused_gelu: bool = False
 
     @property
     def width(self):

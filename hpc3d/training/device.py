@@ -29,13 +29,12 @@ class Updates(Rules):
         self.launch("descend", 1, grad.size, value=value, master=master, grad=grad, **given)
 
 
-def use(pool, tf32=False, fused_gelu=False):
+def use(pool, tf32=False):
     """Let CuPy's arrays take these rules, with workspaces of `pool`; what does attention."""
     from hpc3d.cluster.cublaslt import Lt
     from hpc3d.model.flash import Flash
     from hpc3d.model.loader import Kernels
 
-    pool.fused_gelu = fused_gelu
     device, flash = pool.device, None
     workspace = pool.empty((WORKSPACE,), np.uint8, "workspace")
     lt = Lt(device.compute.ptr, (workspace.data.ptr, WORKSPACE), tf32)

@@ -50,7 +50,8 @@ class Feed:
         self.shape = (config.train.batch, config.model.sequence)
         self.count, self.alone = config.parallel.microbatches, config.alone
         self.asynchronous, self.ahead, self.last = asynchronous, ahead, config.train.steps - 1
-        self.carrier = (Standing if config.train.graph else Carrier)(mesh.pool)
+        recorded = config.train.graph and mesh.pool.fused
+        self.carrier = (Standing if recorded else Carrier)(mesh.pool)
         self.micros, self.valid = {}, {}
 
     def fetch(self, number, factor=1.0):

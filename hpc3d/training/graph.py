@@ -49,8 +49,8 @@ class Replay:
 
 
 def replay_of(trainer, wanted):
-    """The Replay of a trainer on a device, None where it is not `wanted`."""
-    if not wanted:
+    """The Replay of a trainer on a device, None where it is not `wanted`, or nothing runs."""
+    if not wanted or not trainer.mesh.pool.fused:
         return None
     from hpc3d.cluster.cuda_graph import CudaGraph
 

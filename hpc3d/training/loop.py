@@ -1,6 +1,7 @@
 """A training step, the same on every rank."""
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ class Trainer:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
-        self.shape = shape_of(config.model, vocabulary)
+        self.shape = replace(shape_of(config.model, vocabulary), fused_gelu=train.fused_gelu)
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)

@@ -5,6 +5,7 @@ Exit codes: 0 nothing failed; 3 something did; 2 nothing could be checked, or a 
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -21,31 +22,58 @@ LISTED = 40  # failures
 
 def main(words=None):
     given = arguments(words)
-    start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    start, code = time.monotonic(), None
     chosen = [part for part in PARTS if part.name in (given.only or [p.name for p in PARTS])]
     options = [f"--{name}" for name in ("quick", "fake") if getattr(given, name)]
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for place, part in enumerate(chosen):
-            left = given.minutes * 60 - (time.monotonic() - start)
-            left -= sum(later.reserved for later in chosen[place + 1 :])
-            print(f"{part.name}: {max(0, left):.0f} s left for it", flush=True)
-            results.append(made(part, Path(folder), min(part.limit, left), options))
-    if given.json:
-        text = json.dumps({"fake": given.fake, "quick": given.quick, "parts": results}, indent=1)
-        Path(given.json).write_text(text)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for place, part in enumerate(chosen):
+                left = given.minutes * 60 - (time.monotonic() - start)
+                left -= sum(later.reserved for later in chosen[place + 1 :])
+                print(f"{part.name}: {max(0, left):.0f} s left for it", flush=True)
+                results.append(made(part, Path(folder), min(part.limit, left), options))
+                keep(given, results)
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = getattr(end, "code", 128 + signal.SIGINT)
+        print("\nended before it was through: of the part that ran there is nothing")
     show(results, time.monotonic() - start)
-    return verdict(results, given.fake)
+    return code or verdict(results, given.fake)
+
+
+def keep(given, results):
+    """Write what there is, after every part."""
+    if given.json:
+        found = {"fake": given.fake, "quick": given.quick, "parts": results}
+        given.json.write_text(json.dumps(found, indent=1))
 
 
 def arguments(words):
     parser = argparse.ArgumentParser("python -m tests.gpu", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write everything there")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write everything there")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=[p.name for p in PARTS])
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--minutes", type=positive, default=9.0, help="for all parts together")
     parser.add_argument("--quick", action="store_true", help="small sizes, fewer cases")
     parser.add_argument("--fake", action="store_true", help="try the check itself, without a GPU")
     return parser.parse_args(words)
+
+
+def positive(text):
+    """A number above 0."""
+    if not (number := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
+def writable(path):
+    """A file that can be written, found out before anything runs."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {path}: {error.strerror}") from None
+    return Path(path)
 
 
 def made(part, folder, seconds, options):

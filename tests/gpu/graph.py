@@ -1,13 +1,10 @@
 """Steps that are recorded as a CUDA graph and replayed, against steps that are not."""
 
 import time
-from dataclasses import fields
 from functools import partial
 
 import numpy as np
 
-from hpc3d.config import TrainConfig
-from tests.gpu.notes import Skip
 from tests.gpu.steps import SMALL, TINY, learnt
 from tests.gpu.trainers import trainer_of, values_of
 
@@ -29,18 +26,10 @@ def cases(device, quick):
             yield f"{STEPS} steps{words} [{real}]", run
 
 
-def key():
-    """The key of [train] that asks for a graph."""
-    names = [field.name for field in fields(TrainConfig) if "graph" in field.name]
-    if not names:
-        raise Skip("[train] has no key for a graph")
-    return names[0]
-
-
 def as_without(device, how, notes):
     runs = {}
     for wanted in (False, True):
-        trainer = trainer_of(device, steps=STEPS, **how, **{key(): wanted})
+        trainer = trainer_of(device, steps=STEPS, **how, graph=wanted)
         steps, seconds = [], []
         for number in range(STEPS):
             start = time.perf_counter()

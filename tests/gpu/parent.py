@@ -83,7 +83,12 @@ def run(part, folder, seconds, options=(), command=(sys.executable, "-m", "tests
         if left <= 0:
             break
         words = [*command, part.name, str(events), *options]
-        code, running = watch(Watched(words, events, log, environment()), part, left)
+        watched = Watched(words, events, log, environment())
+        try:
+            code, running = watch(watched, part, left)
+        except BaseException:  # told to end: nothing may go on with the device
+            watched.kill()
+            raise
         if running is not None:
             write_end(events, *running)
         elif code != DEVICE_LOST:

@@ -3,6 +3,7 @@ no other part, and a run that verified nothing says so."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -118,9 +119,39 @@ def test_the_machine_is_described_without_cupy(tmp_path):
 
 
 def test_no_time_is_no_failure(tmp_path):
-    done, parts = check(tmp_path, "--only", "loader", "--minutes", "0")
+    done, parts = check(tmp_path, "--only", "loader", "--minutes", "0.01")
     assert done.returncode == command.NOTHING
     assert parts["loader"]["skipped"] == "no time left"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--json", "/proc/1/found.json"], "cannot write /proc/1/found.json"),
+        (["--minutes", "-1"], "argument --minutes: -1: must be above 0"),
+    ],
+)
+def test_a_wrong_option_is_a_line(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(words)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_check_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path):
+    found = tmp_path / "found.json"
+    words = ["-m", "tests.gpu", "--fake", "--quick", "--only", "loader", "products", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, *words, found], cwd=parent.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("products:"):
+            break
+    process.terminate()
+    rest = process.communicate(timeout=20)[0]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ended before it was through" in rest
+    assert [part["part"] for part in json.loads(found.read_text())["parts"]] == ["loader"]
 
 
 def run_on_a_fake(folder, *parts):

@@ -55,7 +55,6 @@ def trainer_of(device, kind=Trainer, batches=None, **values):
     """A trainer on the device, or on NumPy where that is None."""
     config = config_of("numpy" if device is None else "cupy", **values)
     mesh = on_numpy() if device is None else on(device)
-    mesh.pool.fused_gelu = config.train.fused_gelu
     return kind(mesh, config, config.model.vocabulary, batches or Noise(config))
 
 

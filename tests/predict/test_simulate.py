@@ -82,6 +82,12 @@ def test_the_time_of_a_product_and_of_a_call_are_the_machines():
     assert large["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
 
 
+def test_what_only_a_gpu_does_takes_no_part():
+    lines = "p=1 schedule=none microbatches=2", "graph=true backend=cupy dtype=float32"
+    (_, (plain,)), (_, (run,)) = simulated(lines[0]), simulated(" ".join(lines))
+    assert len(run.rows) == len(plain.rows)
+
+
 def test_kernels_move_their_bytes():
     """The first of a norm whose rows are split: moments read x and write two numbers a row."""
     _, (run,) = simulated("z=2 scheme=3d hidden=32 heads=4 batch=4")
