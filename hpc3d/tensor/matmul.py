@@ -110,18 +110,21 @@ class Matmul:
 
     def adjoint_w(self, rest):
         """The pending dW = X' dY, reduced the way W was gathered; any time after `adjoint_x`."""
-        a = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
-        left, right = (rest.dy, a) if self.transposed else (a, rest.dy)
-        dw = self.multiply(left.T, right, self.axes["m"])
+        dw = self.multiply(*self.factors_of_w(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def add_w(self, rest, grad, bias_grad=None):
         """Add dW to `grad`, where it `sums`, and the sums of dY's columns to `bias_grad`, where a
         product is `whole`, too."""
-        a = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
-        left, right = (rest.dy, a) if self.transposed else (a, rest.dy)
-        with self.mesh.trace.span("gemm", "gemm", 2 * left.size * right.shape[1]):
-            accumulate_product(grad, left.T, right, bias_grad)
+        a, b = self.factors_of_w(rest)
+        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
+            accumulate_product(grad, a, b, bias_grad)
+
+    def factors_of_w(self, rest):
+        """X' and dY, or dY' and X where W is transposed."""
+        x = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
+        left, right = (rest.dy, x) if self.transposed else (x, rest.dy)
+        return left.T, right
 
     def gather_x(self, x):
         return self.gather(x, self.split.x, self.axes["n"])
