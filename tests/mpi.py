@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,24 +24,48 @@ ENVIRONMENT = {
 NOT_STARTED = "PMIx server's listener thread failed to start"  # of the launcher, before any rank
 
 
-def mpirun(*arguments, **how):
-    """`launch`, again if the launcher itself did not start, as happens on a crowded machine."""
-    for _ in range(3):
-        done = launch(*arguments, **how)
-        if NOT_STARTED not in done.stderr:
-            break
+class Turn:
+    """One process of those that run the tests has jobs at a time: two would disturb each other.
+    A test may start a job beside its own."""
+
+    def __init__(self):
+        self.mutex, self.jobs = threading.Lock(), 0
+        self.path = Path(tempfile.gettempdir()) / f"hpc3d-ranks-{os.getuid()}.lock"
+
+    def __enter__(self):
+        with self.mutex:
+            if not self.jobs:
+                self.file = self.path.open("w")
+                fcntl.flock(self.file, fcntl.LOCK_EX)
+            self.jobs += 1
+
+    def __exit__(self, *_):
+        with self.mutex:
+            self.jobs -= 1
+            if not self.jobs:
+                self.file.close()
+
+
+TURN = Turn()
+
+
+def mpirun(*arguments, meanwhile=lambda: None, **how):
+    """`launch`, again if the launcher itself did not start, as happens on a crowded machine.
+
+    `meanwhile()` runs beside the job, in a thread; what it raises is raised here.
+    """
+    with TURN, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(meanwhile)
+        try:
+            for _ in range(3):
+                done = launch(*arguments, **how)
+                if NOT_STARTED not in done.stderr:
+                    break
+        finally:
+            beside.result()
     return done
 
 
-@contextmanager
-def one_at_a_time():
-    """Two jobs would disturb each other, where several processes run the tests."""
-    with (Path(tempfile.gettempdir()) / f"hpc3d-ranks-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@one_at_a_time()
 def launch(ranks, *arguments, timeout=120, cwd=None, environment=None):
     """`mpirun -np ranks python ARGUMENTS`; a hang is a failure, and the whole group is killed.
 

@@ -1,11 +1,8 @@
 """Runs on real ranks that end and go on: `--resume RUN_DIR`."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ import hpc3d.trace
 from hpc3d.analyze.tables import between_rows
 from hpc3d.trace.check import violations
 from hpc3d.training.checkpoint import steps_of
-from tests.mpi import ENVIRONMENT, ROOT, checked, mpirun
+from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, said, train, wait_for, words
 from tests.test_stop import when_running
 
@@ -83,22 +80,14 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
 
 def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
     """kill -9 of all ranks, somewhere behind the second checkpoint."""
-    beside = Path(sys.executable).with_name("mpirun")
-    line = [str(beside), "-np", "8", sys.executable, "-m", "hpc3d.train"]
-    line += words(tmp_path, train__steps=1000, checkpoint__every=1)
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        line, env=environment, start_new_session=True, stdout=subprocess.DEVNULL
-    )
-    try:
+
+    def kill():
         wait_for(lambda: any(len(steps_of(run / "checkpoints")) > 1 for run in tmp_path.iterdir()))
-    finally:
-        ranks = subprocess.run(
-            ["pkill", "-9", "-f", str(tmp_path)], check=False, capture_output=True
-        )
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert ranks.returncode == 0
+        subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=True)
+
+    options = words(tmp_path, train__steps=1000, checkpoint__every=1)
+    killed = mpirun(8, "-m", "hpc3d.train", *options, meanwhile=kill)
+    assert killed.returncode == -signal.SIGKILL
     run = newest(tmp_path)
     done = int(steps_of(run / "checkpoints")[0].name.removeprefix("step-"))
     resumed(8, run, steps=max(STEPS, done + 1))
@@ -128,9 +117,8 @@ def test_a_run_that_goes_on_is_not_gone_on_with_by_another(tmp_path):
         refused.append(mpirun(2, "-m", "hpc3d.train", "--resume", run))
         (run / "STOP").touch()
 
-    thread = when_running(tmp_path, act)
-    mpirun(2, "-m", "hpc3d.train", *words(tmp_path, train__steps=50000))
-    thread.join()
+    options = words(tmp_path, train__steps=50000)
+    mpirun(2, "-m", "hpc3d.train", *options, meanwhile=when_running(tmp_path, act))
     (line,) = said(refused[0])
     assert refused[0].returncode == 2
     assert " is at work there; end it first" in line

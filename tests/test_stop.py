@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -16,15 +15,13 @@ from tests.runs import losses, newest, train, wait_for, words
 
 
 def when_running(out, act):
-    """In a thread: `act(run folder)` when a run in `out` has done its second step."""
+    """For `mpirun(meanwhile=)`: `act(run folder)` when a run in `out` has done its second step."""
 
     def wait():
         wait_for(lambda: any("   1 " in log.read_text() for log in out.glob("*/train.log")))
         act(newest(out))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    return wait
 
 
 def ranks_of(run):
@@ -57,9 +54,8 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, tmp_path):
-    thread = when_running(tmp_path, ACTS[act])
-    done = mpirun(4, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000))
-    thread.join()
+    told = when_running(tmp_path, ACTS[act])
+    done = mpirun(4, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000), meanwhile=told)
     assert done.returncode == STOPPED, done.stderr
     run = newest(tmp_path)
     (saved,) = steps_of(run / "checkpoints")
@@ -85,9 +81,9 @@ def test_the_minutes_of_a_run_end_it(tmp_path):
 def test_a_schedule_with_passes_in_flight_stops_and_says_that_nothing_is_saved(tmp_path):
     how = {"mesh__p": 2, "parallel__schedule": "pipedream", "parallel__microbatches": 2}
     how |= {"model__tied": "false", "train__clip": 0}
-    thread = when_running(tmp_path, ACTS["file"])
-    done = mpirun(2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, **how))
-    thread.join()
+    options = words(tmp_path, train__steps=5000, **how)
+    told = when_running(tmp_path, ACTS["file"])
+    done = mpirun(2, "-m", "hpc3d.train", *options, meanwhile=told)
     assert done.returncode == FAILED, done.stderr
     assert "nothing is saved: this schedule has passes in flight" in done.stdout
     assert not (newest(tmp_path) / "checkpoints").exists()
