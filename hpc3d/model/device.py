@@ -80,14 +80,14 @@ class Rules(Attention):
         strips = launches.strips(rows)
         partial = self.empty((strips, columns), FLOAT)
         self.launch("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
-        self.add_strips(partial, columns, 0, total, add)
+        self.add_strips(partial, add, total)
 
-    def add_strips(self, partial, stride, first, total, add):
-        """total (+)= the sum of the strips [strips, stride], from column `first` on."""
-        flat, columns = partial.reshape(-1)[first:], total.size
-        given = {"partial": flat, "total": total, "strips": partial.size // stride}
-        given |= {"stride": stride, "columns": columns, "add": add}
-        self.launch("sum_strips", 1, columns, **given)
+    def add_strips(self, partial, add, total, other=None):
+        """total (+)= the sum of the strips; where there is another, it is that of the second half
+        of their columns."""
+        sums, columns = 1 if other is None else 2, total.size
+        given = {"partial": partial, "total": total, "other": other, "add": add}
+        self.launch("sum_strips", sums, columns, strips=len(partial), columns=columns, **given)
 
     # Rows
 
@@ -157,8 +157,7 @@ class Rules(Attention):
         partial = self.empty((launches.strips(count), 2 * columns), FLOAT)
         given = {"partial": partial, "rows": count, "columns": columns, **rows}
         self.launch("norm_columns", *x.shape, x=x, **given)
-        self.add_strips(partial, 2 * columns, 0, dgamma, add)
-        self.add_strips(partial, 2 * columns, columns, dbeta, add)
+        self.add_strips(partial, add, dgamma, dbeta)
 
     def moments(self, x):
         result = self.empty((2, x.shape[0]), FLOAT)

@@ -86,8 +86,8 @@ def tiles_of_strips(rows, columns, pack, most):
 
 
 def tiles_of_columns(rows, columns, pack, most):
-    """32 columns."""
-    return Launch((whole(columns, WARP), 1), (WARP, most // WARP))
+    """32 columns of a sum."""
+    return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
 def row_by_tiles(rows, columns, pack, most):
@@ -101,7 +101,8 @@ def tiles_of_queries(rows, columns, pack, most):
 
 
 # How (rows, columns) of the work become a launch.  Of flat arrays rows is 1; of sum_repeated and
-# its like it is the rows of the result; of attention, B heads matrices of T columns.
+# its like it is the rows of the result; of sum_strips, one or two sums; of attention, B heads
+# matrices of T columns.
 SHAPES = {
     "norm": {
         "moments": row_a_block,

