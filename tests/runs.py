@@ -56,6 +56,16 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
+def when_running(out, act):
+    """For `mpirun(meanwhile=)`: `act(run folder)` when a run in `out` has done its second step."""
+
+    def wait():
+        wait_for(lambda: any("   1 " in log.read_text() for log in out.glob("*/train.log")))
+        act(newest(out))
+
+    return wait
+
+
 def ended(main, *words):
     """The exit code of a command in this process."""
     try:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.cluster.exits import STALLED
+from hpc3d.cluster.exits import FAILED, STALLED
 from hpc3d.trace.merge import merge
 from hpc3d.training.checkpoint import Checkpoint
 from tests.mpi import mpirun
-from tests.runs import newest, said, train, words
+from tests.runs import newest, said, train, when_running, words
 
 slow = pytest.mark.slow
 
@@ -164,6 +164,18 @@ def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
     ended.assert_reports()
     ended.assert_trace()
     ended.assert_checkpoint()
+
+
+def test_a_text_that_disappears_is_named(tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "results"
+    text.write_text("a line\n" * 1000)
+    options = words(out, train__steps=100000, data__path=text)
+    delete = when_running(out, lambda run: text.unlink())
+    done = mpirun(2, "-m", "hpc3d.train", *options, meanwhile=delete)
+    (line,) = said(done)
+    assert f"rank 0 failed: data.path: {text} is no readable UTF-8 text (" in line
+    assert "then start again, or go on with --resume" in line
+    assert done.returncode == FAILED and "Traceback" not in done.stderr
 
 
 @slow

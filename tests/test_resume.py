@@ -11,8 +11,7 @@ from hpc3d.analyze.tables import between_rows
 from hpc3d.trace.check import violations
 from hpc3d.training.checkpoint import steps_of
 from tests.mpi import checked, mpirun
-from tests.runs import losses, newest, said, train, wait_for, words
-from tests.test_stop import when_running
+from tests.runs import losses, newest, said, train, wait_for, when_running, words
 
 STEPS = 8
 LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)

@@ -11,17 +11,7 @@ from hpc3d.cluster.exits import FAILED, STOPPED
 from hpc3d.training.checkpoint import Checkpoint, steps_of
 from hpc3d.training.stop import FILE, MINUTES, Stop, reason
 from tests.mpi import checked, mpirun
-from tests.runs import losses, newest, train, wait_for, words
-
-
-def when_running(out, act):
-    """For `mpirun(meanwhile=)`: `act(run folder)` when a run in `out` has done its second step."""
-
-    def wait():
-        wait_for(lambda: any("   1 " in log.read_text() for log in out.glob("*/train.log")))
-        act(newest(out))
-
-    return wait
+from tests.runs import losses, newest, train, when_running, words
 
 
 def ranks_of(run):

@@ -8,6 +8,10 @@ STALLED = 5  # nothing moved for run.watchdog_s
 STOPPED = 75  # before its last step, on request, with everything saved: sysexits' EX_TEMPFAIL
 
 
+class Unusable(ValueError):
+    """What was given, as a text to train on, is not what it should be: one line, with a remedy."""
+
+
 class Ended(Exception):
     """All ranks end the job with `code`; what there is to say has been said."""
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 
-from hpc3d.cluster.exits import BAD_INPUT, FAILED, Ended
+from hpc3d.cluster.exits import BAD_INPUT, FAILED, Ended, Unusable
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
@@ -118,6 +118,8 @@ def die(job, error):
 def what_happened(error):
     if isinstance(error, SystemExit):
         return f"exited with {error.code}"
+    if isinstance(error, Unusable):
+        return f"failed: {error}; then start again, or go on with --resume"
     if isinstance(error, OSError) and error.errno in DISK:
         return (
             f"failed: {error.strerror}: {error.filename or 'a file'}; mend that, then start "

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc3d.cluster.exits import Unusable
+
 END = 0  # in bytes it is NUL, which no text file holds
 END_NAME = "<|end|>"
 SMALLEST_BPE = 257  # one id for each byte, and END
@@ -23,7 +25,7 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
+        raise Unusable(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
 
 
 reading_text = partial(
