@@ -6,7 +6,7 @@ like a `Pool` does.  `Counted` communicators move nothing and give blocks of the
 one rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces
 is a kernel with a rule of its own (`rule`, hpc3d.model.shapes).
 
-Every operation is told to the `meter` of its arrays, which may let time pass for it.
+Every operation is told to the `meter` of its arrays' pool, which may let time pass for it.
 """
 
 from math import prod
@@ -30,6 +30,9 @@ class Meter:
     def kernel(self, name, nbytes):
         """Another operation, which reads and writes `nbytes` in all."""
 
+    def fused(self, flop, nbytes, dtype):
+        """Products whose results stay inside of a kernel, which reads and writes `nbytes`."""
+
 
 class Flags(NamedTuple):
     """Of an array: not writeable where all members of a communicator share its memory."""
@@ -50,17 +53,18 @@ class Lease:
 
 
 class Shape(NDArrayOperatorsMixin):
-    """An array with a shape and a type and no data; `lease` is the memory that it shows."""
+    """An array of a `pool` with a shape and a type and no data; `lease` is the memory that it
+    shows."""
 
-    __slots__ = ("dtype", "lease", "meter", "shape")
+    __slots__ = ("dtype", "lease", "pool", "shape")
 
-    def __init__(self, shape, dtype, meter, lease=None):
+    def __init__(self, shape, dtype, pool, lease=None):
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.meter, self.lease = meter, lease
+        self.pool, self.lease = pool, lease
 
     def like(self, shape, dtype=None):
         """An array of its own."""
-        return Shape(shape, dtype or self.dtype, self.meter)
+        return type(self)(shape, dtype or self.dtype, self.pool)
 
     def told(self, name, *arrays):
         """This array, which an operation made of `arrays`."""
@@ -75,6 +79,7 @@ class Shape(NDArrayOperatorsMixin):
     def nbytes(self):
         return self.size * self.dtype.itemsize
 
+    meter = property(lambda self: self.pool.meter)
     flags = property(lambda self: Flags(not (self.lease and self.lease.shared)))
     itemsize = property(lambda self: self.dtype.itemsize)
     ndim = property(lambda self: len(self.shape))
@@ -82,7 +87,7 @@ class Shape(NDArrayOperatorsMixin):
 
     def view(self, shape):
         """The same memory in another shape."""
-        return Shape(shape, self.dtype, self.meter, self.lease)
+        return type(self)(shape, self.dtype, self.pool, self.lease)
 
     def __repr__(self):
         return f"Shape({self.shape}, {self.dtype})"
@@ -139,6 +144,7 @@ class Shape(NDArrayOperatorsMixin):
         if out is not None:
             return out[0].told(ufunc.__name__, *of_shapes(inputs))
         dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
+        dtype = bool if compares(ufunc) else dtype
         shape = reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
         return self.like(shape, dtype).told(ufunc.__name__, *of_shapes(inputs))
 
@@ -152,6 +158,11 @@ class Shape(NDArrayOperatorsMixin):
 
     def __array_function__(self, function, types, arguments, options):
         return FUNCTIONS[function](*arguments, **options)
+
+
+def compares(ufunc):
+    """Whether what comes out is true or false."""
+    return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)
 
 
 def indexed(shape, key):
@@ -238,6 +249,8 @@ contiguous.register(Shape)(lambda block: block)
 class ShapePool(Pool):
     """Counts arrays without data as `Pool` counts others; they tell `meter` what is computed."""
 
+    kind = Shape
+
     def __init__(self, meter=None):
         super().__init__()
         self.meter = meter or Meter()
@@ -246,15 +259,15 @@ class ShapePool(Pool):
         shape, dtype = tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         self.count(kind, nbytes)
-        return Shape(shape, dtype, self.meter, Lease(kind, lambda: self.count(kind, -nbytes)))
+        return self.kind(shape, dtype, self, Lease(kind, lambda: self.count(kind, -nbytes)))
 
 
 class Counted(Communicator):
     """A communicator that moves nothing: blocks come out with the right shape.
 
     It takes the memory that ranks of one node take (hpc3d.cluster.node): a copy of what is
-    reduced, unless it lies in a `buffer`, and the whole of what is gathered.  Arrays with data go
-    through.
+    reduced, unless it lies in a `buffer` or on a device, and the whole of what is gathered.
+    Arrays with data go through.
     """
 
     def buffer(self, shape, dtype):
@@ -264,7 +277,7 @@ class Counted(Communicator):
 
     def placed(self, block):
         ours = getattr(block, "lease", None) and getattr(block.lease, "slot_of", None) is self
-        return block if ours else self.like(block, block.shape)
+        return block if ours or self.pool.fused else self.like(block, block.shape)
 
     def like(self, block, shape, kind="communication"):
         """A block of another shape that came from elsewhere."""
@@ -282,7 +295,8 @@ class Counted(Communicator):
 
     def sum_all(self, block, op):
         copy, total = self.placed(block), self.like(block, block.shape)
-        if isinstance(total, Shape) and block.nbytes > SMALL and block.size >= self.size:
+        large = isinstance(total, Shape) and block.nbytes > SMALL and block.size >= self.size
+        if large and not self.pool.fused:
             total.lease.shared = True  # all members read one total
         return Pending(lambda copy=copy: total)
 
@@ -305,9 +319,9 @@ class Counted(Communicator):
         return ready(self.pool.empty(shape, dtype, "communication"))
 
 
-def rank_of(sizes, coords):
+def rank_of(sizes, coords, pool=None):
     """The mesh of one rank of `sizes` at `coords`, alone and without data."""
-    pool, place = ShapePool(), 0
+    pool, place = pool or ShapePool(), 0
     for axis, size in sizes.items():
         place = place * size + coords[axis]
     world = Counted(place, prod(sizes.values()), None, pool)

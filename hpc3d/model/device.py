@@ -15,16 +15,32 @@ from hpc3d.tensor import product as products
 FLOAT, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
+RULES = {
+    products: ("product", "accumulate", "accumulate_product"),
+    ops: (
+        *("add_bias", "sum_rows", "dropped", "add_repeated", "sum_repeated", "gelu_tanh"),
+        *("gelu_exact", "gelu_grad", "norm", "norm_grad", "moments", "combine_moments"),
+        *("normalise", "normalise_sums", "normalise_grad"),
+    ),
+    layers: ("gather_rows", "scatter_rows"),
+    loss: ("cross_entropy", "row_max", "local_sums", "negative_log", "softmax_grad"),
+    attention: ("attend", "attend_again", "attend_grad"),
+    parameters: ("initialise", "sum_of_squares"),
+}
+
+
 class Rules(Attention):
     """Sums, moments and the gradients of parameters are float32, losses and norms float64 [1]."""
+
+    rules = RULES
 
     def __init__(self, *given):
         super().__init__(*given)
         self.unsupported = set()
 
     def register(self, kind):
-        """Let arrays of a type take these rules."""
-        for module, names in RULES.items():
+        """Let arrays of a type take these `rules`: names of kernels, by module."""
+        for module, names in self.rules.items():
             for name in names:
                 getattr(module, name).register(kind, getattr(self, name))
 
@@ -276,20 +292,6 @@ class Rules(Attention):
             self.launch("sum_squares", 1, grad.size, grad=grad, partial=partial, size=grad.size)
             self.sum_parts(partial, total)
         return total
-
-
-RULES = {
-    products: ("product", "accumulate", "accumulate_product"),
-    ops: (
-        *("add_bias", "sum_rows", "dropped", "add_repeated", "sum_repeated", "gelu_tanh"),
-        *("gelu_exact", "gelu_grad", "norm", "norm_grad", "moments", "combine_moments"),
-        *("normalise", "normalise_sums", "normalise_grad"),
-    ),
-    layers: ("gather_rows", "scatter_rows"),
-    loss: ("cross_entropy", "row_max", "local_sums", "negative_log", "softmax_grad"),
-    attention: ("attend", "attend_again", "attend_grad"),
-    parameters: ("initialise", "sum_of_squares"),
-}
 
 
 def joined_slices(parts):

@@ -94,8 +94,7 @@ class Flash:
 
     def suits(self, dtype, width, drop=None):
         """Whether it takes arrays of `dtype` with heads of `width`; it drops no probabilities."""
-        known = np.dtype(dtype).name in TYPES
-        return drop is None and known and width % 8 == 0 and width <= self.widest
+        return takes(dtype, width, drop, self.widest)
 
     @staticmethod
     def replays(sequence):
@@ -246,6 +245,11 @@ def loads(name):
     except OSError:
         return False
     return True
+
+
+def takes(dtype, width, drop, most=128):
+    """The same for a device whose widest head is `most`: 128 suits all that have bfloat16."""
+    return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 
 def widest(capability):

@@ -14,7 +14,7 @@ import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import shapes
-from hpc3d.cluster.shapes import Meter
+from hpc3d.cluster.shapes import Meter, ShapePool
 from hpc3d.inputs import validate
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
@@ -90,8 +90,8 @@ class Script(NamedTuple):
 
 def script_of(config, coords, program):
     """The Script of the rank at `coords` (axis -> coordinate)."""
-    mesh, told = shapes.rank_of(config.mesh.sizes(), coords), Told()
-    mesh.pool.meter = told
+    told = Told()
+    mesh = shapes.rank_of(config.mesh.sizes(), coords, ShapePool(told))
     ledger = Ledger(mesh.rank, lambda: len(told.list))
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc3d.cluster.communicator import Pending
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.shapes import Counted, Meter, ShapePool, line
+from hpc3d.cluster.shapes import Counted, Meter, line
 
 
 class Clock(Meter):
@@ -33,6 +33,9 @@ class Clock(Meter):
 
     def kernel(self, name, nbytes):
         self.work(self.machine.kernel(name, nbytes))
+
+    def fused(self, flop, nbytes, dtype):
+        self.work(self.machine.fused(flop, nbytes, dtype.name))
 
     def call(self, op, nbytes, members):
         return nanoseconds(self.machine.call(op, nbytes, members))
@@ -165,9 +168,10 @@ class Linked(Timed):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(sizes, clock, peers):
-    """The mesh of the first rank of a stage, whose number and neighbours `peers` knows."""
-    pool, coords = ShapePool(clock), dict.fromkeys(sizes, 0) | {"p": peers.rank}
+def representative(sizes, pool, peers):
+    """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
+    of its `pool` is a Clock."""
+    coords = dict.fromkeys(sizes, 0) | {"p": peers.rank}
     members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
     comms = {axis: Timed(0, sizes[axis], ranks, pool) for axis, ranks in members.items()}
     column = line(sizes, coords, "p")

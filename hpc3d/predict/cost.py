@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster.communicator import Pending
 from hpc3d.cluster.shapes import line
 from hpc3d.model.buckets import Buckets
@@ -20,7 +19,9 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import LAYER, Micro, build
 from hpc3d.pipeline.engine import Later
 from hpc3d.predict.clock import Clock, representative
+from hpc3d.predict.device import pool_of
 from hpc3d.predict.simulate import crowding
+from hpc3d.training.feed import Carrier
 from hpc3d.training.loop import shape_of
 from hpc3d.training.optimizer import OPTIMIZERS
 
@@ -124,19 +125,20 @@ class Sample:
 
     def __init__(self, config, vocabulary, machine, ends):
         self.config, self.sizes = config, config.mesh.sizes()
-        self.shape = shape_of(config.model, vocabulary)
+        self.shape = shape_of(config.model, vocabulary, config.train.fused_gelu)
         self.clock = Waits(machine, crowding(machine, prod(self.sizes.values())))
-        self.mesh = representative(self.sizes, self.clock, Alone())
+        self.mesh = representative(self.sizes, pool_of(config, self.clock), Alone())
         self.pool = self.mesh.pool
         coords = dict.fromkeys(self.sizes, 0)
         self.axes = {tuple(line(self.sizes, coords, axis)): axis for axis in self.sizes}
-        self.stages, self.held = {}, {}
+        self.stages, self.held = {}, {(): Counter(self.pool.live)}
         self.layer = self.add(LAYER)
         for parts in ends:
             self.add(*parts)
 
     def add(self, *parts):
-        """Build the stages of `parts`; `held` are the bytes of their parameters, by kind."""
+        """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
+        those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
         parameters = Parameters(self.mesh, config.train.dtype, config.parallel.zero)
         how = config.keep(), config.seed, config.parallel.recompute
@@ -151,7 +153,7 @@ class Sample:
         """The Passes of a part on a microbatch of so many sequences; its halves if asked for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
         zeros = np.broadcast_to(zeros, (sequences, self.shape.sequence))
-        micro = Micro(0, 0, zeros, zeros, 1.0)
+        micro = Micro(0, 0, zeros, zeros, 1.0, Carrier(self.pool))
         forward, saved = self.forward(stage, micro, part)
         whole = self.backward(stage, micro, part, saved, at_once)
         if not halves:

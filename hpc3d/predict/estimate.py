@@ -162,7 +162,7 @@ class Estimator:
         """Bytes of the parameters, gradients and states of a stage, by kind."""
         held = self.sample(config, config.parallel.zero).held
         total = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
-        return total + (held[stage.ends()] if stage.ends() else Counter())
+        return total + held[()] + (held[stage.ends()] if stage.ends() else Counter())
 
     def update(self, config, stage):
         """The Pass of the sums and that of the update, of as many layers as hold what a stage

@@ -185,15 +185,18 @@ class Machine:
         (S. Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches.
         ValueError where the machine has no rates of the type.
         """
+        moved = 0 if self.cores else batch * (m * k + k * n + m * n) * ITEMSIZE[dtype]
+        return self.fused(2.0 * m * n * k * batch, moved, dtype)
+
+    def fused(self, flop, nbytes, dtype):
+        """Seconds of a kernel of `flop` in products, which moves `nbytes` through its memory."""
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no rates of {dtype} (it has {', '.join(self.gemm)}); add "
                 f"[gemm.{dtype}] to its file or train in another type"
             )
-        flop = 2.0 * m * n * k * batch
-        moved = 0 if self.cores else batch * (m * k + k * n + m * n) * ITEMSIZE[dtype]
         computed = flop / self.gemm[dtype].curve(flop)
-        return max(self.launch_s, computed, moved / self.memory_bandwidth)
+        return max(self.launch_s, computed, nbytes / self.memory_bandwidth)
 
     def kernel(self, name, nbytes):
         """Seconds of an elementwise kernel that reads and writes `nbytes` in all."""

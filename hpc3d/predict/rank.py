@@ -6,14 +6,15 @@ memory are those of a trace, exactly.
 """
 
 from collections import Counter
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import shapes, threads
-from hpc3d.cluster.shapes import Shape, ShapePool
+from hpc3d.cluster.shapes import Shape
+from hpc3d.predict.device import pool_of, unrecorded
 from hpc3d.trace.events import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.feed import Feed
@@ -28,7 +29,7 @@ class Blanks(Feed):
     """Batches of zeros: which tokens they are changes nothing here."""
 
     def batch(self, step):
-        pair = Shape((2, *self.shape), np.int32, self.mesh.pool.meter)
+        pair = Shape((2, *self.shape), np.int32, self.mesh.pool)
         self.mesh.world.broadcast(pair, 0).wait()
         zeros = np.broadcast_to(np.int32(0), self.shape)
         return zeros, zeros
@@ -69,11 +70,13 @@ def predict(config, vocabulary, coords, program=None):
     ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
     the shapes.
     """
-    return observe(shapes.rank_of(config.mesh.sizes(), coords), config, vocabulary, program)
+    mesh = shapes.rank_of(config.mesh.sizes(), coords, pool_of(config))
+    return observe(mesh, config, vocabulary, program)
 
 
 def observe(mesh, config, vocabulary, program=None):
     """The Prediction of the rank of a mesh without data."""
+    config = unrecorded(config)
     recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
@@ -90,8 +93,7 @@ def every_rank(config, vocabulary):
     all together, on threads."""
     sizes, program = config.mesh.sizes(), program_of(config)
     if config.split().own:
-        return threads.run(
-            sizes, lambda mesh: observe(mesh, config, vocabulary, program), ShapePool
-        )
+        pool = partial(pool_of, config)
+        return threads.run(sizes, lambda mesh: observe(mesh, config, vocabulary, program), pool)
     places = [dict(zip(sizes, each)) for each in product(*map(range, sizes.values()))]
     return [predict(config, vocabulary, coords, program) for coords in places]

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster import threads
 from hpc3d.inputs import load
 from hpc3d.predict.clock import clock_of, representative
+from hpc3d.predict.device import pool_of, unrecorded
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
 from hpc3d.predict.replay import Replay, Studio, to_run
@@ -80,7 +80,7 @@ def simulate(config, vocabulary, machine):
     ranks = prod(config.mesh.sizes().values())
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
     steady = replace(config.train, steps=SECOND + 2)
-    config = replace(config, train=steady)
+    config = unrecorded(replace(config, train=steady))
     program = program_of(config)
 
     def runs(share):
@@ -96,7 +96,7 @@ def simulate(config, vocabulary, machine):
 def run(peers, config, vocabulary, program, clock):
     """The StageRun of the stage whose number is that of this member of `peers`."""
     sizes = config.mesh.sizes()
-    bare = representative(sizes, clock, peers)
+    bare = representative(sizes, pool_of(config, clock), peers)
     ledger = Ledger(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
     trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)

@@ -10,7 +10,7 @@ import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster.communicator import Self
-from hpc3d.cluster.shapes import Meter
+from hpc3d.cluster.shapes import Meter, ShapePool
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build, microbatches
 from hpc3d.predict.clock import representative
@@ -52,7 +52,7 @@ def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
     """The Work of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of one
     microbatch of `sequences`; what is recomputed is in the backward pass."""
     tally = Tally()
-    mesh = representative(sizes, tally, Self())
+    mesh = representative(sizes, ShapePool(tally), Self())
     parameters = Parameters(mesh, dtype)
     (stage,) = build(mesh, parameters, model, split, [part], recompute=recompute)
     parameters.allocate(seed=0)

@@ -4,19 +4,19 @@ from functools import partial
 
 import numpy as np
 
-from hpc3d.model.device import Rules
+from hpc3d.model.device import RULES, Rules
 from hpc3d.training import optimizer
 
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may take for a product, as NVIDIA advises for Hopper
 
 
+UPDATES = {**RULES, optimizer: ("adamw", "descend")}
+
+
 class Updates(Rules):
     """Factors that change from step to step are read from the device's memory."""
 
-    def register(self, kind):
-        super().register(kind)
-        for name in ("adamw", "descend"):
-            getattr(optimizer, name).register(kind, getattr(self, name))
+    rules = UPDATES
 
     def adamw(self, value, master, grad, first, second, constants, factors):
         given = {"first": first, "second": second, "factors": self.bring(np.float32(factors))}

@@ -1,7 +1,6 @@
 """A training step, the same on every rank."""
 
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +54,7 @@ class Trainer:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
-        self.shape = replace(shape_of(config.model, vocabulary), fused_gelu=train.fused_gelu)
+        self.shape = shape_of(config.model, vocabulary, train.fused_gelu)
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
@@ -162,7 +161,7 @@ class Trainer:
         return float(share), int(peak), int(wish)
 
 
-def shape_of(model, vocabulary):
+def shape_of(model, vocabulary, fused_gelu=False):
     return Shape(
         model.layers,
         model.hidden,
@@ -172,4 +171,5 @@ def shape_of(model, vocabulary):
         tied=model.tied,
         gelu=model.gelu,
         dropout=model.dropout,
+        fused_gelu=fused_gelu,
     )

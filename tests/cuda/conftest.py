@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d.model import launches
-from tests.cuda import emulator
+from tests.cuda import emulator, rules
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +33,20 @@ def emulate(request):
         instances[kernel.source] += kernel.instances
     texts = {name: launches.text(name) for name in instances}
     return library_of({s: emulator.program(texts[s], instances[s]) for s in instances})
+
+
+@pytest.fixture(scope="module")
+def launcher(emulate):
+    """The rules of a device, whose kernels the emulator runs."""
+    launcher = rules.Launcher(emulate)
+    rules.register(launcher)
+    return launcher
+
+
+@pytest.fixture
+def counts_from_zero(launcher):
+    launcher.count.clear()
+    launcher.bytes.clear()
 
 
 class Real(NamedTuple):

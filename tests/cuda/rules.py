@@ -5,15 +5,18 @@ from collections import Counter
 
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
 import numpy as np
+import pytest
 import torch
 from torch.nn.functional import gelu
 
+from hpc3d.cluster import threads
 from hpc3d.cluster.arrays import from_host, on_host, to_host, value_of, writeable
 from hpc3d.cluster.communicator import contiguous
 from hpc3d.model import launches
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.training.device import Updates
-from tests.cluster.fake_device import DeviceArray, DevicePool, plain
+from tests.cluster.fake_device import DeviceArray, DevicePool, on_device, plain
+from tests.pipeline.mixes import config_of
 
 
 class Tape:
@@ -87,11 +90,31 @@ class CudaPool(DevicePool):
     def bring(self, array):
         host_waits()
         values = array if isinstance(array, np.ndarray) else np.asarray(array, np.float32)
-        return values.copy().view(CudaArray)
+        brought = self.empty(values.shape, values.dtype)
+        plain(brought)[...] = values
+        return brought
 
     def refill(self, array, values):
         host_waits()
         plain(array)[...] = values
+
+
+def some(lines, *quick):
+    """All of them; those that are not `quick` are slow."""
+    slow = pytest.mark.slow
+    return [line if n in quick else pytest.param(line, marks=slow) for n, line in enumerate(lines)]
+
+
+def on_devices(line, function):
+    """`function(mesh, config)` on every rank of a mix."""
+    config = config_of(line)
+    beside, _ = threads.meshes(config.mesh.sizes())
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank], "nccl", pool=CudaPool) as device:
+            return function(device, config)
+
+    return threads.run(config.mesh.sizes(), rank)
 
 
 def empty(shape, dtype):
@@ -107,12 +130,14 @@ class Launcher:
     """Launches one kernel at a time, and counts."""
 
     def __init__(self, emulate):
-        self.emulate, self.count, self.one = emulate, Counter(), threading.Lock()
+        self.emulate, self.one = emulate, threading.Lock()
+        self.count, self.bytes = Counter(), Counter()
 
     def __call__(self, name, rows, columns, /, **given):
         given = {key: plain(value) for key, value in given.items()}
         with self.one:
             self.count[name] += 1
+            self.bytes[name] += sum(getattr(value, "nbytes", 0) for value in given.values())
             kernel = launches.kernels()[name]
             if kernel.launch("float32", rows, columns).grid[0]:
                 do(lambda: self.emulate(name, rows, columns, **given))

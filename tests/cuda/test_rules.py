@@ -10,11 +10,12 @@ from hpc3d.cluster import threads
 from hpc3d.training import loop
 from hpc3d.training.graph import Replay
 from hpc3d.training.loop import Trainer
-from tests.cluster.fake_device import on_device, plain
+from tests.cluster.fake_device import plain
 from tests.cuda import rules
+from tests.cuda.rules import on_devices, some
 from tests.pipeline.mixes import Tokens, alone, config_of, serial, train, trainer_of
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero")]
 
 ONE = "p=1 schedule=none microbatches=2 layers=1 batch=4 steps=4 dtype=float32"
 LINES = [
@@ -29,36 +30,6 @@ SEVERAL = [
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=2d-summa",
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=1 scheme=3d-broadcast",
 ]
-
-
-def some(lines, *quick):
-    """All of them; those that are not `quick` are slow."""
-    slow = pytest.mark.slow
-    return [line if n in quick else pytest.param(line, marks=slow) for n, line in enumerate(lines)]
-
-
-@pytest.fixture(scope="module")
-def launcher(emulate):
-    launcher = rules.Launcher(emulate)
-    rules.register(launcher)
-    return launcher
-
-
-@pytest.fixture(autouse=True)
-def counts_from_zero(launcher):
-    launcher.count.clear()
-
-
-def on_devices(line, function):
-    """`function(mesh, config)` on every rank of a mix."""
-    config = config_of(line)
-    beside, _ = threads.meshes(config.mesh.sizes())
-
-    def rank(mesh):
-        with on_device(mesh, beside[mesh.rank], "nccl", pool=rules.CudaPool) as device:
-            return function(device, config)
-
-    return threads.run(config.mesh.sizes(), rank)
 
 
 def same(found, expected):

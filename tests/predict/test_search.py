@@ -29,7 +29,7 @@ CLUSTER = Machine(
     memory_gb=16,
     memory_bandwidth=1e12,
     launch_s=2e-6,
-    gemm={"float32": Rates(15e12, (1e8, 1e10), (2e12, 10e12))},
+    gemm=dict.fromkeys(("float32", "bfloat16"), Rates(15e12, (1e8, 1e10), (2e12, 10e12))),
     links=(Link(4, 2e-6, 100e9), Link(0, 10e-6, 10e9, node_bandwidth=10e9)),
 )
 GB, VOCABULARY = 1e9, 51200
@@ -118,6 +118,9 @@ p=4 d=2 schedule=gpipe microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4
 p=4 x=2 scheme=1d schedule=zb-h1 microbatches=8 recompute=selective
 p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
+d=8 train.backend=cupy
+x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
+p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
 """.strip().splitlines()
 
 

@@ -1,6 +1,7 @@
 """A simulated step is the program's own: rows, numbers, memory; and its clock adds up."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hpc3d.predict.write import prediction, write_trace
 from hpc3d.trace.check import violations
 from hpc3d.trace.events import CATEGORY, OP
 from hpc3d.trace.supplement import write_prediction
+from hpc3d.training.device import WORKSPACE
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
 from tests.strided import strided
@@ -82,10 +84,27 @@ def test_the_time_of_a_product_and_of_a_call_are_the_machines():
     assert large["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
 
 
-def test_what_only_a_gpu_does_takes_no_part():
-    lines = "p=1 schedule=none microbatches=2", "graph=true backend=cupy dtype=float32"
-    (_, (plain,)), (_, (run,)) = simulated(lines[0]), simulated(" ".join(lines))
-    assert len(run.rows) == len(plain.rows)
+GPU = "p=1 schedule=none microbatches=2 hidden=32 heads=4 backend=cupy dtype=float32"
+
+
+def test_a_recorded_step_does_what_another_does():
+    (_, (plain,)), (_, (recorded,)) = simulated(GPU), simulated(f"{GPU} graph=true")
+    assert recorded.seconds == plain.seconds
+    assert len(recorded.rows) == len(plain.rows)
+
+
+def test_attention_of_a_gpu_keeps_no_scores():
+    """In 16 bits: half of 2 products of 2 T^2 D a head forward, and what goes in and out."""
+    machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
+    line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1"
+    (run,) = simulate(config_of(line), 29, machine)
+    forward = run.rows[run.rows["op"] == OP.index("attention")][0]
+    heads, rows = 2 * 4, 2 * 1024
+    flop = 2 * heads * 1024**2 * 8
+    nbytes = 2 * rows * (3 * 32 + 32) + 4 * heads * 1024
+    assert forward["dur"] == pytest.approx(1e9 * max(flop / FLOPS, nbytes / BYTES), abs=1)
+    scores = 2 * heads * 1024**2
+    assert run.peak["activation"] + run.peak["workspace"] - WORKSPACE < scores
 
 
 def test_kernels_move_their_bytes():
