@@ -119,9 +119,11 @@ class Estimator:
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def once(self, name, make, config, *others):
-        """What `make` finds, which depends on scheme, tensor axes, their place and `others`."""
-        sizes, scheme = config.mesh.sizes(), config.parallel.scheme
-        key = name, scheme, *(place for place in strides(sizes) if place[0] in "xyz"), *others
+        """What `make` finds, which depends on backend, type, scheme, tensor axes, their place and
+        `others`."""
+        sizes, train = config.mesh.sizes(), config.train
+        kind = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
+        key = name, *kind, *(place for place in strides(sizes) if place[0] in "xyz"), *others
         if key not in self.found:
             self.found[key] = make()
         return self.found[key]
