@@ -1,8 +1,8 @@
 """The rules of a device (hpc3d.model.device) on arrays without data: the kernels, products and
 workspaces of a GPU, told to a meter.
 
-What is launched, with which arrays, is decided by the code that a GPU runs, which has played
-devices here: no second description.
+What is launched, and with which arrays, the code decides that a GPU runs: there is no second
+description.
 """
 
 from dataclasses import replace
