@@ -22,7 +22,12 @@ from hpc3d.cluster.node import SMALL
 
 
 class Meter:
-    """Who is told what is computed: nobody.  Times of a machine are in hpc3d.predict.clock."""
+    """Who is told what is computed: nobody.  Times of a machine are in hpc3d.predict.clock.
+
+    `widest` is the widest head that the machine's fused attention takes.
+    """
+
+    widest = 128
 
     def product(self, m, n, k, dtype, batch=1):
         """`batch` products [m, k] [k, n]."""

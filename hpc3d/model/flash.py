@@ -247,8 +247,8 @@ def loads(name):
     return True
 
 
-def takes(dtype, width, drop, most=128):
-    """The same for a device whose widest head is `most`: 128 suits all that have bfloat16."""
+def takes(dtype, width, drop, most):
+    """The same for a device whose widest head is `most`."""
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 

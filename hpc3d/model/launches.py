@@ -146,6 +146,21 @@ SHAPES = {
     "rotary": {"rotate": row_a_block},
 }
 
+# Of some kernels the arrays that they read before they write them; of others all are one or other.
+UPDATED = {
+    "accumulate": ["grad"],
+    "gelu_tanh": ["h"],
+    "gelu_exact": ["h"],
+    "gelu_grad": ["slope"],
+    "softmax_grad": ["logits"],
+    "cross_entropy": ["logits"],
+    "causal_softmax": ["scores"],
+    "causal_softmax_grad": ["dweights"],
+    "adamw": ["master", "first", "second"],
+    "descend": ["master"],
+    "rotate": ["x"],
+}
+
 DECLARATION = re.compile(
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)\)\s+(\w+)\(([^)]*)\)"
 )

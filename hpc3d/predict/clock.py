@@ -24,6 +24,10 @@ class Clock(Meter):
         self.machine, self.share = machine, share
         self.now = self.busy = self.wire = 0
 
+    @property
+    def widest(self):
+        return self.machine.widest_head
+
     def work(self, seconds):
         length = nanoseconds(self.share * seconds)
         self.now, self.busy = self.now + length, self.busy + length

@@ -13,7 +13,8 @@ import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401  what is the same on hosts
 from hpc3d.cluster.arrays import value_of
-from hpc3d.cluster.shapes import Shape, ShapePool
+from hpc3d.cluster.shapes import Shape, ShapePool, of_shapes
+from hpc3d.model import launches
 from hpc3d.model.flash import Case, takes
 from hpc3d.training.device import UPDATES, WORKSPACE, Updates
 
@@ -46,12 +47,16 @@ class Planned(Updates):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def told(self, name, rows, columns, /, **given):
-        arrays = {id(value): value.nbytes for value in given.values() if isinstance(value, Shape)}
-        self.pool.meter.kernel(name, sum(arrays.values()))
+        touched = [*given.values(), *(given[key] for key in launches.UPDATED.get(name, ()))]
+        self.pool.meter.kernel(name, sum(array.nbytes for array in of_shapes(touched)))
 
     def multiplied(self, a, b, out, **beside):
         *batch, rows, inner = a.shape
         self.pool.meter.product(rows, b.shape[-1], inner, a.dtype, prod(batch))
+
+    def parted(self, x, *how):
+        """Heads by themselves lie elsewhere: a copy."""
+        return super().parted(x, *how).told("copy", x)
 
     def fused(self, a, b, out, add, **more):
         """cuBLASLt takes everything that is asked of it."""
@@ -67,7 +72,7 @@ class Attention:
         self.pool = pool
 
     def suits(self, dtype, width, drop):
-        return takes(dtype, width, drop)
+        return takes(dtype, width, drop, self.pool.meter.widest)
 
     def forward(self, qkv, sequence, width):
         case = Case.of(qkv, sequence, width)

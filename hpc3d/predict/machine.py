@@ -161,7 +161,7 @@ class Machine:
     has a device).  `memory_gb` is that of a rank.  A kernel takes `launch_s` and the time to move
     its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.  `links` go from
     the innermost outwards.  A core makes calls itself, and goes on with its rank `wake_s` after
-    what that waited for.
+    what that waited for.  A device's fused attention takes heads up to `widest_head` (0: none).
     """
 
     __pydantic_config__ = STRICT
@@ -177,6 +177,7 @@ class Machine:
     kernels: dict[str, float] = field(default_factory=dict)
     measured: tuple[Measured, ...] = ()
     wake_s: float = 0.0
+    widest_head: int = 128
 
     def product(self, m, n, k, dtype, batch=1):
         """Seconds of `batch` products [m, k] [k, n].

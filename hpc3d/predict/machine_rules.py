@@ -59,6 +59,8 @@ def wrong_numbers(machine):
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:
         yield f"cores = {machine.cores}: must be at least 0, which is a device for each rank"
+    if machine.widest_head < 0:
+        yield f"widest_head = {machine.widest_head}: must be at least 0: no fused attention"
     if not sound(machine.memory_gb):
         yield f"memory_gb = {machine.memory_gb}: must be positive"
     rates = {

@@ -19,7 +19,8 @@ from hpc3d.pipeline.engine import Later
 class Take(NamedTuple):
     """What a pass did: when it began, how long it took and was busy [ns], its rows of the trace,
     the number of the first call in each group and how many follow, bytes by kind that it left
-    behind and that it had at its peaks, against those before, and the layer where it ended."""
+    behind and that it had at its peaks, against those before, the layer where it ended, and blanks
+    of what was brought for it, by name."""
 
     start: int
     length: int
@@ -30,6 +31,7 @@ class Take(NamedTuple):
     live: dict
     peak: dict
     layer: int
+    brought: dict
 
 
 class Studio:
@@ -41,12 +43,13 @@ class Studio:
         self.takes = {}
 
     @contextmanager
-    def take(self, kind):
+    def take(self, kind, micro):
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy = self.clock.now, self.clock.busy
         before, peak, first = Counter(pool.live), pool.peak, self.numbers()
         pool.reset_peak()
+        known = {*micro.carry.brought}
         yield
         live, high = differences(pool.live, before), differences(pool.peak, before)
         high["all"] = pool.peak["all"] - before.total()
@@ -56,10 +59,12 @@ class Studio:
             rows = self.ledger.rows(count)
             times = now, self.clock.now - now, self.clock.busy - busy
             layer = self.ledger.layer
-            self.takes[kind] = Take(*times, rows, first, calls, live, high, layer)
+            new = [key for key in micro.carry.brought if key not in known]
+            brought = {key[-1]: blank(micro.carry.brought[key]) for key in new}
+            self.takes[kind] = Take(*times, rows, first, calls, live, high, layer, brought)
 
     @contextmanager
-    def play(self, kind, microbatch):
+    def play(self, kind, micro, microbatch):
         """Do the same again; in this context arrays come and go that outlive the pass."""
         take, pool, before = self.takes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         self.ledger.add(self.again(take, microbatch))
@@ -69,9 +74,14 @@ class Studio:
         self.clock.busy += take.busy
         self.ledger.latest, self.ledger.layer = self.clock.now, take.layer
         total = before.total()
+        for name, array in take.brought.items():
+            micro.bring(name, lambda _, array=array: array)
         yield
-        for name in [*pool.live]:
-            pool.count(name, before[name] + take.live.get(name, 0) - pool.live[name])
+        changes = {
+            name: before[name] + take.live.get(name, 0) - pool.live[name] for name in pool.live
+        }
+        for name in sorted(changes, key=changes.get):  # what goes first: no peak on the way
+            pool.count(name, changes[name])
         high = {name: change + before[name] for name, change in take.peak.items()}
         pool.peak |= Counter(high | {"all": total + take.peak["all"]})
 
@@ -82,7 +92,8 @@ class Studio:
             rows[name] += now - take.start
         rows["microbatch"], rows["step"] = microbatch, self.ledger.step
         for group in take.calls:
-            rows["seq"][rows["group"] == group] += self.numbers()[group] - take.first[group]
+            calls = (rows["group"] == group) & (rows["seq"] >= 0)
+            rows["seq"][calls] += self.numbers()[group] - take.first[group]
         return rows
 
     def numbers(self):
@@ -91,6 +102,11 @@ class Studio:
 
 def differences(new, old):
     return {name: new[name] - old[name] for name in new if new[name] != old[name]}
+
+
+def blank(array):
+    """An array of the host of the same shape and type, with the memory of one element."""
+    return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
 class Kept:
@@ -117,14 +133,14 @@ class Replay:
     def forward(self, x, micro):
         kind = self.kind("F", micro)
         if self.microbatch in self.run:
-            with self.studio.take(kind):
+            with self.studio.take(kind, micro):
                 y, saved = self.stage.forward(x, micro)
             held = leases(saved)
             kept = [getattr(array, "lease", None) in held for array in (x, y)]
             self.results[kind] = sketch(y, x), kept
             return y, saved
         like, kept = self.results[kind]
-        with self.studio.play(kind, self.microbatch):
+        with self.studio.play(kind, micro, self.microbatch):
             y = self.drawn(like, x)
         return y, Kept([array for array, holds in zip((x, y), kept) if holds])
 
@@ -134,12 +150,12 @@ class Replay:
         if isinstance(saved, Kept):
             like, holds = self.results[kind]
             work = Kept([dy] * holds)
-            with self.studio.play(kind, self.microbatch):
+            with self.studio.play(kind, micro, self.microbatch):
                 saved.arrays.clear()
                 dx = self.drawn(like, dy)
         else:
             work = Later(self.studio.ledger) if split else at_once
-            with self.studio.take(kind):
+            with self.studio.take(kind, micro):
                 dx = self.stage.backward(dy, saved, micro, work, finished)
             held = leases([*work.work]) if split else ()
             self.results[kind] = sketch(dx, dy), getattr(dy, "lease", None) in held
@@ -151,10 +167,10 @@ class Replay:
         """The weights' gradients that a split backward pass left for later."""
         kind = self.kind("W", micro)
         if isinstance(work, Kept):
-            with self.studio.play(kind, self.microbatch):
+            with self.studio.play(kind, micro, self.microbatch):
                 work.arrays.clear()
         else:
-            with self.studio.take(kind):
+            with self.studio.take(kind, micro):
                 work.run()
 
     def drawn(self, like, given):

@@ -45,8 +45,8 @@ def launcher(emulate):
 
 @pytest.fixture
 def counts_from_zero(launcher):
-    launcher.count.clear()
-    launcher.bytes.clear()
+    for counter in (launcher.count, launcher.bytes, launcher.products):
+        counter.clear()
 
 
 class Real(NamedTuple):

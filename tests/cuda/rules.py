@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from math import prod
 
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
 import numpy as np
@@ -131,20 +132,24 @@ class Launcher:
 
     def __init__(self, emulate):
         self.emulate, self.one = emulate, threading.Lock()
-        self.count, self.bytes = Counter(), Counter()
+        self.count, self.bytes, self.products = Counter(), Counter(), Counter()
 
     def __call__(self, name, rows, columns, /, **given):
         given = {key: plain(value) for key, value in given.items()}
         with self.one:
             self.count[name] += 1
-            self.bytes[name] += sum(getattr(value, "nbytes", 0) for value in given.values())
+            twice = [given[key] for key in launches.UPDATED.get(name, ())]
+            moved = [value for value in (*given.values(), *twice) if isinstance(value, np.ndarray)]
+            self.bytes[name] += sum(value.nbytes for value in moved)
             kernel = launches.kernels()[name]
             if kernel.launch("float32", rows, columns).grid[0]:
                 do(lambda: self.emulate(name, rows, columns, **given))
 
     def multiply(self, a, b, out, bias=None, add=None, **fused):
         """What Lt.product does."""
+        *batch, rows, inner = a.shape
         self.count["product"] += 1
+        self.products[rows, b.shape[-1], inner, a.dtype.name, prod(batch)] += 1
         do(lambda: multiply(a, b, out, (bias, add), **fused))
 
 

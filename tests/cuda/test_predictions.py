@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from hpc3d.cluster import shapes
+from hpc3d.model import launches
 from hpc3d.predict import device
 from hpc3d.predict.rank import observe
 from hpc3d.trace.recorder import Recorder
@@ -38,36 +39,39 @@ def observed(mesh, config):
     return dict(mesh.pool.peak)
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """Counts what the rules of all predicted ranks do, like a Launcher."""
-    counted = rules.Launcher(None)
+class Counts(shapes.Meter):
+    """Counts what is told, as a Launcher does what is launched."""
 
-    def launched(self, name, rows, columns, /, **given):
-        counted.count[name] += 1
-        counted.bytes[name] += sum(getattr(value, "nbytes", 0) for value in given.values())
+    def __init__(self):
+        self.count, self.bytes, self.products = Counter(), Counter(), Counter()
 
-    def multiplied(self, a, b, out, **beside):
-        counted.count["product"] += 1
+    def product(self, m, n, k, dtype, batch=1):
+        self.products[m, n, k, dtype.name, batch] += 1
 
-    monkeypatch.setattr(device.Planned, "told", launched)
-    monkeypatch.setattr(device.Planned, "multiplied", multiplied)
-    return counted
+    def kernel(self, name, nbytes):
+        self.count[name] += 1
+        self.bytes[name] += nbytes
+
+
+def launched(counter):
+    """Of our kernels; CuPy has an `add`, too."""
+    return {name: counter[name] for name in launches.kernels() if name != "add" and counter[name]}
 
 
 @pytest.mark.parametrize("line", rules.some(LINES, 2, 3))
-def test_what_is_launched_and_held_is_predicted(line, launcher, told):
+def test_what_is_launched_and_held_is_predicted(line, launcher):
     if "bfloat16" in line:
         rules.register(launcher, rules.Flash())
     config = rules.config_of(line)
     measured = on_devices(line, observed)
     rules.register(launcher)
-    sizes = config.mesh.sizes()
+    sizes, told = config.mesh.sizes(), Counts()
     for place, peaks in zip(product(*map(range, sizes.values())), measured, strict=True):
-        mesh = shapes.rank_of(sizes, dict(zip(sizes, place)), device.pool_of(config))
+        mesh = shapes.rank_of(sizes, dict(zip(sizes, place)), device.pool_of(config, told))
         predicted = observe(mesh, config, config.model.vocabulary).peak
         played = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
         kinds = peaks.keys() - played  # what the rules take, and Flash, is of no pool here
         assert {kind: predicted[kind] for kind in kinds} == {kind: peaks[kind] for kind in kinds}
-    assert told.count == Counter(launcher.count)
-    assert told.bytes == Counter(launcher.bytes)
+    assert launched(told.count) == launched(launcher.count)
+    assert launched(told.bytes) == launched(launcher.bytes)
+    assert told.products == launcher.products

@@ -317,6 +317,7 @@ def test_the_file_of_these_tests_is_good(tmp_path):
         ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: must be positive"),
         ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: must be at least 0, in"),
         ("wake_s = 0.0", "wake_s = -1.0", "wake_s = -1.0: must be at least 0, in"),
+        ("widest_head = 128", "widest_head = -1", "widest_head = -1: must be at least 0: no"),
         ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: must be at least 1"),
         ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: unknown type; known are float64,"),
         ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate; give as many of one"),

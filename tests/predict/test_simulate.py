@@ -28,6 +28,11 @@ p=4 schedule=pipedream microbatches=6 tied=false clip=0 steps=4
 p=4 schedule=pipedream-2bw microbatches=8 tied=false steps=4
 p=2 d=2 x=2 schedule=pipedream-2bw microbatches=4 steps=3
 """.strip().splitlines()
+PLAYED = """
+p=1 schedule=none microbatches=4 backend=cupy dtype=float32
+x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
+p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
+""".strip().splitlines()
 PIPELINES = ASYNCHRONOUS + [
     line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
 ]
@@ -38,7 +43,7 @@ def simulated(line):
     return config, simulate(config, config.model.vocabulary, MACHINE)
 
 
-@pytest.mark.parametrize("line", strided(PIPELINES, 3))
+@pytest.mark.parametrize("line", [*strided(PIPELINES, 3), *PLAYED])
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)
@@ -98,11 +103,12 @@ def test_attention_of_a_gpu_keeps_no_scores():
     machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
     line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1"
     (run,) = simulate(config_of(line), 29, machine)
-    forward = run.rows[run.rows["op"] == OP.index("attention")][0]
+    forward, backward = run.rows[run.rows["op"] == OP.index("attention")][:2]
     heads, rows = 2 * 4, 2 * 1024
     flop = 2 * heads * 1024**2 * 8
     nbytes = 2 * rows * (3 * 32 + 32) + 4 * heads * 1024
     assert forward["dur"] == pytest.approx(1e9 * max(flop / FLOPS, nbytes / BYTES), abs=1)
+    assert backward["dur"] == pytest.approx(2.5 * forward["dur"], abs=2)
     scores = 2 * heads * 1024**2
     assert run.peak["activation"] + run.peak["workspace"] - WORKSPACE < scores
 
