@@ -87,21 +87,23 @@ def losses(folder):
 def child(function, *arguments):
     """The process id of a copy of this process that calls a function and ends.
 
-    What goes wrong in it on any thread is its standard error, and its exit code 1.
+    What goes wrong in it, on the first thread to fail, is its standard error; its exit code is 1.
     """
     if process := os.fork():
         return process
+    first = threading.Lock()
+
+    def fail(error):
+        first.acquire()  # and nobody after it
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+
     threading.excepthook = lambda args: fail(args.exc_value)
     try:
         function(*arguments)
     except BaseException as error:
         fail(error)
     os._exit(0)
-
-
-def fail(error):
-    print(error, file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def ended(process):
