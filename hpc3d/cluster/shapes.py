@@ -2,9 +2,9 @@
 
 A `Shape` has the shape and the type of an array, and lives as long: NumPy's own functions take it
 (NEP 13 and 18) and give Shapes, a view keeps the memory that it shows, and a `ShapePool` counts it
-like a `Pool` does.  `Counted` communicators move nothing and give blocks of the right shape, so
-one rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces
-is a kernel with a rule of its own (`rule`, hpc3d.model.shapes).
+like a `Pool` does.  Communicators of them move nothing (hpc3d.cluster.counted), so one rank runs
+alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a kernel
+with a rule of its own (`rule`, hpc3d.model.shapes).
 
 Every operation is told to the `meter` of its arrays' pool, which may let time pass for it.
 """
@@ -16,9 +16,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from hpc3d.cluster.arrays import Pool
-from hpc3d.cluster.communicator import Communicator, Pending, contiguous, ready
-from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.node import SMALL
+from hpc3d.cluster.communicator import contiguous
 
 
 class Meter:
@@ -265,85 +263,3 @@ class ShapePool(Pool):
         nbytes = prod(shape) * dtype.itemsize
         self.count(kind, nbytes)
         return self.kind(shape, dtype, self, Lease(kind, lambda: self.count(kind, -nbytes)))
-
-
-class Counted(Communicator):
-    """A communicator that moves nothing: blocks come out with the right shape.
-
-    It takes the memory that ranks of one node take (hpc3d.cluster.node): a copy of what is
-    reduced, unless it lies in a `buffer` or on a device, and the whole of what is gathered.
-    Arrays with data go through.
-    """
-
-    def buffer(self, shape, dtype):
-        block = super().buffer(shape, dtype)
-        block.lease.slot_of = self
-        return block
-
-    def placed(self, block):
-        ours = getattr(block, "lease", None) and getattr(block.lease, "slot_of", None) is self
-        return block if ours or self.pool.fused else self.like(block, block.shape)
-
-    def like(self, block, shape, kind="communication"):
-        """A block of another shape that came from elsewhere."""
-        if isinstance(block, Shape):
-            return self.pool.empty(shape, block.dtype, kind)
-        return np.resize(block, shape)
-
-    def gather_rows(self, block):
-        return ready(self.like(block, (self.size * block.shape[0], *block.shape[1:])))
-
-    def scatter_rows(self, block):
-        copy, rows = self.placed(block), block.shape[0] // self.size
-        part = self.like(block, (rows, *block.shape[1:]), "activation")
-        return Pending(lambda copy=copy: part)
-
-    def sum_all(self, block, op):
-        copy, total = self.placed(block), self.like(block, block.shape)
-        large = isinstance(total, Shape) and block.nbytes > SMALL and block.size >= self.size
-        if large and not self.pool.fused:
-            total.lease.shared = True  # all members read one total
-        return Pending(lambda copy=copy: total)
-
-    def spread(self, block, root):
-        if not block.shape[0]:
-            raise ValueError("a block whose owner is elsewhere has no shape here")
-        return ready(self.like(block, block.shape))
-
-    def collect(self, block, root):
-        copy, rows = self.placed(block), block.shape[0] * (self.rank == root)
-        return Pending(lambda copy=copy: self.like(block, (rows, *block.shape[1:])))
-
-    def exchange(self, block):
-        return ready(self.like(block, block.shape))
-
-    def post(self, block, peer):
-        return Pending(lambda block=block: block)
-
-    def take(self, shape, dtype, peer):
-        return ready(self.pool.empty(shape, dtype, "communication"))
-
-
-def rank_of(sizes, coords, pool=None):
-    """The mesh of one rank of `sizes` at `coords`, alone and without data."""
-    pool, place = pool or ShapePool(), 0
-    for axis, size in sizes.items():
-        place = place * size + coords[axis]
-    world = Counted(place, prod(sizes.values()), None, pool)
-    comms = {
-        axis: Counted(coords[axis], size, line(sizes, coords, axis), pool)
-        for axis, size in sizes.items()
-        if size > 1
-    }
-    return Mesh(sizes, coords, comms, world)
-
-
-def line(sizes, coords, axis):
-    """The ranks along an axis."""
-    ranks = []
-    for place in range(sizes[axis]):
-        rank = 0
-        for name, size in sizes.items():
-            rank = rank * size + (place if name == axis else coords[name])
-        ranks.append(rank)
-    return ranks

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
-from hpc3d.cluster import shapes
+from hpc3d.cluster.counted import rank_of
 from hpc3d.cluster.shapes import Meter, ShapePool
 from hpc3d.inputs import validate
 from hpc3d.predict.ledger import Ledger
@@ -91,7 +91,7 @@ class Script(NamedTuple):
 def script_of(config, coords, program):
     """The Script of the rank at `coords` (axis -> coordinate)."""
     told = Told()
-    mesh = shapes.rank_of(config.mesh.sizes(), coords, ShapePool(told))
+    mesh = rank_of(config.mesh.sizes(), coords, ShapePool(told))
     ledger = Ledger(mesh.rank, lambda: len(told.list))
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)

@@ -8,8 +8,9 @@ stages of a pipeline tell each other when messages leave.
 import numpy as np
 
 from hpc3d.cluster.communicator import Pending
+from hpc3d.cluster.counted import Counted, line
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.shapes import Counted, Meter, line
+from hpc3d.cluster.shapes import Meter
 
 
 class Clock(Meter):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cluster.communicator import Pending
-from hpc3d.cluster.shapes import line
+from hpc3d.cluster.counted import line
 from hpc3d.model.buckets import Buckets
 from hpc3d.model.layers import at_once
 from hpc3d.model.parameters import Parameters

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster.shapes import line
+from hpc3d.cluster.counted import line
 from hpc3d.config import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.instruction import Placement

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster.shapes import line
+from hpc3d.cluster.counted import line
 from hpc3d.config import MeshConfig
 from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import find

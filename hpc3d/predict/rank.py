@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster import shapes, threads
+from hpc3d.cluster import threads
+from hpc3d.cluster.counted import rank_of
 from hpc3d.cluster.shapes import Shape
 from hpc3d.predict.device import pool_of, unrecorded
 from hpc3d.trace.events import CATEGORY, EVENTS, OP, PHASE, record_type
@@ -70,7 +71,7 @@ def predict(config, vocabulary, coords, program=None):
     ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
     the shapes.
     """
-    mesh = shapes.rank_of(config.mesh.sizes(), coords, pool_of(config))
+    mesh = rank_of(config.mesh.sizes(), coords, pool_of(config))
     return observe(mesh, config, vocabulary, program)
 
 

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from hpc3d import __version__
-from hpc3d.cluster.shapes import line
+from hpc3d.cluster.counted import line
 from hpc3d.inputs import to_toml
 from hpc3d.pipeline.schedule import find
 from hpc3d.trace.agreement import SIZE

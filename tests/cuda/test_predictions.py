@@ -3,10 +3,13 @@
 from collections import Counter
 from itertools import product
 
+import numpy as np
 import pytest
 
-from hpc3d.cluster import shapes
+from hpc3d.cluster.counted import rank_of
+from hpc3d.cluster.shapes import Meter
 from hpc3d.model import launches
+from hpc3d.model.attention import attend
 from hpc3d.predict import device
 from hpc3d.predict.rank import observe
 from hpc3d.trace.recorder import Recorder
@@ -39,7 +42,7 @@ def observed(mesh, config):
     return dict(mesh.pool.peak)
 
 
-class Counts(shapes.Meter):
+class Counts(Meter):
     """Counts what is told, as a Launcher does what is launched."""
 
     def __init__(self):
@@ -67,7 +70,7 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     rules.register(launcher)
     sizes, told = config.mesh.sizes(), Counts()
     for place, peaks in zip(product(*map(range, sizes.values())), measured, strict=True):
-        mesh = shapes.rank_of(sizes, dict(zip(sizes, place)), device.pool_of(config, told))
+        mesh = rank_of(sizes, dict(zip(sizes, place)), device.pool_of(config, told))
         predicted = observe(mesh, config, config.model.vocabulary).peak
         played = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
         kinds = peaks.keys() - played  # what the rules take, and Flash, is of no pool here
@@ -75,3 +78,11 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     assert launched(told.count) == launched(launcher.count)
     assert launched(told.bytes) == launched(launcher.bytes)
     assert told.products == launcher.products
+
+
+def test_heads_by_themselves_are_copies():
+    """Where products do attention: q, k and v are copied, and what comes out."""
+    pool = device.DeviceShapes(Counts())
+    qkv = pool.empty((2 * 8, 4 * 3 * 8), np.float32)
+    out, _ = attend(qkv, 8, 8, pool.empty)
+    assert pool.meter.bytes["copy"] == 2 * (qkv.nbytes + out.nbytes)

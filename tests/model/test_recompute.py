@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpc3d.model.shapes  # noqa: F401
-from hpc3d.cluster import shapes
+from hpc3d.cluster.counted import rank_of
 from hpc3d.cluster.threads import run
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import Shape
@@ -127,7 +127,7 @@ def test_what_a_block_keeps(form):
         "full": whole * N,
     }
     for recompute, elements in wanted.items():
-        mesh = shapes.rank_of(sizes, dict.fromkeys(sizes, 0))
+        mesh = rank_of(sizes, dict.fromkeys(sizes, 0))
         assert kept(mesh, scheme, keep, recompute) == pytest.approx(elements, rel=1e-15)
         if not sizes:
             (found,) = run({}, lambda mesh, how=(scheme, keep, recompute): kept(mesh, *how))
