@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cluster.arrays import from_host, on_host, to_host
-from hpc3d.trace.segment import replacing, sync
+from hpc3d.trace.segment import naming, replacing, sync
 from hpc3d.training.manifest import FORMAT, STATES, VERSION, name_of, read_manifest, type_of
 from hpc3d.training.rectangle import Rectangle, rectangles
 
@@ -81,7 +81,11 @@ def arrays(place, parameters, optimizer):
 
 
 def write_shard(folder, rank, snapshot):
-    """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256."""
+    """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256.
+
+    The second is a message to rank 0, which may give the folder its name as soon as it sees it:
+    nothing here touches the folder afterwards.
+    """
     path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
     with replacing(path) as temporary, temporary.open("wb") as file:
         for array in snapshot.arrays:
@@ -89,12 +93,10 @@ def write_shard(folder, rank, snapshot):
             file.write(array)
     index = {"file": path.name, "bytes": snapshot.nbytes, "sha256": digest.hexdigest()}
     index["pieces"] = snapshot.pieces
-    write_json(folder / f"rank-{rank:05d}.json", index)
-
-
-def write_json(path, value):
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value), encoding="utf-8")
+    message = path.with_suffix(".json.tmp")
+    with naming(message):
+        message.write_text(json.dumps(index), encoding="utf-8")
+    os.replace(message, path.with_suffix(".json"))
 
 
 def complete(folder, ranks, header, keep):
@@ -109,7 +111,8 @@ def complete(folder, ranks, header, keep):
         time.sleep(0.01)
     files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     header = {"format": FORMAT, "version": VERSION, **header}
-    write_json(folder / "manifest.json", {**header, "files": files})
+    with replacing(folder / "manifest.json") as temporary:
+        temporary.write_text(json.dumps({**header, "files": files}), encoding="utf-8")
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")

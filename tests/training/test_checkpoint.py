@@ -1,8 +1,10 @@
 """A run goes on from a checkpoint on any layout as if it had not ended."""
 
 import json
+import os
 from itertools import product
 from math import prod
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -158,6 +160,25 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, name, damage, said):
 def test_another_model_is_refused(checkpoints):
     with pytest.raises(ValueError, match="of another model"):
         resumed("p=1 schedule=none microbatches=2 layers=5", checkpoints(LAYOUTS[0]))
+
+
+def test_rank_0_may_take_the_folder_at_once(tmp_path, monkeypatch):
+    """A rank has nothing to do in the folder once its message is there."""
+    folder, replace = tmp_path / "step-00000002.tmp", os.replace
+
+    def taking(source, target):
+        replace(source, target)
+        if target.suffix == ".json":
+            replace(folder, tmp_path / "step-00000002")
+
+    folder.mkdir()
+    monkeypatch.setattr(os, "replace", taking)
+    snapshot = SimpleNamespace(arrays=[np.ones(3)], nbytes=24, pieces=[])
+    checkpoint.write_shard(folder, 1, snapshot)
+    assert {path.name for path in (tmp_path / "step-00000002").iterdir()} == {
+        "rank-00001.bin",
+        "rank-00001.json",
+    }
 
 
 def test_the_newest_are_kept(tmp_path):
