@@ -34,6 +34,7 @@ SAID = {
     "cannot open shared object": "load the modules that were loaded when this was installed",
     "No module named": "python -m pip install -e . in the source's folder, with this Python",
     "No space left": "make room in the folder that TMPDIR names, or name another",
+    "listener thread failed to start": "remove ompi.*, left by killed jobs, in TMPDIR or /tmp",
     "PMI": "the mpirun that belongs to the library; in Slurm: srun --mpi=list",
 }
 BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"

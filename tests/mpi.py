@@ -19,9 +19,15 @@ ENVIRONMENT = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-
+SESSIONS = tempfile.TemporaryDirectory(prefix="hpc3d-mpirun-", ignore_cleanup_errors=True)
 
 NOT_STARTED = "PMIx server's listener thread failed to start"  # of the launcher, before any rank
+
+
+def surroundings():
+    """The environment of a job, with a folder of its own for its launcher: over what a killed one
+    leaves behind, a later one with the same process id does not start."""
+    return {**ENVIRONMENT, "PRTE_MCA_prte_tmpdir_base": tempfile.mkdtemp(dir=SESSIONS.name)}
 
 
 class Turn:
@@ -75,7 +81,7 @@ def launch(ranks, *arguments, timeout=120, cwd=None, environment=None):
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     command = [launcher, "-np", str(ranks), sys.executable, *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(environment or {})}
+    settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
     process = subprocess.Popen(
         command,
         cwd=cwd,

@@ -49,10 +49,11 @@ def losses(path):
         return trace.steps["loss"][mine]
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=60, said=str):
+    """Until `condition()`; `said()` is what there is to read if it takes too long."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, said()
         time.sleep(0.05)
 
 

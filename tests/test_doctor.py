@@ -16,7 +16,7 @@ from hpc3d.cluster import storage
 from hpc3d.cluster.health import FAIL, OK, WARN
 from hpc3d.trace import file
 from tests.cluster.planted import only, script, verdicts
-from tests.mpi import ENVIRONMENT, ROOT, mpirun
+from tests.mpi import ROOT, mpirun, surroundings
 
 HERE = Path(sys.executable).parent
 ALONE = [
@@ -31,7 +31,7 @@ def run(*words, path=(), cwd=None, timeout=60, **environment):
     """The doctor from a shell, with folders before those of PATH."""
     settings = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-        **ENVIRONMENT,
+        **surroundings(),
         "PYTHONPATH": str(ROOT),
         "PATH": os.pathsep.join([*map(str, path), str(HERE), os.environ["PATH"]]),
         **environment,
@@ -191,6 +191,7 @@ def options(tmp_path):
         ("echo 'libmpi.so.40: cannot open shared object file'; exit 127", "modules"),
         ("echo 'OMPI was not built with PMI support'; exit 1", "belongs to the library"),
         ("echo 'mkdir: No space left on device'; exit 1", "TMPDIR"),
+        ("echo 'PMIx server\"s listener thread failed to start'; exit 1", "ompi.*"),
         ("kill -SEGV $$", "by hand"),
         ("true", "by hand"),
         ("""echo '{"verdict": "ok", "findings": []}'; exit 139""", "by hand"),

@@ -18,7 +18,7 @@ import pytest
 import hpc3d.trace
 from hpc3d.cluster.threads import run
 from hpc3d.trace.check import violations
-from tests.mpi import ENVIRONMENT, ROOT, checked
+from tests.mpi import ROOT, checked, surroundings
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.runs import newest, train, wait_for, words
 from tests.training.lives import LAYOUTS, child, ended, live, losses
@@ -68,17 +68,18 @@ def test_many_lives_on_threads(layout, lives, seed, tmp_path):
     assert found == run(config.mesh.sizes(), whole)[0]
 
 
-def started(*line):
-    """Three ranks, in the background."""
+def started(printed, *line):
+    """Three ranks, in the background, with what they print in a file."""
     launcher = [str(Path(sys.executable).with_name("mpirun")), "-np", "3", sys.executable]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*launcher, "-m", "tests.recorded_train", *map(str, line)],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
+    with printed.open("wb") as out:
+        return subprocess.Popen(
+            [*launcher, "-m", "tests.recorded_train", *map(str, line)],
+            env=environment,
+            start_new_session=True,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def kill_all(process, word):
@@ -90,15 +91,16 @@ def kill_all(process, word):
 
 def test_25_lives_on_real_ranks(tmp_path):
     """Every fifth ends while it begins."""
-    draw, file = random.Random(3), tmp_path / "losses"
+    draw, file, printed = random.Random(3), tmp_path / "losses", tmp_path / "printed"
     file.touch()
     line = words(tmp_path / "results", **TINY)
     for number in range(25):
         before = file.stat().st_size
-        process = started(file, *line)
+        process = started(printed, file, *line)
         try:
             if number % 5 != 4:
-                wait_for(lambda before=before: file.stat().st_size > before)
+                stepped = lambda before=before: file.stat().st_size > before  # noqa: E731
+                wait_for(stepped, said=printed.read_text)
                 wait_for(lambda: [*tmp_path.glob("results/*/checkpoints/latest")])
             time.sleep(draw.uniform(0, 1))
         finally:

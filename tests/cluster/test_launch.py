@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpc3d.cluster import launch
-from tests.mpi import ENVIRONMENT, ROOT, mpirun
+from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said
 
 RANKS = "OMPI_COMM_WORLD_LOCAL_SIZE"
@@ -105,7 +105,7 @@ def test_real_ranks_share_the_cores(tmp_path):
 
 
 def alone(*words, **environment):
-    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment}
+    settings = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", *words]
     return subprocess.run(
         command, env=settings, capture_output=True, text=True, timeout=60, check=False

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.gpu.notes import Skip
-from tests.mpi import ENVIRONMENT, NOT_STARTED
+from tests.mpi import NOT_STARTED, surroundings
 
 SECONDS = 50  # for a run
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
@@ -64,7 +64,7 @@ def launcher():
 
 def settings():
     """The environment of ranks."""
-    given = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    given = {**os.environ, **surroundings(), "OMP_NUM_THREADS": "1"}
     if home():
         for path in (home() / "bin").iterdir():
             with contextlib.suppress(OSError):

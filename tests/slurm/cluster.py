@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi import ENVIRONMENT, ROOT
+from tests.mpi import ROOT, surroundings
 from tests.runs import wait_for
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -69,7 +69,7 @@ class Cluster:
         foreign = ("SLURM_", "SBATCH_", "SRUN_", "LAUNCH", "HIDDEN", "BATCH")
         kept = {key: text for key, text in os.environ.items() if not key.startswith(foreign)}
         own = {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PATH": PATH}
-        self.environment = {**kept, **ENVIRONMENT, **own}
+        self.environment = {**kept, **surroundings(), **own}
 
     def command(self, *words, check=True, **environment):
         """What a command of Slurm says."""
