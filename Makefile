@@ -46,7 +46,7 @@ train: .venv/setup.stamp
 test: .venv/test.stamp
 	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm"
 
-test-slow: .venv/test.stamp
+test-slow: .venv/test.stamp .venv/cupy.stamp
 	python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: no test has this mark
 
 test-peers: .venv/test-peers.stamp
@@ -80,6 +80,11 @@ ifndef SITE_MPIRUN
 	echo "rmaps_default_mapping_policy = :oversubscribe" > .venv/etc/prte-mca-params.conf
 endif
 	echo '$(CONSENT)' >> .venv/bin/activate
+	touch $@
+
+# CuPy in a folder that only tests/played looks into: everything else runs as without.
+.venv/cupy.stamp: .venv/setup.stamp
+	python -m pip install -q --no-deps --target .venv/cupy 'cupy-cuda12x>=14' cuda-pathfinder
 	touch $@
 
 .venv/%.stamp: .venv/setup.stamp

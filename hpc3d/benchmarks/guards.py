@@ -28,7 +28,7 @@ def guards(options):
 
 
 def measured(ranks, name, rounds):
-    """The ratio of neighbouring steps with and without checks, and what a comparison takes."""
+    """The ratio of steps with checks to neighbours without, and what hashes of replicas take."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import paired
@@ -49,8 +49,8 @@ def seconds_of_steps(recorded):
 
 
 def seconds_of_replicas(recorded):
-    """Seconds of all ranks together that a comparison of replicas takes."""
+    """Seconds of all ranks together that the hashes of a comparison of replicas take."""
     names, events = np.array(recorded.strings), recorded.events
-    here = names[events["name"]] == "compare replicas"
+    here = names[events["name"]] == "hashes of replicas"
     count = max(1, int((here & (events["rank"] == 0)).sum()))
     return float(events["dur"][here].sum()) * 1e-9 / count

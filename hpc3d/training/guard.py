@@ -133,12 +133,11 @@ class Replicas:
         """Step `number` is done.  Corrupt on all ranks where replicas differ on one."""
         if not self.every or (number + 1) % self.every:
             return
-        with self.mesh.trace.span("compare replicas"):
+        with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
-            found = [find for axis in self.axes for find in self.along(axis, number, copies)]
-            found += [] if self.trainer.config.alone else self.twins(number, copies)
-            wrong = anywhere(self.mesh, len(found))
-        if wrong:
+        found = [find for axis in self.axes for find in self.along(axis, number, copies)]
+        found += [] if self.trainer.config.alone else self.twins(number, copies)
+        if anywhere(self.mesh, len(found)):
             stop(self.mesh, found)
 
     def copies(self):

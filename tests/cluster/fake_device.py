@@ -4,7 +4,6 @@ So what would be a race on a real device is one here, or is caught: results hold
 their call has ended, and what a call reads must be the same at its end as when it was posted.
 """
 
-import ctypes
 import queue
 import random
 import threading
@@ -18,9 +17,10 @@ import numpy as np
 from hpc3d.cluster.arrays import Pool, on_host
 from hpc3d.cluster.communicator import contiguous
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.nccl import TYPES, Nccl
+from hpc3d.cluster.nccl import Nccl
 from hpc3d.cluster.staged import Staged
 from hpc3d.cluster.traffic import Traffic
+from tests.cluster.places import array_at
 
 mpi4py.rc.initialize = False  # the calls of MPI are played, too
 RUBBISH = 0x5A
@@ -247,12 +247,6 @@ class Device:
 
     def synchronize(self):
         HERE.still = True
-
-
-def array_at(pointer, count, number):
-    dtype = np.dtype(next(name for name, known in TYPES.items() if known == number))
-    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
-    return np.frombuffer(memory, np.uint8).view(dtype)
 
 
 class FakeNccl:

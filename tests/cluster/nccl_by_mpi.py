@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from mpi4py import MPI
 
-from tests.cluster.fake_device import array_at
+from tests.cluster.places import array_at
 
 OPS = {0: MPI.SUM, 2: MPI.MAX}
 

@@ -1,6 +1,7 @@
 """What is kept of a run, and what guards it, where the arrays lie on devices that are threads
 (tests/cluster/fake_device.py): the same as on NumPy, and nothing of the host beside them."""
 
+import ctypes
 import re
 from contextlib import nullcontext
 
@@ -54,7 +55,7 @@ def devices(monkeypatch):
 
     def array_at(pointer, count, number):
         dtype = np.dtype(TYPES[number])
-        memory = (fake_device.ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
+        memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
         return np.frombuffer(memory, dtype)
 
     monkeypatch.setattr(DevicePool, "bring", bring)

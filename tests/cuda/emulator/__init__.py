@@ -39,16 +39,17 @@ def program(text, instances):
     return "\n".join(lines)
 
 
-def build(programs, folder):
-    """The library of programs {name: text}, compiled unless `folder` holds it already."""
+def build(programs, folder, watched=WATCHED):
+    """The library of programs {name: text}, compiled unless `folder` holds it already; `watched`
+    is how, so that accesses are looked at."""
     headers = sorted(path for at in (HERE, launches.FOLDER) for path in at.glob("*.*h*"))
     machine = (HERE / "machine.cpp").read_text()
-    texts = [*FLAGS, *programs.values(), machine, *(path.read_text() for path in headers)]
+    texts = [*FLAGS, watched, *programs.values(), machine, *(path.read_text() for path in headers)]
     library = folder / f"{sha256(chr(0).join(texts).encode()).hexdigest()}.so"
     if not library.exists():
         with TemporaryDirectory(dir=folder) as place, ThreadPoolExecutor(2) as pool:
             made = [Path(place) / f"{number}.o" for number in range(len(programs) + 1)]
-            sources = [*((text, [WATCHED]) for text in programs.values()), (machine, [])]
+            sources = [*((text, [watched]) for text in programs.values()), (machine, [])]
             list(pool.map(compiled, made, *zip(*sources)))
             whole = Path(place) / library.name
             subprocess.run(["g++", "-shared", *made, "-o", whole], check=True)

@@ -1,0 +1,282 @@
+"""CUDA's runtime and driver, as CuPy calls them: memory of the host, and streams that are threads.
+
+Copies and messages are slow, so that who reads what they bring too early, or hands out again what
+they still read, has wrong numbers.  What CUDA would refuse raises.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from bisect import bisect_right, insort
+from collections import Counter, deque
+
+import numpy as np
+
+DONE, NOT_READY = 0, 600
+LATE = 0.001  # seconds that a copy or a message takes
+COUNT = int(os.environ.get("PLAYED_DEVICES", "1"))
+PROPERTIES = {"name": b"Played", "major": 9, "minor": 0, "totalGlobalMem": 1 << 34}
+ATTRIBUTES = {75: 9, 76: 0, 1: 1024, 10: 32, 16: 132, 8: 49152}  # of a device, by CUDA's numbers
+posted = Counter()  # what was posted on streams, by name, and what graphs launched of it
+
+
+class Memory:
+    """Blocks by their addresses."""
+
+    def __init__(self):
+        self.blocks, self.starts = {}, []
+
+    def take(self, size, _=None):
+        """All bits are set: floating-point numbers are NaN."""
+        memory = np.full(size + 512, 0xFF, np.uint8)
+        start = memory.ctypes.data // 512 * 512 + 512
+        self.blocks[start] = memory, size
+        insort(self.starts, start)
+        return start
+
+    def give(self, start):
+        wait_for_all()
+        if start:
+            del self.blocks[start]
+            self.starts.remove(start)
+
+    def around(self, address):
+        """(start, bytes) of the block that an address lies in, or None."""
+        place = bisect_right(self.starts, address) - 1
+        if place >= 0 and address < self.starts[place] + self.blocks[self.starts[place]][1]:
+            return self.starts[place], self.blocks[self.starts[place]][1]
+        return None
+
+
+class Stream:
+    """Does what is posted in order, in a thread; while it is captured, adds it to `tape`."""
+
+    def __init__(self):
+        self.tape, self.waiting, self.idle = None, deque(), True
+        self.changed, self.thread = threading.Condition(), None
+
+    def post(self, name, act):
+        if self.tape is not None:
+            self.tape.append((name, act))
+            return
+        posted[name] += 1
+        with self.changed:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, daemon=True)
+                self.thread.start()
+            self.waiting.append(act)
+            self.idle = False
+            self.changed.notify_all()
+
+    def work(self):
+        while True:
+            with self.changed:
+                self.idle = not self.waiting
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.waiting)
+                act = self.waiting.popleft()
+            try:
+                act()
+            except BaseException:
+                os.write(2, f"played CUDA: {traceback_text()}\n".encode())
+                os._exit(70)
+
+    def wait(self):
+        refuse(self.tape is not None, "a captured stream is waited for")
+        with self.changed:
+            self.changed.wait_for(lambda: self.idle)
+
+
+class Event:
+    """`reached` is set when its stream has come to it; `tape` is that of a captured one."""
+
+    def __init__(self):
+        self.reached, self.tape, self.time = threading.Event(), None, 0.0
+        self.reached.set()
+
+    def record(self, stream):
+        self.reached, self.tape = threading.Event(), stream.tape
+        stream.post("event", lambda reached=self.reached: self.come(reached))
+
+    def come(self, reached):
+        self.time = time.monotonic()
+        reached.set()
+
+    def check(self):
+        refuse(self.tape is not None, "the host asks for a captured event")
+
+
+def traceback_text():
+    import traceback
+
+    return traceback.format_exc()
+
+
+def refuse(condition, what):
+    if condition:
+        raise RuntimeError(f"CUDA would refuse this: {what}")
+
+
+class Table(dict):
+    """Things by handles."""
+
+    def new(self, thing):
+        self[len(self) + 16] = thing  # CUDA's own streams have low numbers
+        return len(self) + 15
+
+
+memory, events, graphs = Memory(), Table(), Table()
+streams = Table({0: Stream()})
+modules, functions, images = Table(), Table(), {}
+current = [0]
+
+
+def wait_for_all():
+    for stream in [*streams.values()]:
+        if stream.tape is None:
+            stream.wait()
+
+
+def synchronize():
+    refuse(any(stream.tape is not None for stream in streams.values()), "a wait in a capture")
+    wait_for_all()
+
+
+def copy(target, source, size, kind):
+    synchronize()
+    ctypes.memmove(target, source, size)
+
+
+def copy_async(target, source, size, kind, stream):
+    def act():
+        time.sleep(LATE)
+        ctypes.memmove(target, source, size)
+
+    streams[stream].post("copy", act)
+
+
+def fill(target, value, size, stream=0):
+    streams[stream].post("fill", lambda: ctypes.memset(target, value, size))
+
+
+def query_stream(stream):
+    refuse(streams[stream].tape is not None, "the host asks for a captured stream")
+    return DONE if streams[stream].idle else NOT_READY
+
+
+def query_event(event):
+    events[event].check()
+    return DONE if events[event].reached.is_set() else NOT_READY
+
+
+def wait_for_event(event):
+    events[event].check()
+    events[event].reached.wait()
+
+
+def follow(stream, event, flags=0):
+    """A stream waits for an event; for one that is captured, it is captured, too."""
+    stream, event = streams[stream], events[event]
+    if event.tape is not None:
+        refuse(stream.tape not in (None, event.tape), "two captures meet")
+        stream.tape = event.tape
+        return
+    refuse(stream.tape is not None, "a capture waits for what is not captured")
+    stream.post("wait", event.reached.wait)
+
+
+def begin_capture(stream, mode=0):
+    refuse(streams[stream].tape is not None, "a second capture")
+    streams[stream].tape = []
+
+
+def end_capture(stream):
+    tape = streams[stream].tape
+    for each in streams.values():
+        each.tape = None if each.tape is tape else each.tape
+    return graphs.new(tape)
+
+
+def launch_graph(graph, stream):
+    def act():
+        for name, each in graphs[graph]:
+            posted[name] += 1
+            each()
+
+    streams[stream].post("graph", act)
+
+
+def properties(number):
+    return PROPERTIES | {"uuid": b"0123456789abcd%02d" % number}
+
+
+def nothing(*_):
+    return None
+
+
+def launch(function, *how):
+    from tests.played import kernels
+
+    grid, block, (_, stream, parameters, _) = how[:3], how[3:6], how[6:]
+    image, name = functions[function]
+    streams[stream].post(*kernels.launched(image, name, grid, block, parameters))
+
+
+RUNTIME = {
+    "_ensure_context": nothing,
+    "_getCUDAMajorVersion": lambda: 12,
+    "driverGetVersion": lambda: 13000,
+    "runtimeGetVersion": lambda: 12090,
+    "getDeviceCount": lambda: COUNT,
+    "getDevice": lambda: current[0],
+    "setDevice": lambda number: current.__setitem__(0, number),
+    "getDeviceProperties": properties,
+    "deviceGetAttribute": lambda number, device: ATTRIBUTES.get(number, 0),
+    "deviceGetPCIBusId": lambda number: f"0000:{number:02d}:00.0",
+    "deviceCanAccessPeer": lambda one, other: 0,
+    "deviceSynchronize": synchronize,
+    "memGetInfo": lambda: (1 << 33, 1 << 34),
+    "malloc": memory.take,
+    "free": memory.give,
+    "hostAlloc": memory.take,
+    "freeHost": memory.give,
+    "pointerGetMemoryType": lambda address: 2 if memory.around(address) else 0,
+    "memcpy": copy,
+    "memcpyAsync": copy_async,
+    "memset": fill,
+    "memsetAsync": fill,
+    "streamCreate": lambda: streams.new(Stream()),
+    "streamCreateWithFlags": lambda flags: streams.new(Stream()),
+    "streamCreateWithPriority": lambda flags, priority: streams.new(Stream()),
+    "streamDestroy": nothing,
+    "streamSynchronize": lambda stream: streams[stream].wait(),
+    "streamQuery": query_stream,
+    "streamWaitEvent": follow,
+    "streamBeginCapture": begin_capture,
+    "streamEndCapture": end_capture,
+    "streamIsCapturing": lambda stream: int(streams[stream].tape is not None),
+    "eventCreate": lambda: events.new(Event()),
+    "eventCreateWithFlags": lambda flags: events.new(Event()),
+    "eventDestroy": nothing,
+    "eventRecord": lambda event, stream: events[event].record(streams[stream]),
+    "eventQuery": query_event,
+    "eventSynchronize": wait_for_event,
+    "eventElapsedTime": lambda a, b: 1e3 * (events[b].time - events[a].time),
+    "graphInstantiate": lambda graph: graph,
+    "graphLaunch": launch_graph,
+    "graphUpload": nothing,
+    "graphDestroy": nothing,
+    "graphExecDestroy": nothing,
+}
+DRIVER = {
+    "ctxGetCurrent": lambda: 1,
+    "ctxGetDevice": lambda: current[0],
+    "streamGetCtx": lambda stream: 1,
+    "moduleLoadData": lambda image: modules.new(bytes(image)),
+    "moduleUnload": nothing,
+    "moduleGetFunction": lambda module, name: functions.new((modules[module], name)),
+    "funcGetAttribute": lambda attribute, function: 1024 if attribute == 0 else 0,
+    "funcSetAttribute": nothing,
+    "launchKernel": launch,
+}

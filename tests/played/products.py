@@ -1,0 +1,33 @@
+"""cuBLASLt on streams: the stand-in of the products' tests, which computes when its turn comes."""
+
+import copy
+import ctypes
+
+from tests.cluster import fake_cublaslt
+from tests.played.device import streams
+
+ALGORITHM = 64  # bytes
+
+
+class PlayedLt(fake_cublaslt.FakeLt):
+    def do_Matmul(self, *given):
+        """What descriptions and numbers of the host say now holds when it is computed."""
+        given, kept = list(given), copy.copy(self)
+        kept.things = {
+            handle: (table, dict(thing)) for handle, (table, thing) in self.things.items()
+        }
+        held = {2: 4, 7: 4, 12: ALGORITHM}  # alpha, beta, algorithm: bytes that they point to
+        buffers = {
+            at: ctypes.create_string_buffer(ctypes.string_at(given[at], size), size)
+            for at, size in held.items()
+        }
+        stream = given[-1] or 0
+
+        def act():
+            words = [
+                ctypes.addressof(buffers[at]) if at in buffers else word
+                for at, word in enumerate(given)
+            ]
+            fake_cublaslt.FakeLt.do_Matmul(kept, *words)
+
+        streams[stream].post("product", act)

@@ -1,0 +1,170 @@
+"""The program on CuPy itself, whose CUDA is played, against the program on NumPy."""
+
+import json
+from collections import Counter
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+import hpc3d.trace
+from hpc3d.trace.check import violations
+from tests.cuda import emulator
+from tests.mpi import mpirun
+from tests.played.__main__ import WHEEL
+from tests.runs import newest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not WHEEL.exists() and find_spec("cupy") is None, reason="no CuPy"),
+    pytest.mark.skipif(emulator.compiler() is None, reason="no g++"),
+]
+TINY = {
+    "model.layers": 2,
+    "model.hidden": 32,
+    "model.heads": 4,
+    "model.sequence": 16,
+    "train.batch": 8,
+    "train.steps": 4,
+    "train.decay": "constant",
+    "parallel.bucket_mb": 0.02,  # several
+}
+CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+
+
+def run(ranks, out, posted=None, **values):
+    """The folder of a run with options `section__key`, which must go well; what its first rank
+    posted on streams comes to the file `posted`."""
+    options = {**TINY, "run.out": out, **{k.replace("__", "."): v for k, v in values.items()}}
+    words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+    played = ["-m", "tests.played", "hpc3d.train"]
+    how = played if options["train.backend"] == "cupy" else ["-m", "hpc3d.train"]
+    environment = {"PLAYED_DEVICES": str(ranks)} | (
+        {"PLAYED_POSTED": str(posted)} if posted else {}
+    )
+    done = mpirun(ranks, *how, *words, timeout=200, environment=environment)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return newest(out)
+
+
+def told(folder):
+    """Loss and norm of the gradient, a row a step; and what communication moved, by operation."""
+    with hpc3d.trace.open(folder) as trace:
+        assert violations(trace) == []
+        mine, moved = trace.steps["rank"] == 0, Counter()
+        for op, size in zip(trace.events["op"].tolist(), trace.events["bytes"].tolist()):
+            moved[op] += size
+        return np.stack([trace.steps[name][mine] for name in ("loss", "grad_norm")], 1), moved
+
+
+@pytest.fixture(scope="module")
+def on_numpy(tmp_path_factory):
+    """What a run on NumPy in float32 tells, computed once."""
+    known = {}
+
+    def told_by(ranks=1, **values):
+        key = ranks, *sorted(values.items())
+        if key not in known:
+            out = tmp_path_factory.mktemp("numpy")
+            values |= {"train__backend": "numpy", "train__dtype": "float32"}
+            known[key] = told(run(ranks, out, **values))
+        return known[key]
+
+    return told_by
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "values"),
+    [
+        (1, "float32", {"model__dropout": 0.1, "parallel__microbatches": 2}),
+        (1, "float16", {}),
+        (1, "bfloat16", {"train__fused_gelu": "true", "parallel__recompute": "full"}),
+        (2, "float32", {"mesh__x": 2, "parallel__scheme": "1d-sequence"}),
+        (2, "float32", {"mesh__y": 2, "parallel__scheme": "3d-broadcast"}),
+        (2, "float32", {"mesh__d": 2, "parallel__zero": 1, "guard__replicas_every": 2}),
+        (2, "float16", {"mesh__d": 2, "parallel__zero": 3}),
+        (2, "bfloat16", {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4}),
+        (
+            2,
+            "float32",
+            {
+                "mesh__p": 2,
+                "parallel__schedule": "zb-v",
+                "parallel__chunks": 2,
+                "parallel__microbatches": 4,
+                "model__layers": 4,
+            },
+        ),
+        (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
+        (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "staged"}),
+    ],
+    ids=lambda value: (
+        " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+    ),
+)
+def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
+    """Losses and norms; and, of the same type, every byte that is counted."""
+    got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
+    own = {key: value for key, value in values.items() if "fused" not in key}
+    expected, counted = on_numpy(ranks, **{k: v for k, v in own.items() if "transport" not in k})
+    np.testing.assert_allclose(got[:, 0], expected[:, 0], rtol=CLOSE[dtype])
+    np.testing.assert_allclose(got[:, 1], expected[:, 1], rtol=20 * CLOSE[dtype])
+    if dtype == "float32":
+        assert moved == counted
+
+
+@pytest.mark.parametrize("values", [{}, {"mesh__d": 2, "parallel__zero": 1}], ids=["one", "ZeRO"])
+def test_a_graph_is_the_same_step(values, tmp_path):
+    ranks, (plain, graph) = values.get("mesh__d", 1), (tmp_path / "plain", tmp_path / "graph")
+    values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
+    expected, _ = told(run(ranks, plain, **values))
+    got, _ = told(run(ranks, graph, tmp_path / "posted", train__graph="true", **values))
+    np.testing.assert_array_equal(got, expected)
+    assert json.loads((tmp_path / "posted").read_text())["graph"] > 2
+
+
+def test_launches_a_layer(tmp_path):
+    """26 beside attention, whatever CuPy launches by itself among them."""
+
+    def counted(layers, steps):
+        posted = tmp_path / "posted"
+        values = {"model__layers": layers, "train__steps": steps, "train__dtype": "bfloat16"}
+        run(1, tmp_path / "runs", posted, train__backend="cupy", **values)
+        return Counter(json.loads(posted.read_text()))
+
+    layer = counted(3, 2) - counted(3, 1) - (counted(2, 2) - counted(2, 1))
+    del layer["event"]
+    attention = {name: count for name, count in layer.items() if "softmax" in name}
+    attention |= {name: count for name, count in layer.items() if "cupy_copy" in name}
+    assert sum(attention.values()) == 2 + 5
+    products = 6  # of attention, where it is made of products
+    assert sum((layer - Counter(attention)).values()) - products == 26
+
+
+@pytest.mark.parametrize("first", ["numpy", "cupy"])
+def test_a_checkpoint_goes_from_one_backend_to_the_other(first, on_numpy, tmp_path):
+    values = {"train__dtype": "float32", "checkpoint__every": 2}
+    second = {"numpy": "cupy", "cupy": "numpy"}[first]
+    begun = run(1, tmp_path, train__backend=first, train__steps=2, **values)
+    words = ["--resume", begun, "--train.backend", second, "--train.steps", 4]
+    done = mpirun(1, "-m", "tests.played", "hpc3d.train", *words, timeout=200)
+    assert done.returncode == 0, done.stderr
+    got, _ = told(newest(tmp_path))
+    expected, _ = on_numpy()
+    np.testing.assert_allclose(got, expected[-len(got) :], rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["loader", "kernels", "sizes", "products", "nccl"])
+def test_the_gpu_check_passes_on_it(part, tmp_path):
+    """The parts of `make gpu-check` that are quick enough here."""
+    events = tmp_path / "events"
+    events.touch()
+    words = ["-m", "tests.played", "tests.gpu.child", part, events, "--quick"]
+    done = mpirun(1, *words, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = [event for event in map(json.loads, events.open()) if event["event"] == "end"]
+    count = Counter(event["outcome"] for event in ends)
+    assert count["passed"] >= 10 and not count["failed"], [
+        e for e in ends if e["outcome"] == "failed"
+    ]
