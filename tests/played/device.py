@@ -1,11 +1,12 @@
 """CUDA's runtime and driver, as CuPy calls them: memory of the host, and streams that are threads.
 
-Copies and messages are slow, so that who reads what they bring too early, or hands out again what
-they still read, has wrong numbers.  What CUDA would refuse raises.
+Copies and messages are slow, and now and then a kernel is, so that who reads what they bring too
+early, or hands out again what they still read, has wrong numbers.  What CUDA would refuse raises.
 """
 
 import ctypes
 import os
+import random
 import threading
 import time
 from bisect import bisect_right, insort
@@ -14,7 +15,8 @@ from collections import Counter, deque
 import numpy as np
 
 DONE, NOT_READY = 0, 600
-LATE = 0.001  # seconds that a copy or a message takes
+LATE = 0.001  # seconds that a copy or a message takes; a slow kernel takes SLOW of them
+SLOW, SOMETIMES = 5, random.Random(1)
 COUNT = int(os.environ.get("PLAYED_DEVICES", "1"))
 PROPERTIES = {"name": b"Played", "major": 9, "minor": 0, "totalGlobalMem": 1 << 34}
 ATTRIBUTES = {75: 9, 76: 0, 1: 1024, 10: 32, 16: 132, 8: 49152}  # of a device, by CUDA's numbers
@@ -220,7 +222,14 @@ def launch(function, *how):
 
     grid, block, (_, stream, parameters, _) = how[:3], how[3:6], how[6:]
     image, name = functions[function]
-    streams[stream].post(*kernels.launched(image, name, grid, block, parameters))
+    name, run = kernels.launched(image, name, grid, block, parameters)
+
+    def act():
+        if SOMETIMES.random() < 0.05:
+            time.sleep(SLOW * LATE)
+        run()
+
+    streams[stream].post(name, act)
 
 
 RUNTIME = {
