@@ -1,6 +1,7 @@
 """The program on CuPy itself, whose CUDA is played, against the program on NumPy."""
 
 import json
+import re
 from collections import Counter
 from importlib.util import find_spec
 
@@ -112,6 +113,23 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     np.testing.assert_allclose(got[:, 1], expected[:, 1], rtol=20 * CLOSE[dtype])
     if dtype == "float32":
         assert moved == counted
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
+        {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
+    ],
+    ids=["1d-sequence", "1f1b"],
+)
+def test_it_needs_no_trace(values, on_numpy, tmp_path):
+    """A trace orders streams, and keeps arrays, by itself; nothing may depend on that."""
+    how = {"train__dtype": "float32", "train__backend": "cupy", "trace__enabled": "false"}
+    log = (run(2, tmp_path, **values, **how) / "train.log").read_text()
+    rows = re.findall(r"^ +\d+ +(\d+\.\d{4}) +\S+ +(\d+\.\d{4})", log, re.MULTILINE)
+    expected, _ = on_numpy(2, **values)
+    np.testing.assert_allclose(np.array(rows, float), expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("values", [{}, {"mesh__d": 2, "parallel__zero": 1}], ids=["one", "ZeRO"])
