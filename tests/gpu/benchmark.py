@@ -68,7 +68,7 @@ def rates(device, measured, notes):
         device, lambda: target.data.copy_from_device_async(source.data, COPIED, stream), 2 * COPIED
     )
     notes.fact("TB/s, read and written by a copy", copied / 1e12)
-    torch = torch_or_skip(device)
+    torch = torch_on(device)
     x, y = (torch.randn(SIDE, SIDE, device="cuda", dtype=getattr(torch, real.name)) for _ in "xy")
     events = [torch.cuda.Event(enable_timing=True) for _ in "ab"]
     times = []
@@ -115,7 +115,7 @@ def theirs_of(device, how, compiled):
     from tests.gpu.peer import Peer
     from tests.gpu.trainers import config_of
 
-    torch = torch_or_skip(device)
+    torch = torch_on(device)
     config = config_of("cupy", dtype=real_of(device), **how)
     names = "layers", "hidden", "heads", "sequence", "vocabulary"
     sizes = [how[name] for name in names]
@@ -231,9 +231,17 @@ def no_fake(device):
         raise Skip("a fake device has no kernels")
 
 
+def torch_on(device):
+    """torch, which knows the device."""
+    torch = torch_or_skip()
+    if not device.fake and not torch.cuda.is_available():
+        raise Skip("torch finds no device")
+    return torch
+
+
 def traced(device, step, count):
     """name -> (seconds, calls) of all that the device does in `count` steps."""
-    torch = torch_or_skip(device)
+    torch = torch_on(device)
     for _ in range(WARM):
         step()
     device.synchronize()

@@ -173,7 +173,9 @@ def test_a_checkpoint_goes_from_one_backend_to_the_other(first, on_numpy, tmp_pa
     np.testing.assert_allclose(got, expected[-len(got) :], rtol=1e-5)
 
 
-@pytest.mark.parametrize("part", ["loader", "kernels", "sizes", "products", "nccl"])
+@pytest.mark.parametrize(
+    "part", ["loader", "kernels", "sizes", "products", "attention", "layers", "nccl"]
+)
 def test_the_gpu_check_passes_on_it(part, tmp_path):
     """The parts of `make gpu-check` that are quick enough here."""
     events = tmp_path / "events"
@@ -182,7 +184,5 @@ def test_the_gpu_check_passes_on_it(part, tmp_path):
     done = mpirun(1, *words, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [event for event in map(json.loads, events.open()) if event["event"] == "end"]
-    count = Counter(event["outcome"] for event in ends)
-    assert count["passed"] >= 10 and not count["failed"], [
-        e for e in ends if e["outcome"] == "failed"
-    ]
+    assert [event for event in ends if event["outcome"] == "failed"] == []
+    assert sum(event["outcome"] == "passed" for event in ends) >= 4
