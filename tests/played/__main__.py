@@ -31,9 +31,9 @@ def play():
     from cupy_backends.cuda.libs import nvrtc
 
     kernels.watch(nvrtc)
-    from tests.played.nccl import Nccl
+    from tests.played import nccl
 
-    play.nccl = Nccl()
+    nccl.play()
     from hpc3d.cluster import cublaslt_library
     from tests.played.products import PlayedLt
 

@@ -6,6 +6,8 @@ import os
 import re
 import traceback
 
+from tests.played.device import WRONG
+
 GET_NAME, NEW = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_New
 GET_NAME.restype, GET_NAME.argtypes = ctypes.c_char_p, [ctypes.py_object]
 NEW.restype = ctypes.py_object
@@ -19,7 +21,6 @@ TYPES = {
     "float": ctypes.c_float,
 }
 SKIP = "__pyx_skip_dispatch"  # from here on, parameters are Cython's own
-WRONG = 70  # exit code of a process that did what CUDA would refuse
 
 
 def replace(module, functions):

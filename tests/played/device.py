@@ -9,12 +9,14 @@ import os
 import random
 import threading
 import time
+import traceback
 from bisect import bisect_right, insort
 from collections import Counter, deque
 
 import numpy as np
 
 DONE, NOT_READY = 0, 600
+WRONG = 70  # exit code of a process that did what CUDA would refuse
 LATE = 0.001  # seconds that a copy or a message takes; a slow kernel takes SLOW of them
 SLOW, SOMETIMES = 5, random.Random(1)
 COUNT = int(os.environ.get("PLAYED_DEVICES", "1"))
@@ -81,8 +83,8 @@ class Stream:
             try:
                 act()
             except BaseException:
-                os.write(2, f"played CUDA: {traceback_text()}\n".encode())
-                os._exit(70)
+                os.write(2, f"played CUDA: {traceback.format_exc()}\n".encode())
+                os._exit(WRONG)
 
     def wait(self):
         refuse(self.tape is not None, "a captured stream is waited for")
@@ -109,12 +111,6 @@ class Event:
         refuse(self.tape is not None, "the host asks for a captured event")
 
 
-def traceback_text():
-    import traceback
-
-    return traceback.format_exc()
-
-
 def refuse(condition, what):
     if condition:
         raise RuntimeError(f"CUDA would refuse this: {what}")
@@ -130,7 +126,7 @@ class Table(dict):
 
 memory, events, graphs = Memory(), Table(), Table()
 streams = Table({0: Stream()})
-modules, functions, images = Table(), Table(), {}
+modules, functions = Table(), Table()
 current = [0]
 
 
