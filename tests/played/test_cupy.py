@@ -41,9 +41,8 @@ def run(ranks, out, posted=None, **values):
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     played = ["-m", "tests.played", "hpc3d.train"]
     how = played if options["train.backend"] == "cupy" else ["-m", "hpc3d.train"]
-    environment = {"PLAYED_DEVICES": str(ranks)} | (
-        {"PLAYED_POSTED": str(posted)} if posted else {}
-    )
+    environment = {"PLAYED_DEVICES": str(ranks), "HPC3D_MPI_DEVICE": "full"}
+    environment |= {"PLAYED_POSTED": str(posted)} if posted else {}
     done = mpirun(ranks, *how, *words, timeout=200, environment=environment)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return newest(out)
@@ -99,6 +98,7 @@ def on_numpy(tmp_path_factory):
         ),
         (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
         (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "staged"}),
+        (4, "float32", {"mesh__y": 2, "mesh__d": 2, "mesh__transport": "mpi"}),
     ],
     ids=lambda value: (
         " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
