@@ -184,7 +184,7 @@ def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
     assert ended.lasted < 10
     assert ended.done.returncode == STALLED
     (line,) = said(ended.done)
-    assert ": rank 2 in no call of step 2: it computes, or waits for a file; ranks " in line
+    assert ": rank 2 in no call of step 2: it computes, or waits for a device or file; " in line
     assert "in for_ever" in (ended.run / "watchdog" / "rank-00002.txt").read_text()
 
 

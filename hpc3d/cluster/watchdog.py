@@ -123,7 +123,7 @@ class Place:
     def __str__(self):
         call = self.waiting()
         if not call:
-            return f"in no call of step {self.step}: it computes, or waits for a file"
+            return f"in no call of step {self.step}: it computes, or waits for a device or file"
         axis, (op, number, nbytes, peer) = call
         other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
         size = f", {nbytes} bytes" if nbytes else ""

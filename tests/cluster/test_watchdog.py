@@ -130,8 +130,8 @@ def test_one_rank_says_where_all_are_and_all_end(watched, tmp_path):
             dog.end()
     assert dogs[0].job.said == [
         "nothing moved for 20 s: rank 2 silent: stopped, or gone; rank 1 in no call of step 4: it "
-        "computes, or waits for a file; rank 0 in all_gather along x (call 812, 98304 bytes) of "
-        f"step 4; stacks in {tmp_path}/watchdog"
+        "computes, or waits for a device or file; rank 0 in all_gather along x (call 812, 98304 "
+        f"bytes) of step 4; stacks in {tmp_path}/watchdog"
     ]
     assert not dogs[1].job.said
     report = (tmp_path / "watchdog" / "rank-00000.txt").read_text()
