@@ -84,7 +84,7 @@ endif
 
 # CuPy in a folder that only tests/played looks into: everything else runs as without.
 .venv/cupy.stamp: .venv/setup.stamp
-	python -m pip install -q --no-deps --target .venv/cupy 'cupy-cuda12x>=14' cuda-pathfinder
+	python -m pip install -q --no-deps --target .venv/cupy 'cupy-cuda12x==14.*' cuda-pathfinder
 	touch $@
 
 .venv/%.stamp: .venv/setup.stamp

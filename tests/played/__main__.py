@@ -45,6 +45,8 @@ def keep_counts(path):
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
     play()
     if "PLAYED_POSTED" in os.environ:
         atexit.register(keep_counts, os.environ["PLAYED_POSTED"])

@@ -1,7 +1,9 @@
 """CUDA's runtime and driver, as CuPy calls them: memory of the host, and streams that are threads.
 
 Copies and messages are slow, and now and then a kernel is, so that who reads what they bring too
-early, or hands out again what they still read, has wrong numbers.  What CUDA would refuse raises.
+early has wrong numbers.  Refused are waits and questions in a capture, captures that are not
+joined or that meet, times of events that were not reached, sizes beyond a block, devices that a
+thread has not chosen.
 """
 
 import ctypes
@@ -16,6 +18,7 @@ from collections import Counter, deque
 import numpy as np
 
 DONE, NOT_READY = 0, 600
+NO_TIMES = 2  # a flag of events
 WRONG = 70  # exit code of a process that did what CUDA would refuse
 LATE = 0.001  # seconds that a copy or a message takes; a slow kernel takes SLOW of them
 SLOW, SOMETIMES = 5, random.Random(1)
@@ -33,6 +36,7 @@ class Memory:
 
     def take(self, size, _=None):
         """All bits are set: floating-point numbers are NaN."""
+        on_device()
         memory = np.full(size + 512, 0xFF, np.uint8)
         start = memory.ctypes.data // 512 * 512 + 512
         self.blocks[start] = memory, size
@@ -53,6 +57,45 @@ class Memory:
         return None
 
 
+class Tape:
+    """What is captured: (stream, name, function, what it follows).  The last is, for each stream,
+    how many of its posts come before: a vector clock (Fidge; Mattern, 1988)."""
+
+    def __init__(self, origin):
+        self.origin, self.posts, self.clocks, self.open = origin, [], {origin: Counter()}, True
+        self.launches = 0
+
+    def add(self, stream, name, act):
+        clock = self.clocks[stream]
+        self.posts.append((stream, name, act, Counter(clock)))
+        clock[stream] += 1
+
+    def join(self, stream, clock):
+        self.clocks[stream] = self.clocks.get(stream, Counter()) | clock
+
+    def close(self):
+        """Only what its first stream has waited for can be a graph."""
+        self.open = False
+        unjoined = Counter(stream for stream, *_ in self.posts) - self.clocks[self.origin]
+        refuse(unjoined, "a capture ends with streams that are not joined")
+
+    def play(self):
+        """In an order that it allows: of its streams the first, and in the next launch the last,
+        goes on for as long as it can."""
+        lines = {stream: deque() for stream in self.clocks}
+        for stream, *post in self.posts:
+            lines[stream].append(post)
+        order, done = [*lines], Counter()
+        self.launches += 1
+        for _ in self.posts:
+            ready = [each for each in order if lines[each] and lines[each][0][2] <= done]
+            stream = ready[-(self.launches % 2)]
+            name, act, _ = lines[stream].popleft()
+            posted[name] += 1
+            act()
+            done[stream] += 1
+
+
 class Stream:
     """Does what is posted in order, in a thread; while it is captured, adds it to `tape`."""
 
@@ -62,7 +105,7 @@ class Stream:
 
     def post(self, name, act):
         if self.tape is not None:
-            self.tape.append((name, act))
+            self.tape.add(self, name, act)
             return
         posted[name] += 1
         with self.changed:
@@ -93,15 +136,18 @@ class Stream:
 
 
 class Event:
-    """`reached` is set when its stream has come to it; `tape` is that of a captured one."""
+    """`reached` is set when its stream has come to it; `tape` and `clock` are those of a captured
+    one."""
 
-    def __init__(self):
-        self.reached, self.tape, self.time = threading.Event(), None, 0.0
+    def __init__(self, flags=0):
+        self.reached, self.tape, self.clock = threading.Event(), None, None
+        self.timed, self.time = not flags & NO_TIMES, None
         self.reached.set()
 
     def record(self, stream):
         self.reached, self.tape = threading.Event(), stream.tape
         stream.post("event", lambda reached=self.reached: self.come(reached))
+        self.clock = Counter(self.tape.clocks[stream]) if self.tape else None
 
     def come(self, reached):
         self.time = time.monotonic()
@@ -127,7 +173,28 @@ class Table(dict):
 memory, events, graphs = Memory(), Table(), Table()
 streams = Table({0: Stream()})
 modules, functions = Table(), Table()
-current = [0]
+chosen, bound = threading.local(), []  # devices: that of a thread, and the first that was chosen
+
+
+def choose(number):
+    refuse(not 0 <= number < COUNT, f"there is no device {number}")
+    chosen.number = number
+    bound.append(number)
+
+
+def current():
+    """The device of this thread: the first, if it has not chosen."""
+    return getattr(chosen, "number", 0)
+
+
+def on_device():
+    refuse(bound and current() != bound[0], "a thread has not chosen its device")
+
+
+def check_size(address, size):
+    """Of a copy to or from an address, where it is in a block."""
+    start, length = memory.around(address) or (address, size)
+    refuse(address + size > start + length, f"{size} bytes beyond the end of a block")
 
 
 def wait_for_all():
@@ -143,6 +210,8 @@ def synchronize():
 
 def copy(target, source, size, kind):
     synchronize()
+    check_size(target, size)
+    check_size(source, size)
     ctypes.memmove(target, source, size)
 
 
@@ -151,10 +220,13 @@ def copy_async(target, source, size, kind, stream):
         time.sleep(LATE)
         ctypes.memmove(target, source, size)
 
+    check_size(target, size)
+    check_size(source, size)
     streams[stream].post("copy", act)
 
 
 def fill(target, value, size, stream=0):
+    check_size(target, size)
     streams[stream].post("fill", lambda: ctypes.memset(target, value, size))
 
 
@@ -177,8 +249,10 @@ def follow(stream, event, flags=0):
     """A stream waits for an event; for one that is captured, it is captured, too."""
     stream, event = streams[stream], events[event]
     if event.tape is not None:
+        refuse(not event.tape.open, "a wait for an event of a capture that is over")
         refuse(stream.tape not in (None, event.tape), "two captures meet")
         stream.tape = event.tape
+        stream.tape.join(stream, event.clock)
         return
     refuse(stream.tape is not None, "a capture waits for what is not captured")
     stream.post("wait", event.reached.wait)
@@ -186,27 +260,32 @@ def follow(stream, event, flags=0):
 
 def begin_capture(stream, mode=0):
     refuse(streams[stream].tape is not None, "a second capture")
-    streams[stream].tape = []
+    streams[stream].tape = Tape(streams[stream])
 
 
 def end_capture(stream):
     tape = streams[stream].tape
+    refuse(tape is None or tape.origin is not streams[stream], "this stream began no capture")
+    tape.close()
     for each in streams.values():
         each.tape = None if each.tape is tape else each.tape
     return graphs.new(tape)
 
 
 def launch_graph(graph, stream):
-    def act():
-        for name, each in graphs[graph]:
-            posted[name] += 1
-            each()
-
-    streams[stream].post("graph", act)
+    streams[stream].post("graph", graphs[graph].play)
 
 
 def properties(number):
     return PROPERTIES | {"uuid": b"0123456789abcd%02d" % number}
+
+
+def elapsed(first, last):
+    first, last = events[first], events[last]
+    for event in (first, last):
+        known = event.timed and event.time is not None and event.reached.is_set()
+        refuse(not known, "a time of an event that has none")
+    return 1e3 * (last.time - first.time)
 
 
 def nothing(*_):
@@ -218,6 +297,7 @@ def launch(function, *how):
 
     grid, block, (_, stream, parameters, _) = how[:3], how[3:6], how[6:]
     image, name = functions[function]
+    on_device()
     name, run = kernels.launched(image, name, grid, block, parameters)
 
     def act():
@@ -234,8 +314,8 @@ RUNTIME = {
     "driverGetVersion": lambda: 13000,
     "runtimeGetVersion": lambda: 12090,
     "getDeviceCount": lambda: COUNT,
-    "getDevice": lambda: current[0],
-    "setDevice": lambda number: current.__setitem__(0, number),
+    "getDevice": current,
+    "setDevice": choose,
     "getDeviceProperties": properties,
     "deviceGetAttribute": lambda number, device: ATTRIBUTES.get(number, 0),
     "deviceGetPCIBusId": lambda number: f"0000:{number:02d}:00.0",
@@ -262,12 +342,12 @@ RUNTIME = {
     "streamEndCapture": end_capture,
     "streamIsCapturing": lambda stream: int(streams[stream].tape is not None),
     "eventCreate": lambda: events.new(Event()),
-    "eventCreateWithFlags": lambda flags: events.new(Event()),
+    "eventCreateWithFlags": lambda flags: events.new(Event(flags)),
     "eventDestroy": nothing,
     "eventRecord": lambda event, stream: events[event].record(streams[stream]),
     "eventQuery": query_event,
     "eventSynchronize": wait_for_event,
-    "eventElapsedTime": lambda a, b: 1e3 * (events[b].time - events[a].time),
+    "eventElapsedTime": elapsed,
     "graphInstantiate": lambda graph: graph,
     "graphLaunch": launch_graph,
     "graphUpload": nothing,
@@ -276,7 +356,7 @@ RUNTIME = {
 }
 DRIVER = {
     "ctxGetCurrent": lambda: 1,
-    "ctxGetDevice": lambda: current[0],
+    "ctxGetDevice": current,
     "streamGetCtx": lambda stream: 1,
     "moduleLoadData": lambda image: modules.new(bytes(image)),
     "moduleUnload": nothing,

@@ -5,6 +5,7 @@ A send is over when its receiver takes it, as NCCL's may be; sums of 16 bits are
 
 import ctypes
 import subprocess
+import sys
 import time
 from ctypes import POINTER, c_int, c_size_t, c_void_p
 from hashlib import sha256
@@ -13,6 +14,7 @@ import numpy as np
 
 from tests.cluster.places import array_at
 from tests.cuda import emulator
+from tests.played import device
 from tests.played.device import LATE, Table, streams
 from tests.played.kernels import FOLDER
 
@@ -75,16 +77,26 @@ def library():
     return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
 
+class AtImport:
+    """A finder of modules that loads this library just before CuPy's bindings want one.  Not
+    sooner: a torch for GPUs wants the real one, under the same name."""
+
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "cupy.cuda.nccl":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(Nccl()))  # as long as the process lives
+
+
 def play():
-    """Let NCCL be MPI, for as long as the process lives."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(Nccl()))
+    """Let NCCL be MPI."""
+    sys.meta_path.insert(0, AtImport)
 
 
 class Nccl:
     """The functions, by the names of PROTOTYPES; communicators of MPI by their handles."""
 
     def __init__(self):
-        self.comms, self.group, self.kept = Table(), None, []
+        self.comms, self.group, self.depth, self.kept = Table(), [], 0, []
         loaded = library()
         for name, kinds in {**PROTOTYPES, "Init": INIT}.items():
             function = ctypes.CFUNCTYPE(c_int, *kinds)(self.guarded(getattr(self, name)))
@@ -132,9 +144,10 @@ class Nccl:
         told[0] = self.comms[comm].rank
 
     def CommCuDevice(self, comm, told):
-        told[0] = 0
+        told[0] = device.current()
 
-    CommGetAsyncError = CommCuDevice  # none
+    def CommGetAsyncError(self, comm, told):
+        told[0] = SUCCESS
 
     def CommDestroy(self, comm):
         pass
@@ -144,19 +157,22 @@ class Nccl:
     # Calls
 
     def GroupStart(self):
-        self.group = []
+        self.depth += 1
 
     def GroupEnd(self):
-        calls, self.group = self.group, None
-        if calls:
-            self.post(calls[0][0], [act for _, act in calls])
+        assert self.depth, "no group has begun"
+        self.depth -= 1
+        if self.group and not self.depth:
+            (stream,) = {stream for stream, _ in self.group}
+            calls, self.group = self.group, []
+            self.post(stream, [act for _, act in calls])
 
     def later(self, stream, act):
         """`act()` may return a request of MPI."""
-        if self.group is None:
-            self.post(stream, [act])
-        else:
+        if self.depth:
             self.group.append((stream, act))
+        else:
+            self.post(stream, [act])
 
     def post(self, stream, acts):
         from mpi4py import MPI

@@ -83,7 +83,8 @@ def on_numpy(tmp_path_factory):
         (2, "float32", {"mesh__x": 2, "parallel__scheme": "1d-sequence"}),
         (2, "float32", {"mesh__y": 2, "parallel__scheme": "3d-broadcast"}),
         (2, "float32", {"mesh__d": 2, "parallel__zero": 1, "guard__replicas_every": 2}),
-        (2, "float16", {"mesh__d": 2, "parallel__zero": 3}),
+        (2, "float16", {"mesh__d": 2, "parallel__zero": 3, "guard__replicas_every": 2}),
+        (2, "bfloat16", {"mesh__x": 2, "guard__replicas_every": 2}),
         (2, "bfloat16", {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4}),
         (
             2,
@@ -120,15 +121,17 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     [
         {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
         {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
+        {"mesh__d": 2, "parallel__zero": 1},
+        {"mesh__z": 2, "mesh__transport": "staged"},
     ],
-    ids=["1d-sequence", "1f1b"],
+    ids=["1d-sequence", "1f1b", "ZeRO", "staged"],
 )
 def test_it_needs_no_trace(values, on_numpy, tmp_path):
     """A trace orders streams, and keeps arrays, by itself; nothing may depend on that."""
     how = {"train__dtype": "float32", "train__backend": "cupy", "trace__enabled": "false"}
     log = (run(2, tmp_path, **values, **how) / "train.log").read_text()
     rows = re.findall(r"^ +\d+ +(\d+\.\d{4}) +\S+ +(\d+\.\d{4})", log, re.MULTILINE)
-    expected, _ = on_numpy(2, **values)
+    expected, _ = on_numpy(2, **{k: v for k, v in values.items() if "transport" not in k})
     np.testing.assert_allclose(np.array(rows, float), expected, rtol=0, atol=2e-4)
 
 
