@@ -88,10 +88,11 @@ def rank_of(sizes, coords, pool=None):
 
 def line(sizes, coords, axis):
     """The ranks along an axis."""
-    ranks = []
-    for place in range(sizes[axis]):
-        rank = 0
-        for name, size in sizes.items():
-            rank = rank * size + (place if name == axis else coords[name])
-        ranks.append(rank)
-    return ranks
+    first, apart, stride = 0, 1, 1
+    for name, size in reversed(sizes.items()):
+        if name == axis:
+            apart = stride
+        else:
+            first += stride * coords[name]
+        stride *= size
+    return [first + place * apart for place in range(sizes[axis])]

@@ -5,7 +5,8 @@ hpc3d.predict.simulate runs the whole step; here the passes of one layer and of 
 """
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -48,7 +49,8 @@ class Estimate(NamedTuple):
         return sum(self.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer"))
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Measured:
     """The Passes of the parts of a model, and the bytes of a block between them."""
 
     layer: Passes
@@ -115,15 +117,15 @@ class Estimator:
         total += waits["world"] + waits["p"]
         bubble = passes - busy.seconds
         compute = total - bubble - waits.total()
-        fullest = self.fullest(config, parts, stages, max(sums.peak, rest.peak))
+        fullest = self.fullest(config, parts, stages, works, max(sums.peak, rest.peak))
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def once(self, name, make, config, *others):
         """What `make` finds, which depends on backend, type, scheme, tensor axes, their place and
         `others`."""
-        sizes, train = config.mesh.sizes(), config.train
+        train = config.train
         kind = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
-        key = name, *kind, *(place for place in strides(sizes) if place[0] in "xyz"), *others
+        key = name, *kind, *(place for place in strides(config.mesh) if place[0] in "xyz"), *others
         if key not in self.found:
             self.found[key] = make()
         return self.found[key]
@@ -225,23 +227,24 @@ class Estimator:
         word = self.machine.call("all_reduce", 8, ranks)
         return self.machine.call("broadcast", batch, ranks) + 3 * word
 
-    def fullest(self, config, parts, stages, update):
+    def fullest(self, config, parts, stages, works, update):
         """The stage whose rank holds most, and what it holds, by kind."""
-        candidates = {0, min(1, len(stages) - 1), len(stages) - 1}
+        numbers = 0, min(1, len(stages) - 1), len(stages) - 1
+        candidates = {number: stages[number] for number in numbers}
         found = {
-            number: self.held(config, stages[number])
-            + Counter(self.moving(config, parts, stages[number], number, update))
-            for number in candidates
+            number: self.held(config, stage)
+            + Counter(self.moving(config, parts, stage, works[stage], number, update))
+            for number, stage in candidates.items()
         }
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
 
-    def moving(self, config, parts, stage, number, update):
+    def moving(self, config, parts, stage, one, number, update):
         """What a rank of a stage holds at the worst moment beside its parameters: activations
-        that wait for backward, and those of the pass that runs, or of the update of a layer."""
+        that wait for backward, and those of the pass that runs, or of the update of a layer.
+        `one` is the stage's Work on a microbatch."""
         parallel = config.parallel
         sizes = config.mesh.p, parallel.microbatches, parallel.chunks
-        one = work_of(parts, stage, parallel.schedule in SPLIT)
         forward = one.forward.left / parallel.chunks
         kept = forward + one.backward.left / parallel.chunks  # by a backward pass, for its W
         pairs = flights(parallel.schedule, *sizes, number)
@@ -260,6 +263,7 @@ class Estimator:
         return {"activations in flight": int(held), "the running pass": int(moving - held)}
 
 
+@cache
 def work_of(parts, stage, split):
     """The Work of a stage on a microbatch, its backward pass in halves where it is `split`."""
     ends = [part for part, here in ((parts.first, stage.first), (parts.last, stage.last)) if here]
@@ -269,13 +273,16 @@ def work_of(parts, stage, split):
     return Work(total.forward, total.whole, NOTHING)
 
 
-def strides(sizes):
+@cache
+def strides(mesh):
     """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
+    sizes, found = mesh.sizes(), []
     stride = prod(sizes.values())
     for axis, size in sizes.items():
         stride //= size
-        yield axis, size, stride if size > 1 else 0
+        found.append((axis, size, stride if size > 1 else 0))
+    return found
 
 
 def data_place(config):
-    return next(place for place in strides(config.mesh.sizes()) if place[0] == "d")
+    return next(place for place in strides(config.mesh) if place[0] == "d")

@@ -1,7 +1,7 @@
 """How a product is split: mesh axes on the loops m, n and k, and the published schemes."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from hpc3d.tensor.layout import Layout
 
@@ -27,18 +27,21 @@ class Split:
     defer: str = ""
     scatter: str = ""
 
+    @cache  # noqa: B019  there are few splits
     def next(self):
         """The split of the layer that follows: its k is this layer's n, so its X is this Y."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
 
+    @cache  # noqa: B019
     def whole(self):
         """The split without panels that stores X alike: for lookups and the head."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
+    @cache  # noqa: B019
     def over_data(self, axis, zero=0):
         """This split on every replica of a data axis, which is the innermost on m.
 
