@@ -281,7 +281,7 @@ def strides(mesh):
     for axis, size in sizes.items():
         stride //= size
         found.append((axis, size, stride if size > 1 else 0))
-    return found
+    return tuple(found)
 
 
 def data_place(config):
