@@ -14,7 +14,7 @@ import numpy as np
 from hpc3d.analyze.intervals import before, merged
 from hpc3d.trace.events import STREAM
 
-HOST, COMPUTATION, COMMUNICATION = range(len(STREAM))
+HOST, COMPUTATION, COMMUNICATION, _ = range(len(STREAM))
 WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 
@@ -35,7 +35,7 @@ def cells(trace):
 
 def beside(trace):
     """Which events are calls as they run on a device, beside what it computes."""
-    return trace.events["stream"] == COMMUNICATION
+    return trace.events["stream"] >= COMMUNICATION
 
 
 def cell_values(trace, key):

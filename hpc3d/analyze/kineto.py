@@ -44,7 +44,7 @@ def _lines(events, rank, rows):
         if on_device and row["stream"] == ON_HOST:
             name, times = events.names["name"].get(row["name"], ""), (row["start"], row["end"])
             yield _complete(name, "cpu_op", *times, HOST, HOST, {"External id": number})
-        elif row["stream"] != COMMUNICATION:
+        elif row["stream"] < COMMUNICATION:
             yield from _launched(events, row, number)
 
 

@@ -144,7 +144,7 @@ def _early(events, row):
     the waits that end them: those of the rank and group whose call began when the row does."""
     kind = labelled(events, "op", EARLY)
     calls = labelled(events, "category", ["copy"]) & kind & (events["seq"] < 0)
-    calls &= events["stream"] != COMMUNICATION
+    calls &= events["stream"] < COMMUNICATION
     called = np.flatnonzero(calls)
     place = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[place]])

@@ -1,4 +1,4 @@
-"""The GPU of a rank: its two streams, its memory, and copies between it and its host.
+"""The GPU of a rank: its streams, its memory, and copies between it and its host.
 
 CuPy (v14) is a value here, so that a played one may stand for it.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 from hpc3d.cluster.arrays import Pool, from_host, on_host, to_host, value_of, writeable
 from hpc3d.cluster.communicator import contiguous
+from hpc3d.cluster.mesh import QUEUES
 
 DONE, NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
@@ -60,7 +61,7 @@ class Cuda:
     """Device `number` of this process.  It is the current one from here on, and so is its stream
     `compute`: neither waits for CUDA's default stream, nor does that wait for them.
 
-    `sending` is the stream of communication (Traffic), `pinned` a pool of memory of the host which
+    `queues` are the streams of communication (Traffic), `pinned` a pool of memory of the host that
     the device copies by itself.  While the host waits it calls the functions of `meanwhile`: other
     ranks may need an answer of MPI, and NCCL's errors are told to those who ask.  `aborts` are
     functions that end calls which nobody answers.
@@ -72,7 +73,8 @@ class Cuda:
         register(self)
         self.cupy.cuda.Device(number).use()
         stream = self.cupy.cuda.Stream
-        self.compute, self.sending = stream(non_blocking=True), stream(non_blocking=True)
+        self.compute = stream(non_blocking=True)
+        self.queues = {queue: stream(non_blocking=True) for queue in QUEUES}
         self.compute.use()
         properties = self.cupy.cuda.runtime.getDeviceProperties(number)
         self.name, self.uuid = properties["name"].decode(), properties["uuid"][:16].hex()
@@ -133,10 +135,11 @@ class Cuda:
         Not in a child that is to save something: the device does not know it.
         """
         until = time.monotonic() + GRACE
-        while os.getpid() == self.process and not self.sending.done:
-            if time.monotonic() > until:
-                return self.abort()
-            time.sleep(GRACE / 100)
+        for stream in self.queues.values():
+            while os.getpid() == self.process and not stream.done:
+                if time.monotonic() > until:
+                    return self.abort()
+                time.sleep(GRACE / 100)
 
     def abort(self):
         """Call `aborts` for as long as it takes, but no longer than that."""

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from mpi4py import MPI
 
 from hpc3d.cluster.direct import Direct, Passing
+from hpc3d.cluster.mesh import QUEUES, queue_of
 from hpc3d.cluster.mpi import Mpi
 from hpc3d.cluster.nccl import Nccl, grouped, split
 from hpc3d.cluster.staged import Staged
@@ -26,9 +27,9 @@ def by_nccl(cart, lines, pool):
     world, parts = split(library, cart, places)
     device.meanwhile += [part.check_async_error for part in parts.values()]
     device.aborts += [comm.abort for comm in (*parts.values(), world)]
-    traffic = Traffic(device, grouped(library))
+    traffic = traffics(device, grouped(library))
     return {
-        axis: Nccl(parts[axis], line, traffic, members, pool)
+        axis: Nccl(parts[axis], line, traffic[queue_of(axis)], members, pool)
         for axis, (line, members) in lines.items()
     }
 
@@ -50,11 +51,16 @@ def by_messages(cart, lines, pool):
 
 def through_hosts(lines, pool):
     """{axis: what a Staged is made of}; hosts receive in memory that devices copy themselves."""
-    pinned, traffic = pool.device.pinned, Traffic(pool.device, nullcontext)
+    pinned, traffic = pool.device.pinned, traffics(pool.device, nullcontext)
     return {
-        axis: (Mpi(line, members, pinned), traffic, pinned, pool)
+        axis: (Mpi(line, members, pinned), traffic[queue_of(axis)], pinned, pool)
         for axis, (line, members) in lines.items()
     }
+
+
+def traffics(device, group):
+    """The Traffic of each queue."""
+    return {queue: Traffic(device, group, queue) for queue in QUEUES}
 
 
 MAKERS = {

@@ -3,6 +3,15 @@
 from hpc3d.cluster.communicator import Self
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
+DATA = "d"
+QUEUES = ("blocks", "replicas")
+
+
+def queue_of(axis):
+    """The queue of the calls along an axis.  A queue runs its calls in the order of the program,
+    beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
+    waits for stands behind it."""
+    return "replicas" if axis == DATA else "blocks"
 
 
 class Silent:

@@ -1,8 +1,12 @@
-"""NCCL as the communicator: arrays on devices, calls on a stream of their own (Traffic).
+"""NCCL as the communicator: arrays on devices, calls on streams of their own (Traffic).
 
-The host posts a call and goes on; `wait()` lets the device wait, not the host.
+The host posts a call and goes on; `wait()` lets the device wait, not the host.  Communicators on
+two streams may wait for each other for ever, where one rank begins with the calls of one and
+another with those of the other (NVIDIA/nccl issues 195 and 592); since release 2.26 NCCL begins
+them in the order of the host (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
 """
 
+import os
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,6 +27,7 @@ TYPES = {
     "bfloat16": 9,
 }
 OPERATIONS = {"sum": 0, "max": 2}
+OLDEST, IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def split(library, comm, lines):
@@ -31,6 +36,7 @@ def split(library, comm, lines):
 
     `library` is CuPy's module.  Nothing is in flight meanwhile, and no rank is in no line.
     """
+    os.environ[IN_ORDER] = "1"
     name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
     try:
         world = library.NcclCommunicator(comm.size, name, comm.rank)

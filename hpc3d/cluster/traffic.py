@@ -1,7 +1,7 @@
-"""The two streams of a device: what it computes and what it sends, each in the order of the
-program, and what one has to wait for of the other.
+"""The streams of a device: what it computes and what it sends, each in the order of the program,
+and what one has to wait for of the other.
 
-A call on the stream of communication follows all that was computed before it, and what is computed
+A call on a stream of communication follows all that was computed before it, and what is computed
 after its wait follows it.  The host waits for neither.  An array that a call reads or writes lives
 until something follows the call, whenever Python drops it: memory that is freed is handed out
 again for the next thing to be computed, which must not run beside a call that still reads it.
@@ -23,15 +23,15 @@ class Flight:
 
 
 class Traffic:
-    """The calls of all communicators of a rank, in program order on one stream: NCCL's own must
-    not overtake each other in another order on another rank.
+    """The calls of a rank's communicators in one queue (hpc3d.cluster.mesh), in program order on
+    one stream: they must not overtake each other in another order on another rank.
 
-    `device` has the streams `compute` and `sending`; `group` is NCCL's context in which calls are
-    posted together.
+    `device` has the stream `compute` and those of its `queues`; `group` is NCCL's context in which
+    calls are posted together.
     """
 
-    def __init__(self, device, group):
-        self.compute, self.sending, self.group = device.compute, device.sending, group
+    def __init__(self, device, group, queue="blocks"):
+        self.compute, self.sending, self.group = device.compute, device.queues[queue], group
         self.flights, self.open = deque(), None
 
     def post(self, call, *arrays, lent=()):

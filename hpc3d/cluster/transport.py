@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hpc3d.cluster import devices
 from hpc3d.cluster.health import OK, Finding
 from hpc3d.cluster.library import library_file
+from hpc3d.cluster.nccl import OLDEST
 from hpc3d.cluster.watchdog import spans
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
@@ -116,6 +117,9 @@ def against_nccl(asked, seats):
     without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
     if without:
         return f"no NCCL on ranks {spans(without)}"
+    if (oldest := min(seat.nccl for seat in seats)) < OLDEST:
+        found, needed = map(devices.release_of, (oldest, OLDEST))
+        return f"NCCL {found} is older than {needed}: {devices.EXTRAS}"
     allowed = asked == "nccl" and all(seat.several and seat.nccl >= 23000 for seat in seats)
     return None if allowed else next(iter(sharing(seats)), None)
 

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 
 from hpc3d.cluster.arrays import on_host
-from hpc3d.model.parameters import DATA
+from hpc3d.cluster.mesh import DATA
 
 
 class Buckets:
@@ -103,12 +103,14 @@ class Sum(Bucket):
     """A bucket of gradients, summed over the axes where they are partial, the data axis last.
 
     The sum over the first axis is on its way from `post` on; those over others, of vectors only,
-    begin when it is waited for.
+    begin when it is waited for.  Where a tensor axis is the first, all that is `late`: posted
+    early, it would stand before what the pass and other stages wait for.
     """
 
     def __init__(self, parameters, items):
         super().__init__(parameters, items)
-        self.late, self.axes = items[0].late, items[0].partial
+        self.axes = items[0].partial
+        self.late = items[0].late or self.axes[0] != DATA
         self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
 
     def post(self):

@@ -112,7 +112,9 @@ def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
     """The groups with a Reduce of each chunk that has new gradients before each Step.
 
     With `overlap` it joins the last W or BW of the chunk, so that sums run while this pass still
-    computes; without, it stands alone before the Step.
+    computes, or stands after the message that another stage waits for: what it takes to post sums
+    would delay every stage before.  These stages have the time of the drain for theirs.  Without,
+    it stands alone before the Step.
     """
     return _reduced_early(groups) if overlap else _reduced_late(groups)
 
@@ -120,12 +122,16 @@ def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
 def _reduced_early(groups):
     reduced, found = set(), []
     for group in reversed(list(groups)):
-        op, _, chunk = group[0]
+        op, mb, chunk = group[0]
         if op == "Step":
             reduced.clear()
         elif op in ("W", "BW") and chunk not in reduced:
             reduced.add(chunk)
-            group += (Instruction("Reduce", chunk=chunk),)
+            reduce = (Instruction("Reduce", chunk=chunk),)
+            if found and Instruction("SendB", mb, chunk) in found[-1]:
+                found.insert(-1, reduce)
+            else:
+                group += reduce
         found.append(group)
     return reversed(found)
 

@@ -5,25 +5,28 @@ along a tensor or data axis do the same at the same time, so one of them stands 
 stages of a pipeline tell each other when messages leave.
 """
 
+from collections import Counter
+
 import numpy as np
 
 from hpc3d.cluster.communicator import Pending
 from hpc3d.cluster.counted import Counted, line
-from hpc3d.cluster.mesh import Mesh
+from hpc3d.cluster.mesh import Mesh, queue_of
 from hpc3d.cluster.shapes import Meter
 
 
 class Clock(Meter):
     """Whole nanoseconds from the start of a run, as a trace has them.
 
-    `busy` is the part of them in which the rank computes, and `wire` is when the last of its
-    collectives ends: they follow each other, beside what it computes.  `share` is how much longer
-    everything takes where ranks share processors.
+    `busy` is the part of them in which the rank computes, and `ends` is when the last collective
+    of each queue ends: they follow each other, beside what it computes and beside those of the
+    other queue.  `share` is how much longer everything takes where ranks share processors.
     """
 
     def __init__(self, machine, share=1.0):
         self.machine, self.share = machine, share
-        self.now = self.busy = self.wire = 0
+        self.now = self.busy = 0
+        self.ends = Counter()
 
     @property
     def widest(self):
@@ -45,10 +48,11 @@ class Clock(Meter):
     def call(self, op, nbytes, members):
         return nanoseconds(self.machine.call(op, nbytes, members))
 
-    def post(self, op, nbytes, members):
-        """When a collective ends that begins now, or when those before it have ended."""
-        self.wire = max(self.now, self.wire) + self.call(op, nbytes, members)
-        return self.wire
+    def post(self, op, nbytes, members, queue):
+        """When a collective ends that begins now, or when those before it in its queue have
+        ended."""
+        self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
+        return self.ends[queue]
 
     def leave(self, nbytes, members, last):
         """When a message has left that is sent now, or at `last`, when the one before has."""
@@ -78,10 +82,10 @@ class Carried(Clock):
         """When a rank goes on that waits until `time`."""
         return time + nanoseconds(self.share * self.machine.wake_s)
 
-    def post(self, op, nbytes, members):
+    def post(self, op, nbytes, members, queue):
         self.work(self.machine.call(op, nbytes, members))
-        self.wire = max(self.now, self.wire)
-        return self.wake(self.wire)
+        self.ends[queue] = max(self.now, self.ends[queue])
+        return self.wake(self.ends[queue])
 
     def leave(self, nbytes, members, last):
         self.work(self.machine.call("send", nbytes, members))
@@ -103,14 +107,15 @@ def nanoseconds(seconds):
 
 
 class Timed(Counted):
-    """A communicator whose calls take the machine's time; all members call at the same time."""
+    """A communicator whose calls take the machine's time, in a `queue` of hpc3d.cluster.mesh; all
+    members call at the same time."""
 
-    def __init__(self, rank, size, members, pool):
+    def __init__(self, rank, size, members, pool, queue):
         super().__init__(rank, size, members, pool)
-        self.clock = pool.meter
+        self.clock, self.queue = pool.meter, queue
 
     def timed(self, op, nbytes, pending):
-        return self.clock.until(self.clock.post(op, nbytes, self.members), pending)
+        return self.clock.until(self.clock.post(op, nbytes, self.members, self.queue), pending)
 
     def gather_rows(self, block):
         nbytes = block.nbytes * (self.size - 1)
@@ -144,12 +149,13 @@ class Linked(Timed):
     """
 
     def __init__(self, rank, members, pool, peers, stages):
-        super().__init__(rank, len(members), members, pool)
+        super().__init__(rank, len(members), members, pool, queue_of("p"))
         self.peers, self.stages, self.leaves = peers, stages, {}
 
     def timed(self, op, nbytes, pending):
-        now = np.array([self.clock.now])
-        self.clock.wire = max(self.clock.wire, int(self.peers.all_reduce(now, "max").wait()[0]))
+        ends, now = self.clock.ends, np.array([self.clock.now])
+        latest = int(self.peers.all_reduce(now, "max").wait()[0])
+        ends[self.queue] = max(ends[self.queue], latest)
         return super().timed(op, nbytes, pending)
 
     def post(self, block, peer):
@@ -178,7 +184,9 @@ def representative(sizes, pool, peers):
     of its `pool` is a Clock."""
     coords = dict.fromkeys(sizes, 0) | {"p": peers.rank}
     members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
-    comms = {axis: Timed(0, sizes[axis], ranks, pool) for axis, ranks in members.items()}
+    comms = {
+        axis: Timed(0, sizes[axis], ranks, pool, queue_of(axis)) for axis, ranks in members.items()
+    }
     column = line(sizes, coords, "p")
     if peers.size > 1:
         comms["p"] = Linked(peers.rank, column, pool, peers, range(len(column)))

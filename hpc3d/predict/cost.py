@@ -34,33 +34,29 @@ class Alone(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Seconds of a pass, those before it first waits, and those in which it waits, by axis; and
-    its bytes, more than there were before: those it leaves behind, its result left out, and those
-    of its peak."""
+    """Seconds of a pass, and those in which it waits, by axis; and its bytes, more than there were
+    before: those it leaves behind, its result left out, and those of its peak."""
 
     seconds: float
-    ahead: float
     waits: Counter
     left: int
     peak: int
 
     def __add__(self, other):
         """One pass after the other; the second has its peak on top of what the first left."""
-        ahead = self.ahead if self.waits else self.seconds + other.ahead
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
-        return Pass(self.seconds + other.seconds, ahead, self.waits + other.waits, left, peak)
+        return Pass(self.seconds + other.seconds, self.waits + other.waits, left, peak)
 
     def __mul__(self, times):
         """As many of it, one after the other."""
         if not times:
             return NOTHING
         waits = Counter({axis: times * seconds for axis, seconds in self.waits.items()})
-        ahead = self.ahead if waits else times * self.seconds
         peak = (times - 1) * max(0, self.left) + self.peak
-        return Pass(times * self.seconds, ahead, waits, times * self.left, peak)
+        return Pass(times * self.seconds, waits, times * self.left, peak)
 
 
-NOTHING = Pass(0.0, 0.0, Counter(), 0, 0)
+NOTHING = Pass(0.0, Counter(), 0, 0)
 
 
 class Passes(NamedTuple):
@@ -79,7 +75,7 @@ class Passes(NamedTuple):
 
 
 class Waits(Clock):
-    """A clock that adds up for whom it waits, the members of a group, and knows when it first did.
+    """A clock that adds up for whom it waits, the members of a group.
 
     `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
     more than `most`.
@@ -87,7 +83,7 @@ class Waits(Clock):
 
     def __init__(self, machine, share):
         super().__init__(machine, share)
-        self.waited, self.latest, self.first = Counter(), None, None
+        self.waited, self.latest = Counter(), None
         self.times, self.most = 1, inf
 
     def kernel(self, name, nbytes):
@@ -95,12 +91,13 @@ class Waits(Clock):
         super().kernel(name, nbytes)
         self.now += round((self.times - 1) * (self.now - begin))
 
-    def post(self, op, nbytes, members):
+    def post(self, op, nbytes, members, queue):
         self.latest = members
         nbytes *= self.times
         calls = ceil(nbytes / self.most) or 1
-        self.wire += (calls - 1) * self.call(op, nbytes / calls, members)
-        return super().post(op, nbytes / calls, members)
+        others = (calls - 1) * self.call(op, nbytes / calls, members)
+        self.ends[queue] = max(self.now, self.ends[queue]) + others
+        return super().post(op, nbytes / calls, members, queue)
 
     def until(self, end, pending):
         # A call is waited for through what it returns: it is the one that was posted last.
@@ -108,7 +105,6 @@ class Waits(Clock):
 
         def finish():
             before = self.now
-            self.first = before if self.first is None else self.first
             block = ended.wait()
             self.waited[members] += self.now - before
             return block
@@ -188,16 +184,15 @@ class Sample:
     def measured(self, work):
         """What `work()` returns, and its Pass."""
         clock, live, waited = self.clock, self.pool.live.total(), Counter(self.clock.waited)
-        start, clock.first = clock.now, None
-        clock.wire = start
+        start = clock.now
+        clock.ends.clear()
         self.pool.reset_peak()
         result = work()
         waits = Counter()
         for members, nanoseconds in (clock.waited - waited).items():
             waits[self.axes[members]] += nanoseconds / 1e9
         left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
-        ahead = (clock.now if clock.first is None else clock.first) - start
-        return result, Pass((clock.now - start) / 1e9, ahead / 1e9, waits, left, peak)
+        return result, Pass((clock.now - start) / 1e9, waits, left, peak)
 
     def update(self, times):
         """The Passes of the sums of gradients over ranks, and of the update, of so many layers."""

@@ -107,13 +107,11 @@ class Estimator:
         busy *= micros
         sums, rest = self.update(config, stages[0])
         waits = busy.waits + sums.waits + rest.waits
-        hidden, delay = self.overlapped(config, parts, stages[0], sums)
-        # Every stage hands its delay on to those before it.
-        delay *= config.mesh.p - 1
-        waits["d"] += delay - hidden
+        hidden = self.hidden(config, parts, stages[0], sums)
+        waits["d"] -= hidden
         waits["world"] += self.world(config)
         waits["p"] += self.twin(config, stages)
-        total = passes + sums.seconds + delay - hidden + rest.seconds
+        total = passes + sums.seconds - hidden + rest.seconds
         total += waits["world"] + waits["p"]
         bubble = passes - busy.seconds
         compute = total - bubble - waits.total()
@@ -182,24 +180,18 @@ class Estimator:
             "update", measure, config, times, config.parallel.zero, data_place(config)
         )
 
-    def overlapped(self, config, parts, stage, sums):
-        """Seconds of the sums along d under the last backward pass of a stage: those that it hides
-        and those by which its gradient comes later.
+    def hidden(self, config, parts, stage, sums):
+        """Seconds of the sums along d that the last backward pass of a stage hides.
 
-        A bucket is posted when a layer is through, and the next call of the pass ends after it;
-        the last bucket is full, and the last layer through, only when the pass is over.
+        A bucket is posted when a layer is through; the last bucket is full, and the last layer
+        through, only when the pass is over.
         """
-        parallel, mesh = config.parallel, config.mesh
+        parallel = config.parallel
         if not parallel.overlap:
-            return 0.0, 0.0
-        layers = max(1, stage.layers // parallel.chunks)
+            return 0.0
         buckets = ceil(self.held(config, stage)["gradient"] / (parallel.bucket_mb * 1e6))
-        early = sums.waits["d"] * (1 - 1 / max(1, buckets))
-        if mesh.x * mesh.y * mesh.z == 1:
-            return min(early, stage.layers * parts.layer.whole.seconds), 0.0
-        early = min(early, sums.waits["d"] * (1 - 1 / layers))
-        hidden = min(early, parts.layer.whole.ahead * min(buckets, layers))
-        return hidden, 0.0 if parallel.schedule in SPLIT else early - hidden
+        early = sums.waits["d"] * (1 - 1 / max(1, min(buckets, stage.layers)))
+        return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config, nbytes):
         """Seconds of a message to the next stage."""

@@ -126,14 +126,14 @@ def inside(trace):
     known = np.flatnonzero(cell >= 0)
     cell, (start, end) = cell[known], (values[known] for values in _interval(events))
     outside = (start < step["t_start"][cell]) | (end > step["t_end"][cell])
-    outside &= events["stream"][known] != COMMUNICATION
+    outside &= events["stream"][known] < COMMUNICATION
     yield "events", "not inside of its step", known[outside]
     posted = events["posted"] > events["t_start"]
     yield "events", "waited for before it was posted", np.flatnonzero(posted)
     stream, duration = events["stream"][known], end - start
     duration[events["parent"][known] >= 0] = 0
     length = step["t_end"] - step["t_start"]
-    for number in np.setdiff1d(stream, [COMMUNICATION]):
+    for number in np.unique(stream[stream < COMMUNICATION]):
         busy = np.bincount(cell, duration * (stream == number), len(length))
         yield "steps", "takes less time than its events", np.flatnonzero(busy > length)
 

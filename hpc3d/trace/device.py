@@ -7,6 +7,7 @@ its duration, and `flush` puts the times there.  Nothing waits for the device in
     stream 0, host             what the host does by itself, calls of the whole world
     stream 1, computation      spans; `comm`: it stands still until a block is there
     stream 2, communication    calls as they run, of category `copy`
+    stream 3, replicas         those along the data axis
 
 A call on the host's arrays, and a span of no operation, are those of the host.
 """
@@ -17,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 
 from hpc3d.cluster.communicator import Pending
+from hpc3d.cluster.mesh import QUEUES, queue_of
 from hpc3d.trace.events import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type
 from hpc3d.trace.moments import DeviceClock, Line
 from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, Recorder, Span
@@ -24,7 +26,8 @@ from hpc3d.trace.traced import AT_ONCE, COMM, COPY, OP_NUMBER, Traced
 
 ROWS = record_type(EVENTS)
 HOST = CATEGORY.index("host")
-COMPUTATION, COMMUNICATION = map(STREAM.index, ("computation", "communication"))
+COMPUTATION = STREAM.index("computation")
+QUEUED = dict(zip(QUEUES, map(STREAM.index, ("communication", "replicas"))))
 PASSES = {
     "forward_s": ["forward"],
     "backward_s": ["backward", "backward_input", "backward_weight", "recompute"],
@@ -32,7 +35,7 @@ PASSES = {
 
 
 class DeviceRecorder(Recorder):
-    """A Recorder of what `device` does on its streams `compute` and `sending`.
+    """A Recorder of what `device` does on its stream `compute` and those of its `queues`.
 
     `timing` are CuPy's Event and get_elapsed_time; `ranges`, where NVIDIA's profilers are to show
     the names of spans, what begins a range of NVTX and what ends it.  What goes into a CUDA graph
@@ -42,10 +45,9 @@ class DeviceRecorder(Recorder):
     def __init__(self, run_dir, header, device, timing, ranges=None, **how):
         super().__init__(run_dir, header, **how)
         self.device, self.ranges = DeviceClock(device, *timing, self.clock), ranges
-        self.compute, self.sending = (
-            Line(stream, self.device) for stream in (device.compute, device.sending)
-        )
-        self.lines = {COMPUTATION: self.compute, COMMUNICATION: self.sending}
+        self.compute = Line(device.compute, self.device)
+        queues = {QUEUED[queue]: Line(each, self.device) for queue, each in device.queues.items()}
+        self.lines = {COMPUTATION: self.compute} | queues
         self.stalls = []  # pairs of moments between which computation stood still in this step
         self.outstanding = set()  # moments of calls that were not waited for yet
         self.flying, self.process = False, os.getpid()
@@ -72,23 +74,26 @@ class DeviceRecorder(Recorder):
     def wrap(self, comm, axis):
         """`comm` recorded; that of the world speaks of the host's arrays."""
         traced = super().wrap(comm, axis)
-        return traced if axis == "world" else DeviceTraced(comm, self, traced.group)
+        if axis == "world":
+            return traced
+        return DeviceTraced(comm, self, traced.group, QUEUED[queue_of(axis)])
 
     @contextmanager
-    def flight(self, op, group):
-        """What is posted here is one row of the stream of communication, which begins when all
-        has been computed up to the last moment, and the stream is free."""
+    def flight(self, op, group, stream):
+        """What is posted here is one row of a stream of communication, which begins when all has
+        been computed up to the last moment, and the stream is free."""
         if self.flying or self.capturing:
             yield
             return
-        self.sending.stream.wait_event(self.compute.last)
-        context, start, self.flying = self.context, self.sending.mark(), True
+        line = self.lines[stream]
+        line.stream.wait_event(self.compute.last)
+        context, start, self.flying = self.context, line.mark(), True
         try:
             yield
         finally:
             self.flying = False
             what = self.name(op), COPY, OP_NUMBER.get(op, 0), context, group
-            self.put(start, self.sending.mark(), *what, stream=COMMUNICATION)
+            self.put(start, line.mark(), *what, stream=stream)
 
     def begin_step(self, number):
         super().begin_step(number)
@@ -196,21 +201,21 @@ class DeviceTraced(Traced):
     """A communicator whose blocks are on a device.
 
     The row of category comm is the time in which computation stands still for the block, `posted`
-    when it came to the call.  The call as it runs is a row of the stream of communication, one for
-    all that are made together.  A call that kept the host, and so perhaps the device, from what
+    when it came to the call.  The call as it runs is a row of `stream`, one for all that are made
+    together.  A call that kept the host, and so perhaps the device, from what
     comes next is a row of category copy of computation, too.
     """
 
-    def __init__(self, comm, recorder, group):
+    def __init__(self, comm, recorder, group, stream):
         super().__init__(comm, recorder, group)
-        self.together = self.departing
+        self.together, self.stream = self.departing, stream
 
     @contextmanager
     def departing(self):
         """The communicator's `together`, as one flight."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
-        with self.recorder.flight("together", self.group), self.comm.together():
+        with self.recorder.flight("together", self.group, self.stream), self.comm.together():
             yield
 
     def call(self, op, block, received, peer, method, *arguments):
@@ -221,7 +226,7 @@ class DeviceTraced(Traced):
         context, step, called = recorder.context, recorder.step, recorder.clock()
         posted = line.mark()
         recorder.outstanding.add(posted)
-        with recorder.flight(op, self.group):
+        with recorder.flight(op, self.group, self.stream):
             pending = method(block, *arguments)
         free = recorder.clock()
         left = line.mark() if free - called > AT_ONCE else None

@@ -47,7 +47,8 @@ MEMORY_KIND = (
     "communication",
     "workspace",
 )
-STREAM = ("host", "computation", "communication")  # of a rank that computes on a device
+# Of a rank that computes on a device.
+STREAM = ("host", "computation", "communication", "replicas")
 DTYPE = ("none", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 ENUMS = {"category": CATEGORY, "phase": PHASE, "op": OP, "kind": MEMORY_KIND, "dtype": DTYPE}

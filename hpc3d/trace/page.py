@@ -52,7 +52,7 @@ RELATIONS = """\
 other; then the inner one has the outer one's row as its `parent`. So the rows of a step without a
 parent add up to at most the step, and what they leave is time in which nothing was recorded.
 
-**Streams.** A rank that computes on a GPU has three, and its rows of computation are what the
+**Streams.** A rank that computes on a GPU has four, and its rows of computation are what the
 device did, not the host that asked for it:
 
 | stream | rows |
@@ -60,16 +60,17 @@ device did, not the host that asked for it:
 | 0 | what the host does by itself: reading, saving, calls of all ranks on the host's numbers |
 | 1 | what the device computes; of a call (`comm`) the time in which it stands still for a block |
 | 2 | calls as they run, of category `copy` with `seq` -1; messages that leave together are one |
+| 3 | the same of calls along d, which have a queue of their own |
 
 Streams run beside each other, so their times do not add up. A rank's time is that of stream 1, and
-of stream 0 where stream 1 has nothing; a row of stream 2 may go on when its step is over. A row
-begins when the device comes to it: where the host is late, it has a part of the wait for the host.
-`forward_s` and `backward_s` of a step are the rows of stream 1 in these phases. Times come from
-CUDA events, which no step waits for: they are whole half microseconds from a reference that is
-taken at the begin and at the end of each step, while the device has nothing to do, between two
+of stream 0 where stream 1 has nothing; rows of streams 2 and 3 may go on when their step is over.
+A row begins when the device comes to it: where the host is late, it has a part of the wait for the
+host. `forward_s` and `backward_s` of a step are the rows of stream 1 in these phases. Times come
+from CUDA events, which no step waits for: they are whole half microseconds from a reference that
+is taken at the begin and at the end of each step, while the device has nothing to do, between two
 looks at the host's clock. The row `clock of the device` spans the two looks, so all times of the
-step may be wrong together by half of its duration. Of a CUDA graph that is
-replayed only the whole is known.
+step may be wrong together by half of its duration. Of a CUDA graph that is replayed only the whole
+is known.
 
 **A call** posts a collective, a send or a receive, and is waited for later, perhaps at once. The
 row of category `comm` is the wait for its block: `t_start` is when the wait began, `posted` when

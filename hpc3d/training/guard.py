@@ -12,7 +12,7 @@ import numpy as np
 from hpc3d.cluster.arrays import on_host, to_host
 from hpc3d.cluster.exits import CHECK_FAILED, NOT_FINITE
 from hpc3d.cluster.ledger import Ledger
-from hpc3d.model.parameters import DATA
+from hpc3d.cluster.mesh import DATA
 from hpc3d.training.manifest import STATES
 
 SHOWN = 10  # lines about what is wrong

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc3d.cluster.arrays import Pool, on_host
 from hpc3d.cluster.communicator import contiguous
-from hpc3d.cluster.mesh import Mesh
+from hpc3d.cluster.mesh import QUEUES, Mesh, queue_of
 from hpc3d.cluster.nccl import Nccl
 from hpc3d.cluster.staged import Staged
 from hpc3d.cluster.traffic import Traffic
@@ -243,7 +243,8 @@ class Sending:
 
 class Device:
     def __init__(self, seed=0):
-        self.compute, self.sending = Compute(), Sending(seed)
+        self.compute = Compute()
+        self.queues = {queue: Sending(seed) for queue in QUEUES}
 
     def synchronize(self):
         HERE.still = True
@@ -252,8 +253,8 @@ class Device:
 class FakeNccl:
     """NCCL's calls on the stream of a Device, carried out by a communicator of threads."""
 
-    def __init__(self, comm, receipts, device):
-        self.comm, self.receipts, self.stream = comm, receipts, device.sending
+    def __init__(self, comm, receipts, stream):
+        self.comm, self.receipts, self.stream = comm, receipts, stream
 
     def rank_id(self):
         return self.comm.rank
@@ -329,22 +330,27 @@ def on_device(mesh, beside, transport="nccl", kind=Traffic, pool=DevicePool):
     """The mesh of a rank on threads, with its arrays on a device.  Those of `beside`, the same on
     threads of its own, carry what hosts and receipts say."""
     device, pool = Device(mesh.rank), pool()
-    traffic = kind(device, device.sending.together)
+    traffics = {
+        queue: kind(device, stream.together, queue=queue)
+        for queue, stream in device.queues.items()
+    }
 
     def talk(axis, comm):
         from hpc3d.cluster.direct import Direct, Passing
         from tests.cluster.fake_mpi import FakeMpi
 
+        traffic = traffics[queue_of(axis)]
         direct = Direct(FakeMpi(comm), device, comm.members, pool)
         staged = comm, traffic, Pool(), pool
         if transport in ("mpi", "mpi-messages", "staged"):
             made = {"mpi": direct, "mpi-messages": Passing(direct, *staged)}
             return made.get(transport) or Staged(*staged)
-        nccl, host = FakeNccl(comm, beside.comm(axis), device), Host(beside.comm(axis))
+        nccl, host = FakeNccl(comm, beside.comm(axis), traffic.sending), Host(beside.comm(axis))
         return Nccl(nccl, host, traffic, comm.members, pool)
 
     comms = {axis: talk(axis, comm) for axis, comm in mesh.comms.items()}
     try:
         yield Mesh(mesh.sizes, mesh.coords, comms, Hosts(mesh.world), pool=pool)
     finally:
-        device.sending.work.put(None)
+        for stream in device.queues.values():
+            stream.work.put(None)

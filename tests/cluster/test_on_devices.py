@@ -105,6 +105,23 @@ def test_messages_both_ways_at_once():
     assert on_devices(2, rank) == [[[1, 1]] * 4, [[0, 0]] * 4]
 
 
+def test_a_pass_does_not_wait_for_the_sums_of_replicas():
+    """Replicas 1 post theirs only when the pass is over; in one queue nobody would come so far."""
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank]) as device:
+            data, tensor = device.comm("d"), device.comm("x")
+            late = mesh.coord("d") == 1
+            total = None if late else data.all_reduce(fresh(data, 1.0))
+            whole = tensor.all_gather(fresh(tensor, 2.0)).wait()
+            mesh.world.all_reduce(np.zeros(1)).wait()
+            total = total or data.all_reduce(fresh(data, 1.0))
+            return float(whole.max()), float(total.wait().max())
+
+    beside, _ = meshes({"d": 2, "x": 2})
+    assert run({"d": 2, "x": 2}, rank) == [(2.0, 2.0)] * 4
+
+
 def fresh(comm, value, dtype=np.float64):
     """A block in the pool's memory."""
     block = comm.pool.empty((64, 8), dtype)
@@ -143,8 +160,8 @@ class Careless(Traffic):
 class Hasty(Traffic):
     """Lets calls follow nothing, or nothing follow them."""
 
-    def __init__(self, device, group, forgets):
-        super().__init__(device, group)
+    def __init__(self, device, group, queue, forgets):
+        super().__init__(device, group, queue)
         self.forgets = forgets
 
     def begin(self):

@@ -16,6 +16,7 @@ ONE = Seat("node1", "bus a", "H200 (0)", 22707, False, False)
 OWN = [ONE, ONE._replace(device="bus b", name="H200 (1)")]
 BOTH_0 = [ONE, ONE._replace(host="node2")]  # of two hosts
 SHARED = [ONE, ONE]
+BEFORE = [OWN[0], OWN[1]._replace(nccl=22507)]
 WITHOUT = [ONE, OWN[1]._replace(nccl=0)]
 SEVERAL = [ONE._replace(nccl=23000, several=True)] * 2
 OLD = [ONE._replace(several=True)] * 2
@@ -34,6 +35,7 @@ NONE, P2P, FULL = ("none", "it says no"), ("p2p", "it is said"), ("full", "it wa
         ("auto", SHARED, P2P, "mpi-messages", "it is said"),
         ("auto", WITHOUT, NONE, "staged", "no NCCL on ranks 1; it says no"),
         ("auto", WITHOUT, FULL, "mpi", "no NCCL"),
+        ("auto", BEFORE, NONE, "staged", "NCCL 2.25.7 is older than 2.26.0"),
         ("auto", SEVERAL, NONE, "staged", SHOWN),
         ("nccl", SEVERAL, None, "nccl", "NCCL 2.30.0"),
         ("mpi", OWN, FULL, "mpi", "it was tried"),

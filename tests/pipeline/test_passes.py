@@ -29,8 +29,8 @@ def test_1f1b_with_its_messages():
     assert text(lowered("1f1b", 3, 3)) == [
         "F0 SendF0 F1 SendF1 F2 SendF2+RecvB0 BW0 RecvB1 BW1 RecvB2 BW2+Reduce Step",
         "RecvF0 F0 RecvF1+SendF0 F1 RecvF2+SendF1+RecvB0 BW0 SendB0 F2 SendF2+RecvB1 BW1 "
-        "SendB1+RecvB2 BW2+Reduce SendB2 Step",
-        "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 RecvF2+SendB1 F2 BW2+Reduce SendB2 Step",
+        "SendB1+RecvB2 BW2 SendB2 Reduce Step",
+        "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 RecvF2+SendB1 F2 BW2 SendB2 Reduce Step",
     ]
 
 
@@ -52,8 +52,8 @@ def test_reductions_of_each_step_of_an_asynchronous_schedule():
         text(lowered("pipedream-2bw", 2, 2, steps=2, overlap=overlap)) for overlap in (True, False)
     )
     assert early[1] == (
-        "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1+Reduce RecvF2+SendB1 Step F2 BW2 "
-        "RecvF3+SendB2 F3 BW3+Reduce SendB3 Step"
+        "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 RecvF2+SendB1 Reduce Step F2 BW2 "
+        "RecvF3+SendB2 F3 BW3 SendB3 Reduce Step"
     )
     assert late[0] == (
         "F0 SendF0 F1 SendF1+RecvB0 BW0 F2 SendF2+RecvB1 BW1 Reduce Step F3 SendF3+RecvB2 BW2 "

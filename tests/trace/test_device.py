@@ -294,6 +294,20 @@ def test_many_segments_forget_what_nobody_asks_for(recorder, device):
     assert len(recorder.compute.times) == 0 and recorder.compute.first == 800
 
 
+def test_calls_of_replicas_run_beside_others(recorder, device):
+    """A queue each: the call along d, which is posted first, is still running when that along x
+    has ended."""
+    replicas = recorder.wrap(Comm(device, lasts=900_000, queue="replicas"), "d")
+    blocks = recorder.wrap(Comm(device), "x")
+    recorder.begin_step(0)
+    total, whole = replicas.all_reduce(BLOCK), blocks.all_gather(BLOCK)
+    whole.wait(), total.wait()
+    recorder.end_step(Pool(), *RESULTS)
+    (along_x,), (along_d,) = rows(recorder, 2), rows(recorder, 3)
+    assert along_x[0] == "all_gather" and along_d[0] == "all_reduce"
+    assert along_d[1] < along_x[1] and along_x[2] + 700_000 < along_d[2]
+
+
 def test_ranges_have_the_names_of_spans(tmp_path, device, host):
     told = []
     ranges = told.append, lambda: told.append("end")
@@ -305,14 +319,14 @@ def test_ranges_have_the_names_of_spans(tmp_path, device, host):
 
 def test_what_goes_into_a_graph_is_not_recorded(recorder, device):
     comm = recorder.wrap(Comm(device), "x")
-    device.compute.captures = device.sending.captures = True
+    device.compute.captures = device.queues["blocks"].captures = True
     with recorder.span("a"):
         block = comm.all_gather(BLOCK).wait()
     with comm.together():
         pending = comm.send(BLOCK, 1)
     pending.wait()
     assert recorder.count == recorder.compute.count == 0 and len(block) == 1000
-    device.compute.captures = device.sending.captures = False
+    device.compute.captures = device.queues["blocks"].captures = False
     with recorder.span("graph"):
         device.compute.work(10_000)
     assert recorder.count == 1

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from hpc3d.cluster.communicator import Communicator, Pending
+from hpc3d.cluster.mesh import QUEUES
 from hpc3d.cluster.traffic import Traffic
 
 TICK = 500  # ns of what events tell
@@ -93,7 +94,8 @@ class TimedDevice:
 
     def __init__(self, host, drift=0.0):
         self.host, self.drift, self.created, self.waits = host, drift, 0, 0
-        self.compute, self.sending = Stream(self), Stream(self)
+        self.compute = Stream(self)
+        self.queues = {queue: Stream(self) for queue in QUEUES}
 
     def synchronize(self):
         self.waits += 1
@@ -116,18 +118,19 @@ class Comm(Communicator):
     when all of them have come: `meet(start)` tells the last start.  `host` is the time that a call
     takes the host.  What ran, and when, is `ran`."""
 
-    def __init__(self, device, rank=0, size=2, lasts=100_000, meet=int, host=0):
+    def __init__(self, device, rank=0, size=2, lasts=100_000, meet=int, host=0, queue="blocks"):
         super().__init__(rank, size)
-        self.device, self.traffic = device, Traffic(device, self.group)
+        self.device, self.traffic = device, Traffic(device, self.group, queue)
+        self.stream = device.queues[queue]
         self.lasts, self.meet, self.host, self.ran = lasts, meet, host, []
 
     @contextmanager
     def group(self):
         """What is posted here runs at its end, as one."""
-        self.device.sending.grouped, before = True, self.device.sending.free
+        self.stream.grouped, before = True, self.stream.free
         yield
-        self.device.sending.grouped = False
-        self.ran.append(self.device.sending.work(self.lasts, before))
+        self.stream.grouped = False
+        self.ran.append(self.stream.work(self.lasts, before))
 
     def fly(self, result, *arrays):
         self.device.host.skip(self.host)
