@@ -28,7 +28,7 @@ class Tally(Meter):
     def kernel(self, name, nbytes):
         self.asked["kernel", (name, nbytes)] += 1
 
-    def post(self, op, nbytes, members):
+    def post(self, op, nbytes, members, queue):
         self.asked["call", (op, nbytes, tuple(members))] += 1
 
     def until(self, end, pending):
