@@ -89,8 +89,10 @@ class DataConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """The optimisation; `batch` counts the sequences of a global batch.  The run stops and saves
-    after the step in which its `max_minutes` have passed (0: no limit).  With `tf32` a GPU rounds
-    the factors of float32 products to 10 bits, with `graph` its step is one launch, with
+    after the step in which its `max_minutes` have passed (0: no limit).  The learning rate rises
+    over `warmup` steps and decays until `decay_steps` are done (absent: the `steps` that the run
+    is begun with, also where it is extended later); then it stays as it is.  With `tf32` a GPU
+    rounds the factors of float32 products to 10 bits, with `graph` its step is one launch, with
     `fused_gelu` cuBLASLt does GELU within products."""
 
     __pydantic_config__ = STRICT
@@ -101,6 +103,7 @@ class TrainConfig:
     learning_rate: float = 3e-3
     warmup: int = 2
     decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: int | None = None
     weight_decay: float = 0.1
     clip: float = 1.0
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
@@ -108,6 +111,10 @@ class TrainConfig:
     tf32: bool = False
     graph: bool = False
     fused_gelu: bool = False
+
+    def decaying(self):
+        """The steps, warm-up and all, after which the learning rate has decayed."""
+        return self.decay_steps or max(self.steps, self.warmup)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def unknown_values(config):
     yield from too_small(config)
     yield from out_of_range(config)
     yield from wrong_backend(config)
+    yield from wrong_decay(config.train)
     if not re.fullmatch(r"[\w .+-]+", config.name):
         yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
     order = config.mesh.order
@@ -72,6 +73,7 @@ def too_small(config):
         "train.steps": (train.steps, 1),
         "train.batch": (train.batch, 1),
         "train.warmup": (train.warmup, 0),
+        "train.decay_steps": (train.decay_steps, 1),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
         "guard.replicas_every": (config.guard.replicas_every, 0),
@@ -99,6 +101,14 @@ def out_of_range(config):
     for key, (value, lowest, limit) in ranges.items():
         if not lowest <= value < limit:
             yield f"{key} = {value}: must be at least {lowest} and below {limit}"
+
+
+def wrong_decay(train):
+    if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
+        yield (
+            f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "
+            f"train.warmup = {train.warmup}"
+        )
 
 
 def unknown_letters(letters):

@@ -215,7 +215,7 @@ def prepare(config, reader):
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
     from hpc3d.training.program import program_of
-    from hpc3d.training.resume import changes, check
+    from hpc3d.training.resume import continued, laid_out
     from hpc3d.training.tokens import open_tokens
 
     run = reader["run"]
@@ -230,14 +230,14 @@ def prepare(config, reader):
     sizes = config.model.sequence, config.train.batch
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)
-    changed = changes(run, config) if run else []
-    text = inputs.to_toml(config)
+    changed = []
     if run:
         reader["lock"] = folder.claim(run)
-        check(run, config)
-        where = folder.reopen(run, text)
+        config, changed = continued(run, config)
+        where = folder.reopen(run, inputs.to_toml(config))
     else:
-        where = folder.create(config, text)
+        config = laid_out(config)
+        where = folder.create(config, inputs.to_toml(config))
         reader["lock"] = folder.claim(where)
     return Plan(config, where, folder.git_revision(), bool(run), changed)
 

@@ -61,6 +61,29 @@ def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
     assert [int(step) for step, _ in LINE.findall(log)] == [*range(STEPS)]
 
 
+def rates(run):
+    with hpc3d.trace.open(run / "trace.h5") as trace:
+        return trace.steps["learning_rate"][trace.steps["rank"] == 0].tolist()
+
+
+def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path):
+    """Unless one asks for it; what it does is said, and stays in the configuration."""
+    how = {"train__decay": "cosine", "train__warmup": 1, "checkpoint__every": 2}
+    run = train(2, tmp_path, train__steps=4, **how)
+    (run / "config.toml").write_text(
+        (run / "config.toml").read_text().replace("decay_steps = 4\n", "")
+    )  # as versions without the key have written it
+    out = resumed(2, run, steps=6)
+    assert "resume: the learning rate was laid out over train.decay_steps = 4: from " in out
+    assert "step 4 on it stays at 3.000e-04, 10% of train.learning_rate;" in out
+    assert rates(run)[3:] == pytest.approx([9.75e-4, 3e-4, 3e-4])
+    assert "decay_steps = 4\n" in (run / "config.toml").read_text()
+    out = resumed(2, run, "--train.decay_steps", 8, "--checkpoint.every", 0, steps=7)
+    assert "resume: train.decay_steps was 4, is 8" in out
+    assert "over 8 steps now, not 4: it was 3.000e-04 in step 5 and is " in out
+    assert rates(run)[5:] == pytest.approx([3e-4, 8.083e-4], rel=1e-3)
+
+
 @pytest.mark.slow
 def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
     run = part(tmp_path)

@@ -38,6 +38,7 @@ RULES = {
     "train.steps": ("0", "train.steps = 0: must be at least 1"),
     "train.batch": ("0", "train.batch = 0: must be at least 1"),
     "train.warmup": ("-1", "train.warmup = -1: must be at least 0"),
+    "train.decay_steps": ("0", "train.decay_steps = 0: must be at least 1"),
     "train.learning_rate": ("nan", "train.learning_rate = nan: must be at least 0"),
     "train.weight_decay": ("-0.1", "train.weight_decay = -0.1: must be at least 0"),
     "train.clip": ("inf", "train.clip = inf: must be at least 0 and below inf"),
@@ -81,6 +82,14 @@ def test_what_a_backend_has_not_is_refused(words, line):
     backend = "numpy" if "--mesh.transport" in words else "cupy"
     (said,) = problems("--train.backend", backend, *words)
     assert said.startswith(line)
+
+
+def test_a_decay_that_ends_within_the_warm_up_is_refused():
+    (said,) = problems("--train.decay_steps", "1")
+    assert said == (
+        "train.decay_steps = 1: they begin with the warm-up; use at least train.warmup = 2"
+    )
+    assert load(None, ["--train.decay_steps", "2"]).train.decaying() == 2
 
 
 def test_numbers_of_16_bits_are_for_gpus_and_simulations():

@@ -8,7 +8,7 @@ import numpy as np
 from hpc3d.cluster.arrays import kernel
 
 CHUNK = 1 << 14  # elements that stay in the cache through an update
-FLOOR = 0.1  # the part of the learning rate that is left at the last step
+FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
 
 class Optimizer:
@@ -120,9 +120,11 @@ def stretches(size):
 
 
 def learning_rate(train, step):
-    """Linear warm-up over `train.warmup` steps, then cosine or linear to a tenth, or constant."""
+    """Linear warm-up over `train.warmup` steps, then constant, or cosine or linear to a tenth,
+    where it stays once `train.decaying()` steps are done."""
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
-    done = (step - train.warmup) / max(1, train.steps - train.warmup)
+    end = train.decaying()
+    done = (step - train.warmup) / (end - train.warmup) if step < end else 1.0
     left = {"cosine": (1 + cos(pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[train.decay]
     return train.learning_rate * (FLOOR + (1 - FLOOR) * left)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from hpc3d.config import MeshConfig
 from hpc3d.inputs import flat, load
+from hpc3d.rules import refuse, unknown_values
 from hpc3d.training.checkpoint import Checkpoint, restore, steps_of
-from hpc3d.training.optimizer import OPTIMIZERS
+from hpc3d.training.optimizer import FLOOR, OPTIMIZERS, learning_rate
 
 OF_ANOTHER = "it is of another model or optimiser"
 NOTHING = "{}: no checkpoint to resume from; train anew"
@@ -40,6 +41,17 @@ def fitted(config, ranks):
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
+def continued(run, config):
+    """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
+
+    ValueError, before anything is changed, if it cannot go on.
+    """
+    done = check(run, config)
+    begun = load(run / "config.toml", []).train if done else config.train
+    config = laid_out(config, begun)
+    return config, [*changes(run, config), *rates(begun, config.train, done)]
+
+
 def changes(run, config):
     """A line for each setting that is not what it was in the run; what was open is no such."""
     before, now = flat(load(run / "config.toml", [])), flat(config)
@@ -51,8 +63,11 @@ def changes(run, config):
 
 
 def check(run, config):
-    """ValueError, before anything is changed, if there is nothing to go on from, as far as that
-    can be told without reading it all, or nothing left to do."""
+    """How many steps are done, of the newest checkpoint that seems whole.
+
+    ValueError, before anything is changed, if there is nothing to go on from, as far as that can
+    be told without reading it all, or nothing left to do.
+    """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
         if not (problem := attempt(lambda folder=folder: misfit(Checkpoint(folder), config))):
@@ -62,6 +77,37 @@ def check(run, config):
         raise ValueError("\n".join([*wrong, NOTHING.format(run)]))
     if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
         raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
+    return done
+
+
+def laid_out(config, begun=None):
+    """`config` with its `train.decay_steps` settled: where none are given those of the section
+    [train] that a run has `begun` with, so that more steps do not raise the learning rate again.
+    ValueError if the warm-up is longer than that now."""
+    steps = config.train.decay_steps or (begun or config.train).decaying()
+    config = replace(config, train=replace(config.train, decay_steps=steps))
+    refuse([*unknown_values(config)])
+    return config
+
+
+def rates(begun, train, done):
+    """Where the learning rate of a run that was `begun` with another section [train], and has
+    `done` so many steps, does not just decay on: a line each."""
+    if train.decay == "constant":
+        return
+    if train.decay_steps != begun.decaying():
+        before, after = learning_rate(begun, done - 1), learning_rate(train, done)
+        yield (
+            f"the learning rate decays over {train.decay_steps} steps now, not {begun.decaying()}:"
+            f" it was {before:.3e} in step {done - 1} and is {after:.3e} in step {done}"
+        )
+    if train.steps > train.decay_steps:
+        first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
+        yield (
+            f"the learning rate was laid out over train.decay_steps = {train.decay_steps}: from "
+            f"step {first} on it stays at {rate:.3e}, {FLOOR:.0%} of train.learning_rate; for a "
+            f"decay over all steps give --train.decay_steps {train.steps}"
+        )
 
 
 def resume(job, run, trainer, say):

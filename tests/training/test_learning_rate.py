@@ -1,0 +1,97 @@
+"""The learning rate over the steps, and over those of a run that is extended."""
+
+from dataclasses import replace
+from math import cos, pi
+
+import pytest
+
+from hpc3d.config import Config, TrainConfig
+from hpc3d.training.optimizer import learning_rate
+from hpc3d.training.resume import laid_out, rates
+
+TRAIN = TrainConfig(steps=6, warmup=2, learning_rate=1.0)
+LONGER = replace(TRAIN, steps=10, decay_steps=6)
+
+
+def curve(train, steps):
+    return [learning_rate(train, step) for step in range(steps)]
+
+
+def cosine(part):
+    return 0.1 + 0.9 * (1 + cos(pi * part)) / 2
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [
+        ("cosine", [0.5, 1, 1, cosine(1 / 4), cosine(2 / 4), cosine(3 / 4)]),
+        ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325]),
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_it_decays_once(decay, rates):
+    """Over the steps of the run where it has no decay_steps, and stays at its last after them."""
+    train = replace(TRAIN, decay=decay)
+    last = 1 if decay == "constant" else 0.1
+    assert curve(train, 6) == pytest.approx(rates, rel=1e-12)
+    extended = curve(replace(train, steps=10, decay_steps=6), 12)
+    assert extended == pytest.approx([*rates, *[last] * 6], rel=1e-12)
+
+
+def test_it_decays_over_more_steps_than_there_are():
+    longer = replace(TRAIN, steps=20)
+    assert curve(replace(TRAIN, decay_steps=20), 6) == curve(longer, 6) != curve(TRAIN, 6)
+
+
+def test_a_run_of_the_warm_up_only_decays_at_once_when_it_is_extended():
+    config = laid_out(replace(Config(), train=replace(TRAIN, steps=1)))
+    assert config.train.decay_steps == 2
+    extended = replace(config.train, steps=4)
+    assert curve(extended, 4) == pytest.approx([0.5, 1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "begun", "steps"),
+    [
+        (TRAIN, None, 6),  # a run that begins
+        (replace(TRAIN, decay_steps=30), None, 30),
+        (LONGER, TRAIN, 6),
+        (replace(TRAIN, steps=10), TRAIN, 6),  # of a version without the key
+        (replace(TRAIN, steps=10), replace(TRAIN, decay_steps=8), 8),  # with an input file
+        (replace(TRAIN, steps=10, decay_steps=10), TRAIN, 10),
+    ],
+)
+def test_the_steps_of_the_decay_are_settled_when_a_run_begins(asked, begun, steps):
+    assert laid_out(replace(Config(), train=asked), begun).train.decay_steps == steps
+
+
+def test_a_warm_up_beyond_the_decay_is_refused():
+    with pytest.raises(ValueError, match=r"^train.decay_steps = 6: .* train.warmup = 7$"):
+        laid_out(replace(Config(), train=replace(TRAIN, warmup=7)), TRAIN)
+
+
+STAYS = (
+    "the learning rate was laid out over train.decay_steps = 6: from step {} on it stays at "
+    "1.000e-01, 10% of train.learning_rate; for a decay over all steps give "
+    "--train.decay_steps 10"
+)
+AGAIN = (
+    "the learning rate decays over 10 steps now, not 6: it was 2.318e-01 in step 5 and is "
+    "5.500e-01 in step 6"
+)
+
+
+@pytest.mark.parametrize(
+    ("begun", "train", "done", "lines"),
+    [
+        (TRAIN, LONGER, 4, [STAYS.format(6)]),
+        (TRAIN, LONGER, 6, [STAYS.format(6)]),
+        (LONGER, LONGER, 8, [STAYS.format(8)]),
+        (TRAIN, replace(LONGER, decay_steps=10), 6, [AGAIN]),
+        (TRAIN, replace(LONGER, steps=6), 4, []),
+        (replace(TRAIN, decay_steps=10), replace(LONGER, decay_steps=10), 4, []),
+        (TRAIN, replace(LONGER, decay="constant"), 6, []),
+    ],
+)
+def test_what_the_learning_rate_does_in_a_run_that_goes_on(begun, train, done, lines):
+    assert [*rates(begun, train, done)] == lines
