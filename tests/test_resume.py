@@ -66,6 +66,7 @@ def rates(run):
         return trace.steps["learning_rate"][trace.steps["rank"] == 0].tolist()
 
 
+@pytest.mark.slow
 def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path):
     """Unless one asks for it; what it does is said, and stays in the configuration."""
     how = {"train__decay": "cosine", "train__warmup": 1, "checkpoint__every": 2}

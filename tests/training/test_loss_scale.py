@@ -16,7 +16,7 @@ from hpc3d.training.scaling import LossScale
 from tests.pipeline.mixes import Tokens, config_of
 from tests.training.lives import Ranks
 
-MODEL = "layers=2 batch=24 steps=4"
+MODEL = "layers=2 batch=24"
 LAYOUTS = ["schedule=none microbatches=2", "p=2 d=2 schedule=1f1b microbatches=2 zero=1"]
 
 
@@ -27,7 +27,7 @@ def trainer_of(mesh, config):
 
 def trained(line, act=lambda trainer, number: None, dtype="float16", start=None, steps=4):
     """(trainer, step, what `act` says before it) of every step of rank 0; all see the same."""
-    config = config_of(f"{MODEL} dtype={dtype} {line}")
+    config = config_of(f"{MODEL} steps={steps} dtype={dtype} {line}")
 
     def rank(mesh):
         trainer, seen = trainer_of(mesh, config), []
