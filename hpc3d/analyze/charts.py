@@ -186,7 +186,7 @@ def stragglers(run):
 def memory(run):
     """The peak of each kind of memory by rank."""
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
-    kinds = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "rank"]
+    kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
     parts = {
         kind: (colour, [row.get(kind, 0) / 1e6 for row in rows])
         for kind, colour in zip(kinds, COLOURS)

@@ -62,8 +62,7 @@ by the model and by all that was done.""",
     "prediction": """\
 What python -m hpc3d.simulate predicted of this run, and what was measured. `predicted /
 measured` below 1 means that the run took more than predicted. step_s is the median step of
-the slowest rank [s], peak_KIND_bytes the highest peak of a kind of memory on a rank [B]. The
-peak of all kinds together is not recorded.""",
+the slowest rank [s], peak_KIND_bytes the highest peak of a kind of memory on a rank [B].""",
     "loss": """\
 The mean loss of a token after each step, and the `norm of the gradient` before it is clipped.""",
     "time": """\
@@ -128,8 +127,9 @@ The idle time of a stage in three parts: `warm-up [ms]` before its first backwar
 [ms]` after its last forward pass, and `steady [ms]` between. `all passes [ms]` is the time
 from the first to the last pass of all stages.""",
     "memory": """\
-The highest peak of each kind of arrays, and a rank that has it. The peaks of different kinds
-need not be at one time.""",
+The highest peak of each kind of arrays in any step, the first one too, and a rank that has
+it. The kind all is what a rank held at one time, which decides whether a run fits. The peaks
+of different kinds need not be at one time, so it is at most their sum.""",
     "memory_ranks": """\
 The highest peak of each kind on each rank; the last row sums over the ranks.""",
 }

@@ -87,7 +87,7 @@ def waits_of(run):
 def memory(runs, here, machine):
     peaks = [
         {kind: run.peak.get(kind, 0) for kind in MEMORY_KIND}
-        | {"all": run.peak["all"], "tables": run.tables, "logits": run.logits}
+        | {"tables": run.tables, "logits": run.logits}
         for run in runs
     ]
     worst = max(range(len(peaks)), key=lambda stage: peaks[stage]["all"])

@@ -122,7 +122,7 @@ def prediction(runs, found):
     -1 for what is of no one stage or rank."""
     rows = [("step_s", -1, -1, found["step_time_s"])]
     for stage, (run, peaks) in enumerate(zip(runs, found["memory"]["stages"], strict=True)):
-        for kind in (*MEMORY_KIND, "all"):
+        for kind in MEMORY_KIND:
             rows.append((f"peak_{kind}_bytes", stage, run.rank, peaks[kind]))
     quantity, stage, rank, value = map(list, zip(*rows))
     return {

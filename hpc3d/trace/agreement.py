@@ -44,7 +44,7 @@ def collectives(trace):
 def messages(trace):
     """A message has two ends and the same bytes at both, and arrives after it was posted."""
     events, rows = trace.events, _calls(trace, MESSAGES)
-    receives = _labelled(events, "op", "recv")[rows]
+    receives = labelled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
     ends = np.where(receives, (there, here), (here, there))  # sender, receiver
     line = np.lexsort((receives, number, *ends, group))
@@ -63,11 +63,11 @@ def messages(trace):
 
 def _calls(trace, ops):
     """The rows in which ranks wait for calls of these operations."""
-    comm = _labelled(trace.events, "category", "comm")
-    return np.flatnonzero(comm & _labelled(trace.events, "op", *ops))
+    comm = labelled(trace.events, "category", "comm")
+    return np.flatnonzero(comm & labelled(trace.events, "op", *ops))
 
 
-def _labelled(events, column, *names):
+def labelled(events, column, *names):
     codes = [code for code, name in events.labels(column).items() if name in names]
     return np.isin(events[column], codes)
 

@@ -6,7 +6,7 @@ holds what was done in it; what takes several ranks is in hpc3d.trace.agreement.
 
 import numpy as np
 
-from hpc3d.trace.agreement import collectives, messages
+from hpc3d.trace.agreement import collectives, labelled, messages
 from hpc3d.trace.events import LAYOUT, STREAM
 
 COMMUNICATION = STREAM.index("communication")
@@ -28,7 +28,7 @@ def violations(trace):
     What a trace lacks that is not complete is no violation.  Between hosts the corrected clocks
     are compared: what they are uncertain by, a message may seem to come too early.
     """
-    checks = order, overlap, nesting, inside, steps, memory, collectives, messages
+    checks = order, overlap, nesting, inside, steps, memory, together, collectives, messages
     return [*_damages(trace)] or [
         f"/{table}: {what}: {_where(getattr(trace, table), rows)}"
         for check in checks
@@ -166,3 +166,23 @@ def memory(trace):
     """The peak of a step is at least what was live at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
     yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
+
+
+def together(trace):
+    """What `all` kinds come to is their sum at the end of a step; the peak of that is at least
+    the peak of each, and at most the sum of these."""
+    table = trace.memory
+    cells, cell = np.unique(
+        (table["rank"].astype("i8") << 32) + table["step"], return_inverse=True
+    )
+    whole, live, peak = labelled(table, "kind", "all"), table["bytes"], table["peak"]
+    sums, peaks, highest = np.zeros((3, len(cells)), "i8")
+    for reduce, into, values in (
+        (np.add, sums, live),
+        (np.add, peaks, peak),
+        (np.maximum, highest, peak),
+    ):
+        reduce.at(into, cell[~whole], values[~whole])
+    low, high = peak < highest[cell], peak > peaks[cell]
+    wrong = whole & (low | high | (live != sums[cell]))
+    yield "memory", "all is not what its kinds come to", np.flatnonzero(wrong)

@@ -46,6 +46,7 @@ MEMORY_KIND = (
     "activation",
     "communication",
     "workspace",
+    "all",  # of them together: what decides whether a run fits
 )
 # Of a rank that computes on a device.
 STREAM = ("host", "computation", "communication", "replicas")

@@ -108,7 +108,9 @@ compare `posted` between ranks, add `t_global - t_start`. Steps have raw times o
 of the model and the round trips of the samples say how far hosts can be compared.
 
 **Memory** is that of arrays, by what they are for: what is live at the end of a step, and the
-highest of the step. The peaks of different kinds need not fall together.
+highest of the step. The peaks of different kinds need not fall together: the peak of the kind
+`all`, what a rank held at one time, is at most their sum, and decides whether a run fits. Older
+traces are without it.
 
 **A prediction** has a row a quantity, -1 where a column does not apply: the quantity `step_s` with
 step, stage and rank -1 is the time of any step.

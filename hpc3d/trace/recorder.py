@@ -157,8 +157,9 @@ class Recorder:
             forward_s, backward_s, skipped,
         ))
         # fmt: on
+        live = {**pool.live, "all": pool.live.total()}
         for number, kind in enumerate(MEMORY_KIND):
-            row = (self.rank, self.step, number, pool.live[kind], pool.peak[kind])
+            row = (self.rank, self.step, number, live.get(kind, 0), pool.peak[kind])
             self.memory.append(row)
         self.step = -1
         if 2 * self.count > self.capacity or now - self.flushed > self.every_s * NANOSECONDS:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.analyze.tables import peak_rows
 from hpc3d.trace import events as schema
 from hpc3d.trace.check import violations
 from hpc3d.trace.merge import merge
@@ -148,6 +149,20 @@ TAMPERED = {
     ),
     "own step": (change("steps/step", 5, 9), "/steps: not of all ranks: 16 rows"),
     "peak": (change("memory/peak", 8, 1), "/memory: its peak is less than its bytes: 1 row"),
+    **{
+        name: (
+            change(f"memory/{column}", 6, value),
+            "/memory: all is not what its kinds come to: 1 row, the first is 6 (rank 0, step 0)",
+        )
+        for name, column, value in (
+            ("all above the sum", "peak", (6 << 21) + 1),
+            ("all live", "bytes", (6 << 20) - 1),
+        )
+    },
+    "all below a kind": (
+        change("memory/peak", 0, (6 << 21) + 1),
+        "/memory: all is not what its kinds come to: 1 row, the first is 6 (rank 0, step 0)",
+    ),
     "op": (
         change("events/op", call("all_gather"), schema.OP.index("reduce_scatter")),
         "/events: its op is not that of the other members: 1 row",
@@ -225,6 +240,28 @@ def test_what_lies_inside_of_another_does_not_overlap_it(copy):
         duration[0] = start[39] + duration[39] - start[0]
         file["events/parent"][1:40] = 0
     assert found(copy) == []
+
+
+def test_one_kind_alone_may_be_the_peak_of_all(copy):
+    with h5py.File(copy, "r+") as file:
+        change("memory/peak", 0, 6 << 21)(file)
+    assert found(copy) == []
+
+
+def test_a_trace_of_a_version_without_all_kinds_together_is_sound(copy):
+    """Its enumeration ends before."""
+    with h5py.File(copy, "r+") as file:
+        kept = file["memory/kind"][:] < 6
+        columns = {name: file["memory"][name][:][kept] for name in file["memory"]}
+        known = {name: code for code, name in enumerate(schema.MEMORY_KIND[:6])}
+        for name, values in columns.items():
+            attrs = dict(file["memory"][name].attrs)
+            del file["memory"][name]
+            dtype = h5py.enum_dtype(known, "u1") if name == "kind" else None
+            file["memory"].create_dataset(name, data=values, dtype=dtype).attrs.update(attrs)
+    assert found(copy) == []
+    with hpc3d.trace.open(copy) as trace:
+        assert [row["kind"] for row in peak_rows(trace)] == [*known]
 
 
 def test_an_incomplete_trace_is_not_asked_for_what_it_lacks(copy):

@@ -237,6 +237,7 @@ def test_a_step_is_a_row_with_its_memory(recorder):
     memory = {MEMORY_KIND[row["kind"]]: (row["bytes"], row["peak"]) for row in segment.memory}
     assert memory["gradient"] == (80, 80)
     assert memory["activation"] == (0, 800)
+    assert memory["all"] == (80, 880)
     assert segment.events["step"].tolist() == [-1]
 
 
