@@ -6,23 +6,26 @@ import numpy as np
 
 from hpc3d.analyze.columns import hosts
 from hpc3d.analyze.pipeline import configuration
+from hpc3d.analyze.steady import averaged
 
 SHOWN = 8  # hosts that are named
+TURNS = "they take turns, so times are longer than on a core each"
 
 
 def about(trace):
-    """{title: text} of what is known of a run."""
+    """{title: text} of what is known of a run, from its `Steady` trace."""
     attrs, config = trace.attrs, configuration(trace)
     known = {
         "run": attrs["run_id"],
         "created": attrs.get("created_utc"),
         "ranks": _ranks(attrs),
         "hosts": _hosts(trace),
-        "cores": _cores(trace),
+        "cores": cores(trace),
         **(_configured(config) if config else {}),
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
-        "trace": _trace(trace),
+        "trace": _trace(trace.trace),
+        "averages": averaged(trace),
     }
     return {title: str(text) for title, text in known.items() if text}
 
@@ -41,14 +44,20 @@ def _hosts(trace):
     return f"{', '.join(named + more)}; {trace.attrs.get('device') or 'unknown device'}"
 
 
-def _cores(trace):
+def cores(trace):
     """How many processors rank 0's host has for its ranks; None if that is not known."""
-    cores, host = trace.attrs.get("cores"), trace.ranks["host_id"]
-    if not isinstance(cores, int) or cores < 1:
+    count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
+    if not isinstance(count, int) or count < 1:
         return None
     ranks = int((host == host[0]).sum())
-    share = ": they take turns, so times are longer than on a core each" if ranks > cores else ""
-    return f"{cores} for {ranks} ranks a host{share}"
+    share = f": {TURNS}" if ranks > count else ""
+    return f"{count} for {ranks} ranks a host{share}"
+
+
+def outnumbered(trace):
+    """A line where ranks outnumber cores, else None."""
+    text = cores(trace)
+    return f"cores: {text}" if text and text.endswith(TURNS) else None
 
 
 def _configured(config):

@@ -30,8 +30,12 @@ STEP = Sheet(
     "Step",
     (
         Field("steps", "steps", integer),
+        Field("first", "from", integer),
+        Field("last", "to", integer),
         Field("step_s_min", "min [ms]", milliseconds),
+        Field("step_s_25", "25 % [ms]", milliseconds),
         Field("step_s_median", "median [ms]", milliseconds),
+        Field("step_s_75", "75 % [ms]", milliseconds),
         Field("step_s_max", "max [ms]", milliseconds),
         Field("forward_s", "forward [ms]", milliseconds),
         Field("backward_s", "backward [ms]", milliseconds),
@@ -130,7 +134,7 @@ WAITS = Sheet(
 )
 STRAGGLERS = Sheet(
     "stragglers",
-    "Stragglers",
+    "Who is waited for",
     (
         RANK,
         HOST,
@@ -138,6 +142,8 @@ STRAGGLERS = Sheet(
         Field("last", "arrives last", integer),
         Field("imposed_s", "others wait for it [ms]", milliseconds),
         Field("wait_s", "waits itself [ms]", milliseconds),
+        Field("work_s", "works [ms]", milliseconds),
+        Field("straggler", "straggler"),
     ),
     brief=5,
 )

@@ -1,12 +1,14 @@
 """Runs side by side: where two of them differ, and how runs scale with the ranks."""
 
 from collections import defaultdict
+from math import exp, hypot
 
 import numpy as np
 
 from hpc3d.analyze.breakdown import breakdown
 from hpc3d.analyze.efficiency import recorded_flops
 from hpc3d.analyze.layout import layout_of
+from hpc3d.analyze.loads import load_of, setting
 from hpc3d.analyze.pipeline import configuration
 from hpc3d.analyze.tables import finite, means_of, ratio, slowest_seconds
 
@@ -17,7 +19,10 @@ T95 = (
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 MODEL = ("layers", "hidden", "heads", "sequence")
-PEERS = ("ranks", "p", "d", "batch", *MODEL)
+LOAD = ("batch", *MODEL, "setting")
+PEERS = ("ranks", "p", "d", *LOAD)
+Z95 = 1.96  # of the normal distribution, two-sided 95 %
+FEWEST = 6  # steps whose extremes enclose the median with 95 % confidence: 1 - 2^(1 - n)
 CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
 
 
@@ -30,7 +35,7 @@ def difference_rows(one, other, keys=("category", "phase", "axis", "op")):
 
     `low` and `high` bound the difference with 95 % confidence: Welch's interval over steps, which
     are taken for independent, with the degrees of freedom rounded down; None where a run has one
-    step only.  The first step of a run is left out where there are others.
+    step only.
     """
     ours, theirs = (_by_step(trace, keys) for trace in (one, other))
     rows = [dict(what) | _difference(ours[what], theirs[what]) for what in {**ours, **theirs}]
@@ -41,14 +46,12 @@ def _by_step(trace, keys):
     """Seconds in each step of every row, which is named by its items (key, name)."""
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
-    steps = steps[len(steps) > 1 :]
     found = defaultdict(lambda: np.zeros(len(steps)))
     whole = tuple((dict.fromkeys(columns, "") | {"category": "step"}).items())
     for row in breakdown(trace, ("step", *keys)):
-        if row["step"] >= steps[0]:
-            place = np.searchsorted(steps, row["step"])
-            for what in (tuple((key, row[key]) for key in columns), whole):
-                found[what][place] += row["seconds"]
+        place = np.searchsorted(steps, row["step"])
+        for what in (tuple((key, row[key]) for key in columns), whole):
+            found[what][place] += row["seconds"]
     return found
 
 
@@ -83,17 +86,17 @@ def run_row(trace):
     step_s is the median over steps of the slowest rank; forward_s and backward_s are medians over
     steps of the mean over ranks.  average_step_s = (forward_s + backward_s) / batch is the
     "average step time" of arXiv:2105.14450: passes only, without the messages between stages, the
-    sums of gradients over replicas and the optimiser, which step_s has.
+    sums of gradients over replicas and the optimiser, which step_s has.  Of both times there is
+    `relative_error`.
     """
     config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
     _, step = np.unique(trace.steps["step"], return_inverse=True)
-    forward, backward = (
-        finite(np.median(means_of(step, trace.steps[name])))
-        for name in ("forward_s", "backward_s")
-    )
-    seconds = float(np.median(slowest_seconds(trace)))
+    passes = [means_of(step, trace.steps[name]) for name in ("forward_s", "backward_s")]
+    forward, backward = (finite(np.median(each)) for each in passes)
+    slowest = slowest_seconds(trace)
+    seconds = float(np.median(slowest))
     tokens = float(np.median(trace.steps["tokens"]))
-    sizes = _sizes(config)
+    sizes = _sizes(config) | {"setting": setting(load_of(trace))}
     known = None not in (forward, backward, sizes["batch"])
     return {
         "run": layout.label,
@@ -106,18 +109,38 @@ def run_row(trace):
         "forward_s": forward,
         "backward_s": backward,
         "average_step_s": (forward + backward) / sizes["batch"] if known else None,
+        "average_step_error": relative_error(sum(passes)),
         "step_s": seconds,
+        "step_error": relative_error(slowest),
         "tokens_per_s": ratio(tokens, seconds),
         "tokens_per_s_rank": ratio(tokens, seconds * ranks),
         "flop_per_s": ratio(recorded_flops(trace), seconds),
     }
 
 
+def relative_error(values):
+    """The standard error of the logarithm of their median, from two order statistics (McKean and
+    Schrader 1984); None for less than FEWEST values, or some that are not positive."""
+    count, ordered = len(values), np.sort(values)
+    if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
+        return None
+    place = max(1, round((count + 1) / 2 - Z95 * (count / 4) ** 0.5))
+    return float(np.log(ordered[count - place] / ordered[place - 1]) / (2 * Z95))
+
+
+def _interval(key, value, *errors):
+    """The 95 % interval of a ratio of two medians, as columns: log-normal, by their errors."""
+    if value is None or None in errors:
+        return {f"{key}_low": None, f"{key}_high": None}
+    factor = exp(Z95 * hypot(*errors))
+    return {f"{key}_low": value / factor, f"{key}_high": value * factor}
+
+
 def _sizes(config):
-    keys = ("batch", *MODEL)
+    keys = ("batch", *MODEL, "recompute")
     if config is None:
         return dict.fromkeys(keys)
-    parts = vars(config.train) | vars(config.model)
+    parts = vars(config.train) | vars(config.model) | vars(config.parallel)
     return {key: parts[key] for key in keys}
 
 
@@ -125,34 +148,41 @@ def scaling_rows(runs):
     """The rows of `run_row` with how they scale.
 
     `scaling` is strong where the run does the work of the first one, weak where its ranks do as
-    much each (parameters of the blocks times tokens, within CONSTANT), other where neither holds.
-    speedup is its rate of FLOP/s over that of the first run, for the same work the ratio of the
-    step times, and efficiency that by the ratio of the ranks.
+    much each (parameters of the blocks times tokens, within CONSTANT, all else being the same),
+    other where neither holds or it is not known.  speedup is, for the same work, the ratio of the
+    step times, in weak scaling that of the rates of FLOP/s, and None for another load; efficiency
+    is that by the ratio of the ranks.
     """
     return [{**run, **_scaling(run, runs[0])} for run in runs]
 
 
 def _scaling(run, first):
-    speedup = ratio(run["flop_per_s"], first["flop_per_s"])
+    kind = _kind_of_scaling(run, first)
+    speedup = {
+        "strong": ratio(first["step_s"], run["step_s"]),
+        "weak": ratio(run["flop_per_s"], first["flop_per_s"]),
+        "other": None,
+    }[kind]
+    spread = None if run is first else speedup
     return {
-        "scaling": _kind_of_scaling(run, first),
+        "scaling": kind,
         "speedup": speedup,
+        **_interval("speedup", spread, run["step_error"], first["step_error"]),
         "efficiency": ratio(speedup, run["ranks"] / first["ranks"]),
     }
 
 
 def _kind_of_scaling(run, first):
-    if all(run[key] == first[key] for key in ("batch", *MODEL)):
+    if run["setting"] is None or run["setting"] != first["setting"]:
+        return "other"
+    if all(run[key] == first[key] for key in LOAD):
         return "strong"
-    own, theirs = _work(run), _work(first)
-    weak = None not in (own, theirs) and abs(own / theirs - 1) <= CONSTANT
-    return "weak" if weak else "other"
+    same = run["recompute"] == first["recompute"]
+    return "weak" if same and abs(_work(run) / _work(first) - 1) <= CONSTANT else "other"
 
 
 def _work(run):
-    """What a rank does in a step: 12 L h^2 parameters of the blocks times tokens, None unknown."""
-    if run["batch"] is None:
-        return None
+    """What a rank does in a step: 12 L h^2 parameters of the blocks times tokens."""
     tokens = run["batch"] * run["sequence"]
     return 12 * run["layers"] * run["hidden"] ** 2 * tokens / run["ranks"]
 
@@ -163,7 +193,8 @@ def gain_rows(runs):
     over_1d and over_2d say how many times the average step time of the best 1-D or 2-D run is
     this run's (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks), step_over_1d and
     step_over_2d the same of the whole steps.  Only runs of one model and batch on as many ranks,
-    stages and replicas are compared.  No rows where no two of them differ in their scheme.
+    stages and replicas are compared.  Each ratio has a 95 % interval.  No rows where no two of
+    them differ in their scheme.
     """
     rows = [run | _gains(run, runs) for run in runs if run["family"]]
     return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
@@ -176,6 +207,9 @@ def _gains(run, runs):
     for family in ("1d", "2d"):
         others = [each for each in peers if each["family"] == family != run["family"]]
         for name, key in ((f"over_{family}", "average_step_s"), (f"step_over_{family}", "step_s")):
-            times = [each[key] for each in others if each[key] is not None]
-            gains[name] = ratio(min(times, default=None), run[key])
+            known = [each for each in others if each[key] is not None]
+            best = min(known, key=lambda each: each[key], default={key: None})
+            gains[name] = ratio(best[key], run[key])
+            error = key.removesuffix("_s") + "_error"
+            gains |= _interval(name, gains[name], run[error], best.get(error))
     return gains

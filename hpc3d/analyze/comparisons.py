@@ -14,13 +14,22 @@ from hpc3d.analyze.sheets import (
 
 RUN = Field("run", "run")
 
+
+def between(key):
+    """The columns of a ratio's 95 % interval."""
+    return Field(f"{key}_low", "from", ratio), Field(f"{key}_high", "to", ratio)
+
+
 RUNS = Sheet(
     "runs",
     "Runs",
     (
         RUN,
         Field("ranks", "ranks", integer),
+        Field("steps", "steps", integer),
+        Field("step_s_25", "25 % [ms]", milliseconds),
         Field("step_s_median", "step [ms]", milliseconds),
+        Field("step_s_75", "75 % [ms]", milliseconds),
         Field("tokens_per_s", "tokens/s", prefixed),
         Field("communication_share", "communication", percent),
         Field("communication_calls", "calls", count),
@@ -46,6 +55,7 @@ SCALING = Sheet(
         Field("tokens_per_s_rank", "tokens/s a rank", prefixed),
         Field("scaling", "scaling"),
         Field("speedup", "speed-up", ratio),
+        *between("speedup"),
         Field("efficiency", "efficiency", percent),
     ),
 )
@@ -57,10 +67,14 @@ GAINS = Sheet(
         Field("family", "loops cut"),
         Field("average_step_s", "average step time [ms]", milliseconds),
         Field("over_1d", "over 1-D", ratio),
+        *between("over_1d"),
         Field("over_2d", "over 2-D", ratio),
+        *between("over_2d"),
         Field("step_s", "step [ms]", milliseconds),
         Field("step_over_1d", "step over 1-D", ratio),
+        *between("step_over_1d"),
         Field("step_over_2d", "step over 2-D", ratio),
+        *between("step_over_2d"),
     ),
 )
 DIFFERENCES = Sheet(

@@ -13,8 +13,11 @@ from hpc3d.analyze.compare import difference_rows, gain_rows, run_row, scaling_r
 from hpc3d.analyze.critical import critical_path, path_rows
 from hpc3d.analyze.efficiency import efficiency_row
 from hpc3d.analyze.layout import layout_of
+from hpc3d.analyze.loads import notes
 from hpc3d.analyze.pipeline import Passes, configuration, observe, runs_on
 from hpc3d.analyze.prediction import prediction_rows
+from hpc3d.analyze.steady import Steady
+from hpc3d.analyze.stragglers import straggler_rows
 from hpc3d.analyze.tables import (
     between_rows,
     comparison_rows,
@@ -25,7 +28,7 @@ from hpc3d.analyze.tables import (
     time_rows,
 )
 from hpc3d.analyze.timeline import EVENTS, Timeline, timeline
-from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+from hpc3d.analyze.waits import calls_of, incomplete, wait_rows
 from hpc3d.trace.check import violations
 from hpc3d.trace.settings import one_time
 
@@ -60,10 +63,11 @@ class Run:
 
 
 class Report(NamedTuple):
-    """Runs, and the tables that are over all of them."""
+    """Runs, the tables that are over all of them, and what one must know to compare them."""
 
     runs: list
     tables: dict
+    notes: list
 
 
 def compare(traces, runs):
@@ -72,14 +76,15 @@ def compare(traces, runs):
     runs = distinct(runs)
     tables = {"runs": comparison_rows(runs), "scaling": [], "gains": [], "differences": []}
     if len(runs) > 1 and all(map(one_time, traces)):
-        rows = [run_row(trace) | {"run": run.label} for trace, run in zip(traces, runs)]
+        steady = [*map(Steady, traces)]
+        rows = [run_row(trace) | {"run": run.label} for trace, run in zip(steady, runs)]
         tables["scaling"], tables["gains"] = scaling_rows(rows), gain_rows(rows)
         tables["differences"] = [
             {"run": run.label} | row
-            for trace, run in zip(traces[1:], runs[1:])
-            for row in difference_rows(traces[0], trace)
+            for trace, run in zip(steady[1:], runs[1:])
+            for row in difference_rows(steady[0], trace)
         ]
-    return Report(runs, tables)
+    return Report(runs, tables, notes(traces, [run.label for run in runs]))
 
 
 def examine(trace, peak=None, step=None, events=EVENTS):
@@ -92,12 +97,14 @@ def examine(trace, peak=None, step=None, events=EVENTS):
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
     wrong = violations(trace)  # before calls_of, for each takes half of the memory
-    step = median_step(trace) if step is None else step
-    calls = calls_of(trace)
+    steady = Steady(trace)
+    step = median_step(steady) if step is None else step
+    calls = calls_of(steady)
     matrices = _matrices(trace, calls)
     stages, panels = observe(trace, step)
     tables = {
-        **_of_time(trace, calls, peak),
+        **_of_time(steady, calls, peak),
+        **_of_all_steps(trace),
         "traffic": _pairs(matrices),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
@@ -114,7 +121,7 @@ def examine(trace, peak=None, step=None, events=EVENTS):
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         missing.append(DROPPED.format(ranks=_ranks(dropped)))
     attrs = trace.attrs
-    what = layout_of(trace).label, attrs["run_id"], about(trace), attrs["config"]
+    what = layout_of(trace).label, attrs["run_id"], about(steady), attrs["config"]
     return Run(*what, missing, wrong, tables, step, drawn, panels, matrices)
 
 
@@ -144,12 +151,18 @@ def _of_time(trace, calls, peak):
         "step": [step_row(trace, time)],
         "efficiency": [efficiency_row(trace, peak)],
         "prediction": prediction_rows(trace),
-        "loss": loss_rows(trace),
         "time": time,
-        "between": between_rows(trace),
         "layers": breakdown(trace, ("layer", "phase", "category")),
         "ranks": rank_rows(trace, calls),
         "imbalance": imbalance_rows(trace),
+    }
+
+
+def _of_all_steps(trace):
+    """The tables that are no averages."""
+    return {
+        "loss": loss_rows(trace),
+        "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": memory_rows(trace),
     }

@@ -119,15 +119,12 @@ def cards(run):
     imbalance = tables["imbalance"][0]
     yield "imbalance", _written(imbalance["imbalance"], "{:.3f}".format), "most / mean computation"
     if tables["stragglers"]:
-        worst = tables["stragglers"][0]
-        imposed = f"others wait {milliseconds(worst['imposed_s'])} ms for it"
-        yield "straggler", f"rank {worst['rank']}", imposed
+        yield "straggler", *_straggler(tables["stragglers"])
     if work["mfu"] is not None:
         yield "MFU", percent(work["mfu"]), f"HFU {percent(work['hfu'])}"
     else:
         yield "FLOP/s", _written(work["recorded_flop_per_s"], prefixed), "products and attention"
-    total = sum(value for key, value in tables["memory_ranks"][-1].items() if key != "rank")
-    yield "memory", f"{prefixed(total)}B", "peaks of all kinds and ranks"
+    yield "memory", *_memory(tables["memory_ranks"])
     last = tables["loss"][-1]
     yield "loss", _written(last["loss"], "{:.4f}".format), f"nat a token after step {last['step']}"
 
@@ -135,6 +132,25 @@ def cards(run):
 def counted(number, noun):
     """All of some things: "the only rank", "all 8 ranks"."""
     return f"the only {noun}" if number == 1 else f"all {number} {noun}s"
+
+
+def _straggler(rows):
+    """The rank that is slower than the others by more than chance, if there is one."""
+    named = [row for row in rows if row["straggler"] == "yes"]
+    if not named:
+        return "none", "no rank is slower by more than chance"
+    imposed = f"others wait {milliseconds(named[0]['imposed_s'])} ms for it"
+    return f"rank {named[0]['rank']}", imposed
+
+
+def _memory(rows):
+    """What the fullest rank held at one time; in older traces the sum of the kinds' peaks."""
+    *ranks, total = rows
+    if "all" in total:
+        most = max(ranks, key=lambda row: row["all"])
+        return f"{prefixed(most['all'])}B", f"at one time on rank {most['rank']}, the fullest"
+    peaks = sum(value for key, value in total.items() if key != "rank")
+    return f"{prefixed(peaks)}B", "peaks of all kinds and ranks"
 
 
 def _written(value, write):

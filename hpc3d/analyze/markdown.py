@@ -5,6 +5,10 @@ from hpc3d.analyze.comparisons import OVER_RUNS
 from hpc3d.analyze.sheets import markdown
 
 LINES = 20  # of what is wrong with a trace
+MEANS = (
+    "Calls, times and bytes are means a rank and step, over the steps that `averages` says: all"
+    " but the first one."
+)
 NOTES = {
     "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"
     " ideal clock. In flight: microbatches and chunks from F to the end of B.",
@@ -16,7 +20,7 @@ NOTES = {
 
 def page(report):
     """The text of a Report."""
-    sections = ["# Report", "Calls, times and bytes are means a rank and step."]
+    sections = ["# Report", MEANS, *_listed("Before these runs are compared:", report.notes)]
     for sheet in OVER_RUNS:
         sections += _section("##", sheet, report.tables[sheet.name])
     for run in report.runs:

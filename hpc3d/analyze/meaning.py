@@ -8,14 +8,20 @@ A training step has a forward pass, which computes the loss from the text, a bac
 which computes how the loss changes with every weight, and the optimiser, which changes the
 weights.
 
-Times, calls and bytes are means over the ranks and the completed steps of a run, unless a
-table has a row for each. A dash stands for what is not known. Where a pass or a call encloses
-other events, its own time is what these leave. The files in tables/ have the same numbers in
-seconds, bytes and floating-point operations (FLOP), without prefixes."""
+Times, calls and bytes are means over the ranks and steps of a run, unless a table has a row
+for each or its heading says median. The first step that was recorded is left out where there
+are others, for it warms up: memory is touched for the first time, connections are made. What
+heads a run says which steps its averages are over. Losses, what is done between steps and the
+peaks of memory are of all steps.
+
+A dash stands for what is not known. Where a pass or a call encloses other events, its own
+time is what these leave. The files in tables/ have the same numbers in seconds, bytes and
+floating-point operations (FLOP), without prefixes."""
 
 MEANING = {
     "runs": """\
-`step [ms]` is the median over the steps of the slowest rank, and `tokens/s` the tokens of a
+`step [ms]` is the median over the steps of the slowest rank, with the quartiles `25 % [ms]`
+and `75 % [ms]`, and `tokens/s` the tokens of a
 step over this time. `communication` is the part of the ranks' time that went into calls:
 collectives and messages. `received [B]` is what a rank must receive in a step under
 algorithms that are optimal in bandwidth.
@@ -32,21 +38,25 @@ of whole steps.
 
 `scaling` is strong where a run does the same work as the first one, weak where a rank does as
 much work as a rank of the first one (parameters of the blocks times tokens, within a tenth),
-and other where neither holds. `speed-up` is the rate of floating-point operations over that
-of the first run, and `efficiency` the speed-up over the ratio of the ranks.""",
+and other where neither holds, or models, types of numbers or optimisers differ. `speed-up` is
+how many times as long a step of the first run takes; in weak scaling it is the rate of
+floating-point operations over that of the first run, and of another load there is none. It
+lies between `from` and `to` with 95 % confidence (of a ratio of medians over 6 steps or more,
+taken for independent). `efficiency` is the speed-up over the ratio of the ranks.""",
     "gains": """\
 `loops cut` says in how many dimensions the products are really cut. `over 1-D` is how many
 times as long as in this run the `average step time [ms]` is in the best 1-D run, of the same
-model, batch, ranks, stages and replicas; `over 2-D` the same of 2-D. arXiv:2105.14450 reports
-2.32 and 1.57 for 3-D on 64 ranks. `step over 1-D` and `step over 2-D` compare `step [ms]`,
-the whole step of the slowest rank, optimiser and all.""",
+model, batch, type of numbers, optimiser, ranks, stages and replicas; `over 2-D` the same of
+2-D. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64 ranks. `step over 1-D` and `step
+over 2-D` compare `step [ms]`, the whole step of the slowest rank, optimiser and all. `from`
+and `to` after a ratio are its 95 % interval, as for the speed-up.""",
     "differences": """\
 What takes longer than in the first run: the time of a step in both, and the `difference
 [ms]`, which lies between `from [ms]` and `to [ms]` with 95 % confidence (Welch's interval
-over the steps, taken for independent). The first step of a run is left out where there are
-others.""",
+over the steps, taken for independent).""",
     "step": """\
-`min [ms]`, `median [ms]` and `max [ms]` are over the steps, each that of its slowest rank.
+`min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are over the `steps` that
+are averaged, of the numbers `from` and `to`, each that of its slowest rank.
 `forward [ms]` is the time of a mean rank in forward passes and `backward [ms]` that in
 backward passes, with the calls inside of them, but without what stages send each other, sums
 over replicas and the optimiser. `tokens/s` is the tokens of a step over the median, and
@@ -100,7 +110,10 @@ then the clocks of two hosts disagree, by `worst [us]` at least.""",
     "stragglers": """\
 `arrives last` is in how many of its `meetings`, collectives and messages, a rank was the last
 to come. `others wait for it [ms]` sums over all other ranks, in a step. A rank may be late
-because it waited for another one before: the critical path tells.""",
+because it waited for another one before: the critical path tells. `works [ms]` is the median
+step without what the rank is blocked in calls. A rank is a `straggler` if that is longer than
+of every other rank in more steps than chance would have it (5 %, where all are alike), and by
+a hundredth of a step more than the median of the others.""",
     "path": """\
 What would have to be faster for the step to be faster: from its end back, the path follows
 the rank that works, and from a wait it goes on with the rank that was waited for. So its

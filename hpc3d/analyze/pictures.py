@@ -23,7 +23,10 @@ def of_runs(runs, tables):
         caption = "What a mean step of a mean rank is made of."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
-        caption = "Rate of floating-point operations over that of the first run."
+        caption = (
+            "How many times as long a step of the first run takes; where ranks do as much each,"
+            " the rate of floating-point operations over that of the first run."
+        )
         yield Picture("speedup", "Speed-up", caption, speedup)
 
 
@@ -45,7 +48,7 @@ def of_run(run):
         caption = "Time in calls before and after the last one who takes part has arrived."
         yield Picture("waits", "Waiting and transfer", caption, charts.waits(run))
         caption = "Whom the others wait for, summed over all of them."
-        yield Picture("stragglers", "Stragglers", caption, charts.stragglers(run))
+        yield Picture("stragglers", "Who is waited for", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):
         title = f"Bytes along {axis}" if axis else "Bytes from rank to rank"
         # A trace may call an axis anything, a file not.

@@ -79,16 +79,21 @@ def step_row(trace, time):
     Where ranks count their processor time there is no rate: the step took longer on the wall.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    slowest = slowest_seconds(trace)
-    median = float(np.median(slowest))
+    low, quarter, median, most, high = np.percentile(
+        slowest_seconds(trace), (0, 25, 50, 75, 100)
+    ).tolist()
     communication = [row for row in time if row["category"] in ("comm", "wait") or row["axis"]]
     calls = [row for row in communication if row["category"] == "comm"]
     return {
         "ranks": trace.attrs["world_size"],
         "steps": len(steps),
-        "step_s_min": float(slowest.min()),
+        "first": int(steps[0]),
+        "last": int(steps[-1]),
+        "step_s_min": low,
+        "step_s_25": quarter,
         "step_s_median": median,
-        "step_s_max": float(slowest.max()),
+        "step_s_75": most,
+        "step_s_max": high,
         "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
         "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
         "tokens_per_s": rate(trace, float(np.median(trace.steps["tokens"])), median),
@@ -109,11 +114,9 @@ def slowest_seconds(trace):
 
 
 def median_step(trace):
-    """A step that took the median time of all, but for step 0 where there are others."""
-    steps = np.unique(trace.steps["step"])
+    """A step that took the median time of all."""
     order = slowest_seconds(trace).argsort(kind="stable")
-    warm = order[steps[order] > 0] if steps[-1] > 0 else order
-    return int(steps[warm[(len(warm) - 1) // 2]])
+    return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
 
 
 def peak_rows(trace):

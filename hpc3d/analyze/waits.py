@@ -26,7 +26,6 @@ from hpc3d.analyze.columns import (
     cells,
     combinations,
     event_values,
-    hosts,
     labelled,
     named,
 )
@@ -214,31 +213,3 @@ def wait_rows(calls, keys=("axis", "op")):
 def incomplete(calls):
     """How many meetings lack the call of a member, so that their last arrival is not certain."""
     return int((calls.known < calls.members).sum())
-
-
-def straggler_rows(calls):
-    """Who is waited for, a row a rank, the worst first.
-
-    In `last` of its `meetings` the rank was the last to arrive; `imposed_s` are the seconds a step
-    that all others together wait for its arrivals, `wait_s` those that it waits itself.  A wait
-    counts against the rank that was waited for, although that may have waited for another before:
-    the critical path tells.
-    """
-    inside, ranks = calls.inside, calls.trace.attrs["world_size"]
-    steps = len(np.unique(calls.trace.steps["step"]))
-    meetings = np.bincount(calls.rank[inside & calls.ending], minlength=ranks)
-    late = np.bincount(calls.late[inside[calls.first]], minlength=ranks)
-    wait = calls.wait[inside] * 1e-9 / steps
-    imposed, waited = (np.bincount(rank[inside], wait, ranks) for rank in (calls.by, calls.rank))
-    host = hosts(calls.trace)
-    return [
-        {
-            "rank": rank,
-            "host": host.get(rank),
-            "meetings": int(meetings[rank]),
-            "last": int(late[rank]),
-            "imposed_s": float(imposed[rank]),
-            "wait_s": float(waited[rank]),
-        }
-        for rank in np.argsort(-imposed, kind="stable").tolist()
-    ]

@@ -13,7 +13,8 @@ from hpc3d.analyze.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.compare import difference_rows, run_row
 from hpc3d.analyze.critical import critical_path
 from hpc3d.analyze.efficiency import efficiency_row
-from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+from hpc3d.analyze.stragglers import straggler_rows
+from hpc3d.analyze.waits import calls_of, incomplete, wait_rows
 from tests.memory import peak_bytes
 
 seconds = {}

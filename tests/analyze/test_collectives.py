@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hpc3d.analyze.collectives import bandwidth_rows, communication_matrix
-from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+from hpc3d.analyze.stragglers import straggler_rows
+from hpc3d.analyze.waits import calls_of, incomplete, wait_rows
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import by_hand, call, large, row
 

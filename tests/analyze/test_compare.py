@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hpc3d.analyze.compare import difference_rows, gain_rows, run_row, scaling_rows
+from hpc3d.analyze.compare import (
+    _interval,
+    difference_rows,
+    gain_rows,
+    relative_error,
+    run_row,
+    scaling_rows,
+)
+from hpc3d.analyze.steady import Steady
 from hpc3d.inputs import to_toml
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import by_hand, call, row
@@ -31,7 +39,7 @@ def run_of(path, times):
                 else:
                     rows.append(row(rank, now, end, category, step=step))
                 now = end
-    return by_hand(path, rows, steps, [("x", (0, 1))])
+    return Steady(by_hand(path, rows, steps, [("x", (0, 1))]))
 
 
 @pytest.fixture
@@ -114,8 +122,8 @@ def test_a_layer_that_got_slower_is_found(tmp_path):
         return NAP if slow and name == "gelu" else 0
 
     sizes = {"mesh__x": 2, "model__layers": 2, "parallel__scheme": "1d", "train__steps": 6}
-    plain = trained(tmp_path / "plain", 2, **sizes)
-    slow = trained(tmp_path / "slow", 2, nap, **sizes)
+    plain = Steady(trained(tmp_path / "plain", 2, **sizes))
+    slow = Steady(trained(tmp_path / "slow", 2, nap, **sizes))
     whole, first, *_ = difference_rows(plain, slow, ("category", "phase", "layer"))
     assert (first["category"], first["phase"], first["layer"]) == ("compute", "forward", 1)
     assert 0 < first["low"] < first["difference_s"] < first["high"]
@@ -146,6 +154,12 @@ def scheme_of(
     return run_row(by_hand(path, rows, steps, results=results, **text))
 
 
+SETTING = (
+    "model.kind = gpt2, model.vocabulary = None, model.tied = True, model.gelu = tanh, "
+    "model.dropout = 0.0, train.optimizer = adamw, train.dtype = float32"
+)
+
+
 def test_a_row_of_a_run(tmp_path):
     found = scheme_of(tmp_path / "t.h5", "1d", 2)
     assert found == {
@@ -160,10 +174,14 @@ def test_a_row_of_a_run(tmp_path):
         "hidden": 8,
         "heads": 8,
         "sequence": 4,
+        "recompute": "none",
+        "setting": SETTING,
         "forward_s": 0.03,
         "backward_s": 0.05,
         "average_step_s": pytest.approx(0.08 / 24),
+        "average_step_error": None,
         "step_s": pytest.approx(0.1),
+        "step_error": None,
         "tokens_per_s": pytest.approx(960),
         "tokens_per_s_rank": pytest.approx(480),
         "flop_per_s": pytest.approx(2e10),
@@ -194,8 +212,20 @@ def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
     ]
     rows = scaling_rows(runs)
     assert [each["scaling"] for each in rows] == ["strong", "weak", "other", "weak", "other"]
-    assert [each["speedup"] for each in rows] == pytest.approx([1, 1.6, 1.5, 3, 0.5])
-    assert [each["efficiency"] for each in rows] == pytest.approx([1, 0.8, 0.75, 0.75, 0.5])
+    assert [each["speedup"] for each in rows] == [
+        1,
+        pytest.approx(1.6),
+        None,
+        pytest.approx(3),
+        None,
+    ]
+    assert [each["efficiency"] for each in rows] == [
+        1,
+        pytest.approx(0.8),
+        None,
+        pytest.approx(0.75),
+        None,
+    ]
 
 
 FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
@@ -239,6 +269,51 @@ def test_what_is_another_scheme_or_no_peer_has_no_gain(tmp_path, name, mesh, oth
         scheme_of(tmp_path / "b.h5", name, mesh, passes=(0.06, 0.06), **others),
     ]
     assert gain_rows(runs) == []
+
+
+@pytest.mark.parametrize(
+    "other", [{"train__dtype": "float64"}, {"model__vocabulary": 99}, {"train__optimizer": "sgd"}]
+)
+def test_another_load_has_no_speedup_and_no_gain(tmp_path, other):
+    runs = [
+        scheme_of(tmp_path / "a.h5", "1d", 8, step=436),
+        scheme_of(tmp_path / "b.h5", "3d", CUBE, **other),
+    ]
+    _, row = scaling_rows(runs)
+    assert (row["scaling"], row["speedup"], row["efficiency"]) == ("other", None, None)
+    assert gain_rows(runs) == []
+    runs[1] = scheme_of(tmp_path / "c.h5", "3d", CUBE)
+    assert scaling_rows(runs)[1]["speedup"] == gain_rows(runs)[1]["step_over_1d"]
+    assert gain_rows(runs)[1]["step_over_1d"] == pytest.approx(4.36)
+
+
+def test_what_is_computed_again_is_no_speedup(tmp_path):
+    """Full recomputation makes a third more operations of the same work."""
+    again = {"parallel__recompute": "full", "flops": 4e9 / 3}
+    runs = [scheme_of(tmp_path / "1.h5", "1d", 1), scheme_of(tmp_path / "2.h5", "1d", 1, **again)]
+    assert [row["speedup"] for row in scaling_rows(runs)] == pytest.approx([1, 1])
+    more = scheme_of(tmp_path / "3.h5", "1d", 2, batch=48, **again)
+    assert scaling_rows([runs[0], more])[1]["scaling"] == "other"
+
+
+@pytest.mark.parametrize("count", [6, 7, 20, 99])
+def test_the_interval_of_a_ratio_of_medians_holds_what_it_says(count):
+    """Of log-normal times, whose medians are 2 : 1, in about 95 % of all cases."""
+    random, times = np.random.default_rng(count), []
+    for _ in range(2000):
+        one, other = np.exp(random.normal(0, 0.3, (2, count)))
+        ratio = 2 * np.median(one) / np.median(other)
+        found = _interval("r", ratio, relative_error(2 * one), relative_error(other))
+        times.append(found["r_low"] <= 2 <= found["r_high"])
+    assert 0.93 < np.mean(times) < 0.99
+
+
+def test_an_interval_is_known_of_six_steps_or_more():
+    assert relative_error(np.array([1.0, 2, 3, 4, 5])) is None
+    assert relative_error(np.array([1.0, 2, 3, 4, 5, 6])) == pytest.approx(np.log(6) / 3.92)
+    assert relative_error(np.full(6, 3.0)) == 0.0
+    assert relative_error(np.array([0.0, 2, 3, 4, 5, 6])) is None
+    assert relative_error(np.array([np.nan, 2, 3, 4, 5, 6])) is None
 
 
 def test_what_is_not_known_is_none(tmp_path):

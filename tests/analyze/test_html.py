@@ -4,6 +4,7 @@ import csv
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -131,7 +132,7 @@ def test_the_numbers_that_one_looks_for_first(tmp_path):
         found = {title: (value, note) for title, value, note in html.cards(run)}
         assert run.missing == []
     assert found["step"] == ("10.00 ms", "10.00 to 10.00")
-    assert found["straggler"] == ("rank 1", "others wait 3.00 ms for it")
+    assert found["straggler"] == ("none", "no rank is slower by more than chance")
     assert found["imbalance"][0] == "1.273"  # 7 / ((4 + 7) / 2)
     assert found["communication"][0] == "35.0%"  # (5 + 2) of 20 ms
     assert found["communication"][1].startswith("waiting 15.0%")
@@ -139,6 +140,24 @@ def test_the_numbers_that_one_looks_for_first(tmp_path):
     assert found["memory"][0] == "40B"
     assert found["MFU"][1] == "HFU 45.0%"  # 9 GFLOP in 10 ms on 2 ranks of 1 TFLOP/s
     assert "bubble" not in found
+
+
+def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
+    rows = [
+        {"rank": 0, "parameter": 30, "activation": 50, "all": 60},
+        {"rank": 1, "parameter": 20, "activation": 70, "all": 75},
+        {"rank": None, "parameter": 50, "activation": 120, "all": 135},
+    ]
+    assert html._memory(rows) == ("75B", "at one time on rank 1, the fullest")
+    run = SimpleNamespace(tables={"memory_ranks": rows})
+    assert [*charts.memory(run).parts] == ["parameter", "activation"], "all is no part of a bar"
+
+
+def test_a_straggler_is_named_only_if_there_is_one():
+    rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no"} for rank in (1, 0)]
+    assert html._straggler(rows)[0] == "none"
+    rows[1]["straggler"] = "yes"
+    assert html._straggler(rows) == ("rank 0", "others wait 3.00 ms for it")
 
 
 def test_names_in_a_trace_are_text(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from hpc3d import report
 from hpc3d.analyze.gantt import gantt
 from hpc3d.analyze.pipeline import Passes, configuration, observe, simulated
+from hpc3d.analyze.steady import Steady
 from hpc3d.analyze.tables import median_step
 from hpc3d.trace.segment import segment_path
 from tests.analyze.traces import MS, by_hand, event, opened
@@ -214,7 +215,7 @@ def test_the_step_of_median_time_is_not_the_first(tmp_path, durations, median):
     steps = range(len(durations))
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, steps, durations, **SIZES)
     with opened(run) as recorded:
-        assert median_step(recorded) == median
+        assert median_step(Steady(recorded)) == median
 
 
 def reported(capsys, *arguments):

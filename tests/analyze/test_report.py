@@ -48,7 +48,7 @@ def meets(group, number):
 def events_of(rank, step):
     """0.6 ms of a forward pass with 2 events inside, then the backward pass; 10 ms from 0.
 
-    The reduce-scatter is in step 1 only.
+    The reduce-scatter is in step 2 only, and what warms up in step 0.
     """
     events = [
         event(HOST, FORWARD, 0, 0, 600),
@@ -58,7 +58,9 @@ def events_of(rank, step):
         event(COMPUTE, BACKWARD, GEMM, 810, 200, flops=4e5),
         event(WAIT, BACKWARD, SCATTER, 1010, 20, group=1),
     ]
-    if step == 1:
+    if step == 0:
+        events.append(event(COMPUTE, BACKWARD, GEMM, 2000, 6000, flops=1e9))
+    if step == 2:
         events.append(event(COMM, BACKWARD, SCATTER, 1040, 50, bytes=1000, **meets(1, 0)))
     return [{**row, "step": step, "t_start": row["t_start"] + 10 * step * MS} for row in events]
 
@@ -68,17 +70,17 @@ def uncounted(rank):
     rest = {"bytes": 77777, "flops": 1e9}
     return [
         event(COMPUTE, FORWARD, GEMM, -20000, 9000, step=-1, **rest),
-        event(COMM, FORWARD, GATHER, 20000, 9000, step=2, **meets(0, 2), **rest),
+        event(COMM, FORWARD, GATHER, 30000, 9000, step=3, **meets(0, 3), **rest),
     ]
 
 
 def steps_of(rank, losses):
-    """Steps of 1 ms and 2 ms and 0.1 ms more a rank; only the last rank knows the loss."""
+    """Steps of 9, 1 and 2 ms and 0.1 ms more a rank; only the last rank knows the loss."""
     return [
         {
             "step": step,
             "t_start": 10 * step * MS,
-            "t_end": 10 * step * MS + (step + 1) * MS + rank * 100 * US,
+            "t_end": 10 * step * MS + (step or 9) * MS + rank * 100 * US,
             "tokens": 1800,
             "loss": loss if rank == 3 else NAN,
             "grad_norm": 1.5,
@@ -109,14 +111,15 @@ def records(columns, rank, rows):
     return table
 
 
-def write_run(run, scheme="3d", losses=(3.5, 3.25)):
+def write_run(run, scheme="3d", losses=(4.0, 3.5, 3.25)):
     for rank in range(4):
-        events = events_of(rank, 0) + uncounted(rank)
-        shift = len(events)
-        later = events_of(rank, 1)
-        events += [
-            {**row, "parent": row["parent"] + shift * (row["parent"] >= 0)} for row in later
-        ]
+        events = uncounted(rank)
+        for step in range(3):
+            shift = len(events)
+            events += [
+                {**row, "parent": row["parent"] + shift * (row["parent"] >= 0)}
+                for row in events_of(rank, step)
+            ]
         write_segment(
             segment_path(run, rank, 0),
             {
@@ -196,8 +199,12 @@ def test_step_memory_and_loss(run, capsys):
             {
                 "ranks": 4,
                 "steps": 2,
+                "first": 1,
+                "last": 2,
                 "step_s_min": 1.3e-3,
+                "step_s_25": 1.55e-3,
                 "step_s_median": 1.8e-3,
+                "step_s_75": 2.05e-3,
                 "step_s_max": 2.3e-3,
                 "forward_s": 2.5e-3,
                 "backward_s": 2e-3,
@@ -212,7 +219,20 @@ def test_step_memory_and_loss(run, capsys):
         {"kind": "parameter", "peak": 103, "rank": 3},
         {"kind": "activation", "peak": 5000, "rank": 0},
     ]
-    assert [row["loss"] for row in result["loss"]] == [3.5, 3.25]
+    assert [row["loss"] for row in result["loss"]] == [4.0, 3.5, 3.25]
+    assert result["about"]["averages"] == (
+        "over steps 1 to 2; step 0, the first one, warms up and is left out"
+    )
+
+
+def test_a_run_of_one_step_has_no_other(tmp_path, capsys):
+    (result,) = reported(capsys, write_run(tmp_path / "one", losses=(4.0,)))["runs"]
+    (step,) = result["step"]
+    assert (step["steps"], step["first"], step["last"]) == (1, 0, 0)
+    assert step["step_s_median"] == pytest.approx(9.3e-3)
+    assert result["about"]["averages"] == (
+        "of step 0 alone, the first one, which warms up; train for more steps"
+    )
 
 
 def test_bytes_from_rank_to_rank(run, capsys):
@@ -229,7 +249,7 @@ def test_tables_are_printed_and_written(run, capsys):
     printed = capsys.readouterr().out
     text = (run / "report" / "report.md").read_text()
     for line in (
-        "| 3d along m n, x=2 y=2 |     4 |      1.80 |      1 M |          9.7% |   1.5 |   ",
+        "| 3d along m n, x=2 y=2 |     4 |     2 |      1.55 |      1.80 |      2.05 |      1 M |",
         "| compute    | backward |      | gemm           |      0.40 | 24.2% |   2.0 |",
     ):
         assert line in printed and line in text
@@ -241,13 +261,13 @@ def test_tables_are_printed_and_written(run, capsys):
     assert {path.name for path in (run / "report").iterdir()} == {"report.md", "tables"}
 
 
-# Its three gathers along x with rank 3, and its reduce-scatter along y with rank 0.
-CUT_OFF = [f"rank {rank}: the end of step 2" for rank in range(4)]
+# Its four gathers along x with rank 3, and its reduce-scatter along y with rank 0.
+CUT_OFF = [f"rank {rank}: the end of step 3" for rank in range(4)]
 WITHOUT_RANK_1 = [
     CUT_OFF[0],
     "rank 1: no segment",
     *CUT_OFF[2:],
-    "4 collectives and messages: the call of a member, so their waits may be longer",
+    "5 collectives and messages: the call of a member, so their waits may be longer",
 ]
 
 
@@ -266,10 +286,10 @@ def test_merged_only_when_needed_or_told(run, capsys):
 
 
 def test_losses_are_compared_in_the_same_step(run, tmp_path, capsys):
-    """Step 1 is the last that both have."""
-    longer = write_run(tmp_path / "longer", scheme="1d", losses=(3.5, 3.0, 2.5))
+    """Step 2 is the last that both have."""
+    longer = write_run(tmp_path / "longer", scheme="1d", losses=(4.0, 3.5, 3.0, 2.5))
     rows = reported(capsys, run, longer)["comparison"]
-    assert [(row["loss_step"], row["loss"]) for row in rows] == [(1, 3.25), (1, 3.0)]
+    assert [(row["loss_step"], row["loss"]) for row in rows] == [(2, 3.25), (2, 3.0)]
 
 
 def test_what_is_sent_is_not_received(tmp_path, capsys):
@@ -288,7 +308,7 @@ def test_what_is_sent_is_not_received(tmp_path, capsys):
 
 
 def test_runs_are_compared(run, tmp_path, capsys):
-    other = write_run(tmp_path / "other", scheme="1d", losses=(3.5, 3.125))
+    other = write_run(tmp_path / "other", scheme="1d", losses=(4.0, 3.5, 3.125))
     out = tmp_path / "comparison"
     found = reported(capsys, run, other, "--out", out)
     first, second = found["comparison"]
@@ -304,6 +324,31 @@ def test_runs_are_compared(run, tmp_path, capsys):
     ]
     assert (out / "tables" / "ranks.tex").read_text().count("1d, x=2 y=2 & ") == 4
     assert not (run / "report").exists()
+
+
+def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", scheme="1d")
+    assert reported(capsys, one, other)["notes"] == []
+    merge(one), merge(other)
+    with h5py.File(other / "trace.h5", "r+") as file:
+        file.attrs["config"] += '[train]\nbatch = 96\ndtype = "float64"\n[data]\npath = "mine"\n'
+        file.attrs["cores"] = 3
+        file["steps/tokens"][:] = 900
+    with h5py.File(one / "trace.h5", "r+") as file:
+        file.attrs["cores"] = 4
+    found = reported(capsys, one, other, "--out", tmp_path / "out")
+    three, flat = "3d along m n, x=2 y=2", "1d, x=2 y=2"
+    assert found["notes"] == [
+        f"train.batch differs: 192 in {three}; 96 in {flat}",
+        f"train.dtype differs: float32 in {three}; float64 in {flat}",
+        f"tokens a step differs: 1,800 in {three}; 900 in {flat}",
+        f"data.path differs: inputs/corpus in {three}; mine in {flat}",
+        f"{flat}: cores: 3 for 4 ranks a host: they take turns, so times are longer than on a"
+        " core each",
+    ]
+    assert [row["speedup"] for row in found["scaling"]] == [1, None]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert f"Before these runs are compared:\n\n* {found['notes'][0]}\n" in text
 
 
 def test_labels_tell_runs_apart(run, tmp_path, capsys):

@@ -5,7 +5,8 @@ import pytest
 
 from hpc3d.analyze.breakdown import rank_rows
 from hpc3d.analyze.collectives import bandwidth_rows
-from hpc3d.analyze.waits import calls_of, incomplete, straggler_rows, wait_rows
+from hpc3d.analyze.stragglers import straggler_rows
+from hpc3d.analyze.waits import calls_of, incomplete, wait_rows
 from tests.analyze.naps import trained
 from tests.analyze.synthetic import COMPUTE, JITTER, SLOT, by_hand, call, jitter, large, row
 

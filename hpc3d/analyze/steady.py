@@ -1,0 +1,46 @@
+"""Which steps of a run its averages are over: all but the first one that was recorded.
+
+In the first step memory is touched for the first time, connections are made and caches are cold:
+it is longer than the others, and no part of what a long run costs.
+"""
+
+import numpy as np
+
+
+class Steady:
+    """An open trace whose table of steps is without the first one, where it has others; all else
+    is that of the trace."""
+
+    def __init__(self, trace):
+        step = trace.steps["step"]
+        chosen = step > step.min(initial=0) if np.ptp(step) else np.ones(len(step), bool)
+        self.trace, self.steps = trace, Rows(trace.steps, np.flatnonzero(chosen))
+
+    def __getattr__(self, name):
+        return getattr(self.trace, name)
+
+
+class Rows:
+    """Some `rows` of a table."""
+
+    def __init__(self, table, rows):
+        self.table, self.rows = table, rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, name):
+        return self.table[name][self.rows]
+
+
+def averaged(steady):
+    """Over which steps averages are, in words."""
+    whole, steps = (
+        np.unique(table["step"]).tolist() for table in (steady.trace.steps, steady.steps)
+    )
+    if steady.attrs.get("kind") == "simulated":
+        return "of the simulated step"
+    if len(whole) == 1:
+        return f"of step {steps[0]} alone, the first one, which warms up; train for more steps"
+    span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return f"over {span}; step {whole[0]}, the first one, warms up and is left out"
