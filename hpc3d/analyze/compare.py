@@ -119,13 +119,18 @@ def run_row(trace):
 
 
 def relative_error(values):
-    """The standard error of the logarithm of their median, from two order statistics (McKean and
-    Schrader 1984); None for less than FEWEST values, or some that are not positive."""
+    """The standard error of the logarithm of their median; None for less than FEWEST values, or
+    some that are not positive.
+
+    From two order statistics (McKean and Schrader 1984; Price and Bonett 2002): of n values the
+    c-th lowest and highest are z = (n + 1 - 2 c) / sqrt(n) standard errors from it.
+    """
     count, ordered = len(values), np.sort(values)
     if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         return None
     place = max(1, round((count + 1) / 2 - Z95 * (count / 4) ** 0.5))
-    return float(np.log(ordered[count - place] / ordered[place - 1]) / (2 * Z95))
+    errors = 2 * (count + 1 - 2 * place) / count**0.5
+    return float(np.log(ordered[count - place] / ordered[place - 1]) / errors)
 
 
 def _interval(key, value, *errors):

@@ -13,7 +13,7 @@ class Steady:
 
     def __init__(self, trace):
         step = trace.steps["step"]
-        chosen = step > step.min(initial=0) if np.ptp(step) else np.ones(len(step), bool)
+        chosen = step > step.min() if np.ptp(step) else np.ones(len(step), bool)
         self.trace, self.steps = trace, Rows(trace.steps, np.flatnonzero(chosen))
 
     def __getattr__(self, name):
