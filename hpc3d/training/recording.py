@@ -1,10 +1,10 @@
 """The recorder of a run, and the environment that the run leaves on disk."""
 
-import os
 import time
 from datetime import UTC, datetime
 
 from hpc3d import __version__
+from hpc3d.cluster.launch import cores_of_node
 from hpc3d.inputs import to_toml
 
 # What the trace and what the training loop reads, in ns and in s: the same clock.
@@ -34,7 +34,7 @@ def recorded(job, mesh, config, folder, git, transport):
         "coords": [mesh.coord(axis) for axis in mesh.sizes],
         **place,
         "transport": transport,
-        "cores": os.cpu_count() or 0,
+        "cores": cores_of_node(),
         "run_id": folder.name,
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "time_unit": "ns",
