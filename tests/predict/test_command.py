@@ -7,6 +7,7 @@ import pytest
 
 from hpc3d import trace
 from hpc3d.analyze.critical import critical_path
+from hpc3d.analyze.prediction import prediction_rows
 from hpc3d.analyze.waits import calls_of
 from hpc3d.report import main as report
 from hpc3d.simulate import main
@@ -73,6 +74,8 @@ def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
     with trace.open(run) as opened:
         quantities = dict(zip(opened.prediction["quantity"], opened.prediction["value"]))
         assert opened.attrs["kind"] == "measured" and len(opened.steps) == 4
+        beside = {row["quantity"]: row["ratio"] for row in prediction_rows(opened)}
+    assert beside["peak_all_bytes"] == 1.0
     assert quantities["step_s"] == found["step_time_s"]
     code, _, err = simulate(capsys, run, "--machine", machine, "--train.batch", "72")
     assert code == 2 and "is a run, which was as it was" in err

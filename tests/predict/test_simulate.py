@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d import trace
+from hpc3d.analyze.prediction import prediction_rows
 from hpc3d.analyze.tables import time_rows
 from hpc3d.predict import write
 from hpc3d.predict.rank import predict
@@ -67,6 +68,8 @@ def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
         assert violations(opened) == []
         assert len(opened.ranks) == len(np.unique(opened.events["rank"])) == found["ranks"]
         assert opened.prediction["value"][0] == found["step_time_s"]
+        peaks = [row for row in prediction_rows(opened) if row["quantity"] == "peak_all_bytes"]
+        assert [row["ratio"] for row in peaks] == [1.0] * config.mesh.p
         shares = [row["share"] for row in time_rows(opened)]
         assert sum(shares) == pytest.approx(1, abs=1e-9)
 
