@@ -1,41 +1,73 @@
-"""Lists the commands of hpc3d with one line each."""
+"""The commands: `hpc3d COMMAND` is `python -m hpc3d COMMAND` and `python -m hpc3d.COMMAND`.
 
-import argparse
-import ast
-from collections.abc import Iterator
-from pathlib import Path
+Ranks come through here: nothing is imported before the command, which settles their environment.
+"""
 
-import hpc3d
+import sys
+from importlib import import_module
 
-
-def verbs() -> Iterator[tuple[str, str]]:
-    """Each top-level module with a `main`, and the first line of its docstring.
-
-    The modules are parsed, not imported: the list costs no NumPy and starts no MPI.
-    """
-    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        module = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
-            yield path.stem, (ast.get_docstring(module) or "").partition("\n")[0]
+COMMANDS = ("train", "plan", "simulate", "report", "checkpoint", "prepare", "bench", "doctor")
+USAGE = """
+    hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND ...
+    mpirun -np N hpc3d train ...         on N ranks
+    hpc3d COMMAND --help                 what a command does, and all that it takes
+    hpc3d --version
+"""
 
 
-def listing() -> str:
-    """The version and one line a command."""
-    lines = [f"  python -m hpc3d.{verb:<10} {line}" for verb, line in verbs()]
-    return "\n".join([f"hpc3d {hpc3d.__version__}: {hpc3d.__doc__}", "", *lines])
+def main(argv=None):
+    """Run the command that the first word names; the exit code is 2 where there is none."""
+    command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in COMMANDS:
+        return import_module(f"hpc3d.{command}").main(words)
+    from hpc3d.cluster import launch
+
+    if launch.number_in(launch.OWN_RANK, default=0):
+        return 0  # a launcher that sees a failure ends the others, before the first has spoken
+    return answer(command)
 
 
-def main() -> None:
-    """Prints the listing; refuses a command, which is spelled with a dot."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc3d",
-        usage="python -m hpc3d.<command> --help",
-        description=listing(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.parse_args()
-    parser.print_help()
+def answer(word):
+    """Print what is asked for without a command."""
+    import hpc3d
+
+    if word in ("-h", "--help"):
+        print(listing())
+    elif word == "--version":
+        print(f"hpc3d {hpc3d.__version__}")
+    else:
+        return refuse(word)
+    return 0
+
+
+def listing():
+    """What hpc3d is, how commands are written, and one line a command."""
+    import hpc3d
+
+    lines = [f"  {command:<12}{summary(command)}" for command in COMMANDS]
+    return "\n".join([f"hpc3d {hpc3d.__version__}: {hpc3d.__doc__}", USAGE, *lines])
+
+
+def summary(command):
+    """The first line of a command's text.  Parsed, its module costs no NumPy and no MPI."""
+    import ast
+    from importlib.resources import files
+
+    source = (files("hpc3d") / f"{command}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)).partition("\n")[0]
+
+
+def refuse(word):
+    """The exit code for a word that is no command, of which one line says so."""
+    from difflib import get_close_matches
+
+    from hpc3d.cluster.exits import BAD_INPUT
+
+    near = get_close_matches(word, COMMANDS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    print(f"hpc3d: {word}: no such command; {hint}", file=sys.stderr)
+    return BAD_INPUT
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@
     schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
     guards     steps whose products and messages are checked, on 1, 8 and 64 ranks; replicas
 
-    calibrate  this machine, from runs of up to 8 ranks: a file for `hpc3d.simulate --machine`;
+    calibrate  this machine, from runs of up to 8 ranks: which `--machine this-machine` then is;
                with --check, steps of 12 other runs, measured and predicted
     findings   when a pipeline beats replicas, what a poor partition holds, the size of messages,
                waiting against transfer: tables, and figures in DIR/findings
@@ -58,7 +58,7 @@ def _parser():
     add("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
     add("--rounds", type=positive, default=0, metavar="N", help="pairs (default: a few)")
     add("--out", default="results", metavar="DIR", help="folder of the figures")
-    add("--machine", metavar="FILE", help="the machine that predicts, or that calibrate writes")
+    add("--machine", metavar="NAME|FILE", help="what predicts, or the file that calibrate writes")
     add("--transport", default="auto", help="mesh.transport of the runs (calibrate)")
     add("--check", action="store_true", help="predict other runs (calibrate)")
     add("--json", action="store_true", help="one JSON object on the last line")

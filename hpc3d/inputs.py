@@ -7,14 +7,16 @@ from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 
 from hpc3d.config import Config
+from hpc3d.shipped import INPUT, find
 
 
 def load(path, overrides):
-    """The values of the file `path` (None: the default) and of `--section.key value` overrides.
+    """The values of the input `path` (a file, or a name of hpc3d.shipped; None: the default) and
+    of `--section.key value` overrides.
 
     Raises ValueError with one line for every error, each with its key and the remedy.
     """
-    tree = read(path)
+    tree = {} if path is None else read(find(path, INPUT))
     override(tree, overrides)
     return validate(tree)
 
@@ -22,13 +24,11 @@ def load(path, overrides):
 def read(path):
     import tomllib
 
-    if path is None:
-        return {}
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; name an input file that exists") from None
+        raise ValueError(f"{path}: {error.strerror}; name a file that can be read") from None
     except (ValueError, RecursionError) as error:  # of numbers and tables without an end, too
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 

@@ -1,7 +1,7 @@
 """Which layout to use on so many ranks, and why the others lose.
 
-    python -m hpc3d.plan INPUT.toml --ranks 64
-    python -m hpc3d.plan INPUT.toml --ranks 1024 --machine inputs/machines/a100-selene.toml
+    python -m hpc3d.plan gpt-3d-64 --ranks 64
+    python -m hpc3d.plan INPUT.toml --ranks 1024 --machine a100-selene
     python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
 
 Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc3d.command import Parser, positive, run
+from hpc3d.shipped import shipped
 
-MACHINE = Path(__file__).parent.parent / "inputs" / "machines" / "h100.toml"
+MACHINE = "machines/h100.toml"
 MOST_COSTS = 1300  # that are measured, some 3 ms each
 MOST_EFFORT = 6000  # of simulations, in ms of hpc3d.predict.ranking.effort
 UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -46,7 +47,7 @@ def parser():
     add = parser.add_argument
     add("input", metavar="INPUT.toml", help="the model, and what else is trained with")
     add("--ranks", type=positive, required=True, metavar="N", help="number of ranks")
-    add("--machine", metavar="FILE", help="of inputs/machines (h100.toml)")
+    add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
     add("--top", type=positive, default=10, metavar="K", help="layouts that are shown (10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
@@ -71,7 +72,7 @@ def plan(options, overrides):
 
     config, ranks = load(options.input, overrides), options.ranks
     refuse([*unknown_values(config), *not_there_yet(config)])
-    machine = machines.load(options.machine or MACHINE)
+    machine = machines.load(options.machine or shipped(MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
     found, ranking = ranked(config, ranks, machine, memory, options.top)
     best = ranking.best(options.top)

@@ -1,4 +1,4 @@
-"""The verb `prepare`: texts to one token file, or a check of one.
+"""Turn texts into one token file, or check one.
 
 python -m hpc3d.prepare TEXT... -o tokens.h5
 python -m hpc3d.prepare --verify tokens.h5
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpc3d import shipped
 from hpc3d.cluster.exits import CHECK_FAILED
 from hpc3d.command import Parser, run
 from hpc3d.training.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
@@ -61,7 +62,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     """Write the token file and print what it holds."""
     start = time.perf_counter()
     output = new_file(arguments)
-    texts = [text for path in arguments.texts for text in text_files(path)]
+    texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
     tokenizer = make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
     write_tokens(output, texts, tokenizer, progress(size))

@@ -1,6 +1,6 @@
 """Simulate before running: a training step on a machine, or a pipeline schedule by itself.
 
-python -m hpc3d.simulate INPUT.toml --machine inputs/machines/h100.toml
+python -m hpc3d.simulate gpt-4d-64 --machine h100
 python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 """
 
@@ -66,7 +66,7 @@ def _step_parser():
     parser = Parser("simulate", STEP)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
-    add("--machine", required=True, metavar="MACHINE.toml", help="see inputs/machines")
+    add("--machine", required=True, metavar="NAME|FILE", help="of inputs/machines, as h100")
     add("--ranks", type=positive, metavar="N", help="(default: the product of [mesh])")
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
     add("--json", action="store_true", help=STEP_JSON)

@@ -211,7 +211,7 @@ def asked(job, words, reader):
 
 def prepare(config, reader):
     """Rank 0: open the text, make the folder; ValueError for what is wrong."""
-    from hpc3d import inputs
+    from hpc3d import inputs, shipped
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
     from hpc3d.training.program import program_of
@@ -219,7 +219,7 @@ def prepare(config, reader):
     from hpc3d.training.tokens import open_tokens
 
     run = reader["run"]
-    tokens = open_tokens(find(config.data.path), config.data.tokenizer)
+    tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
         raise ValueError(
@@ -273,12 +273,6 @@ def save_position(plan, batches, done):
     if batches is not None:
         position = {"step": done, **batches.position(done)}
         (plan.folder / "position.json").write_text(json.dumps(position) + "\n")
-
-
-def find(path):
-    """`path` from here, or from the source tree, where the shipped corpus lies."""
-    shipped = Path(__file__).parent.parent / path
-    return shipped if not Path(path).exists() and shipped.exists() else path
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
 
 def test_a_missing_file_is_refused(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
-        with pytest.raises(ValueError, match="name an input file that exists"):
+        with pytest.raises(ValueError, match="; name a file, or one of gpt-"):
             load(path, [])
 
 

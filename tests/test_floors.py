@@ -14,7 +14,7 @@ FLOORS = [
     {"tensor", "trace"},
     {"model"},
     {"pipeline"},
-    {"config"},
+    {"config", "shipped"},
     {"inputs", "backends"},
     {"rules"},
     {"training"},

@@ -1,11 +1,17 @@
-"""`python -m hpc3d`: the commands, one line each."""
+"""`hpc3d` and `python -m hpc3d`: the commands, one line each, and the way to them."""
 
+import ast
 import re
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
+import pytest
+
 import hpc3d
+from hpc3d.__main__ import COMMANDS, main
+from tests.mpi import mpirun
 
 FOLDER = Path(hpc3d.__file__).parent
 
@@ -15,24 +21,91 @@ def python(*words):
     return subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parent, check=False)
 
 
-def test_every_verb_is_listed_with_the_first_line_of_its_text():
+def loaded(done):
+    """The modules that a process of `python` has imported."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip() for line in lines}
+
+
+def test_every_command_is_listed_with_the_first_line_of_its_text():
     done = python("hpc3d")
-    listed = dict(re.findall(r"^  python -m hpc3d\.(\w+) +(.+)$", done.stdout, re.MULTILINE))
+    listed = dict(re.findall(r"^  (\w+) +(.+)$", done.stdout, re.MULTILINE))
     sources = {path.stem: path.read_text() for path in FOLDER.glob("[!_]*.py")}
     verbs = {name: text for name, text in sources.items() if "\ndef main(" in text}
     assert {"train", "report"} <= listed.keys() == verbs.keys()
     assert all(verbs[name].startswith(f'"""{line}') for name, line in listed.items())
+    assert "hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND" in (
+        done.stdout
+    )
     assert done.returncode == 0
-    assert hpc3d.__version__ in done.stdout
 
 
 def test_the_list_costs_no_numpy_and_starts_no_mpi():
-    loaded = {line.rpartition("|")[2].strip() for line in python("hpc3d").stderr.splitlines()}
-    assert "argparse" in loaded
-    assert not loaded & {"numpy", "mpi4py", "h5py", "pydantic"}
+    names = loaded(python("hpc3d"))
+    assert "importlib.resources" in names
+    assert not names & {"numpy", "mpi4py", "h5py", "pydantic"}
 
 
-def test_a_verb_after_a_space_is_refused():
-    done = python("hpc3d", "train")
-    assert done.returncode == 2
-    assert "usage: python -m hpc3d.<command>" in done.stderr
+@pytest.mark.parametrize("words", [("train", "--train.steps"), ("plan", "--help")])
+def test_a_command_costs_no_more_by_its_name_alone(words):
+    """The ranks of a job come this way: 64 of them pay for what is imported."""
+    command, *rest = words
+    straight = loaded(python(f"hpc3d.{command}", *rest))
+    assert "hpc3d.cluster.exits" in straight
+    assert not loaded(python("hpc3d", *words)) - straight
+
+
+def test_nothing_is_imported_before_the_command():
+    tree = ast.parse((FOLDER / "__main__.py").read_text())
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [*map(ast.unparse, imports)] == ["import sys", "from importlib import import_module"]
+
+
+def test_the_version():
+    done = python("hpc3d", "--version")
+    assert (done.returncode, done.stdout) == (0, f"hpc3d {hpc3d.__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_the_module_of_its_name(command, capsys):
+    texts = []
+    for how in (("hpc3d", command), (f"hpc3d.{command}",)):
+        done = python(*how, "--help")
+        assert done.returncode == 0
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("trian", "hpc3d: trian: no such command; did you mean train?"),
+        ("qqq", "hpc3d: qqq: no such command; there are train, plan, simulate, report, "),
+        ("config", "hpc3d: config: no such command; "),  # a module
+        ("--verbose", "hpc3d: --verbose: no such command; "),
+        ("..train", "hpc3d: ..train: no such command; did you mean train?"),
+    ],
+)
+def test_what_is_no_command_is_refused_in_a_line(word, line, capsys):
+    assert main([word, "more"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(line)
+
+
+def test_ranks_are_told_once(tmp_path):
+    done = mpirun(3, "-m", "hpc3d", "trian", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("did you mean train?")) == (2, 1)
+    done = mpirun(3, "-m", "hpc3d", cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("hpc3d COMMAND --help")) == (0, 1)
+    done = mpirun(3, "-m", "hpc3d", "train", "--train.stepz", "1", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("did you mean train.steps?")) == (2, 1)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_script_of_an_installation_is_this_main():
+    setup = ConfigParser()
+    setup.read(FOLDER.parent / "setup.cfg")
+    assert setup["options.entry_points"]["console_scripts"].split("\n")[1:] == [
+        "hpc3d = hpc3d.__main__:main"
+    ]

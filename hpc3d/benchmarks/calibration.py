@@ -14,13 +14,14 @@ from hpc3d.predict.calibrate import awake, machine_of, step_seconds
 from hpc3d.predict.calibrate_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine import dumps
 from hpc3d.predict.simulate import simulate
+from hpc3d.shipped import MACHINE, place
 
-MACHINE = Path(__file__).parents[2] / "inputs" / "machines" / "this-machine.toml"
+NAME = "this-machine"
 RANKS, ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
 
 
 def calibrate(options):
-    how, out = {"transport": options.transport}, Path(options.machine or MACHINE)
+    how, out = {"transport": options.transport}, Path(options.machine or place(NAME, MACHINE))
     if not out.parent.is_dir():
         raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +76,7 @@ def this_machine(transport):
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "name": "this-machine",
+        "name": NAME,
         "source": f"python -m hpc3d.bench calibrate on {date.today()}: {processor()}, {cores} "
         f"cores, one thread a rank, mesh.transport {transport}",
         "ranks_per_node": ONE_NODE,

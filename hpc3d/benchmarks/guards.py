@@ -2,11 +2,11 @@
 
 import tempfile
 from math import ceil
-from pathlib import Path
 
 import numpy as np
 
-INPUTS = Path(__file__).parents[2] / "inputs"
+from hpc3d.shipped import shipped
+
 RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
 SHARE = 0.03  # of a step that guards may take
 EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every has it
@@ -36,7 +36,7 @@ def measured(ranks, name, rounds):
     how = ["--guard.products_every", "2", "--guard.replicas_every", "2"]
     how += ["--trace.clock", "processor"]
     with tempfile.TemporaryDirectory() as folder:
-        done = paired.run(ranks, [str(INPUTS / name), *how], folder, steps=2 * rounds + 2)
+        done = paired.run(ranks, [str(shipped(name)), *how], folder, steps=2 * rounds + 2)
         with trace.open(done["folder"] / "trace.h5") as recorded:
             steps, replicas = seconds_of_steps(recorded), seconds_of_replicas(recorded)
     return {**paired.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}

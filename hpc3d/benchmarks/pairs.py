@@ -4,7 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-INPUTS = Path(__file__).parents[2] / "inputs"
+from hpc3d.shipped import shipped
+
 HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
 CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
 OVERHEAD = {
@@ -25,7 +26,7 @@ def overhead(options):
 
     results = {}
     for label, sizes in OVERHEAD.items():
-        path = str(INPUTS / "gpt-3d-64.toml")
+        path = str(shipped("gpt-3d-64.toml"))
         found = results[label] = paired.overhead(path, sizes, 64, options.rounds or 3)
         print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {pair(found)}")
         print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
@@ -63,7 +64,7 @@ def overlap(options):
 
     results = {}
     for label, sizes in OVERLAP.items():
-        path = str(INPUTS / "gpt-dp-vs-pp.toml")
+        path = str(shipped("gpt-dp-vs-pp.toml"))
         found = results[label] = paired.overlap(path, sizes, 2, options.rounds or 7)
         times = (
             f"{found['ours_s'] * 1e3:.1f} ms a step with overlap, {found['theirs_s'] * 1e3:.1f}"
@@ -78,7 +79,7 @@ def schemes(options):
 
     folders = []
     for name in SCHEMES:
-        done = paired.run(64, [str(INPUTS / f"{name}.toml")], options.out, steps=20)
+        done = paired.run(64, [str(shipped(f"{name}.toml"))], options.out, steps=20)
         folders.append(str(done["folder"]))
     report = [sys.executable, "-m", "hpc3d.report", *folders]
     subprocess.run([*report, "--out", str(Path(options.out) / "schemes")], check=True)
@@ -91,7 +92,7 @@ def serial_configs():
     from hpc3d.inputs import load
     from hpc3d.rules import settle
 
-    config = settle(load(INPUTS / "gpt-serial.toml", []), 1)
+    config = settle(load(shipped("gpt-serial.toml"), []), 1)
     wide = paired.with_sizes(config, hidden=512, layers=4, batch=128)
     return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
 

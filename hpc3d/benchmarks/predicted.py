@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-INPUTS = Path(__file__).parents[2] / "inputs"
-ROWS = [INPUTS / "published" / name for name in ("vtrain-single.csv.gz", "vtrain-multi.csv.gz")]
-VTRAIN = INPUTS / "machines" / "a100-vtrain.toml"
+from hpc3d.shipped import shipped
+
+ROWS = "published/vtrain-single.csv.gz", "published/vtrain-multi.csv.gz"
+VTRAIN = "machines/a100-vtrain.toml"
 
 
 def findings(options):
@@ -31,4 +32,4 @@ def speedups(options):
 def vtrain(options):
     from hpc3d.predict.vtrain_report import report
 
-    return report(*ROWS, options.machine or VTRAIN)
+    return report(*map(shipped, ROWS), options.machine or shipped(VTRAIN))

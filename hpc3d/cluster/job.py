@@ -92,4 +92,6 @@ class Job:
         faulthandler.dump_traceback_later(UNHEARD, exit=True, file=nowhere)
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.size == 1:  # there is nobody that MPI would have to end
+            os._exit(code)
         self.comm.Abort(code)

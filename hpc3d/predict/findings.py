@@ -8,7 +8,6 @@
 
 from itertools import groupby
 from math import prod
-from pathlib import Path
 
 from hpc3d.predict.machine import load
 from hpc3d.predict.messages import buckets, microbatches
@@ -16,8 +15,9 @@ from hpc3d.predict.partitions import partitions
 from hpc3d.predict.race import by_microbatches, races
 from hpc3d.predict.trial import dtype_of
 from hpc3d.predict.waiting import waiting
+from hpc3d.shipped import shipped
 
-H100 = Path(__file__).parents[2] / "inputs" / "machines" / "h100.toml"
+H100 = "machines/h100.toml"
 WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
@@ -37,7 +37,7 @@ def findings(machine):
 
 def main(options):
     """Print the findings on the machine of file `options.machine` (None: H100) and return them."""
-    found = findings(load(options.machine or H100))
+    found = findings(load(options.machine or shipped(H100)))
     report(found)
     return found
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from hpc3d.config import STRICT
 from hpc3d.inputs import literal, read
 from hpc3d.predict.collectives import best, hierarchical_all_reduce
+from hpc3d.shipped import MACHINE, find
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -268,13 +269,13 @@ class Machine:
 
 
 def load(path):
-    """The Machine of a TOML file.
+    """The Machine of a TOML file, or of a name of hpc3d.shipped.
 
     Raises ValueError with one line for every error, each with its key and the remedy.
     """
     from hpc3d.predict.machine_rules import validate
 
-    return validate(read(path))
+    return validate(read(find(path, MACHINE)))
 
 
 def dumps(machine):

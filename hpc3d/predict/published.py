@@ -11,7 +11,6 @@ first paper's rows in view, but none of its numbers is fitted to a row.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.config import AXES, Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -21,7 +20,7 @@ from hpc3d.predict.summary import summary
 from hpc3d.rules import settle
 from hpc3d.trace.events import PHASE
 
-SELENE = Path(__file__).parents[2] / "inputs" / "machines" / "a100-selene.toml"
+SELENE = "machines/a100-selene.toml"
 SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
 STATE = 18  # bytes a parameter: float16 values; float32 gradients, values and moments
 KINDS = ("parameter", "gradient", "optimizer")

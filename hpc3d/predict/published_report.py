@@ -11,12 +11,13 @@ from hpc3d.predict.published import (
     rows,
     weak,
 )
+from hpc3d.shipped import shipped
 
 
 def main(options):
     """Print the predictions on the machine of file `options.machine` (None: Selene's), return
     them."""
-    machine = load(options.machine or SELENE)
+    machine = load(options.machine or shipped(SELENE))
     found = {
         "recomputation": steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),
         "layers": layers(machine),

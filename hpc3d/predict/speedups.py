@@ -7,16 +7,16 @@ as fast as 2-D in the average step time, (forward + backward) / batch.
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.predict.machine import load
 from hpc3d.predict.simulate import simulate
 from hpc3d.rules import settle
+from hpc3d.shipped import shipped
 from hpc3d.trace.events import STEPS
 
-V100 = Path(__file__).parents[2] / "inputs" / "machines" / "v100-4x16.toml"
+V100 = "machines/v100-4x16.toml"
 PAPER = {"1d": 2.32, "2d-summa": 1.57}  # the step of a scheme over that of 3-D
 CLOSE = 0.10
 RANKS = 64
@@ -142,7 +142,7 @@ def variants(machine):
 
 def main(options):
     """Print the sweep on the machine of file `options.machine` (None: 64 V100) and return it."""
-    machine = load(options.machine or V100)
+    machine = load(options.machine or shipped(V100))
     found = {dtype: sweep(machine, dtype) for dtype in DTYPES}
     found["variants"] = [
         vary(label, dtype, *how)

@@ -1,0 +1,79 @@
+"""What comes with the program: inputs, machines, texts and published rows, found by name.
+
+In the source they lie in inputs/, of which hpc3d/share is a link; a wheel has files there.
+"""
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+INPUTS = "inputs"
+
+
+class Kind(NamedTuple):
+    """Files of TOML: what users call one, and their folder in inputs/."""
+
+    title: str
+    folder: str
+
+
+INPUT, MACHINE = Kind("input", ""), Kind("machine", "machines")
+
+
+def shipped(name=""):
+    """The path of what comes with the program as `name` in inputs/."""
+    from importlib.resources import files
+
+    return files("hpc3d") / "share" / name
+
+
+def find(word, kind):
+    """The path of the file of a `kind` that `word` names: a path with or without .toml, or a name.
+
+    Names are those of the files in inputs/ of the current folder, then of those that are shipped.
+    A path that exists wins.  ValueError, with the names, where there is no such file.
+    """
+    known = names(kind)
+    for path in (word, f"{word}.toml", known.get(name_of(word, kind), "")):
+        if os.path.exists(path) and not os.path.isdir(path):
+            return Path(path)
+    raise ValueError(unknown(word, kind, known))
+
+
+def names(kind):
+    """{name: path} of the files of a kind."""
+    folders = shipped(kind.folder), Path(INPUTS, kind.folder)
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
+
+
+def name_of(word, kind):
+    """`word` without what says where shipped files of a kind lie."""
+    name = str(Path(word)).removesuffix(".toml")
+    for folder in Path(INPUTS, kind.folder).parts:
+        name = name.removeprefix(f"{folder}/")
+    return name
+
+
+def unknown(word, kind, known):
+    """What is wrong with a `word` that names no file of a kind, and what it may stand for."""
+    wrong = "is a folder" if os.path.isdir(word) else f"there is no such {kind.title}"
+    near = get_close_matches(name_of(word, kind), known, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{word}: {wrong}; {hint}name a file, or one of {', '.join(sorted(known))}"
+
+
+def text(word):
+    """`word`, a path, or the path of what is shipped by this name, as inputs/corpus is."""
+    parts = Path(word).parts
+    name = Path(*parts[parts[:1] == (INPUTS,) :])
+    there = shipped(name)
+    known = ".." not in parts and os.path.exists(there)
+    return there if known and not os.path.exists(word) else word
+
+
+def place(name, kind):
+    """Where a file of a kind that the program makes is found by `name`: in inputs/ if the current
+    folder has that, else there itself."""
+    folder = Path(INPUTS, kind.folder)
+    return (folder if folder.is_dir() else Path()) / f"{name}.toml"
