@@ -152,15 +152,22 @@ def installed(name):
 
 
 def git_revision():
-    """The commit of the source, with a + where files differ from it; empty outside of git."""
-    where = ["git", "-C", str(Path(hpc3d.__file__).parent)]
+    """The commit of the source, with a + where files differ from it; empty outside of git, also
+    where a package is installed below somebody's repository."""
+    source = Path(hpc3d.__file__)
+    where = ["git", "-C", str(source.parent)]
     try:
         revision = subprocess.run(
-            [*where, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            [*where, "rev-parse", "HEAD", f"HEAD:./{source.name}"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         changed = subprocess.run(
             [*where, "diff", "--quiet", "HEAD"], capture_output=True, check=False
         )
     except OSError:
         return ""
-    return revision.stdout.strip() + ("+" if changed.returncode == 1 else "")
+    if revision.returncode:
+        return ""
+    return revision.stdout.split()[0] + ("+" if changed.returncode == 1 else "")

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -91,3 +92,23 @@ def test_a_file_system_without_locks_is_trusted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_folder.fcntl, "flock", unknown)
     run_folder.claim(tmp_path, patience=0).close()
+
+
+def test_the_revision_is_that_of_the_source_and_of_no_folder_around_it(tmp_path, monkeypatch):
+    def git(*words):
+        name = "-c", "user.name=a", "-c", "user.email=a@b"
+        command = ["git", "-C", tmp_path, *name, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    source = tmp_path / "lib" / "__init__.py"
+    source.parent.mkdir()
+    source.touch()
+    monkeypatch.setattr(run_folder.hpc3d, "__file__", str(source))
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "theirs")
+    assert run_folder.git_revision() == ""
+    git("add", ".")
+    git("commit", "-q", "-m", "ours")
+    assert run_folder.git_revision() == git("rev-parse", "HEAD")
+    source.write_text("changed = True")
+    assert run_folder.git_revision() == git("rev-parse", "HEAD") + "+"
