@@ -1,15 +1,23 @@
-"""The input files that come with the program."""
+"""What comes with the program: it keeps the rules, is found by name, and is in the package."""
 
+import os
+from configparser import ConfigParser
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 
+import hpc3d
+from hpc3d import train
 from hpc3d.inputs import load
+from hpc3d.predict import machine
 from hpc3d.rules import settle
+from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
 
-INPUTS = Path(__file__).parent.parent / "inputs"
+PACKAGE = Path(hpc3d.__file__).parent
+ROOT = PACKAGE.parent
+INPUTS = ROOT / "inputs"
 
 
 def ranks(config):
@@ -28,3 +36,144 @@ def test_a_pipeline_and_replicas_train_the_same():
     one, other = (replace(each, name="", mesh=None, parallel=None) for each in pair)
     assert one == other
     assert ranks(pair[0]) == ranks(pair[1])
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def same(path, *parts):
+    return path.samefile(INPUTS.joinpath(*parts))
+
+
+@pytest.mark.parametrize("before", ["", "inputs/", "./inputs/"])
+@pytest.mark.parametrize("after", ["", ".toml"])
+def test_names_are_found_from_any_folder(before, after, elsewhere):
+    assert same(find(f"{before}gpt-1.3b-8gpu{after}", INPUT), "gpt-1.3b-8gpu.toml")
+    assert same(find(f"{before}h100{after}", MACHINE), "machines", "h100.toml")
+    assert same(find(f"{before}machines/h100{after}", MACHINE), "machines", "h100.toml")
+
+
+def test_what_takes_an_input_or_a_machine_takes_its_name(elsewhere):
+    assert load("gpt-3d-64", []) == load(INPUTS / "gpt-3d-64.toml", [])
+    assert machine.load("h100") == machine.load(INPUTS / "machines" / "h100.toml")
+
+
+def test_a_path_wins_over_a_name_and_what_is_here_over_what_is_shipped(elsewhere):
+    for path in ("inputs/gpt-3d-64.toml", "gpt-3d-64.toml", "gpt-3d-64"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).touch()
+        assert find("gpt-3d-64", INPUT) == Path(path)
+    assert find("inputs/gpt-3d-64.toml", INPUT) == Path("inputs/gpt-3d-64.toml")
+
+
+def test_a_folder_of_that_name_is_in_nobodys_way(elsewhere):
+    Path("gpt-3d-64").mkdir()
+    assert same(find("gpt-3d-64", INPUT), "gpt-3d-64.toml")
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "begins"),
+    [
+        ("gpt-3d-46", INPUT, "gpt-3d-46: there is no such input; did you mean gpt-3d-64? name a "),
+        ("inputs/gpt-4d.toml", INPUT, "inputs/gpt-4d.toml: there is no such input; did you mean "),
+        ("machines/H100", MACHINE, "machines/H100: there is no such machine; did you mean h100? "),
+        ("mine/x.toml", MACHINE, "mine/x.toml: there is no such machine; name a file, or one of "),
+        ("h100", INPUT, "h100: there is no such input; name a file, or one of gpt-1.3b-8gpu, "),
+        ("gpt-serial", MACHINE, "gpt-serial: there is no such machine; name a file, or one of a1"),
+        (".", MACHINE, ".: is a folder; name a file, or one of a100-selene, a100-vtrain, h100, "),
+        ("", INPUT, ": there is no such input; name a file, or one of gpt-1.3b-8gpu, "),
+        ("\0", INPUT, "\0: there is no such input; name a file, or one of gpt-1.3b-8gpu, "),
+        ("x" * 5000, INPUT, "x" * 5000 + ": there is no such input; name a file, or one of "),
+        ("../inputs/gpt-3d-64", MACHINE, "../inputs/gpt-3d-64: there is no such machine; name a"),
+    ],
+)
+def test_what_there_is_not_is_refused_with_its_kind_and_the_names(word, kind, begins, elsewhere):
+    with pytest.raises(ValueError) as refused:
+        find(word, kind)
+    assert str(refused.value).startswith(begins)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("word", ["inputs/corpus", "./inputs/corpus", "corpus", "inputs/corpus/"])
+def test_the_corpus_is_found_from_any_folder(word, elsewhere):
+    assert same(text(word), "corpus")
+    assert same(text(f"{word}/python.txt"), "corpus", "python.txt")
+    Path("inputs/corpus").mkdir(parents=True)
+    Path("corpus").mkdir()
+    assert text(word) == word
+
+
+@pytest.mark.parametrize(
+    "word", ["nowhere", "inputs/nowhere", "inputs/../train.py", "../config.py", "\0", "x" * 5000]
+)
+def test_a_text_that_is_not_there_is_left_as_it_is(word, elsewhere):
+    assert text(word) == word
+
+
+def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
+    class Job:
+        size, rank = 1, 0
+
+    config = train.asked(Job(), ["--run.out", str(elsewhere / "out")], reader := {})
+    assert config.data.path == "inputs/corpus"
+    plan = train.prepare(config, reader)
+    assert plan.config.data.path == "inputs/corpus"  # what is resumed elsewhere is found there
+
+
+def test_what_the_program_makes_is_found_by_its_name(elsewhere):
+    for folder in ("", "inputs/machines"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = place("this-machine", MACHINE)
+        assert path == Path(folder, "this-machine.toml")
+        path.touch()
+        assert find("this-machine", MACHINE) == path
+        path.unlink()
+
+
+# What setup.cfg puts into sdist and wheel.
+
+
+def described():
+    """{package folder: patterns} of what setup.cfg names, and what it leaves out."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    sections = "options.package_data", "options.exclude_package_data"
+    return [
+        {ROOT / name.replace(".", "/"): globs.split() for name, globs in setup[section].items()}
+        for section in sections
+    ]
+
+
+def matched(patterns):
+    return {
+        path
+        for folder, globs in patterns.items()
+        for glob in globs
+        for path in folder.glob(glob)
+        if path.is_file()
+    }
+
+
+def test_every_file_that_is_no_module_is_in_the_package():
+    walk = [(Path(here), names) for here, _, names in os.walk(PACKAGE, followlinks=True)]
+    files = {here / name for here, names in walk if here.name != "__pycache__" for name in names}
+    ours = {path for path in files if path.suffix != ".py" or shipped() in path.parents}
+    data, left_out = map(matched, described())
+    assert data == ours
+    kinds = {path.relative_to(PACKAGE).parts[:2] for path in data}
+    assert kinds > {("analyze", "page"), ("model", "kernels"), ("share", "machines")}
+    assert {path.name for path in left_out} <= {"this-machine.toml"}
+
+
+def test_the_package_has_all_of_inputs():
+    files = {path.relative_to(INPUTS) for path in INPUTS.rglob("*") if path.is_file()}
+    assert files == {
+        path.relative_to(shipped())
+        for path in matched(described()[0])
+        if shipped() in path.parents
+    }
+    assert len(files) > 20
