@@ -72,14 +72,15 @@ def mpirun(*arguments, meanwhile=lambda: None, **how):
     return done
 
 
-def launch(ranks, *arguments, timeout=120, cwd=None, environment=None):
-    """`mpirun -np ranks python ARGUMENTS`; a hang is a failure, and the whole group is killed.
+def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=sys.executable):
+    """`mpirun -np ranks python ARGUMENTS`, or another `program` than python; a hang is a failure,
+    and the whole group is killed.
 
     Returns a CompletedProcess with text in stdout and stderr.
     """
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    command = [launcher, "-np", str(ranks), sys.executable, *map(str, arguments)]
+    command = [launcher, "-np", str(ranks), str(program), *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
     process = subprocess.Popen(

@@ -20,6 +20,9 @@ import numpy as np
 
 from hpc3d.cluster.arrays import Pool, kernel
 
+# In memory that they share, members sum all of an all-reduce up to this size each; above, a slice.
+SMALL_SUM = 1 << 14
+
 
 class Pending:
     """A block that is on its way."""

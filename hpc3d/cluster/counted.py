@@ -4,9 +4,8 @@ from math import prod
 
 import numpy as np
 
-from hpc3d.cluster.communicator import Communicator, Pending, ready
+from hpc3d.cluster.communicator import SMALL_SUM, Communicator, Pending, ready
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.node import SMALL
 from hpc3d.cluster.shapes import Shape, ShapePool
 
 
@@ -48,7 +47,7 @@ class Counted(Communicator):
 
     def sum_all(self, block, op):
         copy, total = self.placed(block), self.like(block, block.shape)
-        large = isinstance(total, Shape) and block.nbytes > SMALL and block.size >= self.size
+        large = isinstance(total, Shape) and block.nbytes > SMALL_SUM and block.size >= self.size
         if large and self.of_node:
             total.lease.shared = True  # all members read one total
         return Pending(lambda copy=copy: total)

@@ -20,7 +20,7 @@ from math import prod
 import numpy as np
 
 from hpc3d.cluster.arrays import Lease, lease_of, size_class
-from hpc3d.cluster.communicator import REDUCTIONS, Pending
+from hpc3d.cluster.communicator import REDUCTIONS, SMALL_SUM, Pending
 from hpc3d.cluster.mpi import Mpi, wait_until
 
 SHARED = "/dev/shm"
@@ -29,8 +29,6 @@ SEGMENT = 1 << 20
 # were about: region, and a value.
 RING = 63
 LINE = 1 + 2 * RING
-# Up to this size every member sums the whole all-reduce itself; above, each sums a slice.
-SMALL = 1 << 14
 
 
 def usable(node_ranks):
@@ -189,7 +187,7 @@ class Node(Mpi):
         return self.after(self.announce(region), finish)
 
     def sum_all(self, block, op):
-        if block.nbytes > SMALL and block.size >= self.size:
+        if block.nbytes > SMALL_SUM and block.size >= self.size:
             return self.sum_by_slices(block, op)
         block, region = self.placed(block)
         total = self.empty(block.shape, block.dtype)

@@ -1,6 +1,8 @@
 """`python -m hpc3d.simulate INPUT --machine M`: what it prints, writes and refuses."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,33 @@ def test_bad_input_is_one_line(capsys, words, said):
     code, _, err = simulate(capsys, *words)
     assert code == 2 and said in err and "Traceback" not in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hpc3d.simulate", INPUT, *MACHINE],
+        ["hpc3d.plan", INPUT, *MACHINE, "--ranks", "2", "--model.layers", "1"],
+        ["hpc3d.report", "nowhere"],
+        ["hpc3d.prepare", "--verify", "nowhere"],
+        ["hpc3d.checkpoint", "show", "nowhere"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_no_job_needs_no_mpi(words):
+    module, *words = words
+    code = f"import sys; sys.modules['mpi4py'] = None; from {module} import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(main({words}))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if "nowhere" in words else 0)
+
+
+@pytest.mark.parametrize("name", ["findings", "published_report", "speedups", "vtrain_report"])
+def test_published_results_are_predicted_without_mpi(name):
+    code = f"import sys; sys.modules['mpi4py'] = None; import hpc3d.predict.{name}"
+    subprocess.run([sys.executable, "-c", code], check=True)
