@@ -2,7 +2,8 @@
 
     mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...] [--resume RUN_DIR]
 
-Without INPUT: the default model on the best cuboid of N ranks.  Any value of the input file can be
+INPUT is a file, or the name of one that comes with hpc3d, such as gpt-3d-64; without it the
+default model is trained on the best cuboid of N ranks.  Any value of the input file can be
 given as an option (--train.steps 100).  With --resume the run in RUN_DIR goes on from its newest
 whole checkpoint (checkpoint.every), on the same or any other layout.  The run is kept in
 results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and trace.h5, which
@@ -187,11 +188,10 @@ def give_up(job, plan, run, wrong):
 
 
 def explain():
-    """Rank 0: what the command does, and every key with its default."""
-    from hpc3d.config import Config
-    from hpc3d.inputs import to_toml
+    """Rank 0: what the command does, and every key with its meaning."""
+    from hpc3d.manual import manual
 
-    print(f"{__doc__}\nKeys and defaults:\n\n{to_toml(Config())}")
+    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
 def asked(job, words, reader):

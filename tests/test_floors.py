@@ -16,7 +16,7 @@ FLOORS = [
     {"pipeline"},
     {"config", "shipped"},
     {"inputs", "backends"},
-    {"rules"},
+    {"rules", "manual"},
     {"training"},
     {"analyze", "partition", "predict"},
     {"benchmarks", "command"},
