@@ -66,9 +66,7 @@ def test_every_choice_is_there():
         for key, kind in get_type_hints(table).items():
             text = " ".join(entries()[f"{name}.{key}"])
             choices = [word for word in get_args(kind) if isinstance(word, (str, int))]
-            assert all(
-                (f'"{one}"' if isinstance(one, str) else str(one)) in text for one in choices
-            )
+            assert all(literal(choice) in text for choice in choices)
             seen += len(choices)
     assert seen > 25
     text = meanings(TYPES["parallel"])["schedule"].replace(",", "").replace("(", "").split()
