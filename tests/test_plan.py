@@ -118,7 +118,7 @@ def test_one_rank_has_one_layout(capsys):
 REFUSED = {
     "no layout of 7 ranks divides this model; the first one: ": ["--ranks", "7"],
     "no layout fits 1.00 MB: ": ["--memory", "1MB"],
-    "nothing.toml: No such file or directory": ["--machine", "nothing.toml"],
+    "nothing.toml: there is no such machine": ["--machine", "nothing.toml"],
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],
     "train.tf32 = true: for train.backend = cupy": ["--train.tf32", "true"],
