@@ -132,8 +132,8 @@ class TrainConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """how the learning rate falls to a tenth while it decays, or that it does not"""
     decay_steps: int | None = None
-    """the steps until the learning rate has decayed, after which it stays; absent: the `steps`
-    that the run is begun with, also where it is extended later"""
+    """the steps until the learning rate has decayed, after which it stays (absent: the `steps`
+    that the run is begun with, also where it is extended later)"""
     weight_decay: float = 0.1
     """the share of a matrix that a step takes off, times the learning rate"""
     clip: float = 1.0
