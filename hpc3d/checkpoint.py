@@ -153,7 +153,7 @@ def verify(options, _):
     for folder in checkpoints(options.source):
         wrong = problems(folder)
         found.append({"folder": str(folder), "problems": wrong})
-        complain("checkpoint", "\n".join(wrong))
+        complain("checkpoint", wrong)
         if not wrong:
             print(f"{folder} is whole")
     return {"whole": not any(one["problems"] for one in found), "checkpoints": found}
@@ -167,7 +167,7 @@ def export(options, _):
     if not options.force:
         exchange.refuse_to_replace(options.output)
     opened, wrong = newest_whole(checkpoints(options.source))
-    complain("checkpoint", "\n".join(wrong))
+    complain("checkpoint", wrong)
     shapes = exchange.export(opened, options.output)
     count = sum(map(prod, shapes.values()))
     print(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors")

@@ -5,6 +5,7 @@ import os
 import sys
 
 from hpc3d.cluster.exits import BAD_INPUT
+from hpc3d.plain import lines_of, plain, plain_streams
 
 EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
 
@@ -25,28 +26,26 @@ class Parser(argparse.ArgumentParser):
         self.verb = verb.split()[0]
 
     def error(self, message):
-        self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {message}; see --help\n")
+        self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
 
 
 def run(verb, body):
     """The exit code of `body()`, 0 if it returns none; for bad input lines and its code."""
-    try:
-        return body() or 0
-    except BrokenPipeError:
-        read_no_more()
-        return 0
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else error
-    except ValueError as error:
-        problem = error
-    complain(verb, problem)
-    return BAD_INPUT
+    with plain_streams():
+        try:
+            return body() or 0
+        except BrokenPipeError:
+            read_no_more()
+            return 0
+        except (OSError, ValueError) as error:
+            complain(verb, lines_of(error))
+            return BAD_INPUT
 
 
-def complain(verb, problem):
-    """Say what is wrong, which may be several lines."""
-    for line in str(problem).splitlines():
-        print(f"hpc3d.{verb}: {line}", file=sys.stderr)
+def complain(verb, lines):
+    """Say what is wrong."""
+    for line in lines:
+        print(f"hpc3d.{verb}: {plain(line)}", file=sys.stderr)
 
 
 def read_no_more():

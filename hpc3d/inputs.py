@@ -7,6 +7,7 @@ from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 
 from hpc3d.config import Config
+from hpc3d.plain import Problems, plain, why
 from hpc3d.shipped import INPUT, find
 
 
@@ -28,7 +29,7 @@ def read(path):
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; name a file that can be read") from None
+        raise ValueError(f"{path}: {why(error)}; name a file that can be read") from None
     except (ValueError, RecursionError) as error:  # of numbers and tables without an end, too
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
@@ -56,7 +57,14 @@ def options(words):
             text = next(words, "--")
             if text.startswith("--"):
                 raise ValueError(f"{option}: no value; write {option} VALUE")
+        if not_text(option + text):
+            raise ValueError(f"{option} {text}: not UTF-8; give a name that is")
         yield option, text
+
+
+def not_text(word):
+    """Whether a word of the command line has bytes that are no UTF-8."""
+    return any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
 def toml_value(text):
@@ -79,7 +87,7 @@ def validate(tree):
     try:
         return TypeAdapter(Config).validate_json(text, strict=True)
     except ValidationError as errors:
-        raise ValueError("\n".join(map(explain, errors.errors()))) from None
+        raise Problems(map(explain, errors.errors())) from None
 
 
 def explain(error):
@@ -139,4 +147,4 @@ def literal(value):
 
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return plain(json.dumps(value, ensure_ascii=False))

@@ -7,7 +7,9 @@ from math import inf, prod
 
 from hpc3d.backends import wrong_backend
 from hpc3d.config import AXES, ModelConfig, TrainConfig
+from hpc3d.inputs import flat
 from hpc3d.pipeline.schedule import find
+from hpc3d.plain import Problems
 from hpc3d.tensor.split import Split
 
 MOST_PASSES = 50_000  # of a schedule that is laid out at once
@@ -30,7 +32,7 @@ def settle(config, ranks, default=False):
 
 def refuse(problems):
     if problems:
-        raise ValueError("\n".join(problems))
+        raise Problems(problems)
 
 
 def with_schedule(config):
@@ -53,10 +55,18 @@ def unknown_values(config):
     yield from wrong_decay(config.train)
     if not re.fullmatch(r"[\w .+-]+", config.name):
         yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
+    yield from not_of_names(config)
     order = config.mesh.order
     if sorted(order.split()) != sorted(AXES):
         yield f"mesh.order = {order!r}: must name each of {' '.join(AXES)} once"
     yield from unknown_letters(config.parallel.split or {})
+
+
+def not_of_names(config):
+    """Texts with the one character that no file can have in its name."""
+    for key, value in flat(config).items():
+        if isinstance(value, str) and "\0" in value:
+            yield f"{key} = {value!r}: holds a NUL character; take it out"
 
 
 def too_small(config):

@@ -11,6 +11,7 @@ import time
 from mpi4py import MPI
 
 from hpc3d.cluster.exits import BAD_INPUT, Ended
+from hpc3d.plain import lines_of, plain
 
 UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
 
@@ -28,22 +29,22 @@ class Job:
 
     def agree(self, function):
         """The value of `function()`, called on rank 0 alone; its ValueError refuses on all."""
-        value = problem = None
+        value, problems = None, ()
         if self.rank == 0:
             try:
                 value = function()
             except ValueError as error:
-                problem = str(error)
-        value, problem = self.comm.bcast((value, problem))
-        if problem is not None:
-            self.refuse(problem)
+                problems = lines_of(error)
+        value, problems = self.comm.bcast((value, problems))
+        if problems:
+            self.refuse(*problems)
         return value
 
-    def refuse(self, problem):
-        """End the job on all ranks with a line of rank 0 for each line of `problem`."""
+    def refuse(self, *problems):
+        """End the job on all ranks with a line of rank 0 for each problem."""
         if self.rank == 0:
-            for line in problem.splitlines():
-                self.complain(line)
+            for problem in problems:
+                self.complain(plain(problem))
         raise Ended(BAD_INPUT)
 
     def complain(self, text):
@@ -73,15 +74,16 @@ class Job:
         return MPI.Get_library_version().split(",")[0].split("\n")[0]
 
     def first_to_fail(self):
-        """Whether no other rank of this host has said yet that it failed.
+        """Whether nothing of this job has said yet on this host that it failed.
 
         The first to bind an abstract address has it until its process ends; no file is left.
         """
         try:
-            self.failure = socket.socket(socket.AF_UNIX)
-            self.failure.bind(f"\0hpc3d-{self.id}-failed")
+            failure = socket.socket(socket.AF_UNIX)
+            failure.bind(f"\0hpc3d-{self.id}-failed")
         except OSError as error:
             return error.errno != errno.EADDRINUSE
+        self.failure = failure
         return True
 
     def abort(self, code):

@@ -14,6 +14,7 @@ import time
 import traceback
 
 from hpc3d.cluster.exits import BAD_INPUT, FAILED, Ended, Unusable
+from hpc3d.plain import lines_of, plain, plain_streams, why
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
@@ -64,6 +65,12 @@ def set_environment():
 
 
 def run(name, body):
+    """`started(name, body)`, whose output is plain text."""
+    with plain_streams():
+        return started(name, body)
+
+
+def started(name, body):
     """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
 
     An end that all ranks agree on (`Ended`) is the same exit code everywhere.  Anything else that
@@ -77,7 +84,8 @@ def run(name, body):
     try:
         from hpc3d.cluster.job import Job
     except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
-        print(f"hpc3d.{name}: {error}; python -m hpc3d.doctor tells why", file=sys.stderr)
+        reason = plain(str(error)).rstrip(".")
+        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor tells why", file=sys.stderr)
         return BAD_INPUT
     job = Job(name)
     sys.excepthook = lambda kind, error, trace: die(job, error)
@@ -87,7 +95,7 @@ def run(name, body):
     try:
         meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:
-            job.refuse(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else "")
+            job.refuse(*(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else ()))
         code = body(job)
     except Ended as end:
         return end.code
@@ -104,7 +112,7 @@ def explain_single(meant):
     """Why this process is alone although the launcher meant `meant` of them."""
     from hpc3d.cluster.library import brief
 
-    return "\n".join([f"{meant} processes were meant, but MPI sees 1", *brief(meant)])
+    return [f"{meant} processes were meant, but MPI sees 1", *brief(meant)]
 
 
 def die(job, error):
@@ -117,17 +125,19 @@ def die(job, error):
 
 def what_happened(error):
     if isinstance(error, SystemExit):
-        return f"exited with {error.code}"
+        return f"exited with {plain(str(error.code))}"
+    what = plain(str(error))
     if isinstance(error, Unusable):
-        return f"failed: {error}; then start again, or go on with --resume"
+        return f"failed: {what}; then start again, or go on with --resume"
     if isinstance(error, OSError) and error.errno in DISK:
+        where = f": {plain(str(error.filename))}" if error.filename else ""
         return (
-            f"failed: {error.strerror}: {error.filename or 'a file'}; mend that, then start "
-            "again, or go on with --resume"
+            f"failed: {plain(why(error))}{where}; mend that, then start again, or go on with "
+            "--resume"
         )
     if isinstance(error, MemoryError):
         return (
-            f"failed: out of memory ({error}); use more ranks, parallel.zero, parallel.recompute "
+            f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute "
             "or more parallel.microbatches (python -m hpc3d.plan finds what fits)"
         )
     return "failed\n" + "".join(traceback.format_exception(error))
@@ -208,7 +218,8 @@ def call_all(job):
         try:
             job.at_end.pop(0)()
         except Exception as error:
-            job.complain(f"rank {job.rank}: at the end: {error}")
+            if job.first_to_fail():
+                job.complain(f"rank {job.rank}: at the end: {'; '.join(lines_of(error))}")
 
 
 def watch(seconds):

@@ -72,7 +72,7 @@ def refuse(job, problems):
     found = ranks.pop(None, None)
     where = [f" (ranks {spans(who)})" if found or len(ranks) > 1 else "" for who in ranks.values()]
     if ranks:
-        job.refuse("\n".join(map("".join, zip(ranks, where, strict=True))))
+        job.refuse(*map("".join, zip(ranks, where, strict=True)))
 
 
 def seat(host, device):

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from math import inf
 
+from hpc3d.plain import Problems
 from hpc3d.predict.collectives import ALGORITHMS
 from hpc3d.predict.machine import ITEMSIZE, Link, Machine, Measured, Rates
 
@@ -27,10 +28,10 @@ def validate(tree):
     try:
         machine = TypeAdapter(Machine).validate_json(text, strict=True)
     except ValidationError as errors:
-        raise ValueError("\n".join(map(explain, errors.errors()))) from None
+        raise Problems(map(explain, errors.errors())) from None
     found = *wrong_numbers(machine), *wrong_rates(machine), *wrong_links(machine)
     if found := [*found, *wrong_tables(machine)]:
-        raise ValueError("\n".join(found))
+        raise Problems(found)
     return machine
 
 
@@ -55,6 +56,8 @@ def wrong_numbers(machine):
     """Numbers out of range, rates whose knots are none."""
     if not machine.name.strip():
         yield f"name = {machine.name!r}: must not be empty"
+    if not machine.name.isprintable():
+        yield f"name = {machine.name!r}: must be one line of printable letters"
     if machine.ranks_per_node < 1:
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:

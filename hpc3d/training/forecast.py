@@ -40,7 +40,7 @@ def forecast(job, folder, trainer, keep):
             problem = f"{host} cannot write to {folder}, where it is to save: {error.strerror}"
     probes, problems = zip(*job.gather((found, problem)), strict=True)
     if any(problems):
-        job.refuse("\n".join(filter(None, problems)))
+        job.refuse(*filter(None, problems))
     total, fullest = sum(size for _, size in ranks), max(size for _, size in ranks)
     told = (
         f"checkpoints: {total / 1e6:.1f} MB each, {fullest / 1e6:.1f} MB of it on the fullest "

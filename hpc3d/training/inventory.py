@@ -11,6 +11,7 @@ from hpc3d.cluster.mesh import Mesh
 from hpc3d.inputs import validate
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
+from hpc3d.plain import Problems, lines_of
 from hpc3d.rules import refuse, unknown_values, wrong_parts
 from hpc3d.tensor.split import Split
 from hpc3d.training.checkpoint import Checkpoint, steps_of
@@ -61,7 +62,7 @@ def config_of(opened):
         if config.model.vocabulary is None:
             raise ValueError("model.vocabulary is not settled")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = "; ".join(str(error).splitlines())
+        reason = "; ".join(lines_of(error))
         raise ValueError(f"{opened.folder}: no configuration can be read: {reason}") from None
     return config
 
@@ -149,7 +150,7 @@ def newest_whole(folders):
         if not found:
             return Checkpoint(folder), wrong
         wrong += found
-    raise ValueError("\n".join(wrong))
+    raise Problems(wrong)
 
 
 def inconsistencies(opened, shapes):

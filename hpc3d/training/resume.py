@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpc3d.config import MeshConfig
 from hpc3d.inputs import flat, load
+from hpc3d.plain import Problems, lines_of
 from hpc3d.rules import refuse, unknown_values
 from hpc3d.training.checkpoint import Checkpoint, restore, steps_of
 from hpc3d.training.optimizer import FLOOR, OPTIMIZERS, learning_rate
@@ -74,7 +75,7 @@ def check(run, config):
             break
         wrong.append(problem)
     else:
-        raise ValueError("\n".join([*wrong, NOTHING.format(run)]))
+        raise Problems([*wrong, NOTHING.format(run)])
     if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
         raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
     return done
@@ -118,7 +119,7 @@ def resume(job, run, trainer, say):
     """
     opened, wrong = newest(job, run, trainer)
     if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
-        job.refuse("\n".join(problems))
+        job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
     trainer.scaling.restore(opened.header.get("loss_scale"))
     for line in wrong:
@@ -154,15 +155,15 @@ def newest(job, run, trainer):
         if not problems:
             return opened, wrong
         wrong += problems
-    job.refuse("\n".join([*wrong, NOTHING.format(run)]))
+    job.refuse(*wrong, NOTHING.format(run))
 
 
 def attempt(function, *arguments):
-    """What `function` says is wrong, or its OSError or ValueError does."""
+    """What `function` says is wrong, or its OSError or ValueError does, in one line."""
     try:
         return function(*arguments)
     except (OSError, ValueError) as error:
-        return str(error)
+        return "; ".join(lines_of(error))
 
 
 def agreed(job, problem):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from hpc3d.cluster import launch
+from hpc3d.plain import Problems
 
 
 def environment(job):
@@ -56,7 +57,7 @@ def leave_well(job):
 
 def refuse(job):
     def wrong():
-        raise ValueError("one.key = 1: remedy\nanother.key = 2: remedy")
+        raise Problems(["one.key = 1: remedy", "another.key = 2: remedy"])
 
     job.agree(wrong)
 

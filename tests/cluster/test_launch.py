@@ -165,7 +165,7 @@ def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
     assert time.monotonic() - begin < 20
     assert done.returncode == code
     assert done.stderr.count(message) == 1
-    (line,) = (line for line in said(done) if "at the end" not in line)
+    (line,) = said(done)
     assert line.startswith("hpc3d.test: rank 1 ")
     assert 1 in ended
 
@@ -211,6 +211,6 @@ def test_a_rank_ends_even_where_the_launcher_does_not_listen(tmp_path):
 
 def test_what_goes_wrong_at_the_end_is_said_and_does_not_stop_the_rest(tmp_path):
     done, ended = job(2, "agree", tmp_path)
-    expected = [f"hpc3d.test: rank {rank}: at the end: no space left" for rank in range(2)]
-    assert sorted(said(done)) == expected
+    (line,) = said(done)
+    assert re.fullmatch("hpc3d.test: rank [01]: at the end: no space left", line)
     assert (done.returncode, ended) == (0, [0, 1])

@@ -8,6 +8,7 @@ import threading
 from hpc3d.cluster.threads import run
 from hpc3d.config import CheckpointConfig
 from hpc3d.inputs import to_toml
+from hpc3d.plain import Problems
 from hpc3d.training.checkpoint import steps_of
 from hpc3d.training.resume import resume
 from hpc3d.training.saver import Saver, clear
@@ -36,8 +37,8 @@ class Ranks:
     def agree(self, function):
         return self.gather(function() if self.rank == 0 else None)[0]
 
-    def refuse(self, problem):
-        raise ValueError(problem)
+    def refuse(self, *problems):
+        raise Problems(problems)
 
 
 def live(folder, layout, until):

@@ -1,0 +1,93 @@
+"""Text of others, made plain: of files, arguments and the environment.
+
+Such text may hold what a terminal obeys or hides, an end of a line, or bytes that are no letters.
+`plain` shows all of these as escapes, so that one line stays one line and looks like what it is;
+the streams of a command, `plain_streams`, do so with all that is printed, but for ends of lines.
+The escapes, \\u001b, are those of JSON and TOML, in whose strings they may stand.
+"""
+
+import sys
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+class Problems(ValueError):
+    """Several things that are wrong, a line each."""
+
+    def __init__(self, lines):
+        self.lines = [*map(plain, lines)]
+        super().__init__("\n".join(self.lines))
+
+
+def plain(text):
+    """A text as one line of letters that can be seen.
+
+    What Unicode calls not printable is escaped: controls, marks of direction, separators of lines,
+    spaces but the common one, surrogates (bytes that were no UTF-8).
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else escape(letter) for letter in text)
+
+
+def escape(letter):
+    code = ord(letter)
+    return SHORT.get(letter) or (f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}")
+
+
+def plain_lines(text):
+    """The same of each line of a text of several."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
+def plain_in(tree):
+    """The same of each text in dicts, lists and tuples."""
+    match tree:
+        case str():
+            return plain(tree)
+        case dict():
+            return {plain_in(key): plain_in(value) for key, value in tree.items()}
+        case list() | tuple():
+            return type(tree)(map(plain_in, tree))
+    return tree
+
+
+def lines_of(error):
+    """What an error says, a line for each problem."""
+    if isinstance(error, Problems):
+        return error.lines
+    return [plain(told(error) if isinstance(error, OSError) else str(error))]
+
+
+def told(error):
+    """An OSError in words: its file, if it names one, and why."""
+    return f"{error.filename}: {why(error)}" if error.filename else why(error)
+
+
+def why(error):
+    """The reason of an OSError: the system's words, or those that it was raised with."""
+    return error.strerror or str(error)
+
+
+class Plain:
+    """A text stream that escapes what is written to it, and what it has no letters for."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        encoding = self.stream.encoding or "utf-8"
+        known = plain_lines(text).encode(encoding, "backslashreplace").decode(encoding)
+        self.stream.write(known)
+        return len(text)
+
+
+@contextmanager
+def plain_streams():
+    """Standard output and error as `Plain` streams."""
+    with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
+        yield
