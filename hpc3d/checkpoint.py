@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpc3d.cluster.exits import CHECK_FAILED
 from hpc3d.command import Parser, complain, run
+from hpc3d.plain import plain
 
 EXITS = "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
 
@@ -94,12 +95,12 @@ def show(options, _):
     newest = latest(folders[0].parent)
     if folders == [options.source]:
         found = [about(Checkpoint(options.source))]
-        print(line_of(found[0], newest))
+        print(plain(line_of(found[0], newest)))
         print_tensors(found[0])
     else:
         found = [about_or_problem(folder) for folder in folders]
         for one in found:
-            print(line_of(one, newest))
+            print(plain(line_of(one, newest)))
     return {"latest": newest, "checkpoints": found}
 
 
@@ -155,7 +156,7 @@ def verify(options, _):
         found.append({"folder": str(folder), "problems": wrong})
         complain("checkpoint", wrong)
         if not wrong:
-            print(f"{folder} is whole")
+            print(plain(f"{folder} is whole"))
     return {"whole": not any(one["problems"] for one in found), "checkpoints": found}
 
 
@@ -170,8 +171,8 @@ def export(options, _):
     complain("checkpoint", wrong)
     shapes = exchange.export(opened, options.output)
     count = sum(map(prod, shapes.values()))
-    print(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors")
-    print(f"written to {options.output}")
+    print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
+    print(plain(f"written to {options.output}"))
     return {
         "output": str(options.output),
         "checkpoint": str(opened.folder),
@@ -190,11 +191,11 @@ def begin(options, settings):
     config = configured(pretrained, settings)
     shapes = beginning.begin(options.output, config, pretrained.parameter)
     count = sum(map(prod, shapes.values()))
-    print(f"{options.source}: {count:,} parameters in {len(shapes)} tensors")
-    print(f"written to {options.output}; go on with")
+    print(plain(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
+    print(plain(f"written to {options.output}; go on with"))
     text = "" if any(word.startswith("--data.path") for word in settings) else " --data.path TEXT"
     how = f"--resume {options.output} --checkpoint.every 100{text}"
-    print(f"mpirun -np N python -m hpc3d.train {how}")
+    print(plain(f"mpirun -np N python -m hpc3d.train {how}"))
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 
 

@@ -108,8 +108,9 @@ class DataConfig:
     __pydantic_config__ = STRICT
     path: str = "inputs/corpus"
     """a text file, a folder of *.txt, or a token file of `hpc3d prepare`"""
-    tokenizer: Literal["byte", "bpe"] = "byte"
-    """byte has 256 tokens; bpe is for a token file that was made with it"""
+    tokenizer: Literal["byte", "bpe"] | None = None
+    """byte has 256 tokens, bpe is for a token file that was made with it (absent: what the token
+    file says, byte for text)"""
 
 
 @dataclass(frozen=True)

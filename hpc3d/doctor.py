@@ -25,7 +25,7 @@ EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 JSON = """\
 print one JSON object on the last line: verdict (the worst one), findings (verdict, subject, text,
-remedy)"""
+remedy, printed)"""
 # What a launcher prints where it cannot start ranks, and what to do.
 SAID = {
     "as root": f"export {library.CONSENT[0]}=1 {library.CONSENT[1]}=1, or be another user",
@@ -166,7 +166,7 @@ def hdf5(folder):
             with open_file(path) as file:
                 right = np.array_equal(file["clock/samples/t_local"], rows["t_local"])
     except (OSError, ValueError) as error:
-        yield Finding(FAIL, "HDF5", f"{folder}: {error}".splitlines()[0], UNLOCKED)
+        yield Finding(FAIL, "HDF5", f"{folder}: {error}".partition("\n")[0], UNLOCKED)
         return
     text = f"a compressed table was written and read in {folder}"
     yield Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", UNLOCKED)
@@ -187,14 +187,13 @@ def two_ranks(mpirun, options):
 
 def not_started(code, printed, timeout):
     """Why two ranks did not come to an end: what was printed, and what helps."""
-    said = [line.strip() for line in printed.splitlines() if re.search("[a-z]", line)]
+    said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
         text, remedy = f"nothing more within {timeout:g} s", HANGS
     else:
         text = f"mpirun -np 2 ended with exit code {code}"
         remedy = next((SAID[words] for words in SAID if words in printed), BY_HAND)
-    heard = "".join(f"\n      {line}" for line in said[-SHOWN:])
-    return Finding(FAIL, "2 ranks", text + heard, remedy)
+    return Finding(FAIL, "2 ranks", text, remedy, tuple(said[-SHOWN:]))
 
 
 def lonely(options, meant):

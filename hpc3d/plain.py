@@ -67,11 +67,12 @@ def told(error):
 
 def why(error):
     """The reason of an OSError: the system's words, or those that it was raised with."""
-    return error.strerror or str(error)
+    return error.strerror or str(error).rstrip(".")
 
 
 class Plain:
-    """A text stream that escapes what is written to it, and what it has no letters for."""
+    """A text stream that escapes what is written to it, and what it has no letters for.  A write
+    of "\\r" alone ends a line that the next one replaces."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -81,8 +82,8 @@ class Plain:
 
     def write(self, text):
         encoding = self.stream.encoding or "utf-8"
-        known = plain_lines(text).encode(encoding, "backslashreplace").decode(encoding)
-        self.stream.write(known)
+        visible = text if text == "\r" else plain_lines(text)
+        self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
 

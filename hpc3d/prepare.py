@@ -13,7 +13,8 @@ from pathlib import Path
 
 from hpc3d import shipped
 from hpc3d.cluster.exits import CHECK_FAILED
-from hpc3d.command import Parser, run
+from hpc3d.command import Parser, complain, run
+from hpc3d.plain import plain
 from hpc3d.training.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
 from hpc3d.training.tokens import SUFFIX, TokenFile, verify, write_tokens
 
@@ -80,7 +81,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         verify(arguments.verify)
     except ValueError as error:
-        print(f"hpc3d.prepare: {without_key(error)}", file=sys.stderr)
+        complain("prepare", [without_key(error)])
         return CHECK_FAILED
     describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
     return 0
@@ -139,7 +140,7 @@ def describe(path: Path, as_json: bool, **results: float) -> None:
             "sha256": tokens.sha256,
         }
     for name, value in (held | results).items():
-        print(f"{name:12}{readable(value)}")
+        print(plain(f"{name:12}{readable(value)}"))
     if as_json:
         print(json.dumps(held | results))
 

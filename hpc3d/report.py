@@ -18,7 +18,9 @@ from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import clear, write
 from hpc3d.analyze.waits import calls_of
 from hpc3d.command import Parser, read_no_more, run
+from hpc3d.plain import plain, why
 from hpc3d.trace.run import trace_of
+from hpc3d.trace.segment import naming
 
 DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
@@ -106,9 +108,10 @@ def _report(options):
             if options.export:
                 events = events_of(each, calls_of(each), *options.steps)
                 export(options.export, events, out / "exports" / name)
-    write(report, out, options.tables)
+    with naming(out):
+        write(report, out, options.tables)
     _say(markdown.page(report))
-    _say(f"written to {out}")
+    _say(plain(f"written to {out}"))
     if options.json:
         _say(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
 
@@ -119,16 +122,15 @@ def _cleared(out):
         clear(out)
     except OSError as error:
         raise ValueError(
-            f"{out}: cannot write there ({error.strerror}); name another folder with --out"
+            f"{out}: cannot write there ({why(error)}); name another folder with --out"
         ) from error
     return out
 
 
 def _say(text):
-    """Print what the terminal has letters for; that the reader has gone is no error."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Print; that the reader has gone is no error."""
     try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         read_no_more()
 

@@ -17,6 +17,7 @@ from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
 from hpc3d.pipeline.table import to_csv
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
+from hpc3d.plain import plain
 
 STEP = """\
 Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
@@ -97,7 +98,8 @@ def _step(options, overrides):
     if options.out:
         kept.append(_keep(options.out, runs, config, machine))
     _print_step(config, found)
-    print(*kept, sep="\n")
+    for line in kept:
+        print(f"\n{plain(line)}")
     if options.json:
         print(json.dumps(found))
 
@@ -106,7 +108,7 @@ def _keep(out, runs, config, machine):
     from hpc3d.predict.write import write_trace
 
     out.mkdir(parents=True)
-    return f"\nwritten to {write_trace(out, runs, config, machine)}"
+    return f"written to {write_trace(out, runs, config, machine)}"
 
 
 def _keep_beside(folder, runs, found):
@@ -114,13 +116,14 @@ def _keep_beside(folder, runs, found):
     from hpc3d.trace.supplement import write_prediction
 
     write_prediction(folder / "trace.h5", prediction(runs, found))
-    return f"\nthe prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}"
+    return f"the prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}"
 
 
 def _print_step(config, found):
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     print(f"{found['ranks']} ranks of {found['machine']}: {sizes or 'serial'}, ", end="")
-    print(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}\n")
+    print(plain(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}"))
+    print()
     print(f"step            {found['step_time_s']:.6g} s, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
@@ -232,7 +235,7 @@ def _found(options, passes, rows):
 def _title(found):
     words = {"stages": "stage", "microbatches": "microbatch", "chunks": "chunk", "steps": "step"}
     sizes = [f"{found[many]} {one if found[many] == 1 else many}" for many, one in words.items()]
-    return f"{found['name']}: {', '.join(sizes)}"
+    return plain(f"{found['name']}: {', '.join(sizes)}")
 
 
 def _print(found, rows):

@@ -226,7 +226,11 @@ def prepare(config, reader):
             f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens; "
             f"use at least that, or leave the key out"
         )
-    config = replace(config, model=replace(config.model, vocabulary=vocabulary))
+    config = replace(
+        config,
+        model=replace(config.model, vocabulary=vocabulary),
+        data=replace(config.data, tokenizer=tokens.tokenizer),
+    )
     sizes = config.model.sequence, config.train.batch
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)
@@ -270,9 +274,11 @@ def programs(config, program):
 
 def save_position(plan, batches, done):
     """Rank 0: where in the data the run ended, for one that goes on from here."""
+    from hpc3d.training.folder import write_text
+
     if batches is not None:
         position = {"step": done, **batches.position(done)}
-        (plan.folder / "position.json").write_text(json.dumps(position) + "\n")
+        write_text(plan.folder / "position.json", json.dumps(position) + "\n")
 
 
 if __name__ == "__main__":

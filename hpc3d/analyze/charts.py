@@ -8,13 +8,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.cluster.mesh import AXES, WORLD, along
+from hpc3d.trace.events import CATEGORY
+
 # Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
 BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 NAVY, PINK, BLACK, YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
 COLOURS = (BLUE, ORANGE, GREEN, RED, NAVY, PINK, BLACK)
 SAND, GREY, LIGHT, PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
 
-AXES = dict(zip("pdcexyz", (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK)))
+# Of calls by where they go, and of other time by category: no two have one colour.
+OF_AXES = (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK, "#7B3FA0")
+OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
+PARTS = {
+    **dict(zip(map(along, (*AXES, WORLD)), OF_AXES, strict=True)),
+    **dict(zip(CATEGORY, OF_CATEGORIES, strict=True)),
+    "unrecorded": PALE,
+    "recorded": "#2E6B4F",
+}
 RANK_PARTS = {
     "compute": GREEN,
     "exposed": BLUE,  # where transfer and wait are not known
@@ -154,15 +165,10 @@ def phases(rows):
     labels = list(dict.fromkeys(row["phase"] or row["category"] for row in rows))
     parts = defaultdict(lambda: [0.0] * len(labels))
     for row in rows:
-        part = f"along {row['axis']}" if row["axis"] else row["category"]
+        part = along(row["axis"]) if row["axis"] else row["category"]
         parts[part][labels.index(row["phase"] or row["category"])] += row["seconds"] * 1e3
-    coloured = {part: (_colour(part), values) for part, values in parts.items()}
+    coloured = {part: (PARTS.get(part, SAND), values) for part, values in parts.items()}
     return Bars("", "time of a step [ms]", labels, coloured, lying=True)
-
-
-def _colour(part):
-    colours = RANK_PARTS | {"optimizer": BLACK, "host": GREY, "comm": NAVY, "recorded": GREEN}
-    return AXES.get(part.removeprefix("along ")) or colours.get(part, SAND)
 
 
 def waits(run):
@@ -172,7 +178,7 @@ def waits(run):
         part: (RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
         for part in ("transfer", "wait")
     }
-    labels = [f"{row['axis']} {row['op'].replace('_', '-')}" for row in rows]
+    labels = [f"{row['op'].replace('_', '-')} {along(row['axis'])}" for row in rows]
     return Bars("", "time of a step [ms]", labels, parts, lying=True)
 
 

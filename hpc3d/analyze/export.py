@@ -6,12 +6,14 @@ import numpy as np
 
 from hpc3d.analyze import kineto, perfetto, pipit
 from hpc3d.analyze.columns import event_values, hosts, labels, slices
+from hpc3d.plain import plain_in
 from hpc3d.trace.settings import one_time
 
 COLUMNS = (
     *("rank", "step", "stream", "name", "category", "phase", "op", "axis", "layer", "microbatch"),
     *("stage", "chunk", "group", "seq", "peer", "bytes", "count", "dtype", "flops"),
 )
+CODED = ("category", "phase", "op", "axis", "dtype", "name")
 FORMATS = {"perfetto": perfetto.write, "pipit": pipit.write, "hta": kineto.write}
 
 
@@ -60,15 +62,14 @@ def events_of(trace, calls, first=0, last=None):
     of_rank = slices(columns["rank"], ranks)
     return Events(
         columns=columns,
-        names={key: labels(trace, key) for key in ("category", "phase", "op", "axis", "dtype")}
-        | {"name": dict(enumerate(trace.strings))},
+        names=plain_in({key: labels(trace, key) for key in CODED}),
         links=_links(calls, rows, len(trace.events)) if shared else np.zeros((0, 2), int),
         one_time=shared,
         steps=list(_steps(trace, first, last, shift, of_rank, zero)),
         rows=of_rank,
         groups=trace.groups,
-        hosts=hosts(trace),
-        axes=list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"])),
+        hosts=plain_in(hosts(trace)),
+        axes=plain_in(list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))),
     )
 
 

@@ -29,6 +29,7 @@ from hpc3d.analyze.tables import (
 )
 from hpc3d.analyze.timeline import EVENTS, Timeline, timeline
 from hpc3d.analyze.waits import calls_of, incomplete, wait_rows
+from hpc3d.plain import plain_in, plain_lines
 from hpc3d.trace.check import violations
 from hpc3d.trace.settings import one_time
 
@@ -43,7 +44,8 @@ DROPPED = "events of {ranks}: trust only the step, loss and memory tables, the o
 @dataclass(frozen=True)
 class Run:
     """A run: what it was, its configuration (TOML), what its trace lacks and where it contradicts
-    itself (a line each), and its tables by the names of hpc3d.analyze.catalogue.
+    itself (a line each), and its tables by the names of hpc3d.analyze.catalogue.  All text of the
+    trace is plain.
 
     Drawn are the timeline and the panels of the pipeline in `step`, and the bytes of a step from
     rank to rank, matrices by mesh axis, "" for all of them.
@@ -84,7 +86,8 @@ def compare(traces, runs):
             for trace, run in zip(steady[1:], runs[1:])
             for row in difference_rows(steady[0], trace)
         ]
-    return Report(runs, tables, notes(traces, [run.label for run in runs]))
+    found = tables, notes(traces, [run.label for run in runs])
+    return Report(runs, *plain_in(found))
 
 
 def examine(trace, peak=None, step=None, events=EVENTS):
@@ -110,7 +113,8 @@ def examine(trace, peak=None, step=None, events=EVENTS):
         "bubble": _bubble(trace, step) if stages else [],
         **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
     }
-    missing, drawn = trace.attrs["missing"].splitlines(), None
+    attrs, drawn = trace.attrs, None
+    missing = [line for line in attrs["missing"].split("\n") if line]
     if one_time(trace):
         path = critical_path(trace, calls, step)
         tables |= _of_calls(calls, path)
@@ -121,8 +125,10 @@ def examine(trace, peak=None, step=None, events=EVENTS):
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         missing.append(DROPPED.format(ranks=_ranks(dropped)))
     attrs = trace.attrs
-    what = layout_of(trace).label, attrs["run_id"], about(steady), attrs["config"]
-    return Run(*what, missing, wrong, tables, step, drawn, panels, matrices)
+    what = layout_of(trace).label, attrs["run_id"], about(steady)
+    found = missing, wrong, tables
+    drawn_of = step, drawn, panels, plain_in(matrices)
+    return Run(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
 def distinct(runs):

@@ -2,7 +2,7 @@
 
 from hpc3d.analyze.catalogue import OF_A_RUN
 from hpc3d.analyze.comparisons import OVER_RUNS
-from hpc3d.analyze.sheets import markdown
+from hpc3d.analyze.sheets import in_markdown, markdown
 
 LINES = 20  # of what is wrong with a trace
 MEANS = (
@@ -24,7 +24,7 @@ def page(report):
     for sheet in OVER_RUNS:
         sections += _section("##", sheet, report.tables[sheet.name])
     for run in report.runs:
-        sections += [f"## {run.label}", _facts(run)]
+        sections += [f"## {in_markdown(run.label)}", _facts(run)]
         sections += _listed("The trace is incomplete; missing are:", run.missing)
         sections += _listed("The trace contradicts itself:", run.violations)
         for sheet in OF_A_RUN:
@@ -33,19 +33,19 @@ def page(report):
 
 
 def _facts(run):
-    return "\n".join(f"* {title}: {text}" for title, text in run.about.items())
+    return "\n".join(f"* {title}: {in_markdown(text)}" for title, text in run.about.items())
 
 
 def _listed(title, lines):
     """Lines under a title, or as many as one reads."""
-    shown = [f"* {line}" for line in lines[:LINES]]
+    shown = [f"* {in_markdown(line)}" for line in lines[:LINES]]
     more = [f"* and {len(lines) - LINES} more"] if len(lines) > LINES else []
     return [title, "\n".join(shown + more)] if lines else []
 
 
 def image(name, picture):
     """The line that shows a picture."""
-    return f"![{picture.title}](figures/{name}.png)\n"
+    return f"![{in_markdown(picture.title)}](figures/{name}.png)\n"
 
 
 def _section(level, sheet, rows, step=None):

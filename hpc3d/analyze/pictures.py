@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from hpc3d.analyze import charts
 from hpc3d.analyze.gantt import Panels
+from hpc3d.cluster.mesh import along
 
 
 class Picture(NamedTuple):
@@ -50,7 +51,7 @@ def of_run(run):
         caption = "Whom the others wait for, summed over all of them."
         yield Picture("stragglers", "Who is waited for", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):
-        title = f"Bytes along {axis}" if axis else "Bytes from rank to rank"
+        title = f"Bytes {along(axis)}" if axis else "Bytes from rank to rank"
         # A trace may call an axis anything, a file not.
         end = axis if re.fullmatch(r"\w*", axis, re.ASCII) else str(number)
         yield Picture(f"traffic-{end}".strip("-"), title, "", charts.traffic(matrix))

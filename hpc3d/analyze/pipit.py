@@ -10,6 +10,8 @@ import csv
 
 import numpy as np
 
+from hpc3d.analyze.sheets import in_csv
+
 
 def write(events, folder):
     """Write pipit.csv and return its path."""
@@ -56,4 +58,4 @@ def _names(events):
     columns, names = events.columns, events.names
     pairs = zip(columns["name"].tolist(), columns["axis"].tolist())
     axes = {code: f" {axis}" if axis else "" for code, axis in names["axis"].items()}
-    return [names["name"].get(name, "") + axes.get(axis, "") for name, axis in pairs]
+    return [in_csv(names["name"].get(name, "") + axes.get(axis, "")) for name, axis in pairs]

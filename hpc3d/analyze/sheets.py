@@ -1,6 +1,7 @@
 """A table as it is shown: headings with units, how values are written; as Markdown, LaTeX, CSV.
 
-A table file in CSV has the values themselves, in SI units, under the names of the columns.
+A table file in CSV has the values themselves, in SI units, under the names of the columns.  What a
+cell says is text in all of them: no HTML, no macro, no formula.
 """
 
 import csv
@@ -89,6 +90,14 @@ def prefixed(value):
 # Ways to write a table
 
 
+MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
+
+
+def in_markdown(text):
+    """A text without what Markdown would take for HTML, a link, a mark or the end of a cell."""
+    return text.translate(MARKDOWN)
+
+
 def markdown(fields, rows):
     """A table that reads well as plain text, too."""
     columns = [_column(field, [field.text(row) for row in rows]) for field in fields]
@@ -97,7 +106,7 @@ def markdown(fields, rows):
 
 def _column(field, values):
     """Heading, rule and cells of one width, text to the left and numbers to the right."""
-    cells = [field.heading, *(value.replace("|", r"\|") for value in values)]
+    cells = [field.heading, *map(in_markdown, values)]
     width = max(map(len, cells))
     if field.is_text:
         rule, adjust = "-" * width, str.ljust
@@ -107,25 +116,30 @@ def _column(field, values):
     return [heading, rule, *cells]
 
 
-LATEX = {char: rf"\{char}" for char in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-}
+LATEX = str.maketrans(
+    {char: rf"\{char}" for char in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 
 
 def latex(fields, rows):
     """A tabular with the rules of the package booktabs."""
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
-    heading, *body = [" & ".join(map(_escaped, line)) + r" \\" for line in lines]
+    heading, *body = [
+        " & ".join(text.translate(LATEX) for text in line) + r" \\" for line in lines
+    ]
     adjust = "".join("l" if field.is_text else "r" for field in fields)
     parts = [rf"\begin{{tabular}}{{{adjust}}}", r"\toprule", heading, r"\midrule"]
     return "\n".join([*parts, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-def _escaped(text):
-    return "".join(LATEX.get(char, char) for char in text)
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def in_csv(value):
+    """A value for a cell: a text that a spreadsheet would take for a formula begins with '."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def write(sheet, rows, folder):
@@ -137,4 +151,4 @@ def write(sheet, rows, folder):
     with name.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({key: in_csv(value) for key, value in row.items()} for row in rows)

@@ -6,6 +6,7 @@ import numpy as np
 
 from hpc3d.analyze.charts import BLACK, BLUE, GREEN, GREY, LIGHT, NAVY, ORANGE, PINK, RED, SAND
 from hpc3d.analyze.columns import cell_values, event_values, labelled, labels
+from hpc3d.plain import plain_in
 
 EVENTS = 100_000  # events of a step that a page draws at most
 
@@ -61,6 +62,7 @@ def timeline(trace, calls, step, path, limit=EVENTS):
     columns = _times(trace, calls, step, rows) | {"kind": _kinds(trace, rows)}
     columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
+    axes, names = plain_in((axes, names))
     return Timeline(step, shown, trace.attrs["world_size"], axes, columns, names, path)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from hpc3d.cluster.checksum import largest, norm, quiet, slack, terms, words
 from hpc3d.cluster.communicator import Communicator
+from hpc3d.cluster.mesh import along
 
 ROWS = 64  # of a fresh table of notes
 
@@ -233,4 +234,4 @@ class Checked(Communicator):
         self.sent, self.arrived = {}, {}
 
     def line(self, note, what):
-        return f"rank {self.members[self.rank]}: {note} along {self.axis}: {what}"
+        return f"rank {self.members[self.rank]}: {note} {along(self.axis)}: {what}"

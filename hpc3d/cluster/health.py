@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.cluster import launch
+from hpc3d.plain import plain, why
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 OLDEST = (3, 11)
@@ -33,17 +34,22 @@ FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
 
 
 class Finding(NamedTuple):
-    """`verdict` (OK, WARN, FAIL) on a `subject`: the `text`, and what to do where it is wrong."""
+    """`verdict` (OK, WARN, FAIL) on a `subject`: the `text`, what to do where it is wrong, and the
+    lines that something else `printed`."""
 
     verdict: str
     subject: str
     text: str
     remedy: str = ""
+    printed: tuple = ()
 
     def lines(self) -> list[str]:
-        """As people read it: a line, and under it the remedy."""
-        return [f"{self.verdict:5} {self.subject}: {self.text}"] + [
-            f"      -> {line}" for line in self.remedy.splitlines()
+        """As people read it: a line, under it what was printed, and the remedy."""
+        remedy = self.remedy.split("\n") if self.remedy else []
+        return [
+            plain(f"{self.verdict:5} {self.subject}: {self.text}"),
+            *(f"      {plain(line)}" for line in self.printed),
+            *(f"      -> {plain(line)}" for line in remedy),
         ]
 
 
@@ -211,7 +217,7 @@ def shared_memory(ranks):
     try:
         os.close(os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600))
     except OSError as error:
-        text, remedy = f"{SHARED}: {error.strerror}", "run with --mesh.transport mpi"
+        text, remedy = f"{SHARED}: {why(error)}", "run with --mesh.transport mpi"
         yield Finding(FAIL, "shared memory", text, remedy)
         return
     if usable(ranks):

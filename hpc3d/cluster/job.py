@@ -13,6 +13,7 @@ from mpi4py import MPI
 from hpc3d.cluster.exits import BAD_INPUT, Ended
 from hpc3d.plain import lines_of, plain
 
+OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
 UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
 
 
@@ -76,7 +77,8 @@ class Job:
     def first_to_fail(self):
         """Whether nothing of this job has said yet on this host that it failed.
 
-        The first to bind an abstract address has it until its process ends; no file is left.
+        The first to bind an abstract address has it until its process has ended, and a child that
+        outlives it for a while, in which others end; no file is left.
         """
         try:
             failure = socket.socket(socket.AF_UNIX)
@@ -84,6 +86,8 @@ class Job:
         except OSError as error:
             return error.errno != errno.EADDRINUSE
         self.failure = failure
+        if os.fork() == 0:
+            linger(failure.fileno())
         return True
 
     def abort(self, code):
@@ -97,3 +101,12 @@ class Job:
         if self.size == 1:  # there is nobody that MPI would have to end
             os._exit(code)
         self.comm.Abort(code)
+
+
+def linger(descriptor):
+    """End this process after a while in which it has but this file open."""
+    os.setsid()
+    os.closerange(0, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    time.sleep(OUTLIVED)
+    os._exit(0)

@@ -4,6 +4,7 @@ from hpc3d.cluster.communicator import Self
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
+WORLD = "world"  # what the group of all ranks lies along
 QUEUES = ("blocks", "replicas")
 
 
@@ -12,6 +13,11 @@ def queue_of(axis):
     beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
     waits for stands behind it."""
     return "replicas" if axis == DATA else "blocks"
+
+
+def along(axis):
+    """Where a call goes, in words."""
+    return "over all ranks" if axis == WORLD else f"along {axis}"
 
 
 class Silent:
@@ -120,4 +126,4 @@ class Mesh:
     def wrapped(self, keeper):
         """The communicators of all axes and that of all ranks, as `keeper` wraps them."""
         comms = {axis: keeper.wrap(comm, axis) for axis, comm in self.comms.items()}
-        return comms, keeper.wrap(self.world, "world") if self.ranks > 1 else self.world
+        return comms, keeper.wrap(self.world, WORLD) if self.ranks > 1 else self.world

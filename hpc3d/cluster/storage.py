@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from hpc3d.cluster.health import FAIL, OK, WARN, Finding, size
+from hpc3d.plain import why
 
 LITTLE = 10**9  # bytes
 NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
@@ -21,7 +22,7 @@ def storage(folder):
         with scratch(folder) as there:
             replaced(Path(there))
     except OSError as error:
-        text = f"{folder}: cannot write there ({error.strerror})"
+        text = f"{folder}: cannot write there ({why(error)})"
         yield Finding(FAIL, "disk", text, ELSEWHERE)
         return
     free = shutil.disk_usage(standing(folder)).free

@@ -17,6 +17,7 @@ from threading import Event, Thread
 
 from hpc3d.cluster.exits import STALLED
 from hpc3d.cluster.launch import leave, save_in_child
+from hpc3d.cluster.mesh import WORLD, along
 
 LOOKS = 20  # in the seconds that are allowed, but one a second at least
 GRACE = 6  # looks more, in which the others speak, too
@@ -34,7 +35,7 @@ class Watchdog:
 
     def __init__(self, job, mesh, run_dir, seconds):
         self.job, self.pool = job, mesh.pool
-        self.place = Place({**mesh.comms, "world": mesh.world})
+        self.place = Place({**mesh.comms, WORLD: mesh.world})
         self.reports = Reports(job, run_dir / "watchdog")
         self.seconds, self.period = seconds, min(1.0, seconds / LOOKS)
         self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
@@ -127,7 +128,7 @@ class Place:
         axis, (op, number, nbytes, peer) = call
         other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
         size = f", {nbytes} bytes" if nbytes else ""
-        return f"in {op}{other} along {axis} (call {number}{size}) of step {self.step}"
+        return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
 
     def groups(self):
         """A line for each group that this rank is in."""

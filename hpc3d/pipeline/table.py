@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, parse
+from hpc3d.plain import why
 
 TURN = "turn"
 
@@ -46,7 +47,7 @@ def _rows(path):
             reader = csv.reader(file)
             rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
     except OSError as error:
-        raise ValueError(f"{error.strerror}; name a CSV file with a row for each stage") from None
+        raise ValueError(f"{why(error)}; name a CSV file with a row for each stage") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"not a CSV file in UTF-8: {error}") from None
     rows = [(row, [cell for cell in cells if cell[1]]) for row, cells in rows]

@@ -54,10 +54,8 @@ def hint(*place):
 
 def wrong_numbers(machine):
     """Numbers out of range, rates whose knots are none."""
-    if not machine.name.strip():
-        yield f"name = {machine.name!r}: must not be empty"
-    if not machine.name.isprintable():
-        yield f"name = {machine.name!r}: must be one line of printable letters"
+    if not (machine.name.strip() and machine.name.isprintable()):
+        yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
     if machine.ranks_per_node < 1:
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:

@@ -14,6 +14,7 @@ import warnings
 import zlib
 from dataclasses import replace
 from math import inf, prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from hpc3d.model.gpt2 import Shape
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.plain import why
 from hpc3d.predict.machine import Machine
 from hpc3d.predict.tally import work_of
 from hpc3d.tensor.split import SCHEMES
@@ -60,9 +62,10 @@ def read(path):
                 "usecols": FIELDS,
                 "ndmin": 1,
             }
+            Path(path).stat()  # whose errors give the system's reason
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}; name a file of rows") from None
+        raise ValueError(f"{path}: {why(error)}; name a file of rows") from None
     except (ValueError, EOFError, zlib.error, UserWarning) as error:
         columns = ", ".join(ROW.names)
         raise ValueError(f"{path}: {error}; the columns are {columns}") from None

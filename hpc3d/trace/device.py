@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 
 from hpc3d.cluster.communicator import Pending
-from hpc3d.cluster.mesh import QUEUES, queue_of
+from hpc3d.cluster.mesh import QUEUES, WORLD, queue_of
 from hpc3d.trace.events import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type
 from hpc3d.trace.moments import DeviceClock, Line
 from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, Recorder, Span
@@ -74,7 +74,7 @@ class DeviceRecorder(Recorder):
     def wrap(self, comm, axis):
         """`comm` recorded; that of the world speaks of the host's arrays."""
         traced = super().wrap(comm, axis)
-        if axis == "world":
+        if axis == WORLD:
             return traced
         return DeviceTraced(comm, self, traced.group, QUEUED[queue_of(axis)])
 

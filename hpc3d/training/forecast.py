@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.plain import why
 from hpc3d.trace.segment import replacing
 from hpc3d.training.checkpoint import shares, steps_of
 
@@ -37,7 +38,7 @@ def forecast(job, folder, trainer, keep):
         try:
             found = probe(folder, host, min(LARGEST, sum(size for _, size in ranks)))
         except OSError as error:
-            problem = f"{host} cannot write to {folder}, where it is to save: {error.strerror}"
+            problem = f"{host} cannot write to {folder}, where it is to save: {why(error)}"
     probes, problems = zip(*job.gather((found, problem)), strict=True)
     if any(problems):
         job.refuse(*filter(None, problems))

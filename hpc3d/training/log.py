@@ -3,29 +3,36 @@
 import sys
 
 from hpc3d.inputs import to_toml
+from hpc3d.plain import plain
+from hpc3d.trace.segment import naming
 
 
 class Log:
     """The lines of rank 0, on the terminal and in train.log."""
 
     def __init__(self, path, speaks, mode="w"):
-        self.file = path.open(mode) if speaks else None
+        self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
 
     def say(self, line):
         if self.file:
-            print(line, flush=True)
-            print(line, file=self.file, flush=True)
+            print(plain(line), flush=True)
+            self.keep(line)
 
     def warn(self, line):
         """A line that goes to standard error, too, as all do that say why a job ends."""
         if self.file:
-            print(f"hpc3d.train: {line}", file=sys.stderr, flush=True)
-            print(line, file=self.file, flush=True)
+            print(f"hpc3d.train: {plain(line)}", file=sys.stderr, flush=True)
+            self.keep(line)
+
+    def keep(self, line):
+        with naming(self.path):
+            print(plain(line), file=self.file, flush=True)
 
     def header(self, plan, mesh, job, hardware):
         config, split = plan.config, plan.config.split()
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
-        self.say(to_toml(config))
+        for line in to_toml(config).split("\n"):
+            self.say(line)
         self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
         for line in hardware.lines:
             self.say(line)

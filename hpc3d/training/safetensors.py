@@ -53,7 +53,10 @@ def write(path, arrays):
 
     try:
         with replacing(path) as temporary:
+            temporary.touch()  # with the mode that new files get; the package's is 0600
+            mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
+            temporary.chmod(mode)
     except package.SafetensorError as error:  # of the disk
         raise ValueError(f"{path}: {error}") from None
 

@@ -66,19 +66,20 @@ class Tokens(contextlib.AbstractContextManager):
         self.close()
 
 
-def open_tokens(path: str | Path, tokenizer: str = "byte") -> Tokens:
+def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     """Open a token file, a text file, or a folder of `*.txt` in the order of their names.
 
     Text is read as bytes, and nothing is written.  Raises ValueError, one line that begins with
-    `data.path`, for what is missing, empty, no text, damaged or made with another tokenizer.
+    `data.path`, for what is missing, empty, no text, damaged or made with another tokenizer than
+    the one that is given.
     """
     tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
-    if tokens.tokenizer != tokenizer:
+    if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
         raise ValueError(
             f'data.path: {path} gives "{tokens.tokenizer}" tokens, but data.tokenizer is '
-            f'"{tokenizer}"; set it to "{tokens.tokenizer}", or make a token file with python -m '
-            f"hpc3d.prepare --tokenizer {tokenizer}"
+            f'"{tokenizer}"; set it to "{tokens.tokenizer}" or leave it out, or make a token file '
+            f"with python -m hpc3d.prepare --tokenizer {tokenizer}"
         )
     return tokens
 

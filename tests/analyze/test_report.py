@@ -450,7 +450,7 @@ def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
     run = run.rename(run.with_name(name))
     done = printed(run, stdout=subprocess.PIPE, encoding=encoding)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert f"written to {run}".encode(encoding, "replace") in done.stdout
+    assert f"written to {run}".encode(encoding, "backslashreplace") in done.stdout
 
 
 def test_a_reader_that_goes_is_no_error(run):

@@ -1,6 +1,7 @@
 """How a job starts and ends: threads, yielding, one line for bad input, no rank left behind."""
 
 import os
+import re
 import subprocess
 import sys
 import time

@@ -28,6 +28,11 @@ const hpc3d = (() => {
     return words.length ? `${rank} (${words.join(" ")})` : `${rank}`;
   }
 
+  // Where a call goes, as hpc3d.cluster.mesh says it.
+  function along(axis) {
+    return axis === "world" ? "over all ranks" : `along ${axis}`;
+  }
+
   // What an event says under the name of a field, "" for nothing.
   function text(events, about, index, field) {
     const value = (key) => events[key][index];
@@ -43,7 +48,7 @@ const hpc3d = (() => {
       waited: () => (wait > 0 ? `${time(wait)} for rank ${value("by")}` : ""),
       phase: () => name("phase"),
       operation: () =>
-        name("axis") ? `${name("op")} along ${name("axis")}, number ${value("seq")}` : name("op"),
+        name("axis") ? `${name("op")} ${along(name("axis"))}, number ${value("seq")}` : name("op"),
       bytes: () => (name("axis") ? value("bytes").toLocaleString("en") : ""),
       arrivals: () => arrivals(events, index),
     };
