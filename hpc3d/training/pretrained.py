@@ -180,7 +180,7 @@ def undecided(settings, model):
     if "heads" not in model:
         reasons["heads"] = f"there is no {CONFIG} that tells n_head"
     if dropouts(settings) and "dropout" not in model:
-        rates = ", ".join(f"{key} = {settings[key]}" for key in DROPOUTS if key in settings)
+        rates = ", ".join(f"{key} = {settings[key]!r}" for key in DROPOUTS if key in settings)
         reasons["dropout"] = f"{CONFIG} has {rates}, and there is one rate here"
     return reasons
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.plain import plain
 from hpc3d.trace.segment import replacing
 
 WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
@@ -33,7 +34,8 @@ class Weights:
                     for name, part in parts.items()
                 }
         except package.SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+            what = plain(str(error))  # it quotes the file
+            raise ValueError(f"{path} is no whole safetensors file: {what}") from None
 
     def read(self, name):
         """The array of a name, as float64 if it is stored so and else as float32."""

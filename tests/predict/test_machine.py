@@ -407,7 +407,7 @@ def curves(draw):
 
 @st.composite
 def machines(draw):
-    names = st.text(min_size=1).filter(str.strip)
+    names = st.text(min_size=1).filter(str.strip).filter(str.isprintable)
     dtypes = draw(st.sets(st.sampled_from(sorted(ITEMSIZE)), min_size=1))
     inner = draw(st.lists(st.integers(2, 4), max_size=3))
     links, ranks = [], 1

@@ -1,0 +1,350 @@
+"""Text of others: no line of any command's output has a character that a terminal obeys."""
+
+import csv
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, train
+from hpc3d.cluster import health
+from hpc3d.command import run
+from hpc3d.inputs import literal
+from hpc3d.plain import Problems, lines_of, plain, plain_in, plain_streams
+from hpc3d.trace.run import trace_of
+from hpc3d.training import folder as folders
+from hpc3d.training.log import Log
+from tests.analyze.small import small
+from tests.runs import ended
+from tests.test_bad_inputs import MACHINE, SHIPPED, Job
+from tests.training import gpt2
+
+HOSTILE = {
+    "escape": "\x1b[31mred",
+    "C1": "\x9b31mred",
+    "end of line": "a\nhpc3d.train: all is well",
+    "return": "a\rb",
+    "record separator": "a\x1eb",
+    "line separator": "a\u2028b\u2029c\x85d",
+    "delete": "a\x7f\x08b",
+    "right to left": "a\u202egpj.exe",
+    "tag": "a\U000e0041b",
+}
+BYTES = "a\udcff\udc9bb"  # of a word that is not UTF-8
+EVIL = "".join(HOSTILE.values())
+WORD = pytest.mark.parametrize("evil", [*HOSTILE.values(), BYTES], ids=[*HOSTILE, "bytes"])
+TEXT = pytest.mark.parametrize("evil", HOSTILE.values(), ids=HOSTILE)
+
+
+@pytest.mark.parametrize("evil", [*HOSTILE.values(), BYTES, "\0"], ids=[*HOSTILE, "bytes", "NUL"])
+def test_a_text_is_one_line_of_letters_that_can_be_seen(evil):
+    shown = plain(evil)
+    assert shown.isprintable() and len(shown) > len(evil)
+    assert plain(shown) == shown
+    if not set(evil) & set(BYTES[1:-1]):
+        assert json.loads(f'"{shown}"' if "\\U" not in shown else '""') in (evil, "")
+        assert tomllib.loads(f"a = {literal(evil)}")["a"] == evil
+
+
+def test_letters_of_all_languages_stay():
+    text = "Größe 中文 עברית العربية हिन्दी 🙂 ½ — |<&\\"
+    assert plain(text) == text
+    assert plain_in({"\x1b": [("\x1b", 1, None)]}) == {"\\u001b": [("\\u001b", 1, None)]}
+
+
+def test_an_error_is_a_line_and_several_problems_are_several():
+    assert lines_of(ValueError("a\nb")) == ["a\\nb"]
+    assert lines_of(Problems(["a\nb", "c\x1e"])) == ["a\\nb", "c\\u001e"]
+    assert lines_of(OSError(28, "No space left on device", "a\x1b")) == [
+        "a\\u001b: No space left on device"
+    ]
+    assert lines_of(FileNotFoundError("x not found.")) == ["x not found"]
+
+
+class Terminal:
+    """What a process printed, which must be lines of letters that can be seen."""
+
+    def __init__(self, capsys):
+        self.capsys = capsys
+
+    def lines(self):
+        out, err = self.capsys.readouterr()
+        for line in f"{out}{err}".split("\n"):
+            assert line.isprintable(), line
+        return out.split("\n")[:-1], err.split("\n")[:-1]
+
+
+@pytest.fixture
+def terminal(capsys):
+    return Terminal(capsys)
+
+
+def refused(terminal, main, *words):
+    """The line with which a command refuses its words."""
+    assert ended(main, *words) == 2
+    _, (line,) = terminal.lines()
+    return line
+
+
+# The words of a command line, {} where the hostile one stands.
+WORDS = {
+    "report": (report, "{}"),
+    "report exports": (report, "run", "--export", "{}"),
+    "report peak": (report, "run", "--peak", "{}"),
+    "report steps": (report, "run", "--steps", "{}"),
+    "report step": (report, "run", "--step", "{}"),
+    "simulate": (simulate, "{}.toml", "--machine", MACHINE),
+    "simulate machine": (simulate, SHIPPED[0], "--machine", "{}.toml"),
+    "simulate key": (simulate, SHIPPED[0], "--machine", MACHINE, "--{}", "1"),
+    "simulate value": (simulate, SHIPPED[0], "--machine", MACHINE, "--mesh.x", "{}"),
+    "simulate name": (simulate, SHIPPED[0], "--machine", MACHINE, "--name", "{}"),
+    "schedule": (simulate, "schedule", "--name", "{}", "--stages", "2", "--microbatches", "2"),
+    "schedule file": (
+        *(simulate, "schedule", "--name", "csv:{}", "--stages", "2", "--microbatches", "2"),
+    ),
+    "plan": (plan, "{}.toml", "--ranks", "2"),
+    "plan ranks": (plan, SHIPPED[0], "--ranks", "{}"),
+    "plan memory": (plan, SHIPPED[0], "--ranks", "2", "--memory", "{}"),
+    "prepare": (prepare, "{}", "-o", "tokens.h5"),
+    "prepare output": (prepare, "text.txt", "-o", "{}"),
+    "prepare folder": (prepare, "text.txt", "-o", "{}/tokens.h5"),
+    "prepare tokenizer": (prepare, "text.txt", "--tokenizer", "{}"),
+    "prepare verify": (prepare, "--verify", "{}"),
+    "checkpoint": (checkpoint, "{}"),
+    "checkpoint show": (checkpoint, "show", "{}"),
+    "checkpoint verify": (checkpoint, "verify", "{}"),
+    "checkpoint export": (checkpoint, "export", "{}", "-o", "there"),
+    "checkpoint import": (checkpoint, "import", "{}", "-o", "there"),
+    "checkpoint setting": (checkpoint, "show", "there", "--data.{}", "1"),
+    "bench": (bench, "{}"),
+    "bench machine": (bench, "findings", "--machine", "{}.toml"),
+    "doctor": (doctor, "--timeout", "{}"),
+}
+
+
+@WORD
+@pytest.mark.parametrize("place", WORDS)
+def test_a_word_is_refused_in_a_line(place, evil, terminal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, *words = WORDS[place]
+    refused(terminal, command.main, *(str(word).replace("{}", evil) for word in words))
+
+
+# The same of what `train` is told, of which rank 0 reads all.
+ASKED = [
+    ["{}.toml"],
+    ["--{}", "1"],
+    ["--model.{}", "1"],
+    ["--{}.hidden", "1"],
+    ["--mesh.x", "{}"],
+    ["--name", "{}"],
+    ["--data.path", "{}"],
+    ["--data.path", "{}.h5"],
+    ["--parallel.schedule", "{}"],
+    ["--parallel.schedule", "csv:{}"],
+    ["--parallel.split", '{{m="{}"}}'],
+    ["--mesh.order", "{}"],
+    ["--resume", "{}"],
+    ["INPUT", "{}"],
+]
+
+
+@WORD
+@pytest.mark.parametrize("words", ASKED, ids=" ".join)
+def test_what_train_is_told_is_refused_in_a_line(words, evil, terminal, tmp_path):
+    words = [word.replace("{{", "{").replace("{}", evil) for word in words]
+    words = [str(SHIPPED[0]) if word == "INPUT" else word for word in words]
+    options = ["--run.out", str(tmp_path / "none")]
+    assert run("train", lambda: train.prepare(asked(words + options), {"run": None})) == 2
+    _, lines = terminal.lines()
+    assert lines and all(line.startswith("hpc3d.train: ") for line in lines)
+    assert len(lines) <= 2 and not (tmp_path / "none").exists()
+
+
+def asked(words):
+    return train.asked(Job(), words, {})
+
+
+@pytest.mark.parametrize("words", [["--run.out", BYTES], [f"--{BYTES}=1"], ["--name", BYTES]])
+def test_words_that_are_not_utf8_are_refused_with_their_option(words, terminal):
+    assert run("train", lambda: asked(words)) == 2
+    _, (line,) = terminal.lines()
+    assert line.startswith(f"hpc3d.train: {plain(words[0].partition('=')[0])} ")
+    assert "not UTF-8" in line
+
+
+@pytest.mark.parametrize("key", ["run.out", "data.path", "parallel.schedule"])
+def test_a_nul_is_refused_with_its_key(key, terminal, tmp_path):
+    section, name = key.split(".")
+    path = tmp_path / "input.toml"
+    path.write_text(f'[{section}]\n{name} = "csv:a\\u0000b"\n')
+    assert run("train", lambda: asked([str(path)])) == 2
+    _, (line,) = terminal.lines()
+    assert line == f"hpc3d.train: {key} = 'csv:a\\x00b': holds a NUL character; take it out"
+
+
+@TEXT
+def test_keys_and_values_of_files_are_plain(evil, terminal, tmp_path):
+    path, name = tmp_path / "input.toml", literal(evil)
+    tables = [f"{name} = 1", f"[{name}]", f"[model]\n{name} = 1", f"[mesh]\nx = {name}"]
+    tables += [f"name = {name}", f"[parallel.split]\n{name} = 'x'", f"a = 1 {evil}"]
+    for text in tables:
+        path.write_text(text + "\n", encoding="utf-8")
+        refused(terminal, simulate.main, path, "--machine", MACHINE)
+        machine = MACHINE.read_text().replace("name =", f"name = {name} # ", 1)
+        path.write_text(machine if text.startswith("name") else text, encoding="utf-8")
+        refused_machine(terminal, path)
+
+
+def refused_machine(terminal, path):
+    assert ended(simulate.main, SHIPPED[0], "--machine", path) == 2
+    _, lines = terminal.lines()
+    assert lines
+
+
+def test_letters_that_a_terminal_has_not_are_escaped(monkeypatch, tmp_path):
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with plain_streams():
+            print("ä\u2028\x7f", BYTES)
+    assert (tmp_path / "out").read_text() == "\\xe4\\u2028\\u007f a\\udcff\\udc9bb\n"
+
+
+@TEXT
+def test_a_log_has_a_line_for_each_that_it_is_told(evil, terminal, tmp_path):
+    log = Log(tmp_path / "train.log", True)
+    log.say(f"run kept in {evil}")
+    log.warn(evil)
+    (line,), (warned,) = terminal.lines()
+    assert line == f"run kept in {plain(evil)}" and warned == f"hpc3d.train: {plain(evil)}"
+    assert (tmp_path / "train.log").read_text(encoding="utf-8") == f"{line}\n{plain(evil)}\n"
+
+
+@TEXT
+def test_a_finding_is_plain(evil, terminal, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", evil)
+    found = doctor.told([next(health.threads(1)), doctor.not_started(1, f"say {evil}", 1)])
+    lines, _ = terminal.lines()
+    assert len(found) == 2 and sum(line[:5] in ("warn ", "FAIL ") for line in lines) == 2
+
+
+def test_a_lock_that_is_no_text_is_quoted(tmp_path, terminal):
+    with folders.claim(tmp_path):
+        (tmp_path / "lock").write_bytes(b"\x1b[31m\xff\x9b\nbad")
+        assert run("train", lambda: folders.claim(tmp_path, patience=0)) == 2
+    _, (line,) = terminal.lines()
+    assert "\\u001b[31m" in line and "is at work there; end it first" in line
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with a checkpoint, in a folder of a hostile name."""
+    folder = tmp_path_factory.mktemp("saved") / EVIL
+    gpt2.saved(folder, "x=1", 1)
+    return folder
+
+
+def test_commands_on_checkpoints_print_plain_paths(saved, terminal):
+    assert ended(checkpoint.main, "show", saved) == 0
+    assert ended(checkpoint.main, "verify", saved) == 0
+    assert ended(checkpoint.main, "export", saved, "-o", saved / "out", "--force") == 0
+    lines, errors = terminal.lines()
+    assert len(lines) == 4 and not errors
+    assert lines[1].endswith("step-00000001 is whole")
+
+
+@pytest.mark.parametrize("text", ["schedule", "key"])
+def test_what_a_manifest_says_is_plain(text, saved, terminal, tmp_path):
+    folder = tmp_path / "step-00000001"
+    (whole,) = (saved / "checkpoints").glob("step-*")
+    folder.symlink_to(whole)
+    manifest = json.loads((whole / "manifest.json").read_text())
+    before = (whole / "manifest.json").read_text()
+    change = {
+        "schedule": ("schedule = ", f"schedule = {literal('csv:' + EVIL)} # "),
+        "key": ("[model]\n", f"[model]\n{literal(EVIL)} = 1\n"),
+    }
+    manifest["config"] = manifest["config"].replace(*change[text])
+    (whole / "manifest.json").write_text(json.dumps(manifest))
+    try:
+        assert ended(checkpoint.main, "show", folder) in (0, 2)
+        assert ended(checkpoint.main, "verify", folder) in (0, 3)
+    finally:
+        (whole / "manifest.json").write_text(before)
+    lines, errors = terminal.lines()
+    assert (len(lines) > 3) == (text == "schedule") and len(errors) <= 2
+
+
+@pytest.fixture(scope="module")
+def trace_of_others(tmp_path_factory):
+    """A trace whose every text is hostile."""
+    path = tmp_path_factory.mktemp("trace") / "trace.h5"
+    formula = f"=cmd|' /C calc'!A0{EVIL}<script>alert(1)</script>|[x](http://a.b)"
+    attributes = dict.fromkeys(("run_id", "created_utc", "git", "mpi", "device"), formula)
+    small(path, **attributes, missing=f"{formula}\n{formula}").close()
+    with h5py.File(path, "r+") as file:
+        names = file["strings/name"]
+        names[:] = [f"{formula} {number}" for number in range(len(names))]
+        file["groups/axis"][:] = formula
+    return path
+
+
+def test_a_report_of_a_hostile_trace_is_plain(trace_of_others, terminal, tmp_path):
+    out = tmp_path / "out"
+    assert ended(report.main, trace_of_others, "--out", out, "--tables", "--json") == 0
+    lines, errors = terminal.lines()
+    assert not errors and json.loads(lines[-1])["out"] == str(out)
+    for path in [*(out / "tables").iterdir(), out / "report.md"]:
+        text = path.read_text(encoding="utf-8")
+        assert all(line.isprintable() for line in text.split("\n")), path
+        if path.suffix == ".md":
+            assert "<script>" not in text.replace(r"\<", ""), path
+            assert r"\[x\](http" in text or "=cmd" not in text
+            assert "|'" not in text.replace(r"\|", "")
+
+
+def test_no_cell_of_a_table_is_a_formula_and_numbers_stay_numbers(trace_of_others, tmp_path):
+    assert ended(report.main, trace_of_others, "--out", tmp_path, "--tables") == 0
+    quoted = 0
+    for path in (tmp_path / "tables").glob("*.csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                for value in row.values():
+                    assert value[:1] not in ("=", "+", "@", "\t", "\r") or is_number(value)
+                    assert value[:1] != "-" or is_number(value)
+                    quoted += value.startswith("'=cmd|")
+    assert quoted
+
+
+def is_number(text):
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_run_folder_of_any_name_is_reported(trace_of_others, terminal, tmp_path):
+    folder = tmp_path / (EVIL + BYTES)
+    folder.mkdir()
+    os.link(trace_of_others, folder / "trace.h5")
+    assert trace_of(folder) == folder / "trace.h5"
+    assert ended(report.main, folder, "--tables") == 0
+    lines, _ = terminal.lines()
+    assert lines[-1] == f"written to {plain(str(folder / 'report'))}"
+
+
+def test_a_command_line_is_kept_byte_for_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", BYTES])
+    folders.note_command(tmp_path)
+    assert os.fsencode(BYTES) in (tmp_path / "command.txt").read_bytes()
+
+
+def test_the_shipped_files_need_no_escapes():
+    for path in [*SHIPPED, *MACHINE.parent.glob("*.toml")]:
+        text = Path(path).read_text(encoding="utf-8")
+        assert all(line.isprintable() for line in text.split("\n")), path
