@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc3d.command import Parser, positive, run
+from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
 MACHINE = "machines/h100.toml"
@@ -169,9 +170,11 @@ def apply(path, config, planned, ranks):
     """Write the input file `path` with the mesh and the parallelism that were planned."""
     from hpc3d.inputs import load, to_toml
     from hpc3d.rules import settle
+    from hpc3d.trace.segment import naming
 
     config = replace(config, mesh=planned.mesh, parallel=planned.parallel)
-    Path(path).write_text(to_toml(config), encoding="utf-8")
+    with naming(path):
+        Path(path).write_text(to_toml(config), encoding="utf-8")
     settle(load(path, []), ranks)
 
 
@@ -201,7 +204,7 @@ def show_search(found, ranking, applied):
         f"{ranking.search.estimates:,} estimated, {len(ranking.known)} simulated"
     )
     if applied:
-        print(f"the first one is written to {applied}")
+        print(one_line(f"the first one is written to {applied}"))
 
 
 def line(row):

@@ -18,6 +18,7 @@ from hpc3d.pipeline.schedule import SCHEDULES, find, streams
 from hpc3d.pipeline.table import to_csv
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
 from hpc3d.plain import plain
+from hpc3d.trace.segment import naming
 
 STEP = """\
 Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
@@ -253,7 +254,8 @@ def _write_csv(options, passes, placement):
             f"--csv {options.csv}: {options.name} runs on across steps, and a file holds one: "
             "choose a synchronous schedule"
         )
-    to_csv(options.csv, passes, placement)
+    with naming(options.csv):
+        to_csv(options.csv, passes, placement)
 
 
 if __name__ == "__main__":

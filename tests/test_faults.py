@@ -178,6 +178,29 @@ def test_a_text_that_disappears_is_named(tmp_path):
     assert done.returncode == FAILED and "Traceback" not in done.stderr
 
 
+NO_ROOM = """
+import resource, sys
+from hpc3d import train
+from hpc3d.cluster import launch
+
+def finish(job):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    kept(job)
+
+kept, launch.finish = launch.finish, finish
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
+    done = mpirun(4, "-c", NO_ROOM, *words(tmp_path, train__steps=2))
+    (line,) = said(done)
+    assert re.fullmatch(
+        r"hpc3d.train: rank \d: at the end: /.*/trace/rank-0000\d-0000.npz: File too large", line
+    )
+    assert done.returncode == FAILED and "Traceback" not in done.stderr
+
+
 @slow
 def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
     ended = Fault(tmp_path, "for ever", 8, 2, trace__enabled="false")

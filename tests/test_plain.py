@@ -12,6 +12,8 @@ import pytest
 
 from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, train
 from hpc3d.cluster import health
+from hpc3d.cluster.exits import Unusable
+from hpc3d.cluster.launch import what_happened
 from hpc3d.command import run
 from hpc3d.inputs import literal
 from hpc3d.plain import Problems, lines_of, plain, plain_in, plain_streams
@@ -348,3 +350,34 @@ def test_the_shipped_files_need_no_escapes():
     for path in [*SHIPPED, *MACHINE.parent.glob("*.toml")]:
         text = Path(path).read_text(encoding="utf-8")
         assert all(line.isprintable() for line in text.split("\n")), path
+
+
+def test_a_log_that_cannot_be_written_is_named():
+    log = Log(Path("/dev/full"), True)
+    with pytest.raises(OSError, match="No space left on device") as full:
+        log.say("a line")
+    assert full.value.filename == "/dev/full"
+    with pytest.raises(OSError):
+        log.file.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(28, "No space left on device", "a\nb"),
+            r"failed: No space left on device: a\nb; mend that, then start again, or go on with "
+            "--resume",
+        ),
+        (SystemExit("a\nb"), r"exited with a\nb"),
+        (Unusable("a\x1b"), r"failed: a\u001b; then start again, or go on with --resume"),
+    ],
+)
+def test_what_happened_to_a_rank_is_a_line(error, line):
+    assert what_happened(error) == line
+
+
+def test_a_file_that_the_disk_has_no_room_for_is_named(terminal):
+    words = ["--name", "1f1b", "--stages", "2", "--microbatches", "2", "--csv", "/dev/full"]
+    line = refused(terminal, simulate.main, "schedule", *words)
+    assert line == "hpc3d.simulate: /dev/full: No space left on device"

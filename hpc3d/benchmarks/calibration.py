@@ -15,6 +15,7 @@ from hpc3d.predict.calibrate_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine import dumps
 from hpc3d.predict.simulate import simulate
 from hpc3d.shipped import MACHINE, place
+from hpc3d.trace.segment import naming
 
 NAME = "this-machine"
 RANKS, ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
@@ -30,7 +31,8 @@ def calibrate(options):
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
         timed = [(config_of(line, **how), min(steps_of(line, folder, how))) for line in free]
         machine = awake(machine, timed)
-        out.write_text(dumps(machine))
+        with naming(out):
+            out.write_text(dumps(machine))
         print(f"written to {out}")
         rows = [*check(machine, folder, how, options.rounds or 1)] if options.check else []
     return {"machine": str(out), "check": rows}

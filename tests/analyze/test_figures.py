@@ -1,7 +1,10 @@
 """Figures on paper: what is drawn of a chart."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from hpc3d.analyze import charts
 from hpc3d.analyze.charts import Bars, Heat
@@ -9,6 +12,8 @@ from hpc3d.analyze.critical import critical_path
 from hpc3d.analyze.figures import draw, save
 from hpc3d.analyze.timeline import timeline
 from hpc3d.analyze.waits import calls_of
+from hpc3d.cluster.mesh import AXES, WORLD
+from hpc3d.trace.events import CATEGORY
 from tests.analyze.small import small
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -162,6 +167,23 @@ def test_time_by_phase_has_a_part_for_each_axis():
         "unrecorded": [0, 0, 125],
     }
     assert len({colour for colour, _ in chart.parts.values()}) == 3
+
+
+def test_no_two_parts_of_a_step_have_one_colour():
+    parts = [
+        {"category": category, "axis": ""} for category in (*CATEGORY, "unrecorded", "recorded")
+    ]
+    parts += [{"category": "comm", "axis": axis} for axis in (*AXES, WORLD)]
+    chart = charts.phases([row | {"phase": "forward", "seconds": 1.0} for row in parts])
+    assert chart.parts.keys() >= {"io", "along x", "over all ranks", "unrecorded"}
+    colours = {colour for colour, _ in chart.parts.values()} | {charts.SAND}
+    assert len(colours) == len(parts) + 1
+    assert min(map(apart, *zip(*combinations(colours, 2)))) > 0.1
+
+
+def apart(one, other):
+    """How far two colours are from each other, of the distance from black to white."""
+    return float(np.linalg.norm(np.subtract(to_rgb(one), to_rgb(other)))) / 3**0.5
 
 
 def test_a_timeline_has_a_box_for_each_part_of_an_event(tmp_path):

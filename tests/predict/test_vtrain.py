@@ -185,6 +185,9 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
             read(tmp_path / name)
         assert str(refusal.value).startswith(str(tmp_path / name) + ": ")
         assert "\n" not in str(refusal.value)
+        assert ".;" not in str(refusal.value)
+    with pytest.raises(ValueError, match=r"/absent.csv: No such file or directory; name a file"):
+        read(tmp_path / "absent.csv")
 
 
 def test_the_file_reads_alike_compressed_or_not(tmp_path, rows):

@@ -374,4 +374,12 @@ def test_an_id_beyond_the_vocabulary_is_refused(file):
 
 
 def test_the_tokenizer_must_be_the_configured_one(file):
-    assert 'data.tokenizer is "bpe"; set it to "byte"' in message(file, "bpe")
+    assert 'data.tokenizer is "bpe"; set it to "byte" or leave it out' in message(file, "bpe")
+
+
+def test_a_token_file_says_what_it_was_made_with(file, folder):
+    with h5py.File(file, "r+") as raw:
+        raw.attrs["tokenizer"] = np.bytes_("bpe")
+    with open_tokens(file) as tokens, open_tokens(folder) as texts, open_tokens(file, "bpe"):
+        assert (tokens.tokenizer, texts.tokenizer) == ("bpe", "byte")
+    assert 'gives "bpe" tokens, but data.tokenizer is "byte"; set it to "bpe"' in message(file)

@@ -3,10 +3,12 @@
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 import hpc3d.trace
+from hpc3d.config import Config
 from hpc3d.training import folder as run_folder
 from hpc3d.training.resume import run_to_resume
 from tests.trace.test_earlier import attempt, steps_of
@@ -66,6 +68,22 @@ def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ValueError, match=r"--resume .*copy: cannot write there \(No space left"):
         reopen(copy)
+
+
+def test_why_a_folder_cannot_be_made_is_told(tmp_path, monkeypatch):
+    def taken(*_):
+        raise FileExistsError("100 runs gpt exist already")
+
+    monkeypatch.setattr(run_folder, "fresh", taken)
+    with pytest.raises(ValueError, match=r"cannot write there \(100 runs gpt exist already\); "):
+        run_folder.create(replace(Config(), run=replace(Config().run, out=str(tmp_path))), "")
+
+
+def test_a_lock_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "lock").symlink_to("/dev/full")
+    with pytest.raises(OSError) as full:
+        run_folder.claim(tmp_path)
+    assert full.value.filename == str(tmp_path / "lock")
 
 
 def test_only_one_run_is_at_work_in_a_folder(tmp_path):

@@ -1,6 +1,7 @@
 """Files of safetensors: what comes back of them, and damaged ones."""
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -48,6 +49,16 @@ def test_arrays_come_back(tmp_path):
     with safetensors.safe_open(path, "np") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_a_file_has_the_mode_of_others(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write(tmp_path / "ours.safetensors", ARRAYS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "ours.safetensors").stat().st_mode & 0o777 == mode
 
 
 def test_bfloat16_is_widened_as_torch_does(tmp_path):
