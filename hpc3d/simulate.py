@@ -18,7 +18,6 @@ from hpc3d.pipeline.schedule import SCHEDULES, find, streams
 from hpc3d.pipeline.table import to_csv
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
 from hpc3d.plain import plain
-from hpc3d.trace.segment import naming
 
 STEP = """\
 Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
@@ -249,6 +248,8 @@ def _print(found, rows):
 
 
 def _write_csv(options, passes, placement):
+    from hpc3d.trace.segment import naming
+
     if find(options.name).asynchronous:
         raise ValueError(
             f"--csv {options.csv}: {options.name} runs on across steps, and a file holds one: "

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from hpc3d.cluster import threads, watchdog
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import Self
 from hpc3d.cluster.exits import STALLED
-from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.watchdog import GRACE, TOLD, Watchdog, spans
+from hpc3d.cluster.mesh import WORLD, Mesh
+from hpc3d.cluster.watchdog import GRACE, TOLD, Place, Watchdog, spans
 from tests.runs import wait_for
 
 
@@ -204,3 +205,9 @@ def test_a_rank_shows_the_call_that_it_waits_in():
 )
 def test_ranks_as_text(ranks, text):
     assert spans(ranks) == text
+
+
+@pytest.mark.parametrize(("axis", "where"), [("x", "along x"), (WORLD, "over all ranks")])
+def test_a_call_of_all_ranks_is_along_no_axis(axis, where):
+    comm = SimpleNamespace(waiting=("all_reduce", 3, 8, None))
+    assert str(Place({axis: comm})) == f"in all_reduce {where} (call 3, 8 bytes) of step -1"
