@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 
-from hpc3d.cluster.exits import BAD_INPUT
+from hpc3d.cluster.exits import BAD_INPUT, REFUSED
+from hpc3d.limits import INT32, MOST_RANKS
 from hpc3d.plain import lines_of, plain, plain_streams
 
 EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
@@ -37,7 +38,7 @@ def run(verb, body):
         except BrokenPipeError:
             read_no_more()
             return 0
-        except (OSError, ValueError) as error:
+        except REFUSED as error:
             complain(verb, lines_of(error))
             return BAD_INPUT
 
@@ -53,8 +54,19 @@ def read_no_more():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def positive(text):
-    """A whole number, 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
-    return int(text)
+def whole(least, most):
+    """The type of an option that takes whole numbers between two."""
+
+    def number(text):
+        digits = text.strip()
+        sound = digits.isascii() and digits.isdecimal() and len(digits) <= len(str(most))
+        if not (sound and least <= int(digits) <= most):
+            wanted = f"must be a whole number, {least} or more and {most} at most"
+            raise argparse.ArgumentTypeError(f"{text:.40}: {wanted}")
+        return int(digits)
+
+    return number
+
+
+positive = whole(1, INT32)
+number_of_ranks = whole(1, MOST_RANKS)

@@ -7,7 +7,7 @@ from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 
 from hpc3d.config import Config
-from hpc3d.plain import Problems, plain, why
+from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
 
 
@@ -23,14 +23,12 @@ def load(path, overrides):
 
 
 def read(path):
-    import tomllib
+    from hpc3d import files
 
+    content = files.read(path, remedy="name a file that can be read")
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ValueError(f"{path}: {why(error)}; name a file that can be read") from None
-    except (ValueError, RecursionError) as error:  # of numbers and tables without an end, too
+        return files.toml(content.decode())
+    except ValueError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -68,12 +66,23 @@ def not_text(word):
 
 
 def toml_value(text):
-    import tomllib
+    from hpc3d.files import toml
 
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+        return toml(f"value = {text}")["value"]
+    except ValueError:
         return text
+
+
+def stored(text):
+    """The Config of a text that a checkpoint or a trace keeps, whose whole numbers are within
+    bounds; ValueError if it has none."""
+    from hpc3d import files, limits
+
+    config = validate(files.toml(text))
+    for line in (*limits.out_of_bounds(config), *limits.too_large(config)):
+        raise ValueError(line)
+    return config
 
 
 def validate(tree):

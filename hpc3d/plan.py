@@ -18,7 +18,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hpc3d.command import Parser, positive, run
+from hpc3d.command import Parser, number_of_ranks, positive, run
 from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
@@ -47,7 +47,7 @@ def parser():
     )
     add = parser.add_argument
     add("input", metavar="INPUT.toml", help="the model, and what else is trained with")
-    add("--ranks", type=positive, required=True, metavar="N", help="number of ranks")
+    add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
     add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
     add("--top", type=positive, default=10, metavar="K", help="layouts that are shown (10)")

@@ -3,8 +3,9 @@
 import re
 from dataclasses import fields, replace
 from itertools import product
-from math import inf, prod
+from math import inf, isqrt, prod
 
+from hpc3d import limits
 from hpc3d.backends import wrong_backend
 from hpc3d.config import AXES, ModelConfig, TrainConfig
 from hpc3d.inputs import flat
@@ -12,7 +13,7 @@ from hpc3d.pipeline.schedule import find
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import Split
 
-MOST_PASSES = 50_000  # of a schedule that is laid out at once
+MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
 
 
 def settle(config, ranks, default=False):
@@ -49,7 +50,7 @@ def misfits(config, ranks):
 
 def unknown_values(config):
     """Numbers out of range, names that do not exist, or not here."""
-    yield from too_small(config)
+    yield from limits.out_of_bounds(config)
     yield from out_of_range(config)
     yield from wrong_backend(config)
     yield from wrong_decay(config.train)
@@ -69,32 +70,6 @@ def not_of_names(config):
             yield f"{key} = {value!r}: holds a NUL character; take it out"
 
 
-def too_small(config):
-    model, train = config.model, config.train
-    least = {
-        **{f"mesh.{axis}": (getattr(config.mesh, axis), 1) for axis in ("p", "d", "x", "y", "z")},
-        "parallel.microbatches": (config.parallel.microbatches, 1),
-        "parallel.chunks": (config.parallel.chunks, 1),
-        "model.layers": (model.layers, 1),
-        "model.hidden": (model.hidden, 1),
-        "model.heads": (model.heads, 1),
-        "model.sequence": (model.sequence, 1),
-        "model.vocabulary": (model.vocabulary, 1),
-        "train.steps": (train.steps, 1),
-        "train.batch": (train.batch, 1),
-        "train.warmup": (train.warmup, 0),
-        "train.decay_steps": (train.decay_steps, 1),
-        "checkpoint.every": (config.checkpoint.every, 0),
-        "checkpoint.keep": (config.checkpoint.keep, 1),
-        "guard.replicas_every": (config.guard.replicas_every, 0),
-        "guard.products_every": (config.guard.products_every, 0),
-        "trace.sync_every": (config.trace.sync_every, 1),
-    }
-    for key, (value, lowest) in least.items():
-        if value is not None and value < lowest:
-            yield f"{key} = {value}: must be at least {lowest}"
-
-
 def out_of_range(config):
     model, train = config.model, config.train
     ranges = {
@@ -110,7 +85,8 @@ def out_of_range(config):
     }
     for key, (value, lowest, limit) in ranges.items():
         if not lowest <= value < limit:
-            yield f"{key} = {value}: must be at least {lowest} and below {limit}"
+            found = limits.shown(value)
+            yield f"{key} = {found}: must be at least {lowest} and below {limit}"
 
 
 def wrong_decay(train):
@@ -162,6 +138,7 @@ def wrong_ranks(config, ranks):
 
 def wrong_parts(config):
     """Sizes that do not divide on any mesh."""
+    yield from limits.too_large(config)
     model, sequences = config.model, config.train.batch
     micros = config.parallel.microbatches
     if model.hidden % model.heads:
@@ -216,6 +193,7 @@ def wrong_pipeline(config):
     schedule = find(parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
     yield from [problem] if problem else wrong_updates(config)
+    yield from limits.too_many_passes(parallel, config.mesh.p)
     passes = config.train.steps * config.mesh.p * parallel.microbatches
     if schedule.asynchronous and passes > MOST_PASSES:
         yield (
@@ -297,10 +275,15 @@ def with_cuboid(config, ranks):
     return best
 
 
+def divisors(number):
+    """The divisors of a number, ascending."""
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
+
+
 def cuboids(config, ranks):
     """`config` on every x * y * z = ranks that breaks no rule."""
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    for x, y in product(divisors, divisors):
+    for x, y in product(divisors(ranks), repeat=2):
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
             found = replace(config, mesh=mesh)

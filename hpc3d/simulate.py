@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from hpc3d.command import Parser, positive, run
+from hpc3d.command import Parser, number_of_ranks, run, whole
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
@@ -42,6 +42,7 @@ part for the weights; small letters are chunk 1), the makespan, the bubble as Ze
 those whose W is still to come."""
 
 MOST_PASSES = 1_000_000
+SHORTEST, LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
 
 SCHEDULE_JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
@@ -68,7 +69,7 @@ def _step_parser():
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
     add("--machine", required=True, metavar="NAME|FILE", help="of inputs/machines, as h100")
-    add("--ranks", type=positive, metavar="N", help="(default: the product of [mesh])")
+    add("--ranks", type=number_of_ranks, metavar="N", help="(default: the product of [mesh])")
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
     add("--json", action="store_true", help=STEP_JSON)
     return parser
@@ -154,22 +155,25 @@ def _schedule_parser():
 
 def _add_options(add):
     add("--name", required=True, help=f"{', '.join(SCHEDULES)} or csv:FILE")
-    add("--stages", required=True, type=int, metavar="P", help="number of stages")
-    add("--microbatches", required=True, type=int, metavar="M", help="microbatches of a step")
+    add("--stages", required=True, type=_size, metavar="P", help="number of stages")
+    add("--microbatches", required=True, type=_size, metavar="M", help="microbatches of a step")
     add("--forward", type=_seconds, default=1.0, metavar="S", help=_time("a forward pass"))
     add("--backward", type=_seconds, default=1.0, metavar="S", help=_time("an input gradient"))
     add("--weight", type=_seconds, default=1.0, metavar="S", help=_time("weight gradients"))
     add("--comm", type=_seconds, default=0.0, metavar="S", help="seconds of a message (0)")
     add(
         "--chunks",
-        type=int,
+        type=_size,
         metavar="V",
         help="chunks of a stage (default: its only number, or 2)",
     )
-    add("--steps", type=int, default=1, metavar="N", help="training steps, if asynchronous (1)")
+    add("--steps", type=_size, default=1, metavar="N", help="training steps, if asynchronous (1)")
     add("--png", metavar="FILE", help="draw the diagram in colours")
     add("--csv", metavar="FILE", help="write the schedule as a file for --name csv:FILE")
     add("--json", action="store_true", help=SCHEDULE_JSON)
+
+
+_size = whole(0, MOST_PASSES)  # what is too small for a schedule is refused by that
 
 
 def _time(what):
@@ -181,8 +185,9 @@ def _seconds(text):
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more seconds")
+    if not (value == 0 or SHORTEST <= value <= LONGEST):
+        bounds = f"{SHORTEST:g} to {LONGEST:g}"
+        raise argparse.ArgumentTypeError(f"{text:.40}: must be 0 or more seconds, of {bounds}")
     return value
 
 

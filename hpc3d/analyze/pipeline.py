@@ -4,7 +4,6 @@ Rows are those of `hpc3d.pipeline.timeline`: for each stage its passes as (start
 in seconds, from the start of the first pass of all.
 """
 
-import tomllib
 from collections import Counter, defaultdict
 from itertools import accumulate
 from statistics import fmean, median
@@ -15,7 +14,7 @@ import numpy as np
 from hpc3d.analyze.bubble import BACKWARD
 from hpc3d.analyze.columns import beside, labelled
 from hpc3d.analyze.gantt import spans
-from hpc3d.inputs import validate
+from hpc3d.inputs import stored
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.passes import in_flight
@@ -54,9 +53,9 @@ def configuration(trace):
     if not text.strip():
         return None
     try:
-        config = validate(tomllib.loads(text))
+        config = stored(text)
         config.split()  # nothing but this looks at the letters of a split
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return None
     return config
 

@@ -10,7 +10,7 @@ import time
 
 from mpi4py import MPI
 
-from hpc3d.cluster.exits import BAD_INPUT, Ended
+from hpc3d.cluster.exits import BAD_INPUT, REFUSED, Ended
 from hpc3d.plain import lines_of, plain
 
 OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
@@ -29,12 +29,13 @@ class Job:
         self.id = self.comm.bcast(f"{socket.gethostname()}-{os.getpid()}")
 
     def agree(self, function):
-        """The value of `function()`, called on rank 0 alone; its ValueError refuses on all."""
+        """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
+        refused on all ranks."""
         value, problems = None, ()
         if self.rank == 0:
             try:
                 value = function()
-            except ValueError as error:
+            except REFUSED as error:
                 problems = lines_of(error)
         value, problems = self.comm.bcast((value, problems))
         if problems:

@@ -1,11 +1,12 @@
 """Schedules as CSV files: a row a stage, a cell an instruction."""
 
 import csv
+import io
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hpc3d import files
 from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, parse
-from hpc3d.plain import why
 
 TURN = "turn"
 
@@ -26,8 +27,9 @@ def from_csv(path: str) -> Table:
     rows may have any length.  Raises ValueError with the row and the column, from 1, of what is
     wrong.
     """
+    content = files.read(path, files.MOST_SCHEDULE, "name a CSV file with a row for each stage")
     try:
-        return _table(_rows(path))
+        return _table(_rows(content))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -40,14 +42,11 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
         writer.writerows(streams)
 
 
-def _rows(path):
+def _rows(content):
     """(row, [(column, text)]) of all rows and cells that are not blank."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
-    except OSError as error:
-        raise ValueError(f"{why(error)}; name a CSV file with a row for each stage") from None
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+        rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"not a CSV file in UTF-8: {error}") from None
     rows = [(row, [cell for cell in cells if cell[1]]) for row, cells in rows]

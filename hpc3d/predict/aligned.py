@@ -6,7 +6,6 @@ counts what was told instead of time, the times of a row say which of it belongs
 category copy and io have none: the former come and go with time, the latter with data.
 """
 
-import tomllib
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 import hpc3d.training.shapes  # noqa: F401
 from hpc3d.cluster.counted import rank_of
 from hpc3d.cluster.shapes import Meter, ShapePool
-from hpc3d.inputs import validate
+from hpc3d.inputs import stored
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
 from hpc3d.trace.events import CATEGORY, OP
@@ -136,7 +135,7 @@ def parts(told, call, before, inside):
 
 def configuration(trace):
     """The Config of a trace that can be aligned."""
-    config = validate(tomllib.loads(trace.attrs["config"]))
+    config = stored(trace.attrs["config"])
     if config.trace.clock != "processor":
         raise ValueError(
             f"{trace.path}: its times are those on the wall, not of the work of each rank; record "

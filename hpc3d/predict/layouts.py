@@ -9,11 +9,12 @@ import numpy as np
 
 from hpc3d.cluster.counted import line
 from hpc3d.config import MeshConfig
+from hpc3d.limits import MOST_PASSES
 from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.cost import Sample
 from hpc3d.predict.simulate import crowding
-from hpc3d.rules import misfits, words, wrong_parts, wrong_pipeline
+from hpc3d.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
 
 KINDS = {
     "1d": "1-D",
@@ -54,10 +55,6 @@ def kind(config):
     """What the scheme is called; "none" where there is one rank on all tensor axes."""
     mesh = config.mesh
     return "none" if mesh.x * mesh.y * mesh.z == 1 else KINDS[config.parallel.scheme]
-
-
-def divisors(number):
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def meshes(ranks, layers, batch):
@@ -237,7 +234,8 @@ def schedules(stages, micros, layers):
     chunks = [count for count in CHUNKS if count * stages <= layers]
     named = [("1f1b", 1), ("gpipe", 1), *(("interleaved", v) for v in chunks), ("zb-h1", 1)]
     named += [("zb-v", 2)] if 2 in chunks else []
-    return [(name, v) for name, v in named if not find(name).forbids(stages, micros, v)]
+    most = MOST_PASSES // (stages * micros)  # chunks
+    return [(n, v) for n, v in named if v <= most and not find(n).forbids(stages, micros, v)]
 
 
 def orders(config):
@@ -251,7 +249,8 @@ def microbatches(config, ranks):
     The sequences of a microbatch must divide over the axes that split them, so that the largest
     number is a multiple of all others.
     """
-    for most in reversed(divisors(config.train.batch // config.mesh.d)):
+    allowed = divisors(config.train.batch // config.mesh.d)
+    for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
         parallel = replace(config.parallel, microbatches=most)
         if not misfits(replace(config, parallel=parallel), ranks):
             return divisors(most)

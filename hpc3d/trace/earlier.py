@@ -9,13 +9,13 @@ that was started again, or it is another host, all times of the attempt are move
 """
 
 import re
-import tomllib
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.files import toml
 from hpc3d.trace import events as schema
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.segment import Segment, read_segment, segment_path
@@ -111,11 +111,11 @@ def shared(attrs):
 def work(config):
     """What of a configuration, TOML, makes a step what it is."""
     try:
-        tree = tomllib.loads(config)
+        tree = toml(config)
         train, clock = tree.get("train", {}), tree.get("trace", {}).get("clock")
         parts = [tree.get(name) for name in ("mesh", "parallel", "model")]
         return [*parts, train.get("batch"), train.get("dtype"), clock]
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         return config
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hpc3d.files import read
 from hpc3d.trace.earlier import aside
 from hpc3d.trace.merge import merge
 from hpc3d.trace.reader import Trace
@@ -35,7 +36,7 @@ def _absent(run_dir):
     settings = run_dir / "config.toml"
     if not settings.is_file():
         return f"{run_dir}: not the folder of a run; give one, such as results/NAME-STAMP"
-    if configured(settings.read_text(encoding="utf-8"), "trace", "enabled") is False:
+    if configured(read(settings).decode(), "trace", "enabled") is False:
         return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
     if before := aside(run_dir):
         return f"{run_dir}: no trace of what goes on yet; {before[0]} has what was done before"

@@ -1,13 +1,13 @@
 """What a run was told to do, read from the configuration that its trace keeps as text."""
 
-import tomllib
+from hpc3d.files import toml
 
 
 def configured(config, section, key):
     """A value of a configuration in TOML, None where it has none; `config` may be any text."""
     try:
-        return tomllib.loads(config)[section][key]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return toml(config)[section][key]
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -1,6 +1,5 @@
 """What a checkpoint holds, and whether it is all there."""
 
-import tomllib
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import NamedTuple
 
 from hpc3d.cluster.communicator import Self
 from hpc3d.cluster.mesh import Mesh
-from hpc3d.inputs import validate
+from hpc3d.inputs import stored
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.plain import Problems, lines_of
@@ -57,7 +56,7 @@ def latest(parent):
 def config_of(opened):
     """The configuration that wrote a checkpoint; ValueError if its manifest has no valid one."""
     try:
-        config = validate(tomllib.loads(opened.header["config"]))
+        config = stored(opened.header["config"])
         refuse([*unknown_values(config), *wrong_parts(config)])
         if config.model.vocabulary is None:
             raise ValueError("model.vocabulary is not settled")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc3d import files
 from hpc3d.backends import slow
 from hpc3d.config import ModelConfig
 from hpc3d.inputs import override, validate
@@ -105,7 +106,7 @@ def weight_files(path):
             raise ValueError(f"{path / INDEX}: its weight_map does not name files beside it")
         return [Weights(path / name) for name in names]
     file = path / WEIGHTS if path.is_dir() else path
-    if file.suffix != ".safetensors" or not file.exists():
+    if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
             f"{path}: there is no {WEIGHTS}; other files, such as pytorch_model.bin, are pickles, "
             "which can run code: write it with model.save_pretrained(FOLDER) of transformers"
@@ -129,7 +130,7 @@ def places(files):
 def read_json(path):
     """A JSON object; ValueError if a file has none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(files.read(path, files.MOST_JSON))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     if not isinstance(found, dict):

@@ -25,9 +25,13 @@ def run_to_resume(words):
     place = words.index("--resume")
     run = Path((words[place + 1 : place + 2] or [""])[0])
     del words[place : place + 2]
-    if not (run / "config.toml").is_file():
-        raise ValueError(f"--resume {run}: no run is there; name a folder results/NAME-STAMP")
-    return run.absolute()
+    try:
+        if (run / "config.toml").is_file():
+            return run.absolute()
+        problem = "no run is there"
+    except OSError as error:
+        problem = error.strerror
+    raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
 
 
 def fitted(config, ranks):

@@ -1,0 +1,97 @@
+"""What the commands take at most, stated once; docs/limits.md has the table and the reasons.
+
+Only the standard library: every command reads this before it starts anything.
+"""
+
+import os
+from contextlib import suppress
+from math import prod
+from operator import attrgetter
+from pathlib import Path
+
+INT32 = 2**31 - 1  # of the columns of a trace
+MOST_RANKS = 2**20
+MOST_LAYERS = 10_000
+MOST_PASSES = 2**18  # forward passes of a schedule that is laid out at once
+MOST_ELEMENTS = 2**56  # of one array of all ranks together: its bytes are counted in int64
+MOST_COUNT = 2**53  # of anything in a file: a float64 still has it exactly
+MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
+
+# Key of the input file -> its least and its largest value.
+SIZES = {
+    "mesh.p": (1, 1024),
+    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dxyz"},
+    "parallel.microbatches": (1, MOST_PASSES),
+    "parallel.chunks": (1, MOST_LAYERS),
+    "model.layers": (1, MOST_LAYERS),
+    "model.hidden": (1, 2**20),
+    "model.heads": (1, 2**20),
+    "model.sequence": (1, 2**27),
+    "model.vocabulary": (1, 2**27),
+    "train.steps": (1, INT32),
+    "train.batch": (1, 2**20),
+    "train.warmup": (0, INT32),
+    "train.decay_steps": (1, INT32),
+    "checkpoint.every": (0, INT32),
+    "checkpoint.keep": (1, INT32),
+    "guard.replicas_every": (0, INT32),
+    "guard.products_every": (0, INT32),
+    "trace.sync_every": (1, INT32),
+}
+
+
+def out_of_bounds(config):
+    """Whole numbers that are not within SIZES."""
+    for key, (least, most) in SIZES.items():
+        value = attrgetter(key)(config)
+        if value is not None and not least <= value <= most:
+            yield out_of_range(key, value, least, most)
+
+
+def too_large(config):
+    """Products of sizes that no array can have, and meshes of more ranks than are worked with."""
+    model, ranks = config.model, prod(config.mesh.sizes().values())
+    if ranks > MOST_RANKS:
+        yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
+    rows = config.train.batch * model.sequence
+    widest = max(4 * model.hidden, model.vocabulary or 0, model.heads * model.sequence)
+    arrays = {
+        "model.hidden x hidden x 12 x layers": 12 * model.hidden**2 * model.layers,
+        "model.hidden x (vocabulary + sequence)": model.hidden
+        * ((model.vocabulary or 0) + model.sequence),
+        "train.batch x model.sequence x max(4 hidden, vocabulary, heads x sequence)": rows
+        * widest,
+    }
+    for name, count in arrays.items():
+        if count > MOST_ELEMENTS:
+            yield f"{name} = {count}: at most {MOST_ELEMENTS} elements; lower one of them"
+
+
+def too_many_passes(parallel, stages):
+    passes = stages * parallel.microbatches * parallel.chunks
+    if passes > MOST_PASSES:
+        yield (
+            f"parallel.microbatches = {parallel.microbatches}: on {stages} x {parallel.chunks} "
+            f"parts {passes} forward passes a step, and {MOST_PASSES} are the most; use "
+            f"at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
+        )
+
+
+def out_of_range(key, value, least, most):
+    """The line against a number that is not within its bounds."""
+    found = f"{key} = {shown(value)}: must be at least {least}"
+    return found if value < least else f"{found} and at most {most}"
+
+
+def shown(value):
+    """A number in few characters, or how many digits it has."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
+
+
+def memory():
+    """The bytes of memory that the processes of this machine, or of its container, have."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        found = min(found, int(MEMORY_OF_GROUP.read_text()))
+    return found
