@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from hpc3d.extras import lacking
 from hpc3d.model.flash import Flash
 from hpc3d.pipeline.schedule import find
 
@@ -63,8 +64,10 @@ def known(package):
     return True
 
 
-def slow(config):
-    """What can be simulated, but takes too long to be trained."""
+def untrainable(config):
+    """What can be simulated, but takes too long to be trained, or needs a package to be."""
+    if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
+        yield from lacking("model.gelu = exact", "scipy")
     if config.train.backend == "numpy" and config.train.dtype in ("float16", "bfloat16"):
         yield (
             f"train.dtype = {config.train.dtype}: processors are slow at it; use float32, or "

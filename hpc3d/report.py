@@ -19,6 +19,7 @@ from hpc3d.analyze.folder import clear, write
 from hpc3d.analyze.waits import calls_of
 from hpc3d.command import Parser, read_no_more, run
 from hpc3d.plain import plain, why
+from hpc3d.extras import need
 from hpc3d.trace.run import trace_of
 from hpc3d.trace.segment import naming
 
@@ -98,6 +99,8 @@ def _steps(text):
 
 
 def _report(options):
+    if not options.tables:
+        need("a report without --tables", "matplotlib", "jinja2", "bokeh")
     with ExitStack() as stack:
         paths = [_trace_path(path, options.merge) for path in options.runs]
         traces = [stack.enter_context(trace.open(path)) for path in paths]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from hpc3d.command import Parser, number_of_ranks, run, whole
+from hpc3d.extras import need
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
@@ -198,6 +199,8 @@ def _schedule(options):
     if options.chunks is None:
         options.chunks = find(options.name).chunks or 2
     _refuse_large(options)
+    if options.png:
+        need("--png", "matplotlib")
     passes, placement = streams(
         options.name, options.stages, options.microbatches, options.chunks, options.steps
     )

@@ -197,7 +197,7 @@ def explain():
 def asked(job, words, reader):
     """Rank 0: what the command line and the input file ask for; ValueError for what is wrong."""
     from hpc3d import inputs
-    from hpc3d.backends import slow
+    from hpc3d.backends import untrainable
     from hpc3d.rules import refuse, settle
     from hpc3d.training.resume import fitted, run_to_resume
 
@@ -205,7 +205,7 @@ def asked(job, words, reader):
     path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
     config = inputs.load(path, words)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
-    refuse([*slow(config)])
+    refuse([*untrainable(config)])
     return config
 
 
@@ -214,6 +214,7 @@ def prepare(config, reader):
     from hpc3d import inputs, shipped
     from hpc3d.training import folder
     from hpc3d.training.data import Batches
+    from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.program import program_of
     from hpc3d.training.resume import continued, laid_out
     from hpc3d.training.tokens import open_tokens
@@ -231,6 +232,7 @@ def prepare(config, reader):
         model=replace(config.model, vocabulary=vocabulary),
         data=replace(config.data, tokenizer=tokens.tokenizer),
     )
+    refuse_what_cannot_fit(config, launch.number_in(launch.LOCAL_RANKS, default=1))
     sizes = config.model.sequence, config.train.batch
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)

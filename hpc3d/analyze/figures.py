@@ -10,6 +10,7 @@ import numpy as np
 from hpc3d.analyze.charts import COLOURS, Bars, Heat, Lines
 from hpc3d.analyze.gantt import Panels, gantt
 from hpc3d.analyze.timeline import KINDS, Timeline, boxes, lanes
+from hpc3d.extras import need
 
 WIDTH = 7.2  # inches
 NARROW = 48  # bars side by side that have a gap between them, and a label each
@@ -27,10 +28,9 @@ def save(figure, path):
 
 def empty(width, height, rows=1, **values):
     """A figure in inches, and the axes of its rows."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError("figures need matplotlib: pip install 'hpc3d[report]'") from error
+    need("a figure", "matplotlib")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, sharex=True, squeeze=False, **values)[:, 0]
     for panel in axes:

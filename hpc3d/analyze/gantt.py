@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from hpc3d.analyze.charts import COLOURS
+from hpc3d.extras import need
 
 KINDS = {
     "F": "forward",
@@ -65,10 +66,9 @@ def gantt(panels):
 
 def _figure(titles):
     """A figure with a panel for each (title, number of stages), which share their time."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError("figures need matplotlib: pip install 'hpc3d[report]'") from error
+    need("a figure", "matplotlib")
+    from matplotlib.figure import Figure
+
     heights = [0.6 + 0.26 * stages for _, stages in titles]
     figure = Figure(figsize=(WIDTH, 0.8 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(titles), sharex=True, squeeze=False, height_ratios=heights)[:, 0]

@@ -81,10 +81,8 @@ def _image(path):
 
 
 def _template():
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise ValueError("the page needs jinja2: pip install 'hpc3d[report]'") from error
+    from jinja2 import Environment, StrictUndefined
+
     rules = {"autoescape": True, "undefined": StrictUndefined}
     made = Environment(**rules, trim_blocks=True, lstrip_blocks=True)
     return made.from_string(_text("report.html.j2"))

@@ -28,10 +28,8 @@ def embed(models):
 
 
 def _plot(height, **values):
-    try:
-        from bokeh.plotting import figure
-    except ModuleNotFoundError as error:
-        raise ValueError("the page needs bokeh: pip install 'hpc3d[report]'") from error
+    from bokeh.plotting import figure
+
     plot = figure(height=height, sizing_mode="stretch_width", tools=TOOLS, **values)
     plot.toolbar.update(logo=None, autohide=True)
     plot.outline_line_color = None

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.extras import need
 from hpc3d.model.gpt2 import Shape
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import streams
@@ -226,8 +227,8 @@ def one_f_one_b(passes, micros, message):
     clock, ends = [np.zeros_like(message)] * len(passes), {}
     for _, stage, instruction in order:
         start = clock[stage]
-        for need in placement.needs(stage, instruction):
-            start = np.maximum(start, ends[need] + (message if need[0] != stage else 0))
+        for input in placement.needs(stage, instruction):
+            start = np.maximum(start, ends[input] + (message if input[0] != stage else 0))
         clock[stage] = start + passes[stage, int(instruction.op != "F")]
         ends[stage, instruction._replace(op=instruction.op[0])] = clock[stage]
     return np.max(clock, axis=0)
@@ -239,6 +240,7 @@ def calibrate(rows, base, profiles=True):
     The values of FREE, and with `profiles` a factor for each: least squares of the logarithms of
     the steps, where a factor counts as an error as far as SPREAD makes it unlikely.
     """
+    need("a calibration by rows", "scipy")
     from scipy.optimize import least_squares
 
     steps, measured = Steps(rows), rows["ms"] / 1e3

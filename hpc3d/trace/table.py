@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hpc3d.extras import need
 from hpc3d.trace.file import REMEDY, attributes, explained, labels, read, sound
 
 ALL = slice(None)
@@ -61,10 +62,9 @@ class Table:
 
     def frame(self, columns=None, rows=ALL):
         """Columns, all by default, as a pandas DataFrame; enumerations and names as categories."""
-        try:
-            from pandas import DataFrame
-        except ImportError as error:
-            raise ValueError("a frame needs pandas: pip install 'hpc3d[report]'") from error
+        need("a frame", "pandas")
+        from pandas import DataFrame
+
         series = {name: self._series(name, rows) for name in columns or self}
         return DataFrame(series)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d import files
-from hpc3d.backends import slow
+from hpc3d.backends import untrainable
 from hpc3d.config import ModelConfig
 from hpc3d.inputs import override, validate
 from hpc3d.rules import refuse, settle
@@ -229,5 +229,5 @@ def configured(pretrained, words):
         if asked != known and key != "dropout" and not shorter:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
     settle(config, prod(config.mesh.sizes().values()))
-    refuse([*slow(config)])
+    refuse([*untrainable(config)])
     return config

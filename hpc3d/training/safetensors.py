@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.plain import plain
+from hpc3d.extras import need
 from hpc3d.trace.segment import replacing
 
 WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
@@ -65,10 +66,8 @@ def write(path, arrays):
 
 def library():
     """The package; ValueError with the remedy where it is not installed."""
-    try:
-        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
-        import safetensors
-    except ImportError as error:
-        remedy = "pip install 'hpc3d[exchange]'"
-        raise ValueError(f"{error.name} is needed and not installed: {remedy}") from None
+    need("an exchange of weights", "safetensors")
+    import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+    import safetensors
+
     return safetensors

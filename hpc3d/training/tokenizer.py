@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.cluster.exits import Unusable
+from hpc3d.extras import need
 
 END = 0  # in bytes it is NUL, which no text file holds
 END_NAME = "<|end|>"
@@ -130,9 +131,7 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
 
 def library():
     """Return the module `tokenizers`; ValueError where it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        message = 'tokenizer bpe needs a library more: pip install "hpc3d[bpe]"'
-        raise ValueError(message) from None
+    need("tokenizer bpe", "tokenizers")
+    import tokenizers
+
     return tokenizers

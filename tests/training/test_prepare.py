@@ -188,7 +188,7 @@ def test_a_large_vocabulary_fits_its_type(tmp_path, output):
 def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, error = call(capsys, text, "-o", output, "--tokenizer", "bpe")
-    assert code == 2 and 'pip install "hpc3d[bpe]"' in error and error.count("\n") == 1
+    assert code == 2 and "pip install 'hpc3d[bpe]'" in error and error.count("\n") == 1
 
 
 def test_json_that_is_no_tokenizer(bpe):

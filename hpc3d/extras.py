@@ -1,0 +1,29 @@
+"""Packages that only some inputs need, with the extra of hpc3d that brings each: they are asked
+for before anything starts."""
+
+from importlib.util import find_spec
+
+EXTRAS = {
+    "bokeh": "report",
+    "jinja2": "report",
+    "matplotlib": "report",
+    "pandas": "report",
+    "safetensors": "exchange",
+    "scipy": "exact",
+    "tokenizers": "bpe",
+    "torch": "torch",
+}
+
+
+def lacking(what, *packages):
+    """A line for each of `packages` that `what` needs and that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            extra = EXTRAS[package]
+            yield f"{what} needs {package}: python -m pip install 'hpc3d[{extra}]'"
+
+
+def need(what, *packages):
+    """ValueError with a line for each package that is lacking."""
+    if lines := [*lacking(what, *packages)]:
+        raise ValueError("\n".join(lines))

@@ -1,0 +1,68 @@
+"""What a rank of a run holds at least: a run that cannot fit is refused before it starts.
+
+With Psi parameters of e bytes on p t ranks (t = x y z) and d replicas, n = b s h elements of a
+microbatch's block on t d ranks, L layers and a heads:
+
+    parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over d
+    activations     one microbatch: k n e L / (p t d), k = 16 + a s / h, 16 or 1 (recompute)
+    logits          b s V e / (p t d), on the last stage
+    batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
+
+These are means over the ranks; whatever the split, some rank holds as much.
+"""
+
+from hpc3d import limits
+from hpc3d.training.optimizer import OPTIMIZERS
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def refuse_what_cannot_fit(config, here):
+    """ValueError if `here` ranks of a settled `config` on this machine outgrow its memory."""
+    need, memory = here * least(config), limits.memory()
+    if config.train.backend == "numpy" and need > memory:
+        raise ValueError(
+            f"model and train: {here} rank{'s' * (here > 1)} here hold at least {need / 1e9:.4g} "
+            f"GB, and this machine has {memory / 1e9:.4g} GB: use more machines, "
+            "parallel.recompute, more parallel.microbatches or a smaller model or batch "
+            "(python -m hpc3d.plan INPUT.toml --ranks N finds what fits)"
+        )
+
+
+def least(config):
+    """Bytes of a rank, with the vocabulary settled."""
+    return (
+        parameters(config) + activations(config) + 8 * config.train.batch * config.model.sequence
+    )
+
+
+def parameters(config):
+    """Bytes of values, gradients and the optimiser's states."""
+    model, zero, d = config.model, config.parallel.zero, config.mesh.d
+    tables = model.vocabulary * (1 if model.tied else 2) + model.sequence
+    psi = model.layers * 12 * model.hidden**2 + tables * model.hidden
+    states = len(OPTIMIZERS[config.train.optimizer].MOMENTS)
+    shares = [(1, 3), (1, 2), (states, 1)]  # values, gradients, states, and what shares them out
+    copies = sum(count / (d if zero >= stage else 1) for count, stage in shares)
+    return copies * psi * itemsize(config) / (config.mesh.p * tensor(config))
+
+
+def activations(config):
+    """Bytes of what one microbatch keeps for its backward pass, and of its logits."""
+    model, mesh = config.model, config.mesh
+    rows = config.train.batch * model.sequence / config.parallel.microbatches
+    kept = {
+        "none": 16 * model.hidden + model.heads * model.sequence,
+        "selective": 16 * model.hidden,
+        "full": model.hidden,
+    }
+    elements = rows * (kept[config.parallel.recompute] * model.layers + model.vocabulary)
+    return elements * itemsize(config) / (mesh.p * mesh.d * tensor(config))
+
+
+def itemsize(config):
+    return ITEMSIZE[config.train.dtype]
+
+
+def tensor(config):
+    return config.mesh.x * config.mesh.y * config.mesh.z
