@@ -6,6 +6,7 @@ import sys
 
 from hpc3d.cluster.exits import BAD_INPUT, REFUSED
 from hpc3d.limits import INT32, MOST_RANKS
+from hpc3d.patience import patience
 from hpc3d.plain import lines_of, plain, plain_streams
 
 EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
@@ -34,7 +35,8 @@ def run(verb, body):
     """The exit code of `body()`, 0 if it returns none; for bad input lines and its code."""
     with plain_streams():
         try:
-            return body() or 0
+            with patience(verb):
+                return body() or 0
         except BrokenPipeError:
             read_no_more()
             return 0

@@ -20,7 +20,7 @@ def lacking(what, *packages):
     for package in packages:
         if find_spec(package) is None:
             extra = EXTRAS[package]
-            yield f"{what} needs {package}: python -m pip install 'hpc3d[{extra}]'"
+            yield f"{what} needs {package}: pip install 'hpc3d[{extra}]'"
 
 
 def need(what, *packages):

@@ -33,8 +33,11 @@ class Job:
         refused on all ranks."""
         value, problems = None, ()
         if self.rank == 0:
+            from hpc3d.patience import patience
+
             try:
-                value = function()
+                with patience(self.name):
+                    value = function()
             except REFUSED as error:
                 problems = lines_of(error)
         value, problems = self.comm.bcast((value, problems))

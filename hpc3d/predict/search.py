@@ -5,6 +5,7 @@ All sizes have a lower bound (hpc3d.predict.layouts); in its order they are time
 until no bound is below the best ones that were found.
 """
 
+import logging
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from hpc3d.predict import layouts
 from hpc3d.predict.estimate import SPLIT, Estimate, Estimator
 
+log = logging.getLogger(__name__)
 WHOLE = ("none", "1f1b", "gpipe", "interleaved")  # schedules that do not split backward
 
 
@@ -60,7 +62,10 @@ class Search:
         The place with the shortest words of each p and d is timed, then others where it was quick.
         Raises ValueError, with one line that says what to change, if the rules allow no layout.
         """
-        places = [*self.places()]
+        places = []
+        for place in self.places():
+            places.append(place)
+            log.info("%d sizes of a mesh found that the rules allow", len(places))
         if not places:
             raise ValueError(self.refusal())
         self.calibrate(places)
@@ -81,6 +86,7 @@ class Search:
         elif len(self.estimator.found) >= most and found.timed:
             found.left.append(place)
         else:
+            log.info("%d sizes of a mesh timed, %d cut", len(found.timed), len(found.cut))
             found.timed.append(self.timed(place))
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf

@@ -4,6 +4,7 @@ A stage of the pipeline is a thread, on which one rank runs the trainer on array
 (hpc3d.predict.clock): any number of ranks takes as long as there are stages and layers.
 """
 
+import logging
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from hpc3d.rules import settle
 from hpc3d.training.loop import Trainer
 from hpc3d.training.program import program_of
 
+log = logging.getLogger(__name__)
 SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
 
 
@@ -104,6 +106,7 @@ def run(peers, config, vocabulary, program, clock):
     if not program.asynchronous:
         play(trainer, mesh, ledger, clock, program)
     for number in range(SECOND + 1):
+        log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
         ledger.count, busy = 0, clock.busy
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]

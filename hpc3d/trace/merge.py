@@ -4,6 +4,7 @@ One rank at a time: the memory it takes is twice the events of one rank, and one
 column.
 """
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing,
 from hpc3d.trace.settings import configured
 from hpc3d.trace.supplement import add_supplements, supplements
 
+log = logging.getLogger(__name__)
 WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
 SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
 OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
@@ -43,6 +45,7 @@ def merge(run_dir):
     ):
         merged = _Merge(file, before)
         for rank in sorted({*count, *before.ranks}):
+            log.info("merging the segments of rank %d of %d", rank, len(count))
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count.get(rank, 0))])
         merged.finish()
         file.attrs["segments"] = sum(count.values())

@@ -6,6 +6,7 @@ from hpc3d.extras import need
 from hpc3d.trace.file import REMEDY, attributes, explained, labels, read, sound
 
 ALL = slice(None)
+MOST_INTEGER = 2**60  # ns are 36 years: sums and differences of a few are within int64
 
 
 class Table:
@@ -90,13 +91,15 @@ class Table:
         return self._datasets[name]
 
     def _check(self, column, values):
-        """ValueError for a number that is none, a code without a name, and an index of nothing."""
+        """ValueError for a number that is none or beyond use, a code without a name, and an index of nothing."""
         wrong = np.zeros(values.shape, bool)
         if column.unit == "enum":
             wrong = ~np.isin(np.arange(256), [*self.labels(column.name)])[values]
         elif column.into:
             table = self if column.into == self._name else self._tables[column.into]
             wrong = (values < column.least) | (values >= len(table))
+        elif column.type == "i8":
+            wrong = (values > MOST_INTEGER) | (values < -MOST_INTEGER)
         elif column.type == "f8" and not column.optional:
             wrong = ~np.isfinite(values)
         if wrong.any():

@@ -9,6 +9,8 @@ import re
 
 import numpy as np
 
+from hpc3d.limits import INT32
+
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 STATES = ("value", "master", "first", "second")
 BFLOAT16 = "bfloat16"  # NumPy has no letter for it
@@ -17,7 +19,7 @@ SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 DIGEST = re.compile(r"[0-9a-f]{64}")
 LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
-MOST = 1 << 62  # of any number
+MOST = 1 << 53  # of any number: more than files have bytes, and runs have sequences
 
 
 def read_manifest(folder):
@@ -68,6 +70,11 @@ def check_header(header):
     require(known, "its manifest is not one that this hpc3d reads")
     for key in ("step", "updates"):
         require(number(header.get(key)), f"its manifest has no number {key}")
+    require(header["step"] <= INT32, f"its manifest is of step {header['step']}")
+    position = header.get("position") or {}
+    require(isinstance(position, dict), "its manifest has a position that is none")
+    for key in position:
+        require(number(position[key]), f"its manifest has a position.{key} that is no number")
 
 
 def check_files(files):
