@@ -35,6 +35,8 @@ def read(path):
 def override(tree, words):
     """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables."""
     for option, text in options(words):
+        if option.count(".") > 2:  # as in --parallel.split.m
+            raise ValueError(f"{option:.60}: no key has {option.count('.') + 1} parts")
         *sections, key = option[2:].split(".")
         table = tree
         for section in sections:

@@ -14,7 +14,7 @@ MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # forward passes of a schedule that is laid out at once
 MOST_ELEMENTS = 2**56  # of one array of all ranks together: its bytes are counted in int64
-MOST_COUNT = 2**53  # of anything in a file: a float64 still has it exactly
+MOST_COUNT = 2**53  # steps, updates or sequences of a run: sums of them stay within int64
 MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 # Key of the input file -> its least and its largest value.

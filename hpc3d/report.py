@@ -18,8 +18,8 @@ from hpc3d.analyze.findings import compare, examine
 from hpc3d.analyze.folder import clear, write
 from hpc3d.analyze.waits import calls_of
 from hpc3d.command import Parser, read_no_more, run
-from hpc3d.plain import plain, why
 from hpc3d.extras import need
+from hpc3d.plain import plain, why
 from hpc3d.trace.run import trace_of
 from hpc3d.trace.segment import naming
 

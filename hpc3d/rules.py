@@ -59,7 +59,7 @@ def unknown_values(config):
     yield from not_of_names(config)
     order = config.mesh.order
     if sorted(order.split()) != sorted(AXES):
-        yield f"mesh.order = {order!r}: must name each of {' '.join(AXES)} once"
+        yield f"mesh.order = {order!r:.60}: must name each of {' '.join(AXES)} once"
     yield from unknown_letters(config.parallel.split or {})
 
 

@@ -2,18 +2,24 @@
 else happens: no traceback, no hang, no exit code 0."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
+import hpc3d.trace
 from hpc3d import plan, prepare, report, simulate, train
 from hpc3d.config import Config
 from hpc3d.inputs import flat
+from hpc3d.trace.check import violations
+from hpc3d.trace.file import REMEDY
 from hpc3d.training.checkpoint import Checkpoint
-from tests.runs import ended
+from tests.mpi import mpirun
+from tests.runs import ended, said
 from tests.runs import train as run_of
 
 SHIPPED = sorted((Path(__file__).parent.parent / "inputs").glob("*.toml"))
@@ -63,6 +69,80 @@ def test_no_key_takes_what_is_not_of_its_type(tmp_path):
         assert said_well(lines), (key, bad[:20], lines)
         assert any(key in line for line in lines), (key, bad[:20], lines)
     assert not list(tmp_path.iterdir())
+
+
+FAR = str(10**30)  # beyond what NumPy counts in
+LONG = "a" * 5000  # no file has such a name
+ENDLESS = "/dev/zero"
+BEYOND = [
+    ["--model.hidden", "1000000000000", "--model.heads", "1"],
+    ["--model.vocabulary", str(2**62)],
+    ["--model.layers", "1000000000"],
+    ["--train.batch", "1000000000000"],
+    ["--train.batch", FAR],
+    ["--parallel.microbatches", "1000000", "--train.batch", "1000000"],
+    ["--parallel.schedule", f"csv:{ENDLESS}"],
+    ["--data.path", ENDLESS],
+    ["--data.path", LONG],
+    ["--resume", LONG],
+    [ENDLESS],
+    ["--" + "a." * 20_000 + "a", "1"],
+]
+
+
+@pytest.mark.parametrize("words", BEYOND, ids=lambda words: " ".join(words)[:40])
+def test_what_has_no_end_is_refused_in_a_line(words, tmp_path):
+    lines = refused([*words, "--run.out", tmp_path])
+    assert said_well(lines), lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, capsys):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    lines = refused([str(pipe), "--run.out", tmp_path / "none"])
+    assert lines == [
+        f"{pipe} is a device or a pipe, and only regular files are read; name an input file that "
+        "exists"
+    ]
+    assert said_well(refused(["--parallel.schedule", f"csv:{pipe}"]))
+    words = ["schedule", "--name", f"csv:{pipe}", "--stages", "1", "--microbatches", "1"]
+    assert simulate.main(words) == 2
+    assert simulate.main([str(SHIPPED[0]), "--machine", str(pipe)]) == 2
+    assert ended(plan.main, pipe, "--ranks", "4") == 2
+    assert ended(report.main, pipe) == 2
+    assert capsys.readouterr().err.count("\n") == 4
+
+
+@pytest.mark.parametrize("ranks", ["1000000007", "9" * 5000, "\u0663", "0", "-1", "1e3"])
+def test_a_number_of_ranks_is_within_bounds(ranks, capsys):
+    for verb in (plan, simulate):
+        assert ended(verb.main, SHIPPED[0], "--machine", MACHINE, f"--ranks={ranks}") == 2
+        assert said_well(capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.parametrize("option", ["--forward", "--backward", "--weight", "--comm"])
+@pytest.mark.parametrize("seconds", ["1e308", "5e-324", "1e9", "1e-12", "inf", "9" * 5000])
+def test_seconds_of_a_schedule_are_within_bounds(option, seconds, capsys):
+    sizes = ["--name", "zb-h1", "--stages", "4", "--microbatches", "8"]
+    code = ended(simulate.main, "schedule", *sizes, option, seconds, "--json")
+    error = capsys.readouterr().err
+    assert code == (0 if seconds in ("1e9", "1e-12") else 2)
+    assert not code or said_well(error.splitlines())
+
+
+def test_an_order_of_axes_that_do_not_exist(capsys):
+    words = [SHIPPED[0], "--machine", MACHINE, "--mesh.order", LONG]
+    assert ended(simulate.main, *words) == 2
+    assert "mesh.order = 'aaa" in (error := capsys.readouterr().err)
+    assert said_well(error.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [BEYOND[0], ["--data.path", LONG], ["--resume", LONG]])
+def test_two_ranks_refuse_together(words, tmp_path):
+    done = mpirun(2, "-m", "hpc3d.train", *words, "--run.out", tmp_path)
+    (line,) = said(done)
+    assert done.returncode == 2 and said_well([line]) and "Traceback" not in done.stderr
 
 
 def damaged(text, chance):
@@ -168,6 +248,34 @@ def test_damaged_checkpoints_are_refused(run, tmp_path):
         bad += is_bad(folder, number)
         shutil.rmtree(folder)
     assert bad > 80
+
+
+FAR_AWAY = [2**62 - 1, 10**40, 2**53, -1, 1.5, "1", None, [1]]
+
+
+@pytest.mark.parametrize("value", FAR_AWAY, ids=str)
+@pytest.mark.parametrize("key", ["step", "updates", "sequences", "epoch"])
+def test_counts_of_a_manifest_have_bounds(run, tmp_path, key, value):
+    (whole,) = (run / "checkpoints").glob("step-*")
+    shutil.copytree(whole, folder := tmp_path / whole.name)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    (manifest["position"] if key in ("sequences", "epoch") else manifest)[key] = value
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"no number (position\.)?{key} below 9007199254740992"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("column", ["events/t_global", "events/t_start", "steps/t_end"])
+@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 2**60 + 1])
+def test_times_of_a_trace_have_bounds(run, tmp_path, capsys, column, value):
+    shutil.copy(run / "trace.h5", path := tmp_path / "trace.h5")
+    with h5py.File(path, "r+") as file:
+        file[column][0] = value
+    assert ended(report.main, path, "--tables", "--out", tmp_path / "report") in (0, 2)
+    with hpc3d.trace.open(path) as trace:
+        damages = violations(trace)
+    assert damages == [f"{path}: {column} has a value that cannot be: {value}; {REMEDY}"]
 
 
 def spoil(path, manifest, chance):

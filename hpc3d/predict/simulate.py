@@ -18,7 +18,7 @@ from hpc3d.predict.device import pool_of, unrecorded
 from hpc3d.predict.ledger import Ledger
 from hpc3d.predict.rank import Blanks
 from hpc3d.predict.replay import Replay, Studio, to_run
-from hpc3d.rules import settle
+from hpc3d.rules import refuse, settle, unknown_values
 from hpc3d.training.loop import Trainer
 from hpc3d.training.program import program_of
 
@@ -60,6 +60,7 @@ def settled(path, overrides, ranks=None):
     """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
     a rule."""
     config = load(path, overrides)
+    refuse([*unknown_values(config)])
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from hpc3d.limits import INT32
+from hpc3d.limits import MOST_COUNT
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 STATES = ("value", "master", "first", "second")
@@ -19,7 +19,7 @@ SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 DIGEST = re.compile(r"[0-9a-f]{64}")
 LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
-MOST = 1 << 53  # of any number: more than files have bytes, and runs have sequences
+MOST = 1 << 62  # of any number of a file
 
 
 def read_manifest(folder):
@@ -59,9 +59,9 @@ def require(sound, problem):
         raise ValueError(problem)
 
 
-def number(value):
+def number(value, most=MOST):
     """Whether it is a whole number, neither negative nor beyond what a file can have."""
-    return type(value) is int and 0 <= value < MOST
+    return type(value) is int and 0 <= value < most
 
 
 def check_header(header):
@@ -69,12 +69,13 @@ def check_header(header):
     known = header.get("format") == FORMAT and number(version) and version <= VERSION
     require(known, "its manifest is not one that this hpc3d reads")
     for key in ("step", "updates"):
-        require(number(header.get(key)), f"its manifest has no number {key}")
-    require(header["step"] <= INT32, f"its manifest is of step {header['step']}")
+        known = number(header.get(key), MOST_COUNT)
+        require(known, f"its manifest has no number {key} below {MOST_COUNT}")
     position = header.get("position") or {}
     require(isinstance(position, dict), "its manifest has a position that is none")
     for key in position:
-        require(number(position[key]), f"its manifest has a position.{key} that is no number")
+        known = number(position[key], MOST_COUNT)
+        require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
 
 
 def check_files(files):

@@ -36,6 +36,7 @@ def run_to_resume(words):
 
 def fitted(config, ranks):
     """A stored configuration whose mesh gives way, where it is of another number of ranks."""
+    refuse([*unknown_values(config)])
     mesh = config.mesh
     if prod(mesh.sizes().values()) == ranks or None in (mesh.x, mesh.y, mesh.z):
         return config

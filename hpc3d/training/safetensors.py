@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.plain import plain
 from hpc3d.extras import need
+from hpc3d.plain import plain
 from hpc3d.trace.segment import replacing
 
 WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}

@@ -1,0 +1,62 @@
+"""What an input needs of optional packages is asked for before anything starts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc3d import report, simulate, train
+from hpc3d.extras import EXTRAS, need
+from tests.runs import ended
+
+SETUP = Path(__file__).parent.parent / "setup.cfg"
+
+
+class Job:
+    size, rank = 1, 0
+
+
+def hidden(monkeypatch, *packages):
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+def test_every_package_is_in_its_extra():
+    sections = SETUP.read_text(encoding="utf-8").partition("[options.extras_require]")[2]
+    for package, extra in EXTRAS.items():
+        listed = sections.partition(f"\n{extra} =\n")[2].partition("=\n")[0]
+        assert f"    {package}>=" in listed
+
+
+def test_each_that_is_lacking_has_a_line(monkeypatch):
+    need("this", *EXTRAS)
+    hidden(monkeypatch, "bokeh", "scipy")
+    with pytest.raises(ValueError) as caught:
+        need("this", "numpy", *EXTRAS)
+    assert str(caught.value).splitlines() == [
+        "this needs bokeh: pip install 'hpc3d[report]'",
+        "this needs scipy: pip install 'hpc3d[exact]'",
+    ]
+
+
+def test_the_exact_gelu_is_refused_before_a_run_folder_exists(monkeypatch, tmp_path):
+    hidden(monkeypatch, "scipy")
+    words = ["--model.gelu", "exact", "--run.out", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"^model.gelu = exact needs scipy: .*\[exact\]'$"):
+        train.asked(Job(), words, {})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_report_is_refused_before_anything_is_read(monkeypatch, capsys, tmp_path):
+    hidden(monkeypatch, "bokeh", "matplotlib")
+    assert ended(report.main, tmp_path / "none") == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 2 and all("'hpc3d[report]'" in line for line in error)
+
+
+def test_a_picture_is_refused_before_the_schedule_is_run(monkeypatch, capsys):
+    hidden(monkeypatch, "matplotlib")
+    words = ["schedule", "--name", "1f1b", "--stages", "2", "--microbatches", "2"]
+    assert simulate.main([*words, "--png", "x.png"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and "hpc3d[report]" in error and error.count("\n") == 1

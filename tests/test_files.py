@@ -1,0 +1,57 @@
+"""What is read is small and regular: a device, a pipe, a folder and a large file are refused, and
+so is a text that would take long to be parsed."""
+
+import os
+import time
+
+import pytest
+
+from hpc3d import files
+
+
+def refusal(path, *how):
+    with pytest.raises(ValueError) as caught:
+        files.read(path, *how)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_only_small_regular_files_are_read(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    text = tmp_path / "text"
+    text.write_bytes(b"12345")
+    assert files.read(text, 5) == b"12345"
+    assert "larger than 4 bytes" in refusal(text, 4)
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (pipe, "/dev/zero", tmp_path / "link"):
+        assert f"{path} is a device or a pipe, and only regular files are read" in refusal(path)
+    assert f"{tmp_path} is a folder" in refusal(tmp_path)
+    assert "No such file or directory; name one" in refusal(tmp_path / "none", 1, "name one")
+    assert "File name too long" in refusal("a" * 5000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 500_000 + "a = 1",
+        "[" + "a." * 500_000 + "a]",
+        "x = {b = 1, " + "a." * 500_000 + "a = 1}",
+        "x = " + "[" * 500_000,
+        "x = 1\n" * 200_000,
+    ],
+)
+def test_hostile_toml_is_refused_at_once(text):
+    start = time.process_time()
+    with pytest.raises(ValueError):
+        files.toml(text)
+    assert time.process_time() - start < 5  # the first takes hours where keys are not counted
+
+
+def test_other_toml_is_read():
+    deep = ".".join("a" * (files.MOST_PARTS + 1))
+    numbers = ", ".join(["0.5"] * 1000)
+    assert files.toml(f"{deep} = 1\nx = [{numbers}]")["x"] == [0.5] * 1000
+    with pytest.raises(ValueError, match="more than 100 parts"):
+        files.toml(f"a.{deep} = 1")
+    with pytest.raises(ValueError, match="1048577 characters; at most 1048576"):
+        files.toml("#" * 1048577)

@@ -1,0 +1,101 @@
+"""The bounds of numbers: both sides of each, the products, the table in docs/limits.md."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc3d import limits
+from hpc3d.config import Config
+from hpc3d.inputs import flat, validate
+from hpc3d.rules import divisors, unknown_values, wrong_parts, wrong_pipeline
+
+TABLE = Path(__file__).parent.parent / "docs" / "limits.md"
+
+
+def with_value(key, value):
+    tree = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return validate(tree)
+
+
+@pytest.mark.parametrize("key", limits.SIZES)
+def test_a_number_is_within_its_bounds(key):
+    least, most = limits.SIZES[key]
+    for value in (least, most):
+        assert not [*limits.out_of_bounds(with_value(key, value))]
+    (low,) = unknown_values(with_value(key, least - 1))
+    (high,) = unknown_values(with_value(key, most + 1))
+    assert low == f"{key} = {least - 1}: must be at least {least}"
+    assert high == f"{key} = {most + 1}: must be at least {least} and at most {most}"
+
+
+def test_every_whole_number_of_an_input_has_bounds():
+    whole = {key for key, value in flat(Config()).items() if type(value) is int}
+    optional = {"mesh.x", "mesh.y", "mesh.z", "parallel.chunks", "model.vocabulary"}
+    elsewhere = {"seed", "mesh.c", "mesh.e", "parallel.zero"}  # fixed values, and 64 bits
+    assert (whole | optional) - elsewhere == {*limits.SIZES}
+
+
+def test_a_number_of_many_digits_is_short():
+    (line,) = limits.out_of_bounds(with_value("train.batch", 10**400))
+    found, bounds = line.split(": ")
+    assert found == "train.batch = 10000000000000000000... (401 digits)"
+    assert bounds == "must be at least 1 and at most 1048576"
+
+
+def test_products_are_bounded():
+    model, train = Config().model, Config().train
+    wide = replace(model, hidden=2**20, vocabulary=2**27, layers=limits.MOST_LAYERS)
+    (line,) = limits.too_large(replace(Config(), model=wide, train=replace(train, batch=1)))
+    assert line.startswith("model.hidden x hidden x 12 x layers = 131941395333120000: at most")
+    long = replace(model, sequence=2**27, heads=1, vocabulary=256)
+    for batch, wrong in ((2, 0), (5, 1)):  # 2^27 rows of 2^27 scores are 2^54
+        config = replace(Config(), model=long, train=replace(train, batch=batch))
+        assert len([*limits.too_large(config)]) == wrong
+    mesh = replace(Config().mesh, p=1, d=2**10, x=2**10, y=1, z=1)
+    assert not [*wrong_parts(replace(Config(), mesh=mesh))]
+    (line,) = wrong_parts(replace(Config(), mesh=replace(mesh, y=2)))
+    assert line == "mesh: 2097152 ranks; at most 1048576"
+
+
+def test_passes_of_a_schedule_are_bounded():
+    def lines(micros):
+        parallel = replace(Config().parallel, microbatches=micros, chunks=1, schedule="1f1b")
+        mesh, model = replace(Config().mesh, p=64), replace(Config().model, layers=64)
+        return [*wrong_pipeline(replace(Config(), parallel=parallel, mesh=mesh, model=model))]
+
+    assert not lines(4096)
+    assert lines(4097) == [
+        "parallel.microbatches = 4097: on 64 x 1 parts 262208 forward passes a step, and 262144 "
+        "are the most; use at most 4096 microbatches"
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 64, 97, 720720, 1048573])
+def test_divisors(number):
+    found = divisors(number)
+    assert found == sorted({*found}) and all(number % size == 0 for size in found)
+    few = [size for size in range(1, min(number, 10_000) + 1) if number % size == 0]
+    assert [size for size in found if size <= 10_000] == few
+
+
+def test_memory_is_that_of_the_group(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "MEMORY_OF_GROUP", tmp_path / "memory.max")
+    whole = limits.memory()
+    assert whole > 1 << 28
+    for text, found in (("1048576\n", 1 << 20), ("max\n", whole), ("9" * 18, whole)):
+        (tmp_path / "memory.max").write_text(text)
+        assert limits.memory() == found
+
+
+def test_the_documentation_has_the_bounds():
+    rows = {}
+    for row in TABLE.read_text(encoding="utf-8").splitlines():
+        names, *bounds = [cell.strip() for cell in row.strip("|").split("|")][:3]
+        for key in re.findall(r"`([a-z.0-9_]+)`", names):
+            rows.setdefault(key, bounds)
+    for key, (least, most) in limits.SIZES.items():
+        assert rows[key] == [str(least), str(most)], key

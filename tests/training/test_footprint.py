@@ -1,0 +1,70 @@
+"""What a run holds at least: never more than what a simulation of it finds, and not far less."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc3d import limits, train
+from hpc3d.predict.machine import load
+from hpc3d.predict.simulate import settled, simulate
+from hpc3d.training.footprint import least, refuse_what_cannot_fit
+
+INPUTS = Path(__file__).parents[2] / "inputs"
+LINE = {"x": 8, "y": 1, "z": 1}
+LAYOUTS = {
+    "cube": {},
+    "one rank": {"mesh": {"x": 1, "y": 1, "z": 1}},
+    "1d": {"mesh": LINE, "parallel": {"scheme": "1d"}},
+    "full": {"parallel": {"recompute": "full"}, "model": {"layers": 8}},
+    "selective": {"parallel": {"recompute": "selective"}},
+    "summa": {"mesh": {"z": 1}, "parallel": {"scheme": "2d-summa"}},
+    "zero 1": {"mesh": {"p": 2, "d": 2}, "parallel": {"zero": 1}},
+    "sgd": {"train": {"optimizer": "sgd"}, "model": {"layers": 4}},
+    "zero 3": {"mesh": {"p": 2, "d": 2, "z": 1}, "parallel": {"microbatches": 4, "zero": 3}},
+    "long": {"model": {"sequence": 256}},
+    "vocabulary": {"parallel": {"microbatches": 12}, "model": {"vocabulary": 32000}},
+}
+
+
+def config_of(changes):
+    words = [
+        word
+        for section, values in changes.items()
+        for key, value in values.items()
+        for word in (f"--{section}.{key}", str(value))
+    ]
+    return settled(INPUTS / "gpt-3d-64.toml", words)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_a_lower_bound_and_a_close_one(name):
+    config, machine = config_of(LAYOUTS[name]), load(INPUTS / "machines" / "h100.toml")
+    runs = simulate(config, config.model.vocabulary, machine)
+    peak = sum(run.peak["all"] for run in runs) / len(runs)
+    assert 0.2 * peak < least(config) < peak
+
+
+def test_what_a_node_cannot_hold_is_refused(monkeypatch):
+    config = config_of({})
+    need = 64 * least(config)
+    monkeypatch.setattr(limits, "memory", lambda: need)
+    refuse_what_cannot_fit(config, 64)
+    gpu = replace(config, train=replace(config.train, backend="cupy"))
+    refuse_what_cannot_fit(gpu, 6400)
+    with pytest.raises(ValueError) as caught:
+        refuse_what_cannot_fit(config, 65)
+    line = str(caught.value)
+    assert line.startswith("model and train: 65 ranks here hold at least ")
+    assert f"this machine has {need / 1e9:.4g} GB" in line and "hpc3d.plan" in line
+
+
+def test_train_refuses_it_before_a_folder_exists(tmp_path):
+    class Job:
+        size, rank = 1, 0
+
+    words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
+    config = train.asked(Job(), words, reader := {})
+    with pytest.raises(ValueError, match=r"1 rank here hold at least .* GB, and this machine"):
+        train.prepare(config, reader)
+    assert not [*tmp_path.iterdir()]
