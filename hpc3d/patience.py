@@ -27,7 +27,7 @@ class Newest(logging.Handler):
 
 
 @contextmanager
-def patience(name, first=FIRST, every=EVERY):
+def patience(name, first=None):
     """Lines on stderr, `hpc3d.NAME: 40 s: what goes on`, as long as the block lasts."""
     newest, over = Newest(logging.INFO), threading.Event()
     log, begin = logging.getLogger("hpc3d"), time.monotonic()
@@ -35,9 +35,9 @@ def patience(name, first=FIRST, every=EVERY):
     log.addHandler(newest)
 
     def speak():
-        wait = first
+        wait = FIRST if first is None else first
         while not over.wait(wait):
-            passed, wait = time.monotonic() - begin, every
+            passed, wait = time.monotonic() - begin, EVERY
             print(f"hpc3d.{name}: {passed:.0f} s: {newest.text()}", file=sys.stderr, flush=True)
 
     threading.Thread(target=speak, daemon=True).start()

@@ -11,7 +11,7 @@ log = logging.getLogger("hpc3d.somewhere")
 
 
 def test_the_newest_record_is_said_after_a_while(capsys):
-    with patience("plan", first=0.2, every=0.2):
+    with patience("plan", first=0.2):
         for number in range(1000):
             log.info("%d of 1000", number)
         deadline = time.monotonic() + 20

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d import backends
-from hpc3d.backends import slow
+from hpc3d.backends import untrainable
 from hpc3d.config import Config
 from hpc3d.inputs import load
 from hpc3d.rules import misfits, settle, words
@@ -95,11 +95,13 @@ def test_a_decay_that_ends_within_the_warm_up_is_refused():
 def test_numbers_of_16_bits_are_for_gpus_and_simulations():
     for dtype in ("float16", "bfloat16"):
         config = settle(load(None, ["--train.dtype", dtype]), 1, default=True)
-        (said,) = slow(config)
+        (said,) = untrainable(config)
         assert said.startswith(f"train.dtype = {dtype}: processors are slow at it; use float32")
         assert np.dtype(dtype).itemsize == 2  # which NumPy knows by ml_dtypes
     assert not [
-        *slow(settle(load(None, ["--train.backend", "cupy", "--train.dtype", dtype]), 1, True))
+        *untrainable(
+            settle(load(None, ["--train.backend", "cupy", "--train.dtype", dtype]), 1, True)
+        )
     ]
 
 

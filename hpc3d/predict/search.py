@@ -65,7 +65,8 @@ class Search:
         places = []
         for place in self.places():
             places.append(place)
-            log.info("%d sizes of a mesh found that the rules allow", len(places))
+            p, last = place.config.mesh.p, min(self.ranks, self.base.model.layers)
+            log.info("%d sizes of a mesh, so far with p = %d of %d", len(places), p, last)
         if not places:
             raise ValueError(self.refusal())
         self.calibrate(places)
