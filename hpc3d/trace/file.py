@@ -5,13 +5,13 @@ open a trace.  A file that is read is not trusted: nothing outside of it is foll
 is read before its type is known and its size is one that the file can hold.
 """
 
-import os
 import shutil
 from contextlib import contextmanager
 from math import prod
 
 import numpy as np
 
+from hpc3d.limits import memory
 from hpc3d.trace.events import COORDS, ENUMS, LAYOUT, TEXT
 from hpc3d.trace.segment import replacing
 
@@ -250,8 +250,7 @@ def _fits(dataset):
         raise ValueError(f"{dataset.name} has filters other than {', '.join(FILTERS.values())}")
     chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
     stored = dataset.id.get_storage_size() * (SHRINKS if filters else 1)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return chunk <= CHUNK_BYTES and dataset.nbytes <= min(memory, stored)
+    return chunk <= CHUNK_BYTES and dataset.nbytes <= min(memory(), stored)
 
 
 def read(dataset, rows):
