@@ -189,7 +189,8 @@ class Estimator:
         parallel = config.parallel
         if not parallel.overlap:
             return 0.0
-        buckets = ceil(self.held(config, stage)["gradient"] / (parallel.bucket_mb * 1e6))
+        size = max(1.0, parallel.bucket_mb * 1e6)  # 0 is a bucket for each tensor
+        buckets = ceil(self.held(config, stage)["gradient"] / size)
         early = sums.waits["d"] * (1 - 1 / max(1, min(buckets, stage.layers)))
         return min(early, stage.layers * parts.layer.whole.seconds)
 
