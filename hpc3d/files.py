@@ -6,7 +6,7 @@ A device or a pipe might never end, and what is large takes long to be parsed.
 import re
 from pathlib import Path
 
-from hpc3d.cluster.exits import reason
+from hpc3d.plain import told
 
 MOST_TEXT = 2**20  # bytes of an input file or of a machine
 MOST_JSON = 2**25  # bytes of a config.json, or of an index of weights
@@ -27,7 +27,7 @@ def read(path, most=MOST_TEXT, remedy="name a file"):
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
-        raise ValueError(f"{reason(error)}; {remedy}") from None
+        raise ValueError(f"{told(error)}; {remedy}") from None
     if len(content) > most:
         raise ValueError(f"{path}: larger than {most} bytes, the most that is read; {remedy}")
     return content

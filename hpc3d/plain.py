@@ -9,6 +9,10 @@ The escapes, \\u001b, are those of JSON and TOML, in whose strings they may stan
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
+MEMORY = (
+    "out of memory ({}): give less, or a machine with more memory (python -m hpc3d.plan finds "
+    "what fits)"
+)
 SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -57,12 +61,16 @@ def lines_of(error):
     """What an error says, a line for each problem."""
     if isinstance(error, Problems):
         return error.lines
-    return [plain(told(error) if isinstance(error, OSError) else str(error))]
+    if isinstance(error, OSError):
+        return [plain(told(error))]
+    if isinstance(error, MemoryError):
+        return [plain(MEMORY.format(error))]
+    return [plain(str(error) or type(error).__name__)]
 
 
 def told(error):
     """An OSError in words: its file, if it names one, and why."""
-    return f"{error.filename}: {why(error)}" if error.filename else why(error)
+    return f"{error.filename!s:.200}: {why(error)}" if error.filename else why(error)
 
 
 def why(error):

@@ -12,18 +12,6 @@ STOPPED = 75  # before its last step, on request, with everything saved: sysexit
 REFUSED = (ValueError, OSError, OverflowError, MemoryError, RecursionError)
 
 
-def reason(error):
-    """What is wrong, in words, of an exception of REFUSED."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename!s:.200}: {error.strerror}"
-    if isinstance(error, MemoryError):
-        return (
-            f"out of memory ({error}): give less, or a machine with more memory (python -m "
-            "hpc3d.plan finds what fits)"
-        )
-    return str(error) or type(error).__name__
-
-
 class Unusable(ValueError):
     """What was given, as a text to train on, is not what it should be: one line, with a remedy."""
 
