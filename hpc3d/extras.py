@@ -3,6 +3,8 @@ for before anything starts."""
 
 from importlib.util import find_spec
 
+from hpc3d.plain import Problems
+
 EXTRAS = {
     "bokeh": "report",
     "jinja2": "report",
@@ -26,4 +28,4 @@ def lacking(what, *packages):
 def need(what, *packages):
     """ValueError with a line for each package that is lacking."""
     if lines := [*lacking(what, *packages)]:
-        raise ValueError("\n".join(lines))
+        raise Problems(lines)

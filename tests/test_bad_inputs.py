@@ -101,8 +101,8 @@ def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, capsys):
     os.mkfifo(pipe := tmp_path / "pipe")
     lines = refused([str(pipe), "--run.out", tmp_path / "none"])
     assert lines == [
-        f"{pipe} is a device or a pipe, and only regular files are read; name an input file that "
-        "exists"
+        f"{pipe} is a device or a pipe, and only regular files are read; name a file that can be "
+        "read"
     ]
     assert said_well(refused(["--parallel.schedule", f"csv:{pipe}"]))
     words = ["schedule", "--name", f"csv:{pipe}", "--stages", "1", "--microbatches", "1"]

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent / "hpc3d"
 MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.rglob("*.py"))
 
 FLOORS = [
-    {"__version__", "extras", "limits", "patience", "plain"},
-    {"files"},
+    {"__version__", "limits", "patience", "plain"},
+    {"extras", "files"},
     {"cluster"},
     {"tensor", "trace"},
     {"model"},

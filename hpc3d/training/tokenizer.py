@@ -4,6 +4,7 @@ Text is UTF-8 in bytes on both sides.  Id 0 is no text: it ends a document in ei
 """
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,12 +37,13 @@ reading_text = partial(
 
 def text_files(path: str | Path) -> list[Path]:
     """Return the file, or the `*.txt` of the folder by name; ValueError where there is none."""
-    path = Path(path)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"data.path: {path} does not exist; name a text, a folder or a .h5 file")
-    texts = sorted(text for text in path.glob("*.txt") if text.is_file())
+    if os.path.isfile(path):
+        return [Path(path)]
+    if not os.path.isdir(path):
+        raise ValueError(
+            f"data.path: {path!s:.200} does not exist; name a text, a folder or a .h5 file"
+        )
+    texts = sorted(text for text in Path(path).glob("*.txt") if text.is_file())
     if not texts:
         raise ValueError(f"data.path: the folder {path} has no *.txt; put UTF-8 texts there")
     return texts

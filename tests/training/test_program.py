@@ -32,7 +32,7 @@ def test_a_synchronous_schedule_is_the_same_in_every_step():
     assert (plan.asynchronous, plan.ahead) == (False, 0)
     first, second = islice(plan.steps(1, 1), 2)
     assert first is second
-    assert text(first) == "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1+Reduce SendB1 Step"
+    assert text(first) == "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 SendB1 Reduce Step"
 
 
 def test_the_steps_of_a_schedule_without_a_drain():
