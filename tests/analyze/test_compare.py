@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from hpc3d.analyze.compare import (
+    T95,
     _interval,
     difference_rows,
     gain_rows,
@@ -82,6 +83,12 @@ def test_keys_may_leave_the_category_out(pair):
         ("recorded", "x"): pytest.approx(2.25e-3),
         ("unrecorded", ""): pytest.approx(92.625e-3),
     }
+
+
+def test_the_table_is_students_t():
+    """Two-sided 95 % for 1 to 30 degrees of freedom, to three decimals as in any table of it."""
+    exact = stats.t.ppf(0.975, np.arange(1, 31))
+    assert [*T95] == exact.round(3).tolist()
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (2, 2), (9, 30), (40, 60)])

@@ -165,8 +165,13 @@ def trainer_of(mesh, config):
 def train(mesh, config):
     trainer = trainer_of(mesh, config)
     steps = [trainer.step(number) for number in range(config.train.steps)]
+    return trained_of(trainer, steps)
+
+
+def trained_of(trainer, steps):
+    """What `steps` of a trainer came to."""
     weights = {
-        item.name: (item.layout.slices(item.shape, mesh), item.value.copy())
+        item.name: (item.layout.slices(item.shape, trainer.mesh), item.value.copy())
         for item in trainer.parameters
     }
     return Trained([(step.loss, step.grad_norm) for step in steps], weights)

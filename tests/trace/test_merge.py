@@ -211,6 +211,19 @@ def test_a_step_that_was_cut_off_is_named(run):
         assert not trace.attrs["complete"]
 
 
+@pytest.mark.parametrize("ranks", [(3,), range(RANKS)], ids=str)
+def test_a_step_without_events_is_complete(run, ranks):
+    """Those of step 1 were left out: the row of the step says that it was done."""
+    for rank in ranks:
+        path = segment_path(run, rank, 1)
+        with np.load(path) as arrays:
+            content = dict(arrays)
+        np.savez(path, **content | {"events": content["events"][:0]})
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert trace.attrs["missing"] == ""
+        assert trace.attrs["complete"]
+
+
 @pytest.mark.parametrize(
     ("kind", "steps", "missing"),
     [

@@ -15,7 +15,17 @@ from hpc3d.cluster.threads import run
 from hpc3d.training import checkpoint
 from hpc3d.training.checkpoint import Checkpoint, Snapshot, restore
 from hpc3d.training.rectangle import Rectangle, rectangles
-from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, train, trainer_of
+from tests.pipeline.mixes import (
+    Trained,
+    alone,
+    config_of,
+    cover,
+    same,
+    serial,
+    train,
+    trained_of,
+    trainer_of,
+)
 
 LAYOUTS = """
 p=1 schedule=none microbatches=2
@@ -64,11 +74,7 @@ def resumed(line, opened):
         restore(opened, trainer.parameters, trainer.optimizer)
         trainer.optimizer.steps = opened.header["updates"]
         steps = [trainer.step(number) for number in range(STEPS, config.train.steps)]
-        weights = {
-            item.name: (item.layout.slices(item.shape, mesh), item.value.copy())
-            for item in trainer.parameters
-        }
-        return Trained([(step.loss, step.grad_norm) for step in steps], weights)
+        return trained_of(trainer, steps)
 
     return run(config.mesh.sizes(), rank)
 
