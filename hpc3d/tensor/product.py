@@ -1,4 +1,4 @@
-"""Products of blocks on one rank, and what can be done in the same pass through memory."""
+"""Products of blocks on one rank, and what devices can do in the same pass through memory."""
 
 import numpy as np
 
@@ -6,12 +6,9 @@ from hpc3d.cluster.arrays import kernel
 
 
 @kernel
-def product(a, b, out, bias=None, onto=None):
-    """out[m, n] = a[m, k] b[k, n] (+ bias[n]) (+ onto[m, n])."""
+def product(a, b, out):
+    """out[m, n] = a[m, k] b[k, n]; of a `fused` pool (+ bias[n]) (+ onto[m, n]), too."""
     np.matmul(a, b, out=out)
-    for term in (bias, onto):
-        if term is not None:
-            np.add(out, term, out=out)
     return out
 
 
@@ -23,7 +20,5 @@ def accumulate(grad, dw):
 
 @kernel
 def accumulate_product(grad, a, b, sums=None):
-    """Add a b to `grad`, and the sum of the rows of b to `sums`."""
-    grad += a @ b
-    if sums is not None:
-        sums += b.sum(0)
+    """Add a b to `grad`, and the sum of the rows of b to `sums`: of a `fused` pool alone."""
+    raise NotImplementedError
