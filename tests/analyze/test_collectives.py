@@ -85,10 +85,23 @@ def test_what_is_not_whole_or_not_inside_has_no_rate(tmp_path):
         *meeting("all_reduce", 1, 3, 11, counts, received, step=1),
     ]
     assert bandwidth_rows(calls_of(opened(tmp_path, rows))) == []
-    (found,) = bandwidth_rows(
-        calls_of(opened(tmp_path, meeting("barrier", 0, 3, 2, *[[0] * 4] * 2)))
-    )
-    assert (found["algbw"], found["busbw"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("op", "last", "end", "count", "seconds"),
+    [
+        ("barrier", 3, 3, 0, 0),
+        ("barrier", 3, 11, 0, 8e-3),  # time and no bytes
+        ("all_reduce", 3, 3, 1000, 0),  # bytes and no time
+        ("all_reduce", 3, 3.001, 1000, 1e-6),
+    ],
+)
+def test_without_bytes_or_time_there_is_no_rate(tmp_path, op, last, end, count, seconds):
+    rows = meeting(op, 0, last, end, [count] * 4, [6 * count] * 4)
+    (found,) = bandwidth_rows(calls_of(opened(tmp_path, rows)))
+    assert found["seconds"] == pytest.approx(seconds)
+    known = bool(count and seconds)
+    assert (found["algbw"] is not None, found["busbw"] is not None) == (known, known)
 
 
 def test_one_rank_has_nothing_to_say(tmp_path):

@@ -225,6 +225,8 @@ def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
     for title in ("1. 4 stages", "2. Memory", "3. Sums", "4. Uneven stages"):
         assert title in text
     assert max(map(len, text.splitlines())) < 100
+    ratios = [row["pipeline_s"] / row["data_s"] for row in found["by_microbatches"]]
+    assert "   ratio        " + "".join(f"{each:7.2f}" for each in ratios) in text.splitlines()
     findings_figures.write(found, tmp_path / "figures")
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     expected = ("pipeline-or-data", "partition", "message-size", "waiting")

@@ -288,6 +288,7 @@ def test_two_dgx_a100_all_reduce_at_the_rate_that_nvidia_names():
 
 
 TEXT = dumps(replace(CLUSTER, measured=(TABLE,)))
+CURVE = TEXT[TEXT.index("flop = ") : TEXT.index("\n\n", TEXT.index("flop = ")) + 1]
 
 
 def said(text, tmp_path):
@@ -326,6 +327,7 @@ def test_the_file_of_these_tests_is_good(tmp_path):
         ("flop = [1", "flop = [10000000000.0, 1", "gemm.float32: 3 flop and 2 rate; give as many"),
         ("flop = [100000000.0", "flop = [10000000000.0", "gemm.float32.flop: must ascend;"),
         ("peak = 1", "peak = 2.0 # 1", "gemm.float32.peak = 2: less than its own rates reach"),
+        (CURVE, "flop = []\nrate = []\n", "gemm.float32"),
         ("launch_s = 5e-06", "launch_s = 1e9", "launch_s = 1000000000.0: must be at least 0"),
         ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: must be at least 1"),
         ("peak =", "peek =", "gemm.float32.peek: unknown key; did you mean peak?"),

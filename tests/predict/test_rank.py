@@ -7,7 +7,7 @@ from hpc3d.cluster.threads import run
 from hpc3d.inputs import load
 from hpc3d.predict.rank import Prediction, every_rank, predict
 from hpc3d.rules import settle
-from hpc3d.trace.events import EVENTS, record_type
+from hpc3d.trace.events import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.loop import Trainer
 from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
@@ -48,6 +48,34 @@ def test_predicted_is_counted(line):
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert ours.moved() == theirs.moved()
         assert ours.flops() == theirs.flops()
+
+
+def test_calls_bytes_and_operations_are_added_up():
+    """Rows (category, op, phase, group, bytes, flops) by hand: `moved` of two runs that are
+    compared would be wrong in both."""
+    rows = [
+        ("comm", "all_gather", "forward", 0, 30, 0),
+        ("comm", "all_gather", "forward", 0, 12, 0),
+        ("comm", "all_gather", "forward", 1, 5, 0),
+        ("comm", "all_gather", "backward", 0, 7, 0),
+        ("comm", "barrier", "other", 1, 0, 0),
+        ("compute", "gemm", "forward", -1, 99, 600),
+        ("compute", "gemm", "backward", -1, 0, 1200),
+        ("compute", "attention", "forward", -1, 0, 50),
+        ("compute", "none", "forward", -1, 0, 0),
+    ]
+    events = np.zeros(len(rows), record_type(EVENTS))
+    for row, (category, op, phase, *numbers) in zip(events, rows):
+        row["category"], row["op"] = CATEGORY.index(category), OP.index(op)
+        row["phase"], (row["group"], row["bytes"], row["flops"]) = PHASE.index(phase), numbers
+    found = Prediction(events, ["x", "y"], {})
+    assert found.moved() == {
+        ("x", "all_gather", "forward"): (2, 42),
+        ("y", "all_gather", "forward"): (1, 5),
+        ("x", "all_gather", "backward"): (1, 7),
+        ("y", "barrier", "other"): (1, 0),
+    }
+    assert found.flops() == {"gemm": 1800, "attention": 50}
 
 
 def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():

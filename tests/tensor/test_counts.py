@@ -143,13 +143,18 @@ def test_summa_never_moves_y(q):
     assert all(calls == {"broadcast": 4 * q, "reduce": 2 * q} for _, calls in each)
 
 
+@pytest.mark.parametrize("split", ["z x", "x z"])
+@pytest.mark.parametrize("deep", ["z", "x"])
 @pytest.mark.parametrize(("q", "depth"), [(2, 2), (4, 2), (2, 3)])
-def test_25d_sums_weight_gradients_over_its_depth(q, depth):
+def test_25d_sums_weight_gradients_over_its_depth(q, depth, deep, split):
+    """When the blocks are small, whatever the axes are called and in whichever order they lie."""
     m, k, n = SHAPE
-    sizes = {"x": q, "y": q, "z": depth}
+    sizes = {"x": q, "y": q, "z": q} | {deep: depth}
     gathers = m * k * (q - 1) / (q * q * depth) + k * n * (q - 1) / q**2
     over_depth = 2 * (depth - 1) / depth * k * n / q**2
-    assert linear(SCHEMES["2.5d"], sizes, SHAPE)[0] == 2 * gathers + over_depth
+    assert SCHEMES["2.5d"] == Split(m="z x", n="y", replicate="z")
+    found, _ = linear(Split(m=split, n="y", replicate=deep), sizes, SHAPE)
+    assert found == 2 * gathers + over_depth
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])

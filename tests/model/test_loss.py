@@ -1,0 +1,36 @@
+"""Cross-entropy against torch's, where the vocabulary is whole and where it is split."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from hpc3d.cluster.threads import run
+from hpc3d.model.loss import IGNORE, CrossEntropy
+
+VOCABULARY, COLUMNS, ROWS, SCALE = 10, 12, 7, 0.25  # two columns of padding
+TARGETS = np.array([0, 9, IGNORE, 4, 5, 9, IGNORE])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, -1e4], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 12])
+def test_loss_and_gradient_are_those_of_torch(ranks, size):
+    """Logits around 1e4 and -1e4, too, whose exponentials are no numbers; on 12 ranks two have
+    nothing but padding."""
+    logits = np.random.default_rng(2).normal(size, 3, (ROWS, COLUMNS))
+    given = torch.tensor(logits[:, :VOCABULARY], requires_grad=True)
+    how = {"ignore_index": IGNORE, "reduction": "sum"}
+    expected = functional.cross_entropy(given, torch.tensor(TARGETS), **how)
+    (expected * SCALE).backward()
+    gradient = np.pad(given.grad.numpy(), [(0, 0), (0, COLUMNS - VOCABULARY)])
+
+    def rank(mesh):
+        width = COLUMNS // ranks
+        part = slice(mesh.rank * width, (mesh.rank + 1) * width)
+        loss = CrossEntropy(mesh, ("x",), VOCABULARY)
+        total, saved = loss.forward(logits[:, part].copy(), TARGETS, SCALE)
+        return total, loss.backward(saved, SCALE), gradient[:, part]
+
+    for total, found, wanted in run({"x": ranks}, rank):
+        assert total == pytest.approx(expected.item(), rel=1e-11)
+        np.testing.assert_allclose(found, wanted, atol=1e-11)
