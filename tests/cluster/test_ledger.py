@@ -209,6 +209,15 @@ def test_a_flip_in_a_product_is_found(dtype, least):
     assert not finds(a, b, c)
 
 
+@pytest.mark.parametrize("dtype", TOP)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_an_element_that_is_no_number_is_found(value, dtype):
+    a, b, c = product(dtype)
+    c[17, 5] = value
+    (line,) = finds(a, b, c)
+    assert f"row 17, column 5 is {value}" in line
+
+
 def test_a_transposed_operand_is_checked_alike():
     a, b, c = product()
     back = c @ b.T

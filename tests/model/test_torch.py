@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from hpc3d.benchmarks import peer
 from hpc3d.cluster.threads import run
 from hpc3d.model.gpt2 import Shape
 from hpc3d.model.loss import IGNORE
+from hpc3d.model.random import keep, words
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import AdamW
 from tests.model.whole import Model
 
+SEED, STEP = 5, 2
 SHAPE = {"layers": 3, "hidden": 24, "heads": 4, "sequence": 7, "vocabulary": 29}
 
 
@@ -24,19 +27,23 @@ def batch(shape, sequences=5, seed=3):
 
 
 def serial(shape):
-    return run({}, lambda mesh: Model(mesh, shape, Split()))[0]
+    return run({}, lambda mesh: Model(mesh, shape, Split(), seed=SEED))[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gelu", ["tanh", "exact"])
 def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
     shape = Shape(**SHAPE, tied=tied, gelu=gelu, std=0.3)
+    same_as(peer.loss, shape)
+
+
+def same_as(loss_of, shape):
+    """Loss and gradients of a batch are those of `loss_of`(weights, shape, tokens, targets)."""
     model = serial(shape)
     tokens, targets = batch(shape)
-    loss = model.gradients(tokens, targets)
-
+    loss = model.gradients(tokens, targets, step=STEP)
     weights = peer.weights_of(model.parameters)
-    expected = peer.loss(weights, shape, torch.tensor(tokens), torch.tensor(targets))
+    expected = loss_of(weights, shape, torch.tensor(tokens), torch.tensor(targets))
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     for item in model.parameters:
@@ -47,6 +54,49 @@ def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
         )
 
 
+class Dropped:
+    """GPT-2 with dropout where it was published: behind the embeddings, on the probabilities of
+    attention, and at the end of both branches of a block; which elements is what ours draw."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def drop(self, x, name):
+        """x [B, ...], a sample in one row of draws; what is left is scaled by 1 / (1 - p)."""
+        rows, width = len(x), x[0].numel()
+        kept = keep(words((SEED, name, STEP)), self.rate, (slice(0, rows), slice(0, width)), width)
+        return torch.where(torch.tensor(kept).view(x.shape), x / (1 - self.rate), 0.0)
+
+    def attention(self, qkv, heads, name):
+        batch, sequence, columns = qkv.shape
+        q, k, v = qkv.view(batch, sequence, heads, 3, -1).permute(3, 0, 2, 1, 4)
+        scores = q @ k.transpose(-1, -2) / (columns / 3 / heads) ** 0.5
+        future = torch.ones(sequence, sequence, dtype=bool).triu(1)
+        p = scores.masked_fill(future, -torch.inf).softmax(-1)
+        p = self.drop(p.transpose(-1, -2), name).transpose(-1, -2)  # draws are [key, query]
+        return (p @ v).transpose(1, 2).reshape(batch, sequence, columns // 3)
+
+    def block(self, weights, name, x, heads):
+        qkv = peer.linear(weights, f"{name}.qkv", peer.norm(weights, f"{name}.norm1", x))
+        y = peer.linear(weights, f"{name}.proj", self.attention(qkv, heads, f"{name}.drop_p"))
+        x = x + self.drop(y, f"{name}.drop1")
+        h = peer.linear(weights, f"{name}.up", peer.norm(weights, f"{name}.norm2", x))
+        y = peer.linear(weights, f"{name}.down", functional.gelu(h, approximate="tanh"))
+        return x + self.drop(y, f"{name}.drop2")
+
+    def loss(self, weights, shape, tokens, targets):
+        table = weights["embedding.token"]
+        x = self.drop(table[tokens] + weights["embedding.position"], "embedding.drop")
+        for number in range(shape.layers):
+            x = self.block(weights, f"layers.{number}", x, shape.heads)
+        logits = peer.norm(weights, "head.norm", x) @ table[: shape.vocabulary].T
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_dropout_is_where_gpt_2_has_it():
+    same_as(Dropped(0.25).loss, Shape(**SHAPE, std=0.3, dropout=0.25))
+
+
 def test_five_adamw_steps_are_those_of_torch():
     shape = Shape(**SHAPE, std=0.3)
     model = serial(shape)
@@ -54,7 +104,7 @@ def test_five_adamw_steps_are_those_of_torch():
     decayed = [weights[item.name] for item in model.parameters if item.decay]
     others = [weights[item.name] for item in model.parameters if not item.decay]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    reference = torch.optim.AdamW(groups, lr=3e-3, betas=(AdamW.BETA1, AdamW.BETA2), eps=1e-8)
+    reference = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     ours = AdamW(model.parameters, 0.1)
     for step in range(5):
         tokens, targets = batch(shape, seed=step)

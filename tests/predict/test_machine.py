@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
+import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc3d.config import TrainConfig
 from hpc3d.predict.collectives import ALGORITHMS, doubling, ring
 from hpc3d.predict.machine import ITEMSIZE, Link, Machine, Measured, Rates, dumps, load
 
@@ -49,6 +53,11 @@ def test_a_product_at_the_rate_of_its_size(n, rate):
 def test_knots_come_out_as_they_went_in():
     rates = Rates(1.0, (3.0, 7.0, 11.0), (1.3, 2.7, 1.9))
     assert [rates.curve(flop) for flop in rates.flop] == [*rates.rate]
+
+
+@pytest.mark.parametrize("dtype", get_args(get_type_hints(TrainConfig)["dtype"]))
+def test_an_element_has_the_bytes_of_its_type(dtype):
+    assert ITEMSIZE[dtype] == np.dtype(dtype).itemsize
 
 
 def test_a_batch_of_products_is_one_kernel():

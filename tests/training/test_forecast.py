@@ -37,6 +37,19 @@ def test_the_busiest_node_counts_and_rank_0_reads_all_again():
     assert seconds(ranks, probes) == pytest.approx(4 * 2.0 + 30 * (0.5 + 0.2) + 40 * 0.2)
 
 
+@pytest.mark.parametrize(("large", "write"), [(0.75, 0.0005), (0.25, 0.0), (0.2, 0.0)])
+def test_a_probe_takes_the_small_file_from_the_large_one(large, write, tmp_path, monkeypatch):
+    """1,000 bytes; a small file may take longer, by accident."""
+    times = iter([0.25, large, 0.5])
+    monkeypatch.setattr(
+        forecast, "timed", lambda function, *given: function(*given) or next(times)
+    )
+    monkeypatch.setattr(forecast.hashlib, "sha256", lambda block: None)
+    found = forecast.probe(tmp_path, "host", 1000)
+    assert found == pytest.approx((0.25, write, 0.0005))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
     """Room for 2 and a half of 100 bytes, of which one is there already."""
     usage = namedtuple("usage", "free")

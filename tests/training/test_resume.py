@@ -1,10 +1,13 @@
-"""What of a stored configuration gives way to another number of ranks."""
+"""Which run is gone on with, from which checkpoint, and what of its configuration gives way to
+another number of ranks."""
 
 import pytest
 
 from hpc3d.rules import settle
-from hpc3d.training.resume import fitted
+from hpc3d.training.checkpoint import steps_of
+from hpc3d.training.resume import fitted, run_to_resume
 from tests.pipeline.mixes import config_of
+from tests.training.lives import live, losses
 
 PIPED = "p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=4 zero=1 batch=96 stages=[1,1,1,1]"
 
@@ -32,3 +35,34 @@ def test_on_as_many_ranks_nothing_gives_way():
     config = config_of(PIPED)
     assert fitted(config, 8) is config
     assert fitted(config_of("p=2 x=1 y=1 z=1 schedule=1f1b"), 2).mesh.p == 2
+
+
+@pytest.mark.parametrize("name", ["run", "lr=0.1", "lr=0.1=x", "--odd"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_run_is_taken_out_of_the_words(name, joined, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.toml").touch()
+    option = [f"--resume={name}"] if joined else ["--resume", name]
+    words = ["--train.steps=9", *option, "--seed", "3"]
+    assert run_to_resume(words) == tmp_path / name
+    assert words == ["--train.steps=9", "--seed", "3"]
+    assert run_to_resume(words) is None
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path):
+    """Of checkpoints of steps 2 and 3; without any that is whole nothing is gone on with."""
+    live(tmp_path, "x=2", 3)
+    whole = losses(tmp_path)
+    for folder in steps_of(tmp_path / "checkpoints")[:damaged]:
+        (folder / "rank-00001.bin").write_bytes(b"")
+    if damaged == 2:
+        with pytest.raises(ValueError, match=r"(?s)03 is no.*02 is no.*train anew"):
+            live(tmp_path, "x=2", 4)
+        return
+    live(tmp_path, "x=2", 4)
+    said = (tmp_path / "said").read_text().splitlines()
+    (place,) = (n for n, line in enumerate(said) if "resume: step 2 follows" in line)
+    assert said[place - 1].startswith("resume: ") and "rank-00001.bin" in said[place - 1]
+    assert {step: found for step, found in losses(tmp_path).items() if step < 3} == whole
