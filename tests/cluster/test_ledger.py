@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.cluster.checksum import Signs, words
+from hpc3d.cluster.checksum import Signs, slack, terms, words
 from hpc3d.cluster.communicator import Communicator
 from hpc3d.cluster.ledger import Ledger
 from hpc3d.cluster.mesh import Silent
@@ -297,6 +297,27 @@ def test_sums_see_every_element(shape):
         block.flat[place] = 1.0
         assert abs(signs.total(signs.rows(block))[0]) == 1.0
     assert signs.rows(np.zeros(shape)).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        ((7,), 7),
+        ((3, 5), 5),
+        ((3, 4096), 4096),
+        ((3, 4097), 4096),
+        ((9000,), 4096),
+        ((2, 3, 4), 24),
+    ],
+)
+def test_what_rounds_is_a_row_of_at_most_4096(shape, count):
+    """Those are summed in the type of the block, the rest in float64: the bound is 4 u sqrt n, u
+    half the distance of 1 to the next number (Higham and Mary 2019)."""
+    block = np.zeros(shape, np.float32)
+    assert terms(block) == count
+    assert slack(block.dtype, terms(block), 9) == pytest.approx(4 * 2**-24 * (count**0.5 + 3))
+    assert slack(np.dtype(np.float64), 16) == 4 * 2**-53 * 4
+    assert slack(np.dtype(np.int32), 16) == 0
 
 
 def test_signs_are_balanced_and_the_same_for_all_lengths():

@@ -320,6 +320,7 @@ def test_the_file_of_these_tests_is_good(tmp_path):
     [
         ("launch_s = 5e-06\n", "", "launch_s: missing; add it"),
         ("cores = 0", "cores = 2.5", "cores: input should be a valid integer, not 2.5;"),
+        ("cores = 0", "cores = 2025-01-02", "cores: input should be a valid integer, not '2025-0"),
         ("cores = 0", "cores = -1", "cores = -1: must be at least 0, which is a device for"),
         ("cores = 0", "core = 0\ncores = 0", "core: unknown key; did you mean cores?"),
         ('name = "16 nodes of 4"', 'name = " "', "name = ' ': must not be empty"),
