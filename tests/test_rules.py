@@ -52,6 +52,35 @@ RULES = {
 }
 
 
+# The first or last value that is taken, and the one beyond it that is not.
+EDGES = {
+    "seed": [("0", "-1"), (str(2**64 - 1), str(2**64))],
+    "model.dropout": [("0", "-0.01"), ("0.99", "1")],
+    "parallel.bucket_mb": [("0", "-0.1"), ("1e9", "inf")],
+    "train.warmup": [("0", "-1")],
+    "train.learning_rate": [("0", "-1e-9"), ("1e9", "inf")],
+    "train.weight_decay": [("0", "-1e-9"), ("1e9", "inf")],
+    "train.clip": [("0", "-1e-9"), ("1e9", "inf")],
+    "train.max_minutes": [("0", "-0.1"), ("1e9", "inf")],
+    "guard.spike": [("0", "-0.1"), ("1e9", "inf")],
+    "guard.replicas_every": [("0", "-1")],
+    "guard.products_every": [("0", "-1")],
+    "checkpoint.every": [("0", "-1")],
+    "checkpoint.keep": [("1", "0")],
+    "trace.sync_every": [("1", "0")],
+    "run.watchdog_s": [("0.1", "0.09"), ("0.9e9", "1e9")],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"), [(key, *pair) for key, pairs in EDGES.items() for pair in pairs]
+)
+def test_a_range_ends_where_it_says(key, good, bad):
+    settle(load(None, [f"--{key}", good]), 1)
+    (said,) = problems(f"--{key}", bad)
+    assert said.startswith(f"{key} = ")
+
+
 @pytest.mark.parametrize("key", RULES)
 def test_a_value_out_of_range_is_refused(key):
     value, line = RULES[key]
