@@ -235,6 +235,16 @@ def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("batch", "scaling"), [(44, "weak"), (43, "other"), (52, "weak"), (53, "other")]
+)
+def test_work_may_differ_by_a_tenth_in_weak_scaling(batch, scaling, tmp_path):
+    """Two ranks with 48 sequences would have as much each as one rank with 24."""
+    one = scheme_of(tmp_path / "1.h5", "1d", 1)
+    two = scheme_of(tmp_path / "2.h5", "1d", 2, batch=batch)
+    assert [each["scaling"] for each in scaling_rows([one, two])] == ["strong", scaling]
+
+
 FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
 
 

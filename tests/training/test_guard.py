@@ -348,6 +348,23 @@ def test_a_spike_is_a_loss_far_above_those_before():
     assert spikes.count == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "loss", "spike"),
+    [
+        ([1.0, 3.0] * 5, 8.0, False),  # the mean and 6 standard deviations
+        ([1.0, 3.0] * 5, 8.001, True),
+        ([1.0, 3.0] * 4 + [1.0], 1e9, False),  # 9 are too few
+        ([1e6] + [1.0, 3.0] * 24 + [1.0], 100.0, False),  # one of the last 50
+        ([1e6] + [1.0, 3.0] * 25, 100.0, True),
+    ],
+)
+def test_where_a_spike_begins(before, loss, spike):
+    spikes = Spikes(6.0)
+    for each in before:
+        spikes.see(each)
+    assert bool(spikes.see(loss)) is spike
+
+
 @pytest.mark.parametrize(("limit", "before"), [(0.0, 30), (6.0, 9)])
 def test_no_spike_is_seen_when_off_or_too_early(limit, before):
     spikes = Spikes(limit)
