@@ -87,16 +87,20 @@ def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path):
 
 @pytest.mark.slow
 def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
-    run = part(tmp_path)
-    said = resumed(12, run, steps=5)
+    run = part(tmp_path, steps=2)
+    said = resumed(12, run, steps=3)
     assert "resume: mesh.y was 2, is 3" in said
-    resumed(1, run, steps=6)
-    resumed(64, run, steps=7)
+    resumed(1, run, steps=4)
+    resumed(64, run, steps=5)
     layout = ["--mesh.p", 2, "--mesh.d", 2, "--mesh.x", 2, "--mesh.y", 1, "--mesh.z", 1]
     layout += ["--parallel.schedule", "1f1b", "--parallel.microbatches", 4, "--parallel.zero", 1]
-    resumed(8, run, *layout)
-    parts = [by_step(run / f"trace-{number}.h5") for number in (1, 2, 3, 4)] + [by_step(run)]
-    assert [[*found] for found in parts] == [[0, 1, 2, 3], [4], [5], [6], [7]]
+    resumed(8, run, *layout, steps=6)
+    said = resumed(4, run, steps=7)  # 2 stages of 2 replicas each stay
+    assert "resume: mesh.x was 2, is 1" in said and "mesh.p was" not in said
+    said = resumed(6, run)  # they do not divide 6 ranks
+    assert "resume: mesh.p was 2, is 1" in said and "resume: mesh.d was 2, is 1" in said
+    parts = [by_step(run / f"trace-{number}.h5") for number in range(1, 7)] + [by_step(run)]
+    assert [[*found] for found in parts] == [[0, 1], [2], [3], [4], [5], [6], [7]]
     for step, loss in (pair for found in parts for pair in found.items()):
         assert loss == pytest.approx(whole[step], rel=1e-10)
 
