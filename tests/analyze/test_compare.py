@@ -123,6 +123,13 @@ def test_one_step_has_no_interval_and_equal_steps_a_narrow_one(tmp_path, pair):
     assert rows["compute"]["low"] == pytest.approx(2e-3) == rows["compute"]["high"]
 
 
+@pytest.mark.parametrize("times", [(7,), (9, 7), (9, 6, 8)])
+def test_the_first_step_is_left_out_where_there_are_others(times, tmp_path):
+    trace = run_of(tmp_path / "t.h5", {"compute": times})
+    rows = {each["category"]: each for each in difference_rows(trace, trace, ["category"])}
+    assert rows["compute"]["seconds"] == pytest.approx(7e-3)
+
+
 def test_a_layer_that_got_slower_is_found(tmp_path):
     def nap(recorder, name):
         slow = recorder.layer == 1 and recorder.phase == "forward"

@@ -9,7 +9,7 @@ from hpc3d.cluster import threads
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import Communicator, Pending
 from hpc3d.trace.events import CATEGORY, DTYPE, MEMORY_KIND, OP, PHASE
-from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.recorder import MOST, ROW, Recorder
 from hpc3d.trace.segment import count_segments, read_segment, segment_path
 
 HEADER = {"rank": 3, "world_size": 8}
@@ -254,6 +254,10 @@ def test_a_full_table_grows_and_keeps_every_event(recorder):
     assert segment.events["flops"].tolist() == [*range(1000)]
     assert segment.header["dropped"] == 0
     assert recorder.capacity == 1024
+
+
+def test_a_table_is_a_gibibyte_at_most():
+    assert MOST * ROW.size <= 2**30 < (MOST + 1) * ROW.size
 
 
 def test_a_table_that_may_not_grow_counts_what_it_drops(tmp_path, clock):

@@ -62,6 +62,8 @@ def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
     line = shortage(tmp_path, 100_000_000, keep=2)
     assert line.startswith("checkpoints: 3 want 300.0 MB, and ")
     assert "has room for 250.0 MB: make room, or lower checkpoint.keep" in line
+    assert shortage(tmp_path, 125_000_000, keep=1) is None  # just as much as there is
+    assert shortage(tmp_path, 125_000_001, keep=1)
 
 
 def test_a_node_that_cannot_write_is_named(tmp_path):
