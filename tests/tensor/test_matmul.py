@@ -1,10 +1,12 @@
 """The sharded product against NumPy, on every scheme and mesh; on threads and on real ranks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from hpc3d.cluster.threads import run
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import Matmul, Split
 from tests.mpi import checked
 from tests.tensor.cases import CUBOIDS, SPLITS, sizes, splits
 
@@ -104,3 +106,26 @@ def test_a_size_that_does_not_divide_names_the_axes():
 def test_the_same_on_real_ranks(ranks, transport):
     out = checked(ranks, "-m", "tests.tensor.on_mpi", transport, timeout=200)
     assert out.split() == [*SPLITS, "done"]
+
+
+FUSED = {
+    "one rank": (Split(), {}, (True, True, True)),
+    "tokens": (Split(m="x"), {"x": 2}, (True, False, False)),
+    "columns": (Split(n="x"), {"x": 2}, (True, True, False)),
+    "a sum": (Split(k="x"), {"x": 2}, (False, True, False)),
+    "axes of one rank": (Split(m="x", n="y", k="z"), {"x": 1, "y": 1, "z": 1}, (True, True, True)),
+    "replicas": (Split().over_data("d"), {"d": 2}, (True, True, True)),
+    "replicas that share gradients": (Split().over_data("d", 2), {"d": 2}, (True, False, False)),
+    "panels": (Split(m="x", n="y", panels="y"), {"x": 1, "y": 1}, (False, False, False)),
+}
+
+
+@pytest.mark.parametrize("what", FUSED)
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_a_device_may_do_in_one_product(what, fused):
+    """`whole` where Y is no partial sum, `sums` where dW is none, `alone` where nothing is."""
+    split, sizes, expected = FUSED[what]
+    mesh = SimpleNamespace(pool=SimpleNamespace(fused=fused), size=lambda axis: sizes.get(axis, 1))
+    matmul = Matmul(mesh, split)
+    found = matmul.whole, matmul.sums, matmul.alone
+    assert found == (expected if fused else (False, False, False))

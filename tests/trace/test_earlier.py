@@ -124,6 +124,22 @@ def test_every_value_is_kept_and_parents_are_followed(tmp_path):
         assert parent == -1 if not child else events["count"][parent] == row["count"] + 3
 
 
+def test_what_every_attempt_dropped_is_added_up(tmp_path):
+    """A segment says how many its attempt had dropped by then: 5; and 2, then 3."""
+    for number in range(small.SEGMENTS):
+        for rank in range(small.RANKS):
+            small.write(tmp_path, rank, number, {"dropped": 5})
+    merge(tmp_path)
+    (tmp_path / "config.toml").touch()
+    set_aside(tmp_path, 1)
+    for rank, number in product(range(small.RANKS), (0, 1)):
+        small.write(tmp_path, rank, 2 + number, {"dropped": 2 + number})
+        segment_path(tmp_path, rank, 2 + number).rename(segment_path(tmp_path, rank, number))
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        lines = trace.attrs["missing"].splitlines()
+    assert lines == [f"rank {rank}: 8 events, its table was full" for rank in range(small.RANKS)]
+
+
 def test_numbers_of_calls_go_on(tmp_path):
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 2, 4)

@@ -1,10 +1,13 @@
-"""Rectangles that should make up a tensor, each element once."""
+"""What makes up a checkpoint: its tensors, and the rectangles of each, every element once."""
 
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hpc3d.training.checkpoint import Checkpoint
+from hpc3d.training.inventory import config_of, inconsistencies, shapes_of
 from hpc3d.training.rectangle import Rectangle, overlap, uncovered, whole_of
+from tests.training.lives import live
 
 WHOLE = Rectangle(0, 5, 0, 6)
 HALF = Rectangle(0, 3, 0, 6)
@@ -66,3 +69,16 @@ def test_it_says_what_is_missing():
 def test_a_vector_is_one_row():
     assert whole_of((7,)) == Rectangle(0, 1, 0, 7)
     assert whole_of((5, 6)) == WHOLE
+
+
+def test_tensors_that_are_too_many_or_too_few_are_named(tmp_path):
+    live(tmp_path, "serial", 1)
+    opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    shapes = shapes_of(config_of(opened).model)
+    assert [*inconsistencies(opened, shapes)] == []
+    some = opened.sources["head.norm.beta", "value"]
+    opened.sources["layers.7.odd", "value"] = some
+    assert [*inconsistencies(opened, shapes)] == ["its model has no layers.7.odd, value"]
+    del opened.sources["layers.7.odd", "value"], opened.sources["head.norm.beta", "value"]
+    (line,) = inconsistencies(opened, shapes)
+    assert line == "head.norm.beta, value: 24 of 24 elements are nowhere"
