@@ -77,6 +77,7 @@ def test_the_learning_rate_of_three_steps_by_hand(decay, warmup, shares):
 def reference(config):
     """Losses, norms and learning rates of a serial model that torch trains by its own clipping,
     schedule and optimiser, and its weights after the last step."""
+    torch.set_num_threads(1)
     (trainer,) = run({}, lambda mesh: trainer_of(mesh, config))
     weights, settings = peer.weights_of(trainer.parameters), config.train
     batches, totals, rates = Tokens(config), [], []
