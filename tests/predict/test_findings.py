@@ -218,6 +218,12 @@ def few():
     }
 
 
+def test_products_of_the_last_row_are_over_those_of_the_first():
+    rows = [{"calls": 2, "message": 3}, {"calls": 0, "message": 0}, {"calls": 8, "message": 6}]
+    assert findings.ends(rows, "calls", "message") == 8
+    assert findings.ends(rows, "message") == 2
+
+
 def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
     found = few()
     findings.report(found)

@@ -14,7 +14,7 @@ from hpc3d.training.beginning import begin
 from hpc3d.training.checkpoint import Checkpoint
 from hpc3d.training.exchange import DROPOUTS, FIXED, SIZES, export
 from hpc3d.training.inventory import config_of, problems
-from hpc3d.training.pretrained import Pretrained, configured
+from hpc3d.training.pretrained import Pretrained, configured, told_by
 from tests.training import gpt2
 
 LAYOUTS = """
@@ -238,6 +238,22 @@ def test_other_models_are_refused(files, tmp_path, told, said):
     with pytest.raises(ValueError, match=said):
         imported(files(told=told), tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"gelu": "tanh"}),
+        ({"resid_pdrop": 0.25}, {"gelu": "tanh", "dropout": 0.25}),
+        (dict.fromkeys(DROPOUTS, 0.0), {"gelu": "tanh", "dropout": 0.0}),
+        ({"resid_pdrop": 0.25, "attn_pdrop": 0.5}, {"gelu": "tanh"}),
+        ({"num_attention_heads": 3}, {"gelu": "tanh", "heads": 3}),
+        ({"activation_function": "gelu"}, {"gelu": "exact"}),
+    ],
+)
+def test_what_a_configuration_tells(told, found):
+    """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
+    assert told_by(told) == found
 
 
 STRANGE = st.one_of(

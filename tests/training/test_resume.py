@@ -4,10 +4,10 @@ another number of ranks."""
 import pytest
 
 from hpc3d.rules import settle
-from hpc3d.training.checkpoint import steps_of
-from hpc3d.training.resume import fitted, run_to_resume
+from hpc3d.training.checkpoint import Checkpoint, steps_of
+from hpc3d.training.resume import fitted, misfit, run_to_resume
 from tests.pipeline.mixes import config_of
-from tests.training.lives import live, losses
+from tests.training.lives import LAYOUTS, live, losses
 
 PIPED = "p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=4 zero=1 batch=96 stages=[1,1,1,1]"
 
@@ -66,3 +66,24 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
     (place,) = (n for n, line in enumerate(said) if "resume: step 2 follows" in line)
     assert said[place - 1].startswith("resume: ") and "rank-00001.bin" in said[place - 1]
     assert {step: found for step, found in losses(tmp_path).items() if step < 3} == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "moments", "line"),
+    [
+        ("", True, None),
+        ("dropout=0.5", True, None),
+        ("optimizer=sgd", True, None),  # which needs none
+        ("optimizer=sgd", False, None),
+        ("", False, "has no first and second moments"),
+        ("layers=2", True, "has model.layers = 1"),
+        ("tied=false", True, "has model.tied = True"),
+    ],
+)
+def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_path):
+    live(tmp_path, "serial", 1)
+    opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    if not moments:
+        opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
+    found = misfit(opened, config_of(f"{LAYOUTS['serial']} {change}"))
+    assert found is None if line is None else line in found
