@@ -1,7 +1,7 @@
 """Every rule about sizes, once, and the mesh that a file leaves open: the best cuboid."""
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from math import inf, isqrt, prod
 
@@ -11,7 +11,7 @@ from hpc3d.config import AXES, ModelConfig, TrainConfig
 from hpc3d.inputs import flat
 from hpc3d.pipeline.schedule import find
 from hpc3d.plain import Problems
-from hpc3d.tensor.split import Split
+from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
 
@@ -98,16 +98,14 @@ def wrong_decay(train):
 
 
 def unknown_letters(letters):
-    """Keys of parallel.split that are no part of a split, axes that do not exist."""
-    names = [item.name for item in fields(Split)]
+    """Keys of parallel.split that are no part of a split, axes that do not exist or do not go
+    together."""
     for key, axes in letters.items():
-        if key not in names:
-            yield f"parallel.split.{key}: unknown key; known here: {', '.join(names)}"
-        for axis in set(axes.split()) - {"x", "y", "z"}:
+        if key not in LOOPS + STORAGE:
+            yield f"parallel.split.{key}: unknown key; known here: {', '.join(LOOPS + STORAGE)}"
+        for axis in sorted({*axes.split()} - {"x", "y", "z"}):
             yield f"parallel.split.{key}: no tensor axis {axis!r}; there are x, y and z"
-    loops = " ".join(letters.get(letter, "") for letter in "mnk").split()
-    for axis in {axis for axis in loops if loops.count(axis) > 1}:
-        yield f"parallel.split: axis {axis} splits more than one loop; give it one letter"
+    yield from misplaced(letters)
 
 
 def not_there_yet(config):

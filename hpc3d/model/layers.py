@@ -169,8 +169,8 @@ class Embedding:
     def index(self, micro):
         """The row of this rank's working block of the table for each of its working rows."""
         tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
-        rows = self.table.shape[0] // self.mesh.count(self.matmul.axes["k"])
-        first = self.mesh.index(self.matmul.axes["k"]) * rows
+        axes = self.split.k.split()
+        first = self.mesh.index(axes) * (self.table.shape[0] // self.mesh.count(axes))
         return tokens.reshape(-1).astype(np.int64) - first
 
     def order(self, micro):

@@ -62,9 +62,9 @@ class Matmul:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
         self.w_layout, self.dw_layout = weight_layouts(split, transposed)
         self.axes = {
-            "m": replicas_last(split.m, self.dw_layout),
-            "n": replicas_last(split.n, split.x),
-            "k": replicas_last(split.k, split.y),
+            "m": in_order(split.m, self.dw_layout),
+            "n": in_order(split.n, split.x),
+            "k": in_order(split.k, split.y),
         }
         self.deferred = set(split.defer.split())
         fused = mesh.pool.fused and not split.panels
@@ -170,10 +170,11 @@ def weight_layouts(split, transposed):
     return [each.w_transposed if transposed else each.w for each in splits]
 
 
-def replicas_last(axes, layout):
-    """Foreign axes in the order of reductions: sums over replicas when the block is small."""
-    kept = {axis for dim in layout for axis in dim} | set(layout.owned)
-    return sorted(axes.split(), key=lambda axis: axis not in kept)
+def in_order(axes, layout):
+    """Foreign axes in the order of reductions: first those that shard, because who owns a block
+    depends on its rows; sums over replicas last, when the block is small."""
+    shards = {axis for dim in layout for axis in dim}
+    return sorted(axes.split(), key=lambda axis: (axis not in shards, axis not in layout.owned))
 
 
 class Summa(Matmul):
@@ -187,11 +188,9 @@ class Summa(Matmul):
 
     def __init__(self, mesh, split, keep="", transposed=False):
         super().__init__(mesh, split, "", transposed)
-        stored = [axis for axis in self.axes["m"] if self.dw_layout.dim_of(axis) is not None]
-        if self.axes["k"] or transposed or len(self.axes["n"]) != 1:
-            raise ValueError(
-                "parallel.split: panels want one axis on n and none on k, or leave panels out"
-            )
+        if transposed:
+            raise ValueError("a transposed weight has no panels: take the split's whole()")
+        stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
         self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else None
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))

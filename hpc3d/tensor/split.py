@@ -5,6 +5,9 @@ from functools import cache, cached_property
 
 from hpc3d.tensor.layout import Layout
 
+LOOPS = "m", "n", "k"
+STORAGE = "replicate", "own", "panels"  # a foreign axis in none of them shards
+
 
 @dataclass(frozen=True)
 class Split:
@@ -15,7 +18,9 @@ class Split:
     (the rank on the diagonal stores it).  An axis of n in `panels` shards X's columns instead,
     and the product runs panel by panel of k (SUMMA).  The sum of a weight gradient over an axis
     in `defer` is left to the end of the step; over an axis in `scatter` the gradient is sharded
-    although the weight is replicated.
+    although the weight is replicated.  Those two are for a data axis, see `over_data`.
+
+    Raises ValueError with a line for everything that the algebra does not have.
     """
 
     m: str = ""
@@ -26,6 +31,10 @@ class Split:
     panels: str = ""
     defer: str = ""
     scatter: str = ""
+
+    def __post_init__(self):
+        if problems := [*misplaced(vars(self))]:
+            raise ValueError("\n".join(problems))
 
     @cache  # noqa: B019  there are few splits
     def next(self):
@@ -85,6 +94,33 @@ class Split:
         shards = [axis for axis in foreign.split() if axis not in kept]
         owned = [axis for axis in foreign.split() if axis in self.own.split()]
         return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
+
+
+def misplaced(letters):
+    """A line for every axis on no loop or on several, stored in two ways, or in panels that the
+    algebra does not have; `letters` are the fields of a `Split`."""
+    axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
+    loops = [axis for letter in LOOPS for axis in axes[letter]]
+    for axis in sorted({axis for axis in loops if loops.count(axis) > 1}):
+        yield (
+            f"parallel.split: axis {axis} splits more than one loop, or one twice; "
+            "name it once in m, n and k"
+        )
+    stored = [(key, axis) for key in STORAGE for axis in axes[key]]
+    for axis in sorted({axis for _, axis in stored}):
+        keys = [key for key, each in stored if each == axis]
+        if axis not in loops:
+            yield f"parallel.split.{keys[0]}: axis {axis} splits no loop; put it on m, n or k, too"
+        if len(keys) > 1:
+            yield (
+                f"parallel.split: axis {axis} is in {' and in '.join(keys)}; blocks are stored in "
+                "one way along an axis: name it once"
+            )
+    if axes["panels"] and (axes["panels"] != axes["n"] or len(axes["n"]) > 1 or axes["k"]):
+        yield (
+            f"parallel.split.panels = {' '.join(axes['panels'])}: panels want one axis, alone on n, "
+            "and none on k; leave panels out, or split m by the other axes"
+        )
 
 
 SCHEMES = {

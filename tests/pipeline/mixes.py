@@ -110,7 +110,7 @@ WIDER = 10
 
 def words_of(line):
     """Key -> value of a mix; {here} is the folder of the tests."""
-    words = shlex.split(line.format(here=Path(__file__).parent))
+    words = shlex.split(line.replace("{here}", str(Path(__file__).parent)))
     return dict(word.split("=", 1) for word in words)
 
 
