@@ -75,6 +75,11 @@ class ParallelConfig:
     """the order of microbatches: none, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream,
     pipedream-2bw or csv:FILE (absent: none on one stage, else 1f1b)"""
 
+    @property
+    def way(self):
+        """What says how products are split, for messages."""
+        return f"scheme {self.scheme}" if self.split is None else "parallel.split"
+
 
 @dataclass(frozen=True)
 class ModelConfig:

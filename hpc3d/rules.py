@@ -180,6 +180,7 @@ def wrong_pipeline(config):
     """Schedules, parts of the model and data parallelism that do not go together."""
     parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
     parts *= parallel.chunks
+    split = config.split()
     if parts > layers:
         chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
         yield (
@@ -209,10 +210,10 @@ def wrong_pipeline(config):
             f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
             "its gradient overflows; use bfloat16, or a schedule that is synchronous"
         )
-    if parallel.zero > 1 and config.split().own and config.mesh.d > 1:
+    if parallel.zero == 2 and config.mesh.d > 1 and {*split.own.split()} & {*split.m.split()}:
         yield (
-            f"parallel.zero = {parallel.zero}: not where a weight is on the diagonal only "
-            f"(scheme {parallel.scheme}); use parallel.zero = 1 or scheme 3d"
+            f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
+            "parallel.zero = 1 or 3, or scheme 3d"
         )
 
 
@@ -267,8 +268,8 @@ def with_cuboid(config, ranks):
     best = min(cuboids(config, ranks // others), key=words, default=None)
     if best is None:
         raise ValueError(
-            f"mesh: no cuboid of {ranks // others} ranks divides this model under scheme "
-            f"{config.parallel.scheme}: set mesh.x, mesh.y and mesh.z, or change [model] or batch"
+            f"mesh: no cuboid of {ranks // others} ranks divides this model under "
+            f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z, or change [model] or batch"
         )
     return best
 

@@ -77,8 +77,8 @@ def simulate(config, vocabulary, machine):
     """
     if config.split().own:
         raise ValueError(
-            f"parallel.scheme = {config.parallel.scheme}: where blocks have owners, ranks differ, "
-            "and one cannot stand for all; simulate scheme 3d"
+            f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
+            "for all; simulate scheme 3d"
         )
     ranks = prod(config.mesh.sizes().values())
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))

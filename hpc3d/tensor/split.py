@@ -116,10 +116,11 @@ def misplaced(letters):
                 f"parallel.split: axis {axis} is in {' and in '.join(keys)}; blocks are stored in "
                 "one way along an axis: name it once"
             )
-    if axes["panels"] and (axes["panels"] != axes["n"] or len(axes["n"]) > 1 or axes["k"]):
+    panels = axes["panels"]
+    if panels and (panels != axes["n"] or len(panels) > 1 or axes["k"]):
         yield (
-            f"parallel.split.panels = {' '.join(axes['panels'])}: panels want one axis, alone on n, "
-            "and none on k; leave panels out, or split m by the other axes"
+            f"parallel.split.panels = {' '.join(panels)}: panels want one axis, alone on n, and "
+            "none on k; leave panels out, or split m by the other axes"
         )
 
 

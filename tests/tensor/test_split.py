@@ -1,0 +1,120 @@
+"""What a split may say, all of it on few axes: it is right, or there is no such split."""
+
+from dataclasses import replace
+from itertools import combinations, permutations, product
+
+import pytest
+
+from hpc3d.cluster.threads import run
+from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.split import Split
+from tests.tensor.test_matmul import compare
+
+slow = pytest.mark.slow
+
+
+def lists(axes):
+    """Some of the axes in any order, as text."""
+    some = (each for count in range(len(axes) + 1) for each in combinations(axes, count))
+    return [" ".join(order) for each in some for order in permutations(each)]
+
+
+def on_loops(axes):
+    """m, n and k with each of the axes on one of them, in any order."""
+    for order in permutations(axes):
+        for letters in product("mnk", repeat=len(axes)):
+            found = {letter: [] for letter in "mnk"}
+            for axis, letter in zip(order, letters, strict=True):
+                found[letter].append(axis)
+            yield {letter: " ".join(found[letter]) for letter in "mnk"}
+
+
+def there_are(axes):
+    """All splits of the axes: each on a loop, its blocks sharded, replicated or owned, or in
+    panels where it is alone on n and none is on k."""
+    for loops in on_loops(axes):
+        ways = [
+            [
+                "",
+                "replicate",
+                "own",
+                *(["panels"] if loops["n"] == axis and not loops["k"] else []),
+            ]
+            for axis in axes
+        ]
+        for chosen in product(*ways):
+            stored = {key: [] for key in ("replicate", "own", "panels")}
+            for axis, way in zip(axes, chosen, strict=True):
+                if way:
+                    stored[way].append(axis)
+            yield Split(**loops, **{key: " ".join(found) for key, found in stored.items()})
+
+
+def in_order(split):
+    """A split with the axes of a storage in alphabetical order, which means nothing."""
+    stored = (split.replicate, split.own, split.panels)
+    return (split.m, split.n, split.k, *(" ".join(sorted(axes.split())) for axes in stored))
+
+
+def test_there_is_no_other_split_of_two_axes():
+    keys, found = ("m", "n", "k", "replicate", "own", "panels"), set()
+    for values in product(lists("xy"), repeat=6):
+        try:
+            found.add(in_order(Split(**dict(zip(keys, values, strict=True)))))
+        except ValueError as error:
+            lines = str(error).splitlines()
+            assert all(line.startswith("parallel.split") and len(line) < 160 for line in lines)
+    expected = {in_order(split) for axes in ("", "x", "y", "xy") for split in there_are(axes)}
+    assert found == expected and len(found) == 1 + 2 * 10 + 114
+
+
+@pytest.mark.parametrize(
+    "zero", [None, pytest.param(0, marks=slow), 2, pytest.param(3, marks=slow)]
+)
+def test_each_of_them_is_right(zero):
+    """2 and 3 ranks tell the axes of one letter apart; a dW that has another owner than W is left
+    out."""
+    found = {in_order(split): split for split in there_are("xy")}.values()
+    if zero == 2:
+        found = [split for split in found if not {*split.own.split()} & {*split.m.split()}]
+    if zero is not None:
+        found = [replace(split.over_data("d", zero), defer="") for split in found]
+
+    def rank(mesh):
+        mesh.splits = found
+        compare(mesh, integers=True, keeps=["xw"])
+
+    run({"d": 1 if zero is None else 2, "x": 2, "y": 3}, rank)
+
+
+@pytest.mark.parametrize(
+    ("letters", "line"),
+    [
+        ({"n": "y", "own": "y", "panels": "y"}, "parallel.split: axis y is in own and in panels;"),
+        ({"m": "x", "n": "y", "panels": "x"}, "parallel.split.panels = x: panels want one axis,"),
+        (
+            {"m": "x y", "panels": "y x"},
+            "parallel.split.panels = y x: panels want one",
+        ),
+        ({"n": "y x", "panels": "y"}, "parallel.split.panels = y: panels want one axis, alone on"),
+        ({"n": "y", "k": "x", "panels": "y"}, "parallel.split.panels = y: panels want one axis,"),
+        ({"m": "x x"}, "parallel.split: axis x splits more than one loop, or one twice; name it"),
+        ({"m": "x", "own": "x x"}, "parallel.split: axis x is in own and in own; blocks are"),
+        ({"replicate": "x"}, "parallel.split.replicate: axis x splits no loop; put it on m, n or"),
+        (
+            {"m": "x", "replicate": "x", "own": "x"},
+            "parallel.split: axis x is in replicate and",
+        ),
+    ],
+)
+def test_what_the_algebra_has_not_is_no_split(letters, line):
+    with pytest.raises(ValueError) as refused:
+        Split(**letters)
+    (said,) = str(refused.value).splitlines()
+    assert said.startswith(line)
+
+
+def test_a_transposed_weight_has_no_panels():
+    split = Split(m="x", n="y", panels="y")
+    with pytest.raises(ValueError, match="no panels: take the split's whole"):
+        run({"x": 2, "y": 2}, lambda mesh: Matmul(mesh, split, transposed=True))
