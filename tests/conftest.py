@@ -1,6 +1,26 @@
-"""What all tests have in common."""
+"""What all tests have in common; the examples that they draw are the same in every run, but for
+`make fuzz` (tests.fuzz)."""
+
+import random
 
 import pytest
+
+try:
+    from hypothesis import settings
+except ImportError:  # `make gpu-check` runs tests that draw nothing, with another Python
+    settings = None
+
+if settings:
+    settings.register_profile("test", derandomize=True, deadline=None, print_blob=True)
+    settings.register_profile("fuzz", deadline=None, database=None, print_blob=True)
+    settings.load_profile("test")
+
+
+@pytest.fixture
+def chance(request):
+    """The random numbers of a test that draws its cases by hand."""
+    seed = request.config.getoption("--hypothesis-seed", None)
+    return random.Random(f"{seed or 1} {request.node.name}")
 
 
 @pytest.fixture(autouse=True)

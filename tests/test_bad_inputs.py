@@ -3,18 +3,21 @@ else happens: no traceback, no hang, no exit code 0."""
 
 import json
 import os
-import random
 import shutil
+from math import prod
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hpc3d.trace
 from hpc3d import plan, prepare, report, simulate, train
 from hpc3d.config import Config
-from hpc3d.inputs import flat
+from hpc3d.inputs import flat, load
+from hpc3d.rules import settle
 from hpc3d.trace.check import violations
 from hpc3d.trace.file import REMEDY
 from hpc3d.training.checkpoint import Checkpoint
@@ -151,6 +154,27 @@ def test_two_ranks_refuse_together(words, tmp_path):
     assert done.returncode == 2 and said_well([line]) and "Traceback" not in done.stderr
 
 
+KEYS = st.sampled_from([key for key in flat(Config()) if key != "data.path"])
+VALUES = st.one_of(
+    st.text(max_size=9),
+    st.integers(-2, 9).map(str),
+    st.integers(-(2**70), 2**70).map(str),
+    st.floats().map(str),
+    st.sampled_from([name for values in WRONG.values() for name in values]),
+    st.sampled_from(["true", "adamw", "1f1b", "zb-v", "pipedream", '\'{m="x",own="y"}\'', "2d"]),
+)
+
+
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=4), st.sampled_from([1, 2, 8, 12]))
+def test_any_options_are_taken_or_refused(options, ranks):
+    try:
+        config = settle(load(None, [f"--{key}={value}" for key, value in options]), ranks, True)
+    except ValueError as error:
+        assert said_well(str(error).splitlines()), str(error)
+    else:
+        assert prod(config.mesh.sizes().values()) == ranks
+
+
 def damaged(text, chance):
     """A text of bytes with a few changes."""
     content = bytearray(text)
@@ -168,8 +192,8 @@ def damaged(text, chance):
     return bytes(content)
 
 
-def test_damaged_input_files_are_refused(tmp_path):
-    chance, path, bad = random.Random(1), tmp_path / "input.toml", 0
+def test_damaged_input_files_are_refused(chance, tmp_path):
+    path, bad = tmp_path / "input.toml", 0
     texts = [damaged(chance.choice(SHIPPED).read_bytes(), chance) for _ in range(200)]
     for text in [*texts, DEEP.encode(), b"a = " + b"9" * 5000, b"\0", b"\xff\xfe", b"[mesh"]:
         path.write_bytes(text)
@@ -181,8 +205,8 @@ def test_damaged_input_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("verb", [simulate, plan])
-def test_commands_without_ranks_refuse_them_too(verb, tmp_path, capsys):
-    chance, path = random.Random(2), tmp_path / "input.toml"
+def test_commands_without_ranks_refuse_them_too(verb, chance, tmp_path, capsys):
+    path = tmp_path / "input.toml"
     ranks = ["--ranks", "64"] if verb is plan else []
     cases = [(f"--{key}", bad) for key, bad in wrong_values() if not bad.startswith("-")]
     for key, value in chance.sample(cases, 40):
@@ -196,8 +220,8 @@ def test_commands_without_ranks_refuse_them_too(verb, tmp_path, capsys):
         assert said_well(capsys.readouterr().err.splitlines())
 
 
-def test_damaged_texts_and_token_files_are_refused(tmp_path, capsys):
-    chance, text = random.Random(3), tmp_path / "text.txt"
+def test_damaged_texts_and_token_files_are_refused(chance, tmp_path, capsys):
+    text = tmp_path / "text.txt"
     text.write_text("Words and more words, again and again.\n" * 40, encoding="utf-8")
     good = tmp_path / "good.h5"
     assert ended(prepare.main, text, "-o", good) == 0
@@ -223,8 +247,8 @@ def run(tmp_path_factory):
     return run_of(2, out, train__steps=2, checkpoint__every=2, model__layers=1)
 
 
-def test_damaged_traces_are_refused(run, tmp_path, capsys):
-    chance, content, bad = random.Random(4), (run / "trace.h5").read_bytes(), 0
+def test_damaged_traces_are_refused(run, chance, tmp_path, capsys):
+    content, bad = (run / "trace.h5").read_bytes(), 0
     for number in range(40):
         path = tmp_path / f"{number}.h5"
         path.write_bytes(content[: number * 997] if number % 2 else damaged(content, chance))
@@ -239,8 +263,8 @@ def test_damaged_traces_are_refused(run, tmp_path, capsys):
 ODD = [None, -1, 1 << 70, "", "../x", [], {}, [[]], 1.5, "x" * 1000, [None], {"a": 1}, True]
 
 
-def test_damaged_checkpoints_are_refused(run, tmp_path):
-    chance, bad = random.Random(5), 0
+def test_damaged_checkpoints_are_refused(run, chance, tmp_path):
+    bad = 0
     (whole,) = (run / "checkpoints").glob("step-*")
     manifest = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
     for number in range(120):

@@ -6,9 +6,9 @@ import pytest
 from hpc3d.analyze.intervals import before, in_common, merged
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_stretches_of_time_as_sets_of_numbers(seed):
-    random = np.random.default_rng(seed)
+@pytest.mark.parametrize("number", range(5))
+def test_stretches_of_time_as_sets_of_numbers(number, chance):
+    random = np.random.default_rng(chance.getrandbits(64))
     sets, unions = [], []
     for _ in range(2):
         start = random.integers(0, 80, 12)

@@ -3,6 +3,8 @@
 from itertools import pairwise, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, parse, whole
 from hpc3d.pipeline.passes import add_reductions, check, lower
@@ -75,6 +77,16 @@ def test_every_schedule_keeps_the_contract(name):
     for _, p, m, v, steps in mine:
         passes, placement = streams(name, p, m, v, steps)
         check(lower(passes, placement, overlap=m % 2 == 0), placement, m * steps)
+
+
+@given(st.sampled_from([*SCHEDULES]), *map(st.integers, [1] * 4, [12, 40, 4, 3]), st.booleans())
+def test_any_sizes_keep_it_or_are_refused(name, p, m, v, steps, overlap):
+    try:
+        passes, placement = streams(name, p, m, v, steps)
+    except ValueError as error:
+        assert " = " in str(error) and len(str(error).splitlines()) == 1
+    else:
+        check(lower(passes, placement, overlap), placement, m * steps)
 
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])

@@ -146,6 +146,23 @@ instructions = st.one_of(
 )
 
 
+CELLS = st.sampled_from(["F0", "B0", "W0", "BW0", "F1", "B1", "1F0", "1B0", "F3"]) | st.text(
+    max_size=4
+)
+
+
+@given(st.lists(st.lists(CELLS, max_size=6), max_size=3), st.sampled_from([",", ",,", " , "]))
+def test_any_file_is_read_or_refused_in_a_line(tmp_path_factory, rows, comma):
+    path = tmp_path_factory.getbasetemp() / "any.csv"
+    path.write_bytes("\n".join(comma.join(row) for row in rows).encode())
+    try:
+        table = from_csv(path)
+    except ValueError as error:
+        assert str(error).startswith(f"{path}: ") and len(str(error).splitlines()) == 1
+    else:
+        assert table.micros and len(table.streams) == table.placement.stages
+
+
 @given(instructions)
 def test_an_instruction_is_read_as_it_is_written(instruction):
     assert parse(str(instruction)) == instruction

@@ -10,7 +10,7 @@ from hpc3d.rules import settle
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     scheme=st.sampled_from(["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d"]),
     mesh=st.fixed_dictionaries({axis: SIZES for axis in "dxyz"}),

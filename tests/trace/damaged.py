@@ -1,4 +1,4 @@
-"""Damage a file in many ways and read it: `damaged.py FILE WAYS`, a line a way with the outcome.
+"""Damage a file in many ways and read it: `damaged.py FILE WAYS SEED`, a line a way, the outcome.
 
 A third of the ways cut the file off, the others overwrite a byte or eight of them.  HDF5 takes as
 much memory as the length of a text says, up to 4 GiB, before it looks for the text: here it gets
@@ -14,13 +14,13 @@ from pathlib import Path
 SECONDS = 60  # for one
 
 
-def main(path, count):
+def main(path, count, seed):
     from tests.trace.test_file_untrusted import everything
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
     path, sound = Path(path), Path(path).read_bytes()
-    damaged, chance = path.with_name("damaged.h5"), random.Random(1)
+    damaged, chance = path.with_name("damaged.h5"), random.Random(seed)
     for number in range(int(count)):
         place = chance.randrange(len(sound) - 8)
         wild = chance.choice([bytes(8), b"\xff" * 8, chance.randbytes(8)])[: chance.choice([1, 8])]

@@ -8,7 +8,7 @@ from itertools import count, islice
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.training.data import Batches
@@ -60,7 +60,6 @@ def starts(batches, steps):
     return [int(start) for step in steps for start in batches.batch(step)[0][:, 0]]
 
 
-@settings(deadline=None)
 @given(**sizes)
 def test_an_epoch_holds_every_window_once(sequence, windows, rest, batch, seed):
     length = windows * sequence + 1 + rest % sequence
@@ -71,7 +70,6 @@ def test_an_epoch_holds_every_window_once(sequence, windows, rest, batch, seed):
         assert sorted(order[epoch * windows : (epoch + 1) * windows]) == every
 
 
-@settings(deadline=None)
 @given(**sizes)
 def test_targets_are_the_inputs_one_token_on(sequence, windows, rest, batch, seed):
     batches = Batches(Numbers(windows * sequence + 1), sequence, batch, seed)
@@ -83,7 +81,6 @@ def test_targets_are_the_inputs_one_token_on(sequence, windows, rest, batch, see
         assert array.flags.c_contiguous
 
 
-@settings(deadline=None)
 @given(steps=st.lists(st.integers(0, 40), min_size=1), **sizes)
 def test_a_step_is_the_same_in_any_order_and_after_a_resume(
     sequence, windows, rest, batch, seed, steps

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from torch.nn import functional
@@ -274,7 +274,6 @@ def folder(tmp_path_factory):
     return exported(tmp_path_factory.mktemp("strange"), f"{SERIAL} dtype=float32")
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), STRANGE, max_size=3))
 @example({"resid_pdrop": "\x1e"})
 def test_whatever_config_json_says_it_is_understood_or_refused_in_a_line(folder, strange):

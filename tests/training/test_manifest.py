@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 
 import pytest
@@ -135,13 +134,13 @@ def test_a_manifest_that_is_too_large_is_not_read(copy):
 STRANGE = (None, True, -1, 0, 7, HUGE, 1e308, "", "value", "../x", [], [[]], {}, {"file": 1})
 
 
-def test_whatever_is_changed_it_is_refused_or_read(sound, copy):
+def test_whatever_is_changed_it_is_refused_or_read(sound, copy, chance):
     """300 changes at places drawn at random, each with a line that names the checkpoint."""
-    draw, outcomes = random.Random(1), []
+    outcomes = []
     for _ in range(300):
         manifest = json.loads((sound / "manifest.json").read_text())
-        tree, key = draw.choice([*places(manifest)])
-        tree[key] = draw.choice(STRANGE)
+        tree, key = chance.choice([*places(manifest)])
+        tree[key] = chance.choice(STRANGE)
         (copy / "manifest.json").write_text(json.dumps(manifest))
         found = problems(copy)
         assert all(line.startswith(str(copy)) and "\n" not in line for line in found)

@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc3d import prepare
@@ -87,7 +87,6 @@ def test_folders_and_texts_keep_their_order(capsys, tmp_path, output):
     assert row(output).tolist() == list(b"first\0a.txt\0z.txt\0")
 
 
-@settings(deadline=None)
 @given(data=st.binary())
 def test_bytes_come_back(data):
     ids = ByteTokenizer().encode(data)
@@ -95,7 +94,6 @@ def test_bytes_come_back(data):
     assert ByteTokenizer().decode(ids) == data.replace(b"\0", b"")
 
 
-@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\0", codec="utf-8")), size=st.integers(1, 9))
 @example(text="a\r\nb\rc\n\ufeffd", size=2)
 def test_pieces_make_up_the_text(tmp_path_factory, text, size):
@@ -134,7 +132,6 @@ def bpe():
     return train_bpe([TEXT.encode()], 275)
 
 
-@settings(deadline=None)
 @given(text=st.text(st.characters(codec="utf-8")) | st.just("a<|end|>b"))
 def test_bpe_gives_any_text_back(bpe, text):
     ids = bpe.encode(text.encode())

@@ -121,7 +121,7 @@ def test_an_array_of_another_type_is_refused_when_it_is_read(tmp_path):
 GOOD = table_of(a=entry(), b=entry("F16", (0,), (8, 8)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
     """Bytes are changed, removed or added; nothing but ValueError comes of it."""

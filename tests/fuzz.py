@@ -1,0 +1,131 @@
+"""The tests that draw their cases, again and again with others, until the time is up.
+
+    python -m pytest -p tests.fuzz --timeout 0 --minutes 5 tests
+
+It ends at the first find, with what repeats it.  These are the tests with hypothesis, and those
+that take their random numbers from `chance` (tests/conftest.py).
+"""
+
+import faulthandler
+import resource
+import secrets
+import signal
+import time
+from functools import wraps
+
+import hypothesis
+import pytest
+
+MEMORY = 8 << 30  # bytes that this process may take; more is a find, too
+EXAMPLE, TEST = 120, 400  # seconds that one example, or a test without examples, may take
+
+
+class Hang(BaseException):
+    """What took too long.  Hypothesis does not try smaller ones, which would take as long."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--minutes", type=float, default=5.0, help="how long to look for faults")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Fuzz(config), "fuzz")
+
+
+class Fuzz:
+    """A session whose tests run until `end`; round r has the seed `seed` + r."""
+
+    def __init__(self, config):
+        self.config, self.end = config, time.monotonic() + 60 * config.getoption("--minutes")
+        self.seed = int(config.getoption("--hypothesis-seed") or secrets.randbelow(1 << 32))
+        self.rounds, self.examples, self.found, self.took = 0, 0, False, {}
+        config.option.maxfail = 1
+        hypothesis.settings.load_profile("fuzz")
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGALRM, self.hang)
+
+    def pytest_report_header(self):
+        return f"fuzz: {self.config.getoption('--minutes'):g} minutes from seed {self.seed} on"
+
+    def pytest_collection_modifyitems(self, config, items):
+        """Only tests that draw; each of their examples is looked at here before it is tried."""
+        drawing = [item for item in items if is_property(item) or "chance" in item.fixturenames]
+        config.hook.pytest_deselected(items=[item for item in items if item not in drawing])
+        items[:] = drawing
+        for item in filter(is_property, items):
+            handle = item.obj.hypothesis
+            if not hasattr(handle.inner_test, "example"):  # of another case of the same test
+                handle.inner_test = self.looked_at(handle.inner_test)
+
+    def looked_at(self, test):
+        @wraps(test)
+        def example(*arguments, **drawn):
+            if self.left() <= 0 and not self.found:
+                pytest.skip("the time is up")
+            self.examples += 1
+            self.watch(EXAMPLE, drawn)
+            try:
+                return test(*arguments, **drawn)
+            except Exception:
+                self.found = True  # what follows makes it smaller
+                raise
+            finally:
+                self.watch(0)
+
+        example.example = True
+        return example
+
+    def watch(self, seconds, what=None):
+        """Give what begins here so many seconds; 0: it has ended."""
+        self.what = what
+        signal.alarm(seconds)
+        faulthandler.cancel_dump_traceback_later()
+        if seconds:  # for what never comes back to Python
+            faulthandler.dump_traceback_later(seconds + 60, exit=True)
+
+    def hang(self, *_):
+        raise Hang(f"no end in sight: {self.what}")
+
+    def left(self):
+        return self.end - time.monotonic()
+
+    def pytest_runtestloop(self, session):
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        while self.left() > 0:
+            self.rounds += 1
+            self.config.option.hypothesis_seed = str(self.seed + self.rounds)
+            for item, after in zip(session.items, [*session.items[1:], None], strict=True):
+                if self.left() > self.took.get(item, 0):
+                    self.run(item, after)
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+        return True
+
+    def run(self, item, after):
+        start = time.monotonic()
+        if is_property(item):
+            hypothesis.seed(self.seed + self.rounds)(item.obj)
+        else:
+            self.watch(TEST, item.nodeid)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+        self.watch(0)
+        if not is_property(item):
+            self.took[item] = time.monotonic() - start
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item):
+        report = yield
+        if report.failed:
+            how = f"--hypothesis-profile=fuzz --hypothesis-seed={self.seed + self.rounds}"
+            report.sections.append(("to repeat", f"python -m pytest '{item.nodeid}' {how}"))
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.write_line(
+            f"fuzz: {self.rounds} rounds from seed {self.seed} on, {self.examples} examples"
+        )
+
+
+def is_property(item):
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)

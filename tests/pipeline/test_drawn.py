@@ -1,0 +1,70 @@
+"""Mixes drawn at random: each trains the model of one rank and of torch, or is refused."""
+
+from functools import cache
+
+import pytest
+from hypothesis import event, given, settings
+
+from hpc3d.cluster.threads import run
+from tests.pipeline.drawn import MODELS, mixes
+from tests.pipeline.in_torch import RULES
+from tests.pipeline.mixes import alone, config_of, cover, same, serial, train
+
+
+@cache
+def serial_as_torch(line):
+    """One rank, and torch, say the same; where nothing is dropped."""
+    found = serial(line)
+    if "dropout=0.25" not in line:
+        same(found, RULES["none"](config_of(line)))
+    return found
+
+
+def expected_of(line, config):
+    rule = RULES.get(config.parallel.schedule, RULES["none"])
+    return serial_as_torch(alone(line)) if rule is RULES["none"] else rule(config)
+
+
+def right(line):
+    """Raise where a mix that the rules allow does not train as one rank does."""
+    config = config_of(line)
+    expected = expected_of(line, config)
+    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    for trained in found:
+        same(trained, expected)
+    cover(found, expected)
+
+
+def right_or_refused(line):
+    """Whether the rules allow a mix, which is right then; else a line says why not."""
+    try:
+        config_of(line)
+    except ValueError as error:
+        lines = str(error).splitlines()
+        assert lines and all(" = " in one or ": " in one for one in lines), lines
+        return False
+    right(line)
+    return True
+
+
+FOUND = (
+    """x=2 y=2 split='{n="x y",replicate="x"}'""",
+    """x=2 y=2 split='{n="x y",own="x"}'""",
+    """x=2 y=2 z=2 microbatches=2 split='{m="x y z",own="x",replicate="y"}'""",
+    """x=2 y=2 d=2 zero=2 split='{m="x",n="y",replicate="x",panels="y"}'""",
+    """y=2 d=3 zero=2 split='{n="y",panels="y"}'""",
+    """x=2 y=2 d=2 zero=3 scheme=3d-broadcast""",
+    """x=2 y=2 d=2 zero=2 split='{n="x",k="y",own="x y"}'""",
+    """x=3 y=2 d=2 zero=3 split='{m="x",n="y",own="x",panels="y"}'""",
+)
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_what_was_drawn_once_and_wrong_is_right(line):
+    right(f"{MODELS[0]} {line}")
+
+
+@settings(max_examples=40)
+@given(line=mixes())
+def test_a_drawn_mix_is_right_or_refused(line):
+    event("right" if right_or_refused(line) else "refused")
