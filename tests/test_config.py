@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.config import Config, MeshConfig
@@ -134,7 +134,6 @@ def write_and_load(config):
 text = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 
 
-@settings(max_examples=100)
 @given(text, text, st.integers(0, 2**63), st.floats(0, 1e300), st.booleans())
 def test_toml_round_trips_with_any_values(name, path, seed, rate, tied):
     plain = Config()

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 
 from hpc3d.cluster.threads import run
 from tests.pipeline.drawn import MODELS, mixes
@@ -64,7 +64,6 @@ def test_what_was_drawn_once_and_wrong_is_right(line):
     right(f"{MODELS[0]} {line}")
 
 
-@settings(max_examples=40)
 @given(line=mixes())
 def test_a_drawn_mix_is_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")

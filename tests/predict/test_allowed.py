@@ -1,6 +1,6 @@
 """What the rules allow runs: every rank's blocks divide, in forward, backward and update."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.inputs import load
@@ -10,7 +10,6 @@ from hpc3d.rules import settle
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
-@settings(max_examples=150)
 @given(
     scheme=st.sampled_from(["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d"]),
     mesh=st.fixed_dictionaries({axis: SIZES for axis in "dxyz"}),

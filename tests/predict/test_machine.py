@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.config import TrainConfig
@@ -449,7 +449,6 @@ def machines(draw):
     )
 
 
-@settings(max_examples=50)
 @given(machine=machines())
 def test_a_machine_comes_back_from_its_text(machine, tmp_path_factory):
     path = tmp_path_factory.mktemp("machine") / "machine.toml"

@@ -1,0 +1,100 @@
+"""What `make fuzz` finds, how it says so, and that it ends."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.mpi import ROOT
+
+CASES = """
+import time
+import numpy as np
+from hypothesis import given, strategies as st
+
+@given(st.integers())
+def test_right(number):
+    assert number == number
+
+def test_by_hand(chance):
+    assert 0 <= chance.random() < 1
+
+def test_that_draws_nothing():
+    assert False
+"""
+WRONG = """
+@given(st.integers(0, 10**6))
+def test_of_numbers(number):
+    assert number < 5000
+"""
+BY_HAND = """
+def test_of_numbers(chance):
+    assert chance.random() < 0.2
+"""
+HANGS = """
+@given(st.integers(0, 10**6))
+def test_of_numbers(number):
+    time.sleep(1000 if number > 5000 else 0)
+"""
+LARGE = """
+@given(st.integers(0, 10**6))
+def test_of_numbers(number):
+    np.ones(16 << 30 if number > 5000 else 1, np.uint8)
+"""
+
+
+def pytest_on(folder, text, *words):
+    """pytest on a file with this text, in a process of its own."""
+    (folder / "test_cases.py").write_text(CASES + text, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", folder]
+    return subprocess.run(
+        [*map(str, command), "-p", "no:cacheprovider", *words, "test_cases.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def fuzz(folder, text, *words):
+    return pytest_on(
+        folder, text, "-p", "tests.fuzz", "--timeout", "0", "--minutes", "0.1", *words
+    )
+
+
+@pytest.mark.slow
+def test_without_a_find_it_ends_when_the_time_is_up(tmp_path):
+    start = time.monotonic()
+    done = fuzz(tmp_path, "", "--hypothesis-seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - start > 6
+    *_, rounds, summary = done.stdout.strip().splitlines()
+    assert "fuzz: 0.1 minutes from seed 7 on" in done.stdout
+    assert rounds.startswith("fuzz: ") and "rounds from seed 7 on" in rounds
+    assert " passed" in summary and "1 deselected" in summary and "failed" not in summary
+    assert int(rounds.split()[1]) > 2  # rounds
+    assert int(rounds.split()[-2]) > 2 * 200  # examples
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        pytest.param(WRONG, "number=5000,", id="wrong"),
+        pytest.param(BY_HAND, "assert 0.", id="by hand", marks=pytest.mark.slow),
+        pytest.param(HANGS, "no end in sight: {'number': ", id="hangs", marks=pytest.mark.slow),
+        pytest.param(LARGE, "MemoryError", id="large", marks=pytest.mark.slow),
+    ],
+)
+def test_a_find_ends_it_with_what_repeats_it(text, line, tmp_path):
+    done = fuzz(tmp_path, text, "--hang", "1")
+    assert done.returncode == 1 and line in done.stdout, done.stdout + done.stderr
+    assert "1 failed" in done.stdout.splitlines()[-1]
+    (again,) = (one for one in done.stdout.splitlines() if one.startswith("python -m pytest"))
+    assert again.startswith("python -m pytest 'test_cases.py::test_of_numbers' --hyp")
+    if text not in (HANGS, LARGE):
+        done = pytest_on(tmp_path, text, "-k", "test_of_numbers", *again.split()[4:])
+        assert done.returncode == 1 and line in done.stdout
