@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpc3d.cluster.arrays import writeable
 from hpc3d.model import ops
 from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy
@@ -109,6 +110,9 @@ class Head:
         self.mesh.trace.layer = -1
         x, saved_norm = self.norm.forward(x)
         logits, saved = self.matmul.apply(x, self.table.value)
+        if not writeable(logits):
+            logits, shared = self.mesh.empty(logits.shape, logits.dtype), logits
+            logits[...] = shared
         targets = micro.bring("head.targets", self.targets)
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         return loss if self.counts() else 0.0, (saved_norm, saved, saved_loss)

@@ -8,6 +8,7 @@ import pytest
 from hpc3d.cluster.threads import run
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.tensor.split import SCHEMES
+from tests.cluster.read_only import read_only
 from tests.mpi import checked
 from tests.pipeline.in_torch import RULES
 from tests.pipeline.mixes import (
@@ -33,7 +34,7 @@ STRIDE = {4: 6, 8: 8, 12: 4, 16: 12}
 @pytest.mark.parametrize("line", strided(MIXES, 2))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
-    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
     for trained in found:
         same(trained, expected)
     cover(found, expected)
