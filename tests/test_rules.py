@@ -240,6 +240,10 @@ PIPELINES = [
         "parallel.zero = 2: not where a weight is on the diagonal only (scheme 3d-broadcast)",
     ),
     (
+        {"mesh.d": 2, "parallel.zero": 2, "parallel.split": '{ m = "x", own = "x" }'},
+        "parallel.zero = 2: not where a weight is on the diagonal only (parallel.split); use",
+    ),
+    (
         {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160},
         "model.hidden = 144 does not divide over mesh axes d 32 = 32: use a multiple of 32",
     ),
@@ -340,6 +344,16 @@ def test_a_model_that_fits_no_cuboid_says_what_to_set():
         ('{ m = "x", o = "y" }', "parallel.split.o: unknown key; known here: m, n, k, replicate"),
         ('{ m = "w" }', "parallel.split.m: no tensor axis 'w'; there are x, y and z"),
         ('{ m = "x", n = "x" }', "parallel.split: axis x splits more than one loop"),
+        (
+            '{ m = "x", defer = "x" }',
+            "parallel.split.defer: unknown key; known here: m, n,",
+        ),
+        ('{ m = "x", own = "y" }', "parallel.split.own: axis y splits no loop; put it on m, n or"),
+        (
+            '{ n = "y", own = "y", panels = "y" }',
+            "parallel.split: axis y is in own and in",
+        ),
+        ('{ m = "x y", panels = "y x" }', "parallel.split.panels = y x: panels want one axis,"),
     ],
 )
 def test_a_split_of_letters_is_checked(letters, line):
