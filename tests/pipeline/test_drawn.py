@@ -7,9 +7,10 @@ from hypothesis import event, given
 
 from hpc3d.cluster.threads import run
 from tests.cluster.read_only import read_only
+from tests.mpi import checked
 from tests.pipeline.drawn import MODELS, mixes
 from tests.pipeline.in_torch import RULES
-from tests.pipeline.mixes import alone, config_of, cover, same, serial, train
+from tests.pipeline.mixes import alone, config_of, cover, ranks, same, serial, train
 
 
 @cache
@@ -64,6 +65,16 @@ FOUND = (
 @pytest.mark.parametrize("line", FOUND)
 def test_what_was_drawn_once_and_wrong_is_right(line):
     right(f"{MODELS[0]} {line}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_the_same_on_real_ranks(transport):
+    lines = [f"{MODELS[0]} schedule=none {line}" for line in FOUND]
+    lines = [line for line in lines if ranks(line) == 4]
+    assert len(lines) == 3
+    out = checked(4, "-m", "tests.pipeline.on_mpi", transport, *lines, timeout=200)
+    assert out.splitlines()[1:] == lines
 
 
 @given(line=mixes())
