@@ -75,7 +75,7 @@ def test_real_ranks():
     ]
 
 
-@pytest.mark.parametrize("transport", ["staged", "mpi"])
+@pytest.mark.parametrize("transport", ["staged", "mpi"], ids="by {}".format)  # mpi is a mark
 def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport):
     """What no float16 holds in between comes out right, and bits of no number survive a move."""
 

@@ -68,7 +68,7 @@ def test_what_was_drawn_once_and_wrong_is_right(line):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("transport", ["auto", "mpi"], ids="by {}".format)  # mpi is a mark
 def test_the_same_on_real_ranks(transport):
     lines = [f"{MODELS[0]} schedule=none {line}" for line in FOUND]
     lines = [line for line in lines if ranks(line) == 4]
