@@ -117,6 +117,7 @@ SAID = {
         case("full disk", 0, "auto", ranks=64),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     ended = Fault(tmp_path, fault, ranks, who, mesh__transport=transport)
     code, message = SAID[fault]

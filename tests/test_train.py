@@ -87,7 +87,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", FOUR_AND_64)
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
+@pytest.mark.parametrize("bad", strided(BAD, 3, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)
@@ -267,7 +267,7 @@ def serial(tmp_path_factory):
 @pytest.mark.parametrize(
     "cuboid",
     [
-        (2, 3, 2),
+        pytest.param((2, 3, 2), marks=slow),
         pytest.param((2, 2, 2), marks=slow),
         pytest.param((3, 3, 3), marks=slow),
         pytest.param((4, 4, 4), marks=slow),
@@ -280,7 +280,7 @@ def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, serial, tmp_pat
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("scheme", strided(SCHEMES, 3))
+@pytest.mark.parametrize("scheme", strided(SCHEMES, 7))
 def test_every_scheme_has_the_same_losses(scheme, serial, tmp_path):
     path = train(8, tmp_path, train__steps=8, parallel__scheme=scheme)
     np.testing.assert_allclose(losses(path), serial[:8], rtol=0, atol=1e-9)

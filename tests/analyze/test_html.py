@@ -177,6 +177,7 @@ def test_names_in_a_trace_are_text(tmp_path):
     assert found.text.count(HOSTILE) >= 4
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_on_top(tmp_path):
     with small(tmp_path / "trace.h5", missing="rank 7: no segment") as opened:
         text = Reader(reported(opened, tmp_path / "out")).text
@@ -184,6 +185,7 @@ def test_what_is_missing_is_on_top(tmp_path):
     assert "The trace is complete" not in text
 
 
+@pytest.mark.slow
 def test_a_trace_that_contradicts_itself_says_so(tmp_path):
     late = {**ROWS[0], "t_start": ROWS[0]["t_start"] + 500_000_000}
     with small(tmp_path / "trace.h5") as sound, small(tmp_path / "two.h5", [late]) as other:
@@ -193,6 +195,7 @@ def test_a_trace_that_contradicts_itself_says_so(tmp_path):
     assert "contradicts" in (tmp_path / "other" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_page_of_several_runs_has_a_section_each(tmp_path):
     with small(tmp_path / "one.h5") as one, small(tmp_path / "two.h5", run_id="two") as two:
         report = compare([one, two], [examine(each) for each in (one, two)])

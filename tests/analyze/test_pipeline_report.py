@@ -244,6 +244,7 @@ def test_the_report_has_the_table_and_the_figure(hand, capsys):
     assert float(first["idle_share"]) == pytest.approx(0.52) and first["input_s"] == ""
 
 
+@pytest.mark.slow
 def test_figures_are_numbered_where_there_are_several_runs(hand, tmp_path, capsys):
     other = by_hand(tmp_path / "other", {0: STAGE_0, 1: STAGE_1}, **SIZES | {"seed": 5})
     plain = by_hand(tmp_path / "plain", {0: STAGE_0[:1]}, parallel__scheme="1d")

@@ -429,6 +429,7 @@ def test_what_ranks_have_written_since_is_reported(run, capsys):
     assert (run / "trace.h5").stat().st_mtime_ns == before, "merged again for nothing"
 
 
+@pytest.mark.slow
 def test_a_report_takes_the_place_of_another_one(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert report.main([str(run), "--out", str(out), "--export", "pipit"]) == 0

@@ -11,6 +11,9 @@ import pytest
 from hpc3d.cluster import launch
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said
+from tests.strided import strided
+
+slow = pytest.mark.slow
 
 RANKS = "OMPI_COMM_WORLD_LOCAL_SIZE"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -155,9 +158,9 @@ def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
     ("mode", "code", "message"),
     [
         ("fail", 1, "RuntimeError: a message of rank 1"),
-        ("fail_in_thread", 1, "RuntimeError: a message of a thread"),
         ("leave_early", 3, "hpc3d.test: rank 1 exited with 3"),
-        ("return_code", 3, "hpc3d.test: rank 1 exited with 3"),
+        pytest.param("fail_in_thread", 1, "RuntimeError: a message of a thread", marks=slow),
+        pytest.param("return_code", 3, "hpc3d.test: rank 1 exited with 3", marks=slow),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
@@ -186,7 +189,7 @@ def test_a_rank_alone_fails_without_a_word_of_mpi(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
+    "mode", strided(["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"], 3)
 )
 def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
     done, _ = job(2, mode, tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from hpc3d.cluster import node
 from hpc3d.cluster.arrays import Pool
 from tests.mpi import checked, mpirun
+from tests.strided import strided
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_memory_is_not_used_again_while_a_member_reads(folder):
     assert ranks(2, "slow", folder) == ["slow"] * 2
 
 
-@pytest.mark.parametrize("mode", ["kept", "sizes", "order"])
+@pytest.mark.parametrize("mode", strided(["kept", "sizes", "order"], 3))
 def test_members_that_disagree_stop(mode, folder):
     assert ranks(2, mode, folder) == ["refused"] * 2
 

@@ -1,5 +1,7 @@
 """The whole model on every scheme and mesh against the serial model, in float64."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.tensor.split import Split
 from tests.model.whole import Model
 from tests.mpi import checked
+from tests.strided import strided
 from tests.tensor.cases import CUBOIDS, SPLITS, sizes
 
 SEQUENCES = 48
@@ -79,13 +82,15 @@ def on_mesh(name, cuboid, data, kind):
         same(found, expected)
 
 
-@pytest.mark.parametrize("cuboid", CUBOIDS, ids=str)
-@pytest.mark.parametrize("name", SPLITS)
+ON = [*product(SPLITS, CUBOIDS)]
+
+
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 3))
 def test_parallel_is_serial(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", strided(SPLITS, 3))
 def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 
@@ -93,7 +98,7 @@ def test_parallel_is_serial_on_every_replica(name, kind):
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
-        (8, "auto"),
+        pytest.param(8, "auto", marks=pytest.mark.slow),
         pytest.param(8, "mpi", marks=pytest.mark.slow),
         pytest.param(12, "auto", marks=pytest.mark.slow),
         pytest.param(12, "mpi", marks=pytest.mark.slow),
@@ -176,8 +181,7 @@ def inputs(mesh, layout, seed=1):
 
 
 @pytest.mark.parametrize("build", [branches, twice, odd])
-@pytest.mark.parametrize("cuboid", CUBOIDS, ids=str)
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 3, 1))
 def test_known_traps(name, cuboid, build):
     def rank(mesh, split=SPLITS[name]):
         arrays, parameters = build(mesh, split)

@@ -135,6 +135,7 @@ def test_a_trace_without_a_step_that_counts_is_refused(tmp_path):
         works(trace)
 
 
+@pytest.mark.slow
 def test_a_real_run_is_aligned_and_all_of_its_time_is_work(tmp_path):
     """p=2 has messages, d=2 sums that are waited for later.  A step is made of its
     rows and what lies between them, and of the reading of data."""

@@ -59,6 +59,7 @@ def test_activations_of_a_pipeline_are_predicted(line):
         assert predicted["activation"] == counted["activation"] > 0
 
 
+@pytest.mark.slow
 def test_peaks_on_real_ranks(tmp_path):
     """Every kind of memory of a cube of ranks, in the second step."""
     layout = {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "parallel__recompute": "selective"}

@@ -224,6 +224,7 @@ def test_products_of_the_last_row_are_over_those_of_the_first():
     assert findings.ends(rows, "message") == 2
 
 
+@pytest.mark.slow
 def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
     found = few()
     findings.report(found)

@@ -13,6 +13,8 @@ from hpc3d.training.loop import Trainer
 from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
 from tests.strided import strided
 
+slow = pytest.mark.slow
+
 # One rank, cubes of 27 and 64 ranks, and four axes at once.
 MORE = """
 microbatches=3
@@ -41,7 +43,10 @@ def counted(config):
     return run(config.mesh.sizes(), rank)
 
 
-@pytest.mark.parametrize("line", strided([*MIXES, *MORE, *LARGE], 6))
+LINES = [*strided([*MIXES, *MORE], 8), *(pytest.param(line, marks=slow) for line in LARGE)]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_predicted_is_counted(line):
     config = config_of(line)
     predicted = list(every_rank(config, config.model.vocabulary))

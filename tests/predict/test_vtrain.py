@@ -39,6 +39,7 @@ def found():
     return report(ROWS, MANY_NODES, MACHINE)
 
 
+@pytest.mark.slow
 def test_steps_are_predicted_and_layouts_chosen(found):
     """Mean 10 %, median 6 %; for every model the layout chosen is within 3 % of the best."""
     result = found["with a factor a profile"]

@@ -1,5 +1,6 @@
 """The sharded product against NumPy, on every scheme and mesh; on threads and on real ranks."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hpc3d.cluster.threads import run
 from hpc3d.tensor.matmul import Matmul, Split
 from tests.mpi import checked
+from tests.strided import strided
 from tests.tensor.cases import CUBOIDS, SPLITS, sizes, splits
 
 M, K, N = 48, 48, 96
@@ -51,9 +53,10 @@ def compare(mesh, integers=False, keeps=("xw", "x", "w", "")):
                     np.testing.assert_allclose(ours, expected, rtol=0, atol=bound, err_msg=what)
 
 
-@pytest.mark.parametrize("integers", [False, True], ids=["close", "bitwise"])
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("cuboid", CUBOIDS, ids=str)
+HOW = [*product(CUBOIDS, (1, 2), (True, False))]  # with integers it is bitwise
+
+
+@pytest.mark.parametrize(("cuboid", "data", "integers"), strided(HOW, 5))
 @pytest.mark.parametrize("name", SPLITS)
 def test_parallel_is_serial(name, cuboid, data, integers):
     def rank(mesh):

@@ -83,7 +83,13 @@ def test_a_skew_is_found_again_on_threads(ranks):
     assert found_once(worst)
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"], ids=["in a node", "between nodes"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("auto", id="in a node", marks=pytest.mark.slow),
+        pytest.param("mpi", id="between nodes"),
+    ],
+)
 def test_a_skew_is_found_again_on_real_ranks(transport):
     how = 8, "-m", "tests.trace.skewed", transport
     assert found_once(lambda: float(checked(*how).split()[-1]))

@@ -1,6 +1,7 @@
 """What holds in every trace: in those of real runs, and not in one that was tampered with."""
 
 import shutil
+from itertools import product
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ from hpc3d.trace.check import violations
 from hpc3d.trace.merge import merge
 from tests.analyze.traces import trained
 from tests.runs import train
+from tests.strided import strided
 from tests.trace.large import ON_A_HOST, SLOT, generate
 
 PIPELINE = {"mesh__p": 2, "mesh__d": 2, "mesh__x": 2, "parallel__microbatches": 3}
@@ -43,8 +45,9 @@ def test_a_run_on_threads_has_no_violation(layout, tmp_path):
     assert_sound(trained(tmp_path / "run", 8, **LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
-@pytest.mark.parametrize("layout", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("layout", "transport"), strided([*product(["1f1b", "zb-h1"], ["auto", "mpi"])], 4)
+)
 def test_a_run_on_real_ranks_has_no_violation(layout, transport, tmp_path):
     how = {"train__steps": 3, "train__batch": 24, "model__layers": 4, "mesh__transport": transport}
     assert_sound(train(8, tmp_path, **how, **LAYOUTS[layout]))

@@ -97,7 +97,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(a, b, marks=[pytest.mark.slow] if (i + j) % 6 else [])
+        pytest.param(a, b, marks=[pytest.mark.slow] if (i + j) % 13 else [])
         for (i, a), (j, b) in product(enumerate(LAYOUTS), repeat=2)
     ],
 )

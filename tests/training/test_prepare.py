@@ -332,6 +332,7 @@ def test_the_corpus_is_what_its_readme_says():
 
 
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="made from Python 3.11.7")
+@pytest.mark.slow
 def test_the_corpus_can_be_made_again():
     made = runpy.run_path(str(CORPUS / "make.py"))["corpus"]()
     assert made.encode() == (CORPUS / "python.txt").read_bytes()
