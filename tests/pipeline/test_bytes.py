@@ -238,10 +238,13 @@ def test_where_there_is_one_table_nothing_is_exchanged(line):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_sums_begin_under_the_last_backward_pass(schedule):
-    """A bucket a parameter: those of all but a stage's first layer are posted while it runs."""
+    """A bucket a parameter: those of all but a stage's first layer are posted while it runs, and
+    all after it where a stage waits for the gradient that it hands on."""
     line = f"p=2 d=2 microbatches=4 schedule={schedule} tied=false bucket_mb=0"
     layer, embedding, head = 12, 2, 3
-    early = {0: (layer, layer + embedding), 1: (head + layer, layer)}
+    hands_on = schedule != "zb-h1"  # whose last pass is W
+    last = (0, head + 2 * layer) if hands_on else (head + layer, layer)
+    early = {0: (layer, layer + embedding), 1: last}
     for rank in counted(f"{line} overlap=true"):
         assert posted_around_the_last_product(rank) == early[rank.stage]
     for rank in counted(f"{line} overlap=false"):
