@@ -161,6 +161,7 @@ def run_on_a_fake(folder, *parts):
     return found
 
 
+@pytest.mark.slow
 def test_products_on_a_fake_device(tmp_path):
     found = run_on_a_fake(tmp_path, "products", "nccl")
     assert [*outcomes(found["products"]).values()].count("passed") == 91

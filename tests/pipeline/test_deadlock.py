@@ -40,15 +40,16 @@ def run(transport, lines, environment=None):
 
 
 @pytest.mark.parametrize(
-    "transport",
+    ("transport", "lines"),
     [
-        pytest.param("auto", id="shared memory", marks=pytest.mark.slow),
-        pytest.param("mpi", id="messages"),
+        pytest.param("auto", LINES, id="shared memory", marks=pytest.mark.slow),
+        pytest.param("mpi", LINES, id="messages", marks=pytest.mark.slow),
+        pytest.param("mpi", LINES[::4], id="some messages"),
     ],
 )
-def test_schedules_run_although_nothing_is_buffered(transport):
-    how, *done = run(transport, LINES, UNBUFFERED)
-    assert (how, done) == ("not buffered", LINES)
+def test_schedules_run_although_nothing_is_buffered(transport, lines):
+    how, *done = run(transport, lines, UNBUFFERED)
+    assert (how, done) == ("not buffered", lines)
 
 
 def test_small_messages_are_buffered_otherwise():

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 
 from hpc3d.cluster.threads import run
 from tests.cluster.read_only import read_only
@@ -77,6 +77,7 @@ def test_the_same_on_real_ranks(transport):
     assert out.splitlines()[1:] == lines
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(line=mixes())
 def test_a_drawn_mix_is_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")

@@ -34,6 +34,7 @@ def recomputation(machine):
     return rows(RECOMPUTATION, machine)
 
 
+@pytest.mark.slow
 def test_steps_of_arxiv_2205_05198_are_within_5_percent_and_10_at_worst(recomputation):
     assert [row["published_s"] for row in recomputation] == [1.42, 1.10, 18.13, 13.75]
     found = errors(recomputation)

@@ -43,7 +43,7 @@ def counted(config):
     return run(config.mesh.sizes(), rank)
 
 
-LINES = [*strided([*MIXES, *MORE], 8), *(pytest.param(line, marks=slow) for line in LARGE)]
+LINES = [*strided([*MIXES, *MORE], 8, 1), *(pytest.param(line, marks=slow) for line in LARGE)]
 
 
 @pytest.mark.parametrize("line", LINES)

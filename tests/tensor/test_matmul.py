@@ -100,7 +100,7 @@ def test_a_size_that_does_not_divide_names_the_axes():
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
-        (8, "auto"),
+        pytest.param(8, "auto", marks=pytest.mark.slow),
         pytest.param(8, "mpi", marks=pytest.mark.slow),
         pytest.param(12, "auto", marks=pytest.mark.slow),
         pytest.param(12, "mpi", marks=pytest.mark.slow),
