@@ -43,7 +43,8 @@ def counted(config):
     return run(config.mesh.sizes(), rank)
 
 
-LINES = [*strided([*MIXES, *MORE], 8, 1), *(pytest.param(line, marks=slow) for line in LARGE)]
+SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
+LINES = [*strided([*MIXES, *SMALL], 8), *(pytest.param(line, marks=slow) for line in MANY)]
 
 
 @pytest.mark.parametrize("line", LINES)
