@@ -131,7 +131,8 @@ def test_a_run_folder_says_what_was_run(run):
         "trace.h5",
     }
     config = load(path / "config.toml", [])
-    asked = words(path.parent, name="eight", train__steps=3, model__vocabulary=256)
+    settled = {"model__vocabulary": 256, "data__tokenizer": "byte", "train__decay_steps": 3}
+    asked = words(path.parent, name="eight", train__steps=3, **settled)
     assert config == settle(load(None, asked), 8)
     assert "--train.steps 3" in (path / "command.txt").read_text()
     assert (path / "train.log").read_text() == stdout

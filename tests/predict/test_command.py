@@ -87,8 +87,8 @@ def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["absent.toml", *MACHINE], "absent.toml: No such file"),
-        ([INPUT, "--machine", "absent.toml"], "absent.toml: No such file"),
+        (["absent.toml", *MACHINE], "absent.toml: there is no such"),
+        ([INPUT, "--machine", "absent.toml"], "absent.toml: there is no such"),
         ([str(ROOT / "inputs/gpt-dp-vs-pp.toml"), *MACHINE, "--mesh.d", "3"], "does not divide"),
         ([INPUT, *MACHINE, "--mesh.q", "3"], "mesh.q: unknown key"),
         ([INPUT, *MACHINE, "--ranks", "65"], "65"),

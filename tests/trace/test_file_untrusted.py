@@ -198,7 +198,7 @@ def everything(path):
     [
         ("events/op", 77, "events/op has a value that cannot be: 77"),
         ("events/phase", 7, "events/phase has a value that cannot be: 7"),
-        ("memory/kind", 6, "memory/kind has a value that cannot be: 6"),
+        ("memory/kind", 7, "memory/kind has a value that cannot be: 7"),
         ("events/name", 10**9, "events/name points outside of its table: 1000000000"),
         ("events/group", 4, "events/group points outside of its table: 4"),
         ("events/group", -2, "events/group points outside of its table: -2"),
@@ -209,7 +209,7 @@ def everything(path):
         ("ranks/host_id", 99, "ranks/host_id points outside of its table: 99"),
         ("prediction/rank", 4, "prediction/rank points outside of its table: 4"),
         ("groups/members", 4, "groups/members points outside of its table: 4"),
-        ("groups/offset", 2**62, "/groups does not divide its members"),
+        ("groups/offset", 2**59, "/groups does not divide its members"),
         ("groups/size", 2**31 - 1, "/groups does not divide its members"),
         ("groups/size", -2, "/groups does not divide its members"),
         ("index/rank_ptr", 13, "/index/rank_ptr does not divide the rows of /events"),
