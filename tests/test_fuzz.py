@@ -38,6 +38,17 @@ HANGS = """
 def test_of_numbers(number):
     time.sleep(1000 if number > 5000 else 0)
 """
+DEADLOCK = """
+from hpc3d.cluster.threads import run
+
+def rank(mesh):
+    if mesh.rank:
+        mesh.comm("x").all_reduce(np.ones(1))
+
+@given(st.integers(0, 10**6))
+def test_of_numbers(number):
+    run({"x": 2 if number > 5000 else 1}, rank)
+"""
 LARGE = """
 @given(st.integers(0, 10**6))
 def test_of_numbers(number):
@@ -86,6 +97,7 @@ def test_without_a_find_it_ends_when_the_time_is_up(tmp_path):
         pytest.param(WRONG, "number=5000,", id="wrong"),
         pytest.param(BY_HAND, "assert 0.", id="by hand", marks=pytest.mark.slow),
         pytest.param(HANGS, "no end in sight: {'number': ", id="hangs", marks=pytest.mark.slow),
+        pytest.param(DEADLOCK, "no end in sight: {'number': ", id="locks", marks=pytest.mark.slow),
         pytest.param(LARGE, "MemoryError", id="large", marks=pytest.mark.slow),
     ],
 )
@@ -95,6 +107,6 @@ def test_a_find_ends_it_with_what_repeats_it(text, line, tmp_path):
     assert "1 failed" in done.stdout.splitlines()[-1]
     (again,) = (one for one in done.stdout.splitlines() if one.startswith("python -m pytest"))
     assert again.startswith("python -m pytest 'test_cases.py::test_of_numbers' --hyp")
-    if text not in (HANGS, LARGE):
+    if text not in (HANGS, DEADLOCK, LARGE):
         done = pytest_on(tmp_path, text, "-k", "test_of_numbers", *again.split()[4:])
         assert done.returncode == 1 and line in done.stdout

@@ -136,7 +136,8 @@ def run(shape, function, pool_of=Pool):
                 with group.arrived:
                     group.arrived.notify_all()
 
-    threads = [threading.Thread(target=work, args=(mesh,)) for mesh in ranks]
+    # Ranks that wait for each other for ever do not keep the process.
+    threads = [threading.Thread(target=work, args=(mesh,), daemon=True) for mesh in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
