@@ -47,7 +47,7 @@ def rank(mesh):
 
 @given(st.integers(0, 10**6))
 def test_of_numbers(number):
-    run({"x": 2 if number > 5000 else 1}, rank)
+    run({"x": 3 if number > 5000 else 1}, rank)
 """
 LARGE = """
 @given(st.integers(0, 10**6))
