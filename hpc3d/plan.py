@@ -23,8 +23,7 @@ from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
 MACHINE = "machines/h100.toml"
-MOST_COSTS = 1300  # that are measured, some 3 ms each
-MOST_EFFORT = 6000  # of simulations, in ms of hpc3d.predict.ranking.effort
+FEW = 16  # ranks whose layouts are looked into one and all
 UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
@@ -78,7 +77,7 @@ def plan(options, overrides):
     found, ranking = ranked(config, ranks, machine, memory, options.top)
     best = ranking.best(options.top)
     if not best:
-        raise ValueError(nothing_fits(found, memory))
+        raise ValueError(nothing_fits(found, ranking, memory))
     named = {"any p and d": ranking.named(), here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
     if options.apply:
@@ -99,11 +98,21 @@ def ranked(config, ranks, machine, memory, top):
     from hpc3d.predict.simulate import BYTES
 
     search = Search(config, ranks, config.model.vocabulary or BYTES, machine, memory)
-    found = search.run(top, most=min(MOST_COSTS, 64 + 2 * ranks))
-    ranking = Ranking(search, found, machine, most=min(MOST_EFFORT, 300 + 5 * ranks))
+    found = search.run(top, most_costs(ranks))
+    ranking = Ranking(search, found, machine, most_effort(ranks))
     ranking.widen()
     ranking.widen(config.mesh)
     return found, ranking
+
+
+def most_costs(ranks):
+    """How many costs are measured, some 3 ms each."""
+    return 2500 if ranks <= FEW else min(1300, 200 + 2 * ranks)
+
+
+def most_effort(ranks):
+    """What is simulated, in ms of hpc3d.predict.ranking.effort."""
+    return 3000 if ranks <= FEW else min(6000, 500 + 5 * ranks)
 
 
 def told(best, named, losers):
@@ -132,7 +141,7 @@ def searched(found, ranking):
         "timed": len(found.timed),
         "cut": len(found.cut),
         "left": len(found.left),
-        "estimates": ranking.search.estimates,
+        "estimates": ranking.search.candidates.count,
         "simulated": len(ranking.known),
     }
 
@@ -155,11 +164,12 @@ def plain(row):
     }
 
 
-def nothing_fits(found, memory):
+def nothing_fits(found, ranking, memory):
     """Which layout comes closest, and what would make it fit."""
     from hpc3d.predict.ranking import estimated, words
 
-    row = estimated(min((each.best for each in found.timed), key=lambda each: each.peak))
+    rows = ranking.known.values() or [estimated(each.best) for each in found.timed]
+    row = min(rows, key=lambda row: row.peak)
     return (
         f"no layout fits {gigabytes(memory)}: {words(row.config)} comes closest with {held(row)}; "
         f"use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
@@ -196,12 +206,12 @@ def show(best, named, losers, memory):
 def show_search(found, ranking, applied):
     """Print what was looked at."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
-    print(f"{len(found.cut):5d} were cut: others of their p and d move less, or a bound is longer")
+    print(f"{len(found.cut):5d} were cut: what they take at least is longer")
     if found.left:
         print(f"{len(found.left):5d} were not timed: less promising, and enough was measured")
     print(
         f"\n{found.considered:,} layouts of {sizes:,} sizes and schemes (not 3d-broadcast); "
-        f"{ranking.search.estimates:,} estimated, {len(ranking.known)} simulated"
+        f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
     if applied:
         print(one_line(f"the first one is written to {applied}"))

@@ -97,6 +97,7 @@ def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
     assert found["applied"] == str(path)
 
 
+@pytest.mark.slow
 def test_machine_and_memory(capsys, tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(dumps(CLUSTER))
@@ -113,6 +114,22 @@ def test_one_rank_has_one_layout(capsys):
     found = planned(capsys, SMALL[0], "--ranks", "1")
     assert len(found["layouts"]) == 1 and not found["losers"]
     assert set(found["named"]["any p and d"].values()) == {None}
+
+
+def test_zero_is_tried_only_where_it_divides_the_model(capsys):
+    """18 features do not divide over 4 or 8 replicas, which ZeRO 2 and 3 would cut them into."""
+    words = ["--model.hidden", "18", "--model.heads", "2", "--model.layers", "4"]
+    found = planned(capsys, *SMALL, *words, "--memory", "0.5MB")
+    assert found["layouts"][0]["peak_bytes"] <= 0.5e6
+
+
+@pytest.mark.slow
+def test_16384_ranks_are_planned(capsys, tmp_path):
+    path = tmp_path / "gpt-175b.toml"
+    path.write_text(HUGE)
+    found = planned(capsys, str(path), "--train.batch", "4096", "--ranks", "16384")
+    best = found["layouts"][0]
+    assert best["simulated"] and best["peak_bytes"] <= 80e9
 
 
 REFUSED = {
@@ -135,6 +152,7 @@ def test_bad_input_is_one_line(capsys, line):
     assert err.startswith(f"hpc3d.plan: {line}") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_would_make_it_fit(capsys):
     _, _, err = plan(capsys, *SMALL, "--memory", "1MB")
     assert "comes closest with" in err and "on stage 0 (" in err

@@ -7,7 +7,9 @@ hpc3d.predict.simulate runs the whole step; here the passes of one layer and of 
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import ceil, prod
+from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +17,10 @@ import numpy as np
 from hpc3d.cluster.counted import line
 from hpc3d.config import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
-from hpc3d.pipeline.instruction import Placement
-from hpc3d.pipeline.schedule import find
-from hpc3d.predict.cost import NOTHING, Pass, Passes, Sample
-from hpc3d.predict.makespan import flights, makespan
+from hpc3d.predict.cost import NOTHING, Passes, Sample
+from hpc3d.predict.makespan import makespan
+from hpc3d.predict.peak import SPLIT, contents, moving, together, work_of
 
-SPLIT = ("zb-h1", "zb-v")  # schedules whose backward pass has two halves
 TOKEN = 4  # bytes
 
 
@@ -59,45 +59,17 @@ class Measured:
     block: int
 
 
-class Work(NamedTuple):
-    """The passes of a stage on a microbatch."""
-
-    forward: Pass
-    backward: Pass
-    weight: Pass
-
-
-class Content(NamedTuple):
-    """What a stage holds: so many layers, and which of the ends."""
-
-    layers: int
-    first: bool
-    last: bool
-
-    def ends(self):
-        return tuple(part for part, here in ((FIRST, self.first), (LAST, self.last)) if here)
-
-
-def contents(config):
-    """The Content of every stage."""
-    parallel, layers = config.parallel, config.layers()
-    chunks = range(parallel.chunks)
-    place = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).turn)
-    for stage in range(config.mesh.p):
-        parts = [place.part(stage, chunk) for chunk in chunks]
-        count = sum(len(layers[part]) for part in parts)
-        yield Content(count, 0 in parts, place.parts - 1 in parts)
-
-
 class Estimator:
     """Estimates steps of a model with `vocabulary` tokens; every cost is measured once."""
 
     def __init__(self, vocabulary, machine):
         self.vocabulary, self.machine, self.found = vocabulary, machine, {}
+        self.costs = 0  # how many of them the program was run for
 
     def estimate(self, config):
         """The Estimate of a settled `config` whose schedule is synchronous."""
-        parallel, parts, stages = config.parallel, self.parts(config), [*contents(config)]
+        parallel, parts, chunks = config.parallel, self.parts(config), contents(config)
+        stages = [together(each) for each in chunks]
         micros, split = parallel.microbatches, parallel.schedule in SPLIT
         works = {stage: work_of(parts, stage, split) for stage in set(stages)}
         seconds = [[each.seconds for each in works[stage]] for stage in stages]
@@ -115,7 +87,7 @@ class Estimator:
         total += waits["world"] + waits["p"]
         bubble = passes - busy.seconds
         compute = total - bubble - waits.total()
-        fullest = self.fullest(config, parts, stages, works, max(sums.peak, rest.peak))
+        fullest = self.fullest(config, parts, chunks, sums.peak, rest.peak)
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def once(self, name, make, config, *others):
@@ -126,6 +98,7 @@ class Estimator:
         key = name, *kind, *(place for place in strides(config.mesh) if place[0] in "xyz"), *others
         if key not in self.found:
             self.found[key] = make()
+            self.costs += name != "message"
         return self.found[key]
 
     def sample(self, config, zero, keep=True, recompute="none"):
@@ -133,6 +106,7 @@ class Estimator:
         mesh, parallel = config.mesh, config.parallel
         together = mesh.p == 1 or parallel.schedule == "zb-v"
         ends = ((FIRST, LAST),) if together else ((FIRST,), (LAST,))
+        ends = ends if recompute == "none" else ()  # which do nothing again
 
         def make():
             changed = replace(parallel, zero=zero, keep_gathered=keep, recompute=recompute)
@@ -149,22 +123,28 @@ class Estimator:
 
         # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
         zero = parallel.zero if parallel.zero > 1 and mesh.d > 1 else 0
-        how = parallel.keep_gathered, parallel.recompute
+        keep, recompute = parallel.keep_gathered, parallel.recompute
+
+        def ends():
+            sample = self.sample(config, zero, keep)
+            return [sample.passes(part, sequences, halves) for part in (FIRST, LAST)]
 
         def measure():
-            sample = self.sample(config, zero, *how)
-            found = [sample.passes(part, sequences, halves) for part in (LAYER, FIRST, LAST)]
+            sample = self.sample(config, zero, keep, recompute)
             rows, columns = sample.stages[LAYER].block_of(sequences)
-            return Measured(*found, rows * columns * np.dtype(config.train.dtype).itemsize)
+            block = rows * columns * np.dtype(config.train.dtype).itemsize
+            layer = sample.passes(LAYER, sequences, halves)
+            return Measured(layer, *self.once("ends", ends, config, *how), block)
 
         deep = (zero, data_place(config)) if zero else ()
-        return self.once("parts", measure, config, sequences // mesh.d, *how, halves, deep)
+        how = sequences // mesh.d, keep, halves, deep
+        return self.once("parts", measure, config, recompute, *how)
 
     def held(self, config, stage):
         """Bytes of the parameters, gradients and states of a stage, by kind."""
         held = self.sample(config, config.parallel.zero).held
         total = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
-        return total + held[()] + (held[stage.ends()] if stage.ends() else Counter())
+        return total + held[()] + (held[ends_of(stage)] if ends_of(stage) else Counter())
 
     def update(self, config, stage):
         """The Pass of the sums and that of the update, of as many layers as hold what a stage
@@ -195,12 +175,17 @@ class Estimator:
         return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config, nbytes):
-        """Seconds of a message to the next stage."""
+        """Seconds of a message to the next stage, in the mean of the stages."""
         if config.mesh.p == 1:
             return 0.0
         sizes = config.mesh.sizes()
-        here, there, *_ = line(sizes, dict.fromkeys(sizes, 0), "p")
-        return self.machine.call("send", nbytes, (here, there))
+
+        def measure():
+            column = line(sizes, dict.fromkeys(sizes, 0), "p")
+            return mean(self.machine.call("send", nbytes, pair) for pair in pairwise(column))
+
+        place = next(each for each in strides(config.mesh) if each[0] == "p")
+        return self.once("message", measure, config, nbytes, place)
 
     def twin(self, config, stages):
         """Seconds in which the two copies of a tied table exchange their gradients."""
@@ -220,50 +205,19 @@ class Estimator:
         word = self.machine.call("all_reduce", 8, ranks)
         return self.machine.call("broadcast", batch, ranks) + 3 * word
 
-    def fullest(self, config, parts, stages, works, update):
-        """The stage whose rank holds most, and what it holds, by kind."""
-        numbers = 0, min(1, len(stages) - 1), len(stages) - 1
-        candidates = {number: stages[number] for number in numbers}
-        found = {
-            number: self.held(config, stage)
-            + Counter(self.moving(config, parts, stage, works[stage], number, update))
-            for number, stage in candidates.items()
-        }
+    def fullest(self, config, parts, chunks, sums, rest):
+        """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
+        bytes of the sums and of the update of a layer."""
+        layer = self.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
+        ahead = max(1.0, 2e6 * config.parallel.bucket_mb / layer)  # two buckets of values
+        last, found = len(chunks) - 1, {}
+        for number in {0, min(1, last), max(0, last - 1), last}:
+            held = self.held(config, together(chunks[number]))
+            times = held["gradient"] / layer
+            sizes = held["gradient"], times * sums, min(times, ahead) * rest
+            found[number] = held + Counter(moving(config, parts, chunks[number], number, *sizes))
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
-
-    def moving(self, config, parts, stage, one, number, update):
-        """What a rank of a stage holds at the worst moment beside its parameters: activations
-        that wait for backward, and those of the pass that runs, or of the update of a layer.
-        `one` is the stage's Work on a microbatch."""
-        parallel = config.parallel
-        sizes = config.mesh.p, parallel.microbatches, parallel.chunks
-        forward = one.forward.left / parallel.chunks
-        kept = forward + one.backward.left / parallel.chunks  # by a backward pass, for its W
-        pairs = flights(parallel.schedule, *sizes, number)
-        waiting = max(live * forward + inputs * kept for live, inputs in pairs)
-        layer, blocks = parts.layer, parts.block * (4 if config.mesh.p > 1 else 1)
-        running = [
-            layer.forward.peak - layer.forward.left + blocks,
-            max(layer.whole.peak, layer.backward.peak) + blocks,
-        ]
-        if stage.last:
-            running.append(parts.last.whole.peak)
-            running.append(parts.last.forward.peak - parts.last.forward.left + blocks)
-            running[1] -= parts.last.forward.left
-        moving = max(waiting + max(running), update * stage.layers)
-        held = min(waiting, moving)
-        return {"activations in flight": int(held), "the running pass": int(moving - held)}
-
-
-@cache
-def work_of(parts, stage, split):
-    """The Work of a stage on a microbatch, its backward pass in halves where it is `split`."""
-    ends = [part for part, here in ((parts.first, stage.first), (parts.last, stage.last)) if here]
-    total = sum(ends, parts.layer * stage.layers)
-    if split:
-        return Work(total.forward, total.backward, total.weight)
-    return Work(total.forward, total.whole, NOTHING)
 
 
 @cache
@@ -279,3 +233,8 @@ def strides(mesh):
 
 def data_place(config):
     return next(place for place in strides(config.mesh) if place[0] == "d")
+
+
+def ends_of(content):
+    """The ends of a model that a stage holds."""
+    return tuple(part for part, here in zip((FIRST, LAST), content[1:]) if here)

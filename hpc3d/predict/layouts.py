@@ -232,10 +232,22 @@ def schedules(stages, micros, layers):
     if stages == 1:
         return [("none", 1)]
     chunks = [count for count in CHUNKS if count * stages <= layers]
-    named = [("1f1b", 1), ("gpipe", 1), *(("interleaved", v) for v in chunks), ("zb-h1", 1)]
-    named += [("zb-v", 2)] if 2 in chunks else []
+    named = [("1f1b", 1), ("gpipe", 1), *(("interleaved", v) for v in chunks)]
+    named += [("zb-h1", 1), ("zb-h2", 1), *[("zb-v", 2)] * (2 in chunks)]
     most = MOST_PASSES // (stages * micros)  # chunks
     return [(n, v) for n, v in named if v <= most and not find(n).forbids(stages, micros, v)]
+
+
+def zeros(config, ranks):
+    """The values of ZeRO that make a difference and divide the model, those together that have
+    the same passes."""
+    if config.mesh.d == 1:
+        return ((0,),)
+    return tuple(group for group in ZEROS if not misfits(with_zero(config, group[0]), ranks))
+
+
+def with_zero(config, zero):
+    return replace(config, parallel=replace(config.parallel, zero=zero))
 
 
 def orders(config):

@@ -1,11 +1,13 @@
 """What a search is told as: the best layouts simulated, those with a name, why the others lose."""
 
 from dataclasses import asdict
-from itertools import islice
-from statistics import mean
+from itertools import chain, islice
+from math import inf
+from statistics import fmean
 from typing import NamedTuple
 
 from hpc3d.config import Config, MeshConfig, ParallelConfig
+from hpc3d.predict.candidates import NEAR, RECOMPUTE
 from hpc3d.predict.layouts import kind
 from hpc3d.predict.simulate import simulate
 from hpc3d.predict.summary import summary, waits_of
@@ -18,7 +20,8 @@ NAMED = {
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in CUBOIDS,
 }
 EACH = 2  # places that are timed for a name
-RECOMPUTE = ("none", "selective", "full")  # more and more
+SHOWN = 0.25  # of the effort is left for layouts that are shown beside the quickest
+NEW, KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
 
 
 class Row(NamedTuple):
@@ -98,35 +101,95 @@ def effort(config):
 
 
 class Ranking:
-    """The rows of a search: simulations of the best and of the named, as far as `most` [ms of
+    """The rows of a search: simulations of the most promising offers, as far as `most` [ms of
     effort] goes, and estimates of the others, corrected by what was simulated."""
 
     def __init__(self, search, found, machine, most):
-        self.search, self.found, self.machine, self.left = search, found, machine, most
-        self.known, self.ratios = {}, []
+        self.search, self.found, self.machine = search, found, machine
+        self.most = self.left = most
+        self.known, self.ratios, self.peaks = {}, {}, {}
 
-    def row(self, estimate):
-        """The Row of a layout, simulated if there is effort left; the first one is in any case."""
+    def simulate(self):
+        """Simulate offers while one may be quicker than the quickest that fits; where none fits,
+        at last the smallest."""
+        offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
+        quickest = inf
+        while offer := self.promising(offers, quickest):
+            offers.remove(offer)
+            row = self.run(offer)
+            quickest = min(quickest, row.seconds if self.fits(row) else inf)
+        if quickest == inf and offers:
+            self.run(min(offers, key=self.peak))
+
+    def promising(self, offers, quickest):
+        """The most promising of the offers, or None where it is not worth a simulation."""
+        near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
+        offer = min(near, key=self.least, default=None)
+        enough = quickest < inf and self.left < SHOWN * self.most
+        return None if enough or not offer or self.least(offer) > quickest else offer
+
+    def least(self, estimate):
+        """Seconds that an estimate may turn out to be at least."""
+        ratios = self.ratios.get(family(estimate.config))
+        return estimate.seconds * (KIN * min(ratios) if ratios else NEW)
+
+    def peak(self, estimate):
+        """Bytes that an estimate is likely to turn out to be."""
+        return estimate.peak * fmean(self.peaks.get(family(estimate.config), [1]))
+
+    def room(self, estimate):
+        """Bytes that an estimate may have to be simulated: it is to fit the surer, the less effort
+        is left after it."""
+        left = (self.left - effort(estimate.config)) / self.most
+        return self.search.candidates.memory * (1 + NEAR * max(-1, left))
+
+    def run(self, estimate):
+        """The Row of a layout by simulation."""
         config = estimate.config
-        if config not in self.known:
-            cost = effort(config)
-            if self.known and cost > self.left:
-                seconds = estimate.seconds * mean(self.ratios)
-                return estimated(estimate)._replace(seconds=seconds)
-            self.left -= cost
-            row = simulated(config, self.search.estimator.vocabulary, self.machine)
-            self.known[config] = row
-            self.ratios.append(row.seconds / estimate.seconds)
-        return self.known[config]
+        self.left -= effort(config)
+        row = simulated(config, self.search.estimator.vocabulary, self.machine)
+        self.known[config] = row
+        self.ratios.setdefault(family(config), []).append(row.seconds / estimate.seconds)
+        self.peaks.setdefault(family(config), []).append(row.peak / estimate.peak)
+        return row
+
+    def corrected(self, estimate):
+        """The Row of an estimate, as wrong as others were."""
+        ratios = [*chain(*self.ratios.values())]
+        seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
+        return estimated(estimate)._replace(seconds=seconds)
+
+    def row(self, each):
+        """The Row of a place: the quickest of its layouts that were simulated and fit, or that of
+        an estimate; None if none fits."""
+        known = [self.known[one.config] for one in each.offers if one.config in self.known]
+        fitting = filter(self.fits, known)
+        new = (one for one in each.offers if one.config not in self.known)
+        likely = (one for one in new if self.peak(one) <= self.search.candidates.memory)
+        quickest = min(fitting, key=lambda row: row.seconds, default=None)
+        return quickest or next(map(self.corrected, likely), None)
+
+    def looked_at(self, each):
+        """The Row of a place, by simulation while there is effort left."""
+        row = self.row(each)
+        while row and not row.simulated and effort(row.config) <= self.left:
+            self.run(self.offer(row.config))
+            row = self.row(each)
+        return row
 
     def best(self, top):
-        """The quickest layouts that fit, by simulation where there is one."""
-        fitting = (self.row(each.best) for each in self.found.timed if each.fits)
-        rows = islice((row for row in fitting if self.fits(row)), top)
-        return sorted(rows, key=lambda row: row.seconds)
+        """The quickest layouts that fit, by simulation where there is one; the first always is."""
+        self.simulate()
+        fitting = [each for each in self.found.timed if each.fits]
+        while True:
+            rows = islice(filter(None, map(self.looked_at, fitting)), top)
+            rows = sorted(rows, key=lambda row: row.seconds)
+            if not rows or rows[0].simulated:
+                return rows
+            self.run(self.offer(rows[0].config))
 
     def fits(self, row):
-        return row.peak <= self.search.memory
+        return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh=None):
         """Time some places of every name, too."""
@@ -150,23 +213,27 @@ class Ranking:
         """The best of what was timed, or of what was simulated, among those that have a name."""
         chosen = {id(place) for place in self.places(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.place) in chosen]
-        rows = [self.row(each.best) for each in timed[:1]]
-        rows += [self.row(each.best) for each in timed if each.best.config in self.known]
+        rows = [row for each in timed[:EACH] if (row := self.looked_at(each))]
         fitting = [row for row in rows if self.fits(row)]
-        return min(fitting or rows, key=lambda row: row.seconds, default=None)
+        nearest = [estimated(self.nearest([each.best for each in timed]))] if timed else []
+        return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 
     def losers(self, best):
         """Why all others lose against the row `best`."""
-        winner = next(each for each in self.found.timed if each.best.config == best.config)
-        groups = {}
+        winner, groups = self.offer(best.config), {}
         for each in self.found.timed:
-            if each is not winner:
-                groups.setdefault(self.reason(each, winner.best), []).append(each.best)
+            if winner not in each.offers:
+                groups.setdefault(self.reason(each, winner), []).append(each.best)
         losers = [
             Loser(reason, len(group), estimated(self.nearest(group)))
             for reason, group in groups.items()
         ]
         return sorted(losers, key=lambda loser: -loser.count)
+
+    def offer(self, config):
+        """The estimate of a layout."""
+        offers = chain.from_iterable(each.offers for each in self.found.timed)
+        return next(offer for offer in offers if offer.config == config)
 
     def nearest(self, group):
         """The quickest of those that fit, else the smallest."""
@@ -184,6 +251,11 @@ class Ranking:
         again -= RECOMPUTE.index(winner.config.parallel.recompute)
         more["recompute" if again > 0 else "compute"] = each.best.compute - winner.compute
         return max(more, key=more.get)
+
+
+def family(config):
+    """What layouts have in common whose estimates are wrong alike."""
+    return config.mesh, config.parallel.scheme, config.parallel.schedule
 
 
 def alike(mesh, other):

@@ -6,29 +6,37 @@ until no bound is below the best ones that were found.
 """
 
 import logging
-from dataclasses import replace
+from itertools import zip_longest
 from math import inf
 from typing import NamedTuple
 
 from hpc3d.predict import layouts
-from hpc3d.predict.estimate import SPLIT, Estimate, Estimator
+from hpc3d.predict.candidates import NEAR, SURE, Candidates, savers, seconds_of
+from hpc3d.predict.estimate import Estimator
 
 log = logging.getLogger(__name__)
-WHOLE = ("none", "1f1b", "gpipe", "interleaved")  # schedules that do not split backward
+REACH = 1.4  # times the quickest place: what others may gain by being looked into
+COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
 
 
 class Timed(NamedTuple):
-    """The best that a place gives: of what fits the memory, else of what comes closest."""
+    """What a place gives: of what may fit the memory the `offers`, quickest first; else what comes
+    closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
 
     place: layouts.Place
-    best: Estimate
+    offers: list
     fits: bool
+    sure: float
+
+    @property
+    def best(self):
+        return self.offers[0]
 
 
 class Found(NamedTuple):
     """What a search found: `timed` places, quickest first and those that do not fit last; places
-    that were `cut`, since others with the same p and d move less or since the least they take is
-    too long, and `left` since enough was measured; and how many layouts there are."""
+    that were `cut`, since the least they take is too long, and `left` since enough was measured;
+    and how many layouts there are."""
 
     timed: list
     cut: list
@@ -54,12 +62,13 @@ class Search:
         self.base, self.ranks, self.memory = layouts.bare(config), ranks, memory
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = layouts.Bounds(self.base, ranks, vocabulary, machine)
-        self.estimates = 0
+        self.candidates = Candidates(self.estimator, ranks, memory)
 
     def run(self, top, most):
         """The Found of all layouts; no more than `most` costs are measured for it.
 
-        The place with the shortest words of each p and d is timed, then others where it was quick.
+        The place with the shortest words of each p and d is timed, then others where it was quick,
+        then the rest; at last the best are looked into.
         Raises ValueError, with one line that says what to change, if the rules allow no layout.
         """
         places = []
@@ -70,21 +79,42 @@ class Search:
         if not places:
             raise ValueError(self.refusal())
         self.calibrate(places)
-        groups, cut = layouts.shortlists(places)
+        groups, others = layouts.shortlists(places)
         groups.sort(key=lambda group: self.bounds.least(group[0]))
-        found = Found([], cut, [], sum(map(self.variants, places)))
-        times = [self.consider(group[0], found, top, most) for group in groups]
+        found = Found([], [], [], sum(map(self.variants, places)))
+        times = [self.consider(group[0], found, top, COARSE * most) for group in groups]
         rest = [(time, place) for time, group in zip(times, groups) for place in group[1:]]
-        for _, place in sorted(rest, key=lambda each: (each[0], self.bounds.least(each[1]))):
-            self.consider(place, found, top, most)
+        rest.sort(key=lambda each: (each[0], self.bounds.least(each[1])))
+        for place in [*(place for _, place in rest), *sorted(others, key=self.bounds.least)]:
+            self.consider(place, found, top, COARSE * most)
         found.sort()
+        self.refine(found, most)
         return found
+
+    def refine(self, found, most):
+        """Look for more in the places that may be among the best by it, in turn, as far as `most`
+        costs go."""
+
+        def limit():
+            return REACH * self.limit(found.timed, 1)
+
+        near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
+        for turn in zip_longest(*(self.candidates.every(best, limit) for best in near)):
+            for number, more in enumerate(turn):
+                place, offers, *_ = found.timed[number]
+                found.timed[number] = self.offered(place, [*offers, *(more or ())])
+            if self.spent(most):
+                break
+        found.sort()
+
+    def spent(self, most):
+        return self.estimator.costs >= most
 
     def consider(self, place, found, top, most):
         """Time a place, if it may be among the best; the seconds of its step, if it fits."""
         if self.bounds.least(place) > self.limit(found.timed, top):
             found.cut.append(place)
-        elif len(self.estimator.found) >= most and found.timed:
+        elif self.spent(most) and found.timed:
             found.left.append(place)
         else:
             log.info("%d sizes of a mesh timed, %d cut", len(found.timed), len(found.cut))
@@ -100,7 +130,7 @@ class Search:
 
     def limit(self, timed, top):
         """Seconds that a place must stay below to be among the best."""
-        seconds = sorted(each.best.seconds for each in timed if each.fits)
+        seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
     def places(self):
@@ -120,99 +150,22 @@ class Search:
 
     def variants(self, place):
         """How many layouts have the sizes of a place."""
-        mesh, layers = place.config.mesh, self.base.model.layers
-        counts = layouts.microbatches(place.config, self.ranks)
-        ways = sum(len(layouts.schedules(mesh.p, micros, layers)) for micros in counts)
-        orders = layouts.orders(place.config) if self.bounds.placed else 1
-        return ways * len(savers(mesh)) * sum(map(len, zeros(mesh))) * orders
+        config, layers = place.config, self.base.model.layers
+        counts = layouts.microbatches(config, self.ranks)
+        ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
+        orders = layouts.orders(config) if self.bounds.placed else 1
+        zeros = sum(map(len, layouts.zeros(config, self.ranks)))
+        return ways * len(savers(config.mesh)) * zeros * orders
 
     def timed(self, place):
-        """The best estimate of a place: what keeps more is quicker, so that backward does no more
-        again than it must, and ZeRO 2 and 3 are for where it would do whole layers again."""
-        mesh, found = place.config.mesh, []
-        counts = layouts.microbatches(place.config, self.ranks)
-        counts = [micros for micros in counts if micros >= mesh.p] or counts[-1:]
-        ways = savers(mesh)
-        for group in zeros(mesh):
-            way = self.first_that_fits(place.config, counts[-1], group, ways, found)
-            if way is not None:
-                found += self.tries(place.config, counts, group, way)
-                ways = ways[: ways.index(way)]
-            if not ways or (way and way[1] != "full"):
-                break
-        fitting = [each for each in found if self.fits(each)]
-        if not fitting:
-            last = zeros(mesh)[-1], savers(mesh)[-1]
-            found += self.options(place.config, counts[-1], *last)
-            return Timed(place, min(found, key=lambda each: each.peak), False)
-        best = min(fitting, key=lambda each: each.seconds)
-        fewer = filter(self.fits, [*self.fewer(place.config, counts, best)])
-        best = min([best, *fewer], key=lambda each: each.seconds)
-        best = min([best, *filter(self.fits, self.split(best))], key=lambda each: each.seconds)
-        return Timed(place, best, True)
+        """The Timed of a place, as far as it takes to compare it with others."""
+        return self.offered(place, self.candidates.promising(place.config))
 
-    def first_that_fits(self, config, micros, group, ways, found):
-        """The first of `ways` to save memory that fits with so many microbatches, or None; they
-        save more and more.  Adds the estimates that it needs to `found`."""
-        low, high = 0, len(ways)
-        while low < high:
-            middle = (low + high) // 2 if low else 0
-            options = [*self.options(config, micros, group[-1:], ways[middle])]
-            found += options
-            low, high = (low, middle) if any(map(self.fits, options)) else (middle + 1, high)
-            if min(each.held for each in options) > self.memory:
-                return None
-        return ways[low] if low < len(ways) else None
-
-    def tries(self, config, counts, group, way):
-        """Estimates with more and more microbatches, until they fit and are no longer quicker."""
-        best = inf
-        for micros in counts:
-            options = [*self.options(config, micros, group, way)]
-            yield from options
-            seconds = min((each.seconds for each in options if self.fits(each)), default=inf)
-            if seconds > best or (seconds < inf and config.mesh.p == 1):
-                return
-            best = seconds
-
-    def fewer(self, config, counts, best):
-        """Estimates with fewer microbatches than the best, which fit where more is done again."""
-        mesh, found = config.mesh, []
-        for micros in counts:
-            if micros < best.config.parallel.microbatches:
-                for group in zeros(mesh):
-                    way = self.first_that_fits(config, micros, group, savers(mesh), found)
-                    if way is not None:
-                        found += self.options(config, micros, group, way)
-        return found
-
-    def split(self, best):
-        """Estimates of the schedules that split the backward pass, in place of that of `best`."""
-        config, parallel = best.config, best.config.parallel
-        way = parallel.keep_gathered, parallel.recompute
-        yield from self.options(config, parallel.microbatches, (parallel.zero,), way, SPLIT)
-
-    def options(self, config, micros, group, way, names=WHOLE):
-        """Estimates for the schedules of these `names` and the values of ZeRO in `group`."""
-        keep, recompute = way
-        for name, chunks in layouts.schedules(config.mesh.p, micros, self.base.model.layers):
-            for zero in group if name in names else ():
-                self.estimates += 1
-                changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
-                changes |= {"keep_gathered": keep, "recompute": recompute, "schedule": name}
-                parallel = replace(config.parallel, **changes)
-                yield self.estimator.estimate(replace(config, parallel=parallel))
-
-    def fits(self, estimate):
-        return estimate.peak <= self.memory
-
-
-def savers(mesh):
-    """What backward may do again; without tensor axes there is nothing to gather again."""
-    gathers = mesh.x * mesh.y * mesh.z > 1
-    return [saver for saver in layouts.SAVERS if saver[0] or gathers]
-
-
-def zeros(mesh):
-    """The values of ZeRO that make a difference, those together that have the same passes."""
-    return layouts.ZEROS if mesh.d > 1 else ((0,),)
+    def offered(self, place, found):
+        """The Timed of a place with these estimates."""
+        near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
+        if not near:
+            return Timed(place, [min(found, key=lambda each: each.peak)], False, inf)
+        offers = sorted(near.values(), key=seconds_of)
+        sure = (each.seconds for each in offers if self.candidates.fits(each, SURE))
+        return Timed(place, offers, True, next(sure, inf))

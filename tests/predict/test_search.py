@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.inputs import load
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import find, streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.pipeline.timeline import makespan as measured
 from hpc3d.predict import layouts
@@ -59,9 +59,14 @@ def step(config, machine=CLUSTER, vocabulary=256):
     return (end - start) / 1e9, max(run.peak["all"] for run in runs)
 
 
-def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=10_000, top=10):
+def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=400, top=10):
     found = Search(config_of(line), ranks, 256, machine, memory)
     return found, found.run(top, most)
+
+
+def quickest(searched, timed):
+    """The quickest offer of a place that fits by its estimate, or None."""
+    return next(filter(searched.candidates.fits, timed.offers), None)
 
 
 # Closed forms
@@ -75,13 +80,18 @@ def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=10_000, to
         ("interleaved", 2, 1e-9),
         ("interleaved", 4, 1e-9),
         ("zb-h1", 1, 0.06),
+        ("zb-h2", 1, 0.1),
         ("zb-v", 2, 0.05),
     ],
 )
 def test_the_makespan_is_that_of_the_timeline(name, chunks, tolerance):
     costs = [(1, 1, 1), (1, 1.5, 0.9), (1, 2, 1)]
-    for stages, rounds, cost, message in product((2, 4, 8), (1, 2, 4), costs, (0, 0.05, 0.2)):
-        micros = rounds * stages
+    for stages, rounds, cost, message in product(
+        (2, 4, 8), (0.25, 0.5, 1, 2, 4), costs, (0, 0.05, 0.2)
+    ):
+        micros = max(1, int(rounds * stages))
+        if find(name).forbids(stages, micros, chunks):
+            continue
         passes, placement = streams(name, stages, micros, chunks)
         exact = measured(timeline(passes, placement, Cost(*cost, message)))
         forward, backward, weight = cost
@@ -117,6 +127,9 @@ p=4 x=2 schedule=1f1b microbatches=8
 p=4 d=2 schedule=gpipe microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4
 p=4 x=2 scheme=1d schedule=zb-h1 microbatches=8 recompute=selective
+p=4 x=2 scheme=1d schedule=zb-h1 recompute=full
+p=4 d=2 schedule=zb-h1 zero=2
+p=4 d=2 schedule=zb-h2 microbatches=2
 p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
 d=8 train.backend=cupy
 x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
@@ -130,7 +143,7 @@ def test_an_estimate_is_near_the_simulation(line):
     found = Estimator(256, CLUSTER).estimate(config)
     seconds, peak = step(config)
     assert found.seconds == pytest.approx(seconds, rel=0.1)
-    assert found.peak == pytest.approx(peak, rel=0.15)
+    assert found.peak == pytest.approx(peak, rel=0.1)
     parts = found.compute + found.bubble + found.waits.total()
     assert parts == pytest.approx(found.seconds, rel=1e-9)
     assert min(found.compute, found.bubble + 1e-12, *found.waits.values()) >= 0
@@ -227,11 +240,11 @@ def test_no_layout_that_was_left_out_is_simulated_quicker():
 def test_with_less_memory_steps_take_longer():
     steps = []
     for memory in (1, 0.05, 0.03, 0.02):
-        _, found = search(memory=memory * GB)
-        best = found.timed[0]
-        assert best.fits and best.best.peak <= memory * GB
-        assert step(best.best.config)[1] <= 1.1 * memory * GB
-        steps.append(best.best.seconds)
+        searched, found = search(memory=memory * GB)
+        fitting = (quickest(searched, each) for each in found.timed if each.fits)
+        best = min(filter(None, fitting), key=lambda each: each.seconds)
+        assert step(best.config)[1] <= 1.1 * memory * GB
+        steps.append(best.seconds)
     assert steps == sorted(steps) and steps[0] < steps[-1]
 
 
@@ -243,7 +256,7 @@ def test_zero_shares_out_what_does_not_fit_otherwise():
     parameters = 4 * 8 * 12 * 512**2
     # Values and gradients take 2 of these, the optimiser's states 2 more.
     for memory in (8, 3.8, 2.6, 1.6):
-        searched.memory = memory * parameters
+        searched.candidates.memory = memory * parameters
         found = searched.timed(replicas)
         assert found.fits
         zeros.append(found.best.config.parallel.zero)
@@ -256,11 +269,12 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
     searched = Search(config_of(line), 8, 256, near, 16 * GB)
     replicas = next(place for place in searched.places() if place.config.mesh.d == 8)
     (two,), (three,) = (
-        [*searched.options(replicas.config, 1, (zero,), (True, "selective"))] for zero in (2, 3)
+        [*searched.candidates.options(replicas.config, 1, (zero,), (True, "selective"))]
+        for zero in (2, 3)
     )
-    searched.memory = (two.peak + three.peak) / 2
-    found = searched.timed(replicas).best
-    assert (found.config.parallel.zero, found.config.parallel.recompute) == (3, "selective")
+    searched.candidates.memory = (two.peak + three.peak) / 2
+    found = quickest(searched, searched.timed(replicas)).config.parallel
+    assert (found.zero, found.recompute) == (3, "selective")
 
 
 def test_nothing_fits_no_memory():
