@@ -51,8 +51,10 @@ train: .venv/setup.stamp
 test: .venv/test.stamp
 	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm"
 
+# Predictions start no ranks, so they run on two processes.
 test-slow: .venv/test.stamp .venv/cupy.stamp
-	python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: no test has this mark
+	python -m pytest -q -n 2 -m slow tests/predict
+	python -m pytest -q -m slow --ignore tests/predict
 
 fuzz: .venv/test.stamp
 	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)
