@@ -23,6 +23,7 @@ from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
 MACHINE = "machines/h100.toml"
+TOP = 10  # layouts that are shown
 FEW = 16  # ranks whose layouts are looked into one and all
 UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 JSON = """\
@@ -49,7 +50,7 @@ def parser():
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
     add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
-    add("--top", type=positive, default=10, metavar="K", help="layouts that are shown (10)")
+    add("--top", type=positive, default=TOP, metavar="K", help="layouts that are shown (10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
     add("--json", action="store_true", help=JSON)
     return parser
@@ -74,8 +75,9 @@ def plan(options, overrides):
     refuse([*unknown_values(config), *not_there_yet(config)])
     machine = machines.load(options.machine or shipped(MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
-    found, ranking = ranked(config, ranks, machine, memory, options.top)
-    best = ranking.best(options.top)
+    top = max(options.top, TOP)  # what is found first does not depend on how much is shown
+    found, ranking = ranked(config, ranks, machine, memory, top)
+    best = ranking.best(top)[: options.top]
     if not best:
         raise ValueError(nothing_fits(found, ranking, memory))
     named = {"any p and d": ranking.named(), here(config.mesh): ranking.named(config.mesh)}

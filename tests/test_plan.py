@@ -44,6 +44,17 @@ def planned(capsys, *words):
     return json.loads(out.splitlines()[-1])
 
 
+def test_the_first_layout_is_the_same_however_many_are_shown(capsys):
+    sizes = {"layers": 4, "hidden": 1024, "heads": 16, "sequence": 256, "vocabulary": 1024}
+    words = [word for key, size in sizes.items() for word in (f"--model.{key}", str(size))]
+    words += ["--train.batch", "8", "--train.dtype", "float16", "--machine", "a100-selene"]
+    one, ten = (
+        planned(capsys, str(INPUTS / "gpt-serial.toml"), "--ranks", "8", *words, "--top", top)
+        for top in ("1", "10")
+    )
+    assert len(one["layouts"]) == 1 and one["layouts"] == ten["layouts"][:1]
+
+
 def test_the_best_layouts_are_listed(capsys):
     code, out, err = plan(capsys, *SMALL, "--top", "3")
     assert (code, err) == (0, "")
