@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from math import ceil, prod
+from math import prod
 from statistics import mean
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from hpc3d.config import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.predict.cost import NOTHING, Passes, Sample
 from hpc3d.predict.makespan import makespan
-from hpc3d.predict.peak import SPLIT, contents, moving, together, work_of
+from hpc3d.predict.peak import SPLIT, buckets, contents, moving, together, work_of
 
 TOKEN = 4  # bytes
 
@@ -169,9 +169,8 @@ class Estimator:
         parallel = config.parallel
         if not parallel.overlap:
             return 0.0
-        size = max(1.0, parallel.bucket_mb * 1e6)  # 0 is a bucket for each tensor
-        buckets = ceil(self.held(config, stage)["gradient"] / size)
-        early = sums.waits["d"] * (1 - 1 / max(1, min(buckets, stage.layers)))
+        posts = buckets(self.held(config, stage)["gradient"], parallel.bucket_mb)
+        early = sums.waits["d"] * (1 - 1 / max(1, min(posts, stage.layers)))
         return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config, nbytes):

@@ -50,6 +50,11 @@ def contents_of(place, *layers):
     ]
 
 
+def buckets(gradient, megabytes):
+    """How many buckets a gradient of so many bytes fills; one of no size has a tensor."""
+    return ceil(gradient / max(1.0, 1e6 * megabytes))
+
+
 def together(chunks):
     """The Content of a stage."""
     layers, first, last = zip(*chunks)
@@ -77,7 +82,7 @@ def moving(config, parts, chunks, number, gradient, sums, rest):
     moments = [*moments_of(parallel.schedule, sizes, number, works, blocks), (0, rest)]
     layers = max(1, together(chunks).layers)
     layer = parts.layer.weight if split else parts.layer.whole
-    posts = min(layers, ceil(gradient / (1e6 * parallel.bucket_mb)) or 1)
+    posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0
     moments += [(0, sums), (parts.layer.forward.left, early + layer.peak + blocks)]
     held, passing = max(moments, key=sum)
