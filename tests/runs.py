@@ -38,8 +38,9 @@ def newest(out):
 
 
 def said(done):
-    """What hpc3d said on standard error; the launcher's own words may stand on the same line."""
-    return re.findall(r"hpc3d\.\w+: .*", done.stderr)
+    """What hpc3d said on standard error, but for how long it is at work; the launcher's own words
+    may stand on the same line."""
+    return re.findall(r"hpc3d\.\w+: (?!\d+ s: ).*", done.stderr)
 
 
 def losses(path):
