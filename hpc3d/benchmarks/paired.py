@@ -15,6 +15,7 @@ import numpy as np
 
 from hpc3d import trace
 from hpc3d.cluster.threads import meshes
+from hpc3d.plain import Problems
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.loop import Trainer
 
@@ -151,7 +152,7 @@ def run(ranks, arguments, folder, steps=4):
                     first = time.perf_counter() - start
         if process.returncode:
             errors.seek(0)
-            raise ValueError(f"{' '.join(command)} failed:\n{errors.read().strip()}")
+            raise Problems([f"{' '.join(command)} failed:", *errors.read().splitlines()])
     where = Path(line.removeprefix("run kept in ").strip())
     with trace.open(where / "trace.h5") as recorded:
         return {"first_s": first, "folder": where, **times(recorded)}

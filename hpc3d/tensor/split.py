@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from hpc3d.plain import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
@@ -34,7 +35,7 @@ class Split:
 
     def __post_init__(self):
         if problems := [*misplaced(vars(self))]:
-            raise ValueError("\n".join(problems))
+            raise Problems(problems)
 
     @cache  # noqa: B019  there are few splits
     def next(self):
