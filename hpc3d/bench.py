@@ -9,6 +9,9 @@
     schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
     guards     steps whose products and messages are checked, on 1, 8 and 64 ranks; replicas
 
+    calls      alone, as `mpirun -np N python -m hpc3d.bench calls`: collectives over the N ranks,
+               by size, as they are made here and as MPI makes them
+
     calibrate  this machine, from runs of up to 8 ranks: which `--machine this-machine` then is;
                with --check, steps of 12 other runs, measured and predicted
     findings   when a pipeline beats replicas, what a poor partition holds, the size of messages,
@@ -21,6 +24,7 @@ Ratios are medians of pairs that ran one after the other; single times say littl
 that is busy.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -32,6 +36,7 @@ from hpc3d.command import Parser, positive, run
 MODULES = {
     "pairs": ("overhead", "step", "trace", "overlap", "schemes"),
     "guards": ("guards",),
+    "calls": ("calls",),
     "calibration": ("calibrate",),
     "predicted": ("findings", "published", "speedups", "vtrain"),
 }
@@ -41,6 +46,8 @@ SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, w
 
 def main(argv=None):
     options = _parser().parse_args(argv)
+    if options.names == ["calls"]:
+        return launch.run("bench", lambda job: benchmark("calls")(job, options))
     if SINGLE & {*options.names}:  # before NumPy is loaded
         os.environ |= dict.fromkeys(launch.THREAD_VARIABLES, "1")
     return run("bench", lambda: measure(options))
@@ -55,7 +62,7 @@ def measure(options):
 def _parser():
     parser = Parser("bench", __doc__)
     add = parser.add_argument
-    add("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
+    add("names", nargs="+", action=Names, choices=BENCHMARKS, metavar="NAME")
     add("--rounds", type=positive, default=0, metavar="N", help="pairs (default: a few)")
     add("--out", default="results", metavar="DIR", help="folder of the figures")
     add("--machine", metavar="NAME|FILE", help="what predicts, or the file that calibrate writes")
@@ -63,6 +70,15 @@ def _parser():
     add("--check", action="store_true", help="predict other runs (calibrate)")
     add("--json", action="store_true", help="one JSON object on the last line")
     return parser
+
+
+class Names(argparse.Action):
+    """Names of benchmarks; that which runs on the ranks of mpirun stands alone."""
+
+    def __call__(self, parser, options, names, option=None):
+        if "calls" in names and len(names) > 1:
+            parser.error("calls runs on the ranks of mpirun, the others do not: ask for it alone")
+        options.names = names
 
 
 def benchmark(name):

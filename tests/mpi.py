@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 SESSIONS = tempfile.TemporaryDirectory(prefix="hpc3d-mpirun-", ignore_cleanup_errors=True)
 
@@ -76,13 +76,14 @@ def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=s
     """`mpirun -np ranks python ARGUMENTS`, or another `program` than python; a hang is a failure,
     and the whole group is killed.
 
-    Returns a CompletedProcess with text in stdout and stderr.
+    Returns a CompletedProcess with text in stdout and stderr, and `seconds`.
     """
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     command = [launcher, "-np", str(ranks), str(program), *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
+    begin = time.monotonic()
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -100,7 +101,9 @@ def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=s
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"{command} hung for {timeout} s\n{out}\n{err}") from None
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    done.seconds = time.monotonic() - begin
+    return done
 
 
 def checked(*arguments, **how):

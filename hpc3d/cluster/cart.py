@@ -1,9 +1,12 @@
 """The mesh of an MPI job: one Cartesian communicator, one sub-communicator an axis."""
 
+from collections import Counter
+
 from mpi4py import MPI
 
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import Self
+from hpc3d.cluster.hosts import Hosts
 from hpc3d.cluster.mesh import Mesh
 from hpc3d.cluster.mpi import Mpi
 from hpc3d.cluster.node import Node, usable
@@ -12,20 +15,21 @@ from hpc3d.cluster.node import Node, usable
 def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
     """The mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
 
-    Groups of ranks that share a node talk through shared memory, the others through MPI;
-    `transport="mpi"` lets all of them use MPI.  With a `device` (hpc3d.cluster.cuda) blocks are
-    there, and `transport` is one of hpc3d.cluster.transport; the world's are on the host.
+    Groups of ranks that share a node talk through shared memory, those with equally many on each
+    of several hosts through that and MPI, the others through MPI; `transport="mpi"` lets all of
+    them use MPI.  With a `device` (hpc3d.cluster.cuda) blocks are there, and `transport` is one of
+    hpc3d.cluster.transport; the world's are on the host.
     Collective: all ranks make the same calls.
     """
     cart = comm.Create_cart(list(sizes.values()), reorder=False)
-    nodes, pool = node_of_rank(cart), Pool()
+    pool = Pool()
+    nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
         """The communicator of the ranks of `line`, named by their ranks in the mesh."""
         if line.size == 1:
             return Self(pool, cart.rank)
-        shared = transport != "mpi" and len({nodes[rank] for rank in members}) == 1
-        return (Node if shared and nodes[cart.rank] is not None else Mpi)(line, members, pool)
+        return together(line, members, pool, [nodes[rank] for rank in members])
 
     lines = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
     lines = {name: (line, ranks(line, cart)) for name, line in lines.items() if line.size > 1}
@@ -39,6 +43,14 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
         blocks = DevicePool(device)
         comms = communicators(transport, cart, lines, blocks)
     return Mesh(dict(sizes), coords, comms, talk(cart, ranks(cart, cart)), pool=blocks)
+
+
+def together(line, members, pool, hosts):
+    """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
+    numbers = set(Counter(hosts).values())
+    if None in hosts or len(numbers) > 1 or numbers == {1}:
+        return Mpi(line, members, pool)
+    return Hosts(line, members, pool, hosts) if len({*hosts}) > 1 else Node(line, members, pool)
 
 
 def ranks(line, cart):

@@ -109,7 +109,10 @@ class Checked(Communicator):
 
     def watched(self, whole, givers):
         """Whose parts this member looks at: where all see one memory, one of them each."""
-        return givers if whole.flags.writeable else [givers[(self.rank + 1) % len(givers)]]
+        if whole.flags.writeable:
+            return givers
+        number, readers = self.comm.readers
+        return givers[(number + 1) % min(readers, len(givers)) :: readers]
 
     def same(self, row, total):
         self.rows[row, self.size] = words(total)[0]

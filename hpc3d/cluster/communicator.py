@@ -62,6 +62,12 @@ class Communicator:
         self.members = tuple(members if members is not None else range(size))
         self.pool = pool or Pool()
 
+    @property
+    def readers(self):
+        """This member's number among those that read a gathered block in one memory, where it is
+        not writeable, and how many they are."""
+        return self.rank, self.size
+
     def buffer(self, shape, dtype):
         """An array that this communicator reduces without copying it first."""
         return self.pool.empty(shape, dtype, "communication")
@@ -157,3 +163,10 @@ def rows_first(block, dim):
 
 
 REDUCTIONS = {"sum": np.add, "max": np.maximum}
+
+
+def fold(operation, blocks, out):
+    """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two."""
+    operation(blocks[0], blocks[1], out=out)
+    for block in blocks[2:]:
+        operation(out, block, out=out)

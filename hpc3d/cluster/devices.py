@@ -198,7 +198,7 @@ def told_by_launcher(name):
 def surroundings():
     """What two ranks of our own need besides what the user has set; `library` says the same."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
-        library.CROWD_5: ":oversubscribe"
+        library.CROWD_5: "slot:oversubscribe"
     }
 
 

@@ -9,6 +9,8 @@ there when it is posted, for an MPI that takes memory of devices need not do so 
 (Open MPI 5.0: CUDA with UCX, non-blocking reductions).
 """
 
+from math import inf
+
 import numpy as np
 
 from hpc3d.cluster.communicator import ready
@@ -18,6 +20,8 @@ from hpc3d.cluster.staged import Staged, integers, narrowed, widened
 
 class Direct(Mpi):
     """The members of one MPI communicator `comm`, whose blocks are on `device`."""
+
+    long = inf  # MPI knows better how memory of devices goes over the wire
 
     def __init__(self, comm, device, members, pool):
         super().__init__(comm, members, pool)

@@ -7,11 +7,12 @@ RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
 
 class Hardware(NamedTuple):
     """The `device` of a rank (None: its processor), the way of hpc3d.cluster.transport that its
-    blocks go, and the `lines` that say so."""
+    blocks go, the `lines` that say so, and the Homes of all ranks."""
 
     device: object
     transport: str
     lines: tuple = ()
+    homes: object = None
 
     def with_line(self, line):
         return self._replace(lines=(*self.lines, line))

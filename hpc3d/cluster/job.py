@@ -11,6 +11,8 @@ import time
 from mpi4py import MPI
 
 from hpc3d.cluster.exits import BAD_INPUT, REFUSED, Ended
+from hpc3d.cluster.homes import kernel
+from hpc3d.cluster.launcher import end_later, launcher
 from hpc3d.plain import lines_of, plain
 
 OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
@@ -26,6 +28,7 @@ class Job:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.at_end, self.ending = [], threading.Lock()
         self.told, self.stops, self.started = [], False, time.monotonic()
+        self.launcher = launcher()
         self.id = self.comm.bcast(f"{socket.gethostname()}-{os.getpid()}")
 
     def agree(self, function):
@@ -70,9 +73,12 @@ class Job:
             time.sleep(0.005)
 
     def place(self):
-        """This rank's host, process and number on its node."""
+        """This rank's host, process, number on its node and the first rank of that; collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        return {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": node.rank}
+        mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
+        first = self.gather(mine).index(mine)
+        own = {"host": socket.gethostname(), "pid": os.getpid()}
+        return own | {"local_rank": node.rank, "node": first}
 
     def library(self):
         """The MPI library, in one line."""
@@ -104,6 +110,7 @@ class Job:
         sys.stderr.flush()
         if self.size == 1:  # there is nobody that MPI would have to end
             os._exit(code)
+        end_later(self.launcher)
         self.comm.Abort(code)
 
 

@@ -20,7 +20,7 @@ from math import prod
 import numpy as np
 
 from hpc3d.cluster.arrays import Lease, lease_of, size_class
-from hpc3d.cluster.communicator import REDUCTIONS, SMALL_SUM, Pending
+from hpc3d.cluster.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
 from hpc3d.cluster.mpi import Mpi, wait_until
 
 SHARED = "/dev/shm"
@@ -249,10 +249,3 @@ class Node(Mpi):
             return finish()
 
         return Pending(meet_and_finish)
-
-
-def fold(operation, blocks, out):
-    """blocks[0] o blocks[1] o ..., in the order of the members."""
-    operation(blocks[0], blocks[1], out=out)
-    for block in blocks[2:]:
-        operation(out, block, out=out)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from hpc3d.cluster import devices
 from hpc3d.cluster.health import OK, Finding
+from hpc3d.cluster.homes import spans
 from hpc3d.cluster.library import library_file
 from hpc3d.cluster.nccl import OLDEST
-from hpc3d.cluster.watchdog import spans
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
 WAYS = {"none": "staged", "p2p": "mpi-messages", "full": "mpi"}  # by what MPI takes of devices

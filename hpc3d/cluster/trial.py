@@ -3,27 +3,31 @@
 A check is called on all ranks and yields the same findings on each; rank 0 may print them.
 """
 
+import hashlib
 import os
 import platform
+import socket
 import time
 from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
-from hpc3d import __version__
+import hpc3d
 from hpc3d.cluster.cart import build
-from hpc3d.cluster.health import FAIL, OK, WARN, Finding, count, installed, size
+from hpc3d.cluster.health import FAIL, OK, WARN, Finding, count, installed, requirements, size
+from hpc3d.cluster.homes import homes_of, spans
 from hpc3d.cluster.launch import cores_of_node
 from hpc3d.cluster.library import YIELD
 from hpc3d.cluster.node import Node
+from hpc3d.cluster.sharing import REMEDY, appears
 from hpc3d.cluster.storage import ELSEWHERE, scratch
 
 SMALL, LARGE = 8, 4 << 20  # bytes of a message
 EXCHANGES, LARGE_EXCHANGES = 200, 10
 SUMMED = 1 << 17  # numbers
-SEEN_WITHIN = 3  # s, for a folder that all hosts share
 
 
 def places(job):
@@ -71,65 +75,68 @@ def crowding(host, ranks, used, cores):
         yield Finding(verdict, "cores", text, f"unset {YIELD}" if verdict == WARN else "")
 
 
-def spans(ranks):
-    """Ascending numbers as people write them: 0-3 6."""
-    parts = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return " ".join(f"{a}-{b}" if b > a else str(a) for a, b in parts)
-
-
 def alike(job):
-    """Whether all ranks run the same versions."""
+    """Whether all ranks run the same versions, from the same sources."""
     mine = {
-        "hpc3d": __version__,
+        "hpc3d": hpc3d.__version__,
+        "sources": sources(),
         "Python": platform.python_version(),
         "MPI": " ".join(job.library().split()),
     }
-    mine |= {name: installed(name) for name in ("numpy", "mpi4py")}
-    everyone = job.gather(mine)
-    for name in mine:
-        ranks = defaultdict(list)
-        for rank, versions in enumerate(everyone):
-            ranks[versions[name]].append(rank)
-        if len(ranks) > 1:
-            text = "; ".join(f"{version} on ranks {spans(who)}" for version, who in ranks.items())
-            remedy = "one environment for all hosts: in a folder that they share, or a module"
-            yield Finding(FAIL, name, text, remedy)
-    if all(versions == mine for versions in everyone):
-        yield Finding(OK, "versions", f"equal: {mine['MPI']}, NumPy {mine['numpy']}")
+    mine |= {name: installed(name) for name, _ in requirements()}
+    everyone, hosts = job.gather(mine), job.gather(socket.gethostname())
+    names = dict.fromkeys(name for versions in everyone for name in versions)
+    differing = {name: [versions.get(name) for versions in everyone] for name in names}
+    texts = [
+        f"{name} {unlike(found, hosts)}" for name, found in differing.items() if len({*found}) > 1
+    ]
+    if texts:
+        remedy = "one environment for all hosts: in a folder that they share, or a module"
+        yield Finding(FAIL, "versions", "; ".join(texts), remedy)
+    else:
+        listed = ", ".join(f"{name} {mine[name]}" for name, _ in requirements())
+        yield Finding(OK, "versions", f"equal: {mine['MPI']}, {listed}; sources {mine['sources']}")
+
+
+def unlike(found, hosts):
+    """Which hosts have which of the values `found` of the ranks: 2.1 on hn1, 2.0 on hn2; ranks
+    where those of a host differ."""
+    ranks, parts = defaultdict(list), []
+    for rank, value in enumerate(found):
+        ranks[value].append(rank)
+    split = len({*zip(hosts, found, strict=True)}) > len({*hosts})
+    for value, who in ranks.items():
+        where = f"ranks {spans(who)}" if split else " ".join(dict.fromkeys(hosts[r] for r in who))
+        parts.append(f"{value or 'missing'} on {where}")
+    return ", ".join(parts)
+
+
+def sources():
+    """A short hash of hpc3d's own files, but for inputs, which belong to the machine."""
+    top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
+    for path in sorted(top.rglob("*")):
+        if not {"__pycache__", "share"} & {*path.relative_to(top).parts} and path.is_file():
+            whole.update(f"{path.relative_to(top)}\0".encode() + path.read_bytes())
+    return whole.hexdigest()[:12]
 
 
 def one_folder(job, folder):
     """Whether all hosts see the same `folder`: in it, one of rank 0's."""
-    made = None
+    made, homes = None, homes_of(job)
     if job.rank == 0:
         with suppress(OSError):
             made = scratch(folder)
     name = job.comm.bcast(made and made.name)
-    blind = [rank for rank, sees in enumerate(job.gather(appears(name))) if not sees]
+    blind = [rank for rank, sees in enumerate(job.gather(name and appears(name))) if not sees]
     if made:
         made.cleanup()
     if name is None:
         yield Finding(FAIL, "folder", f"rank 0 cannot write in {folder}", ELSEWHERE)
     elif blind:
-        text = f"{folder} is another one for ranks {spans(blind)}"
-        yield Finding(FAIL, "folder", text, "--run.out on a file system that all hosts share")
+        text = f"{folder} is another one for {homes.named(blind)}"
+        yield Finding(FAIL, "folder", text, REMEDY)
     else:
         yield Finding(OK, "folder", f"{folder} is the same for all ranks")
-
-
-def appears(path):
-    """Whether a folder is there or comes: hosts see what others make with a delay."""
-    until = time.monotonic() + SEEN_WITHIN
-    while path and not os.path.isdir(path):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def sums(job):

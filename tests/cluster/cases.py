@@ -7,6 +7,7 @@ import numpy as np
 
 DTYPES = ("float64", "float32", "int32")
 LARGE = (7, 1201)  # above 16 KiB in every type, and an odd number of elements
+LONG = (7, 20011)  # 64 KiB and more for each of 5 members, which do not divide it
 
 
 def blocks(comm, shape, dtype, seed=0):
@@ -126,6 +127,24 @@ def in_flight(comm, dtype):
     same(gathered.wait(), np.concatenate(parts))
 
 
+def long_blocks(comm, dtype):
+    """Calls of long blocks that are in flight together."""
+    parts = blocks(comm, LONG, dtype)
+    tall = blocks(comm, (3 * comm.size, 6007), dtype, seed=1)
+    mine, root = parts[comm.rank], comm.size - 1
+    total = np.sum(parts, 0, dtype)
+    summed, highest = comm.all_reduce(mine), comm.all_reduce(mine, "max")
+    gathered, scattered = comm.all_gather(mine), comm.reduce_scatter(tall[comm.rank])
+    spread = comm.broadcast(mine if comm.rank == root else mine[:0], root)
+    collected = comm.reduce(mine, root)
+    same(scattered.wait(), np.split(np.sum(tall, 0, dtype), comm.size)[comm.rank])
+    same(highest.wait(), np.max(parts, 0))
+    same(summed.wait(), total)
+    same(collected.wait(), total if comm.rank == root else total[:0])
+    same(spread.wait(), parts[root])
+    same(gathered.wait(), np.concatenate(parts))
+
+
 def adjoint(comm, dtype):
     """<A x, y> = <x, A' y> over all members, for both pairs of adjoint moves."""
     x, y = (blocks(comm, (3, 4), dtype, 0), blocks(comm, (3 * comm.size, 4), dtype, 1))
@@ -168,6 +187,7 @@ CASES = (
     strided,
     in_place,
     in_flight,
+    long_blocks,
     adjoint,
     refusal,
 )

@@ -8,11 +8,12 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 from hpc3d import doctor
-from hpc3d.cluster import devices, launch, trial
+from hpc3d.cluster import devices, launch, sharing, trial
 from hpc3d.cluster.job import Job
 from hpc3d.cluster.mpi import Mpi
 from hpc3d.cluster.node import Node
@@ -29,10 +30,10 @@ def versions(job):
 
 def folder(job):
     """Only rank 0 sees the folder."""
-    seen = os.path.isdir
+    seen = Path.exists
     return [
-        patch.object(os.path, "isdir", lambda path: job.rank == 0 and seen(path)),
-        patch.object(trial, "SEEN_WITHIN", 0.1),
+        patch.object(Path, "exists", lambda path: job.rank == 0 and seen(path)),
+        patch.object(sharing, "SEEN_WITHIN", 0.1),
     ]
 
 
@@ -77,17 +78,17 @@ def hosts(job):
     """Ranks go round two hosts, and the clock of the second is 5 s behind."""
     now, host = time.time_ns, job.rank % 2
     late = 5_000_000_000 * host
-    place = elsewhere(f"host{host}", job.rank // 2)
+    place = elsewhere(f"host{host}", job.rank // 2, host)
     return [place, patch.object(time, "time_ns", lambda: now() - late)]
 
 
 def numbers(job):
     """MPI does not see that they share a host."""
-    return [elsewhere("host", 0)]
+    return [elsewhere("host", 0, 0)]
 
 
-def elsewhere(host, number):
-    place = {"host": host, "pid": os.getpid(), "local_rank": number}
+def elsewhere(host, number, node):
+    place = {"host": host, "pid": os.getpid(), "local_rank": number, "node": node}
     return patch.object(Job, "place", lambda self: place)
 
 

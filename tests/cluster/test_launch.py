@@ -164,9 +164,8 @@ def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
     ],
 )
 def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
-    begin = time.monotonic()
     done, ended = job(4, mode, tmp_path)
-    assert time.monotonic() - begin < 20
+    assert done.seconds < 20
     assert done.returncode == code
     assert done.stderr.count(message) == 1
     (line,) = said(done)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hpc3d.cluster.checked import Checked
 from hpc3d.cluster.checksum import Signs, slack, terms, words
 from hpc3d.cluster.communicator import Communicator
 from hpc3d.cluster.ledger import Ledger
@@ -338,3 +339,19 @@ def test_the_sum_of_words_changes_with_every_bit(count, dtype):
     for bit in range(8 * block.itemsize):
         after = words(flip(block, bit, bit * 7), 3)
         assert (after != before).sum() == 1
+
+
+@pytest.mark.parametrize("readers", [1, 2, 4])
+@pytest.mark.parametrize("givers", [[0, 1, 2, 3], [2]])
+def test_all_of_what_members_read_in_one_memory_is_watched_there(readers, givers):
+    class Reader(Communicator):
+        readers = property(lambda self: (self.rank % readers, readers))
+
+    whole = np.zeros(len(givers))
+    whole.flags.writeable = False
+    watched = [
+        Checked(Reader(rank, 4), Ledger(rank), "x").watched(whole, givers)
+        for rank in range(readers)
+    ]
+    assert {giver for seen in watched for giver in seen} == {*givers}
+    assert {len(seen) for seen in watched} == {max(1, len(givers) // readers)}

@@ -96,7 +96,7 @@ def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_pa
     launcher = OURS._replace(path=str(tmp_path / "bin" / "mpirun"))
     (tmp_path / "etc").mkdir()
     file = tmp_path / "etc" / "prte-mca-params.conf"
-    file.write_text("rmaps_default_mapping_policy = :oversubscribe\n")
+    file.write_text("rmaps_default_mapping_policy = slot:oversubscribe\n")
     assert library.allows_more(launcher)
 
 

@@ -11,8 +11,9 @@ from hpc3d.cluster import threads, watchdog
 from hpc3d.cluster.arrays import Pool
 from hpc3d.cluster.communicator import Self
 from hpc3d.cluster.exits import STALLED
+from hpc3d.cluster.homes import Homes, spans
 from hpc3d.cluster.mesh import WORLD, Mesh
-from hpc3d.cluster.watchdog import GRACE, TOLD, Place, Watchdog, spans
+from hpc3d.cluster.watchdog import GRACE, LATER, TOLD, Place, Watchdog
 from tests.runs import wait_for
 
 
@@ -23,7 +24,7 @@ class Ended(Exception):
 class Job:
     """A rank of three, which only notes what it says."""
 
-    name, size = "test", 3
+    name, size, launcher = "test", 3, None
 
     def __init__(self, rank):
         self.rank, self.told, self.said, self.ending = rank, [], [], threading.Lock()
@@ -43,7 +44,13 @@ def end(code):
 
 
 @pytest.fixture
-def watched(monkeypatch, tmp_path):
+def homes():
+    """Those of ranks on one host; a test may have others."""
+    return Homes(["hn1"] * 3, [0, 0, 0])
+
+
+@pytest.fixture
+def watched(monkeypatch, tmp_path, homes):
     """A function that lets one second pass, in which some ranks move, and the watchdogs of three
     ranks that may be silent for 20."""
     clock = [0.0]
@@ -52,7 +59,7 @@ def watched(monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog.os, "_exit", end)
     monkeypatch.setattr(watchdog, "save_in_child", lambda job: None)
     monkeypatch.setattr(watchdog, "leave", lambda job: end(143))
-    dogs = [Watchdog(Job(rank), mesh_of(rank), tmp_path, 20) for rank in range(3)]
+    dogs = [Watchdog(Job(rank), mesh_of(rank), tmp_path, 20, homes) for rank in range(3)]
 
     def second(*moving, gap=1):
         clock[0] += gap
@@ -139,6 +146,51 @@ def test_one_rank_says_where_all_are_and_all_end(watched, tmp_path):
     assert report.startswith("in all_gather along x (call 812, 98304 bytes) of step 4\nfor 21.0 s")
     assert "x: ranks 0: 1 calls, 1 done\n" in report
     assert "in second" in report
+
+
+@pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
+def test_the_host_of_rank_0_speaks_for_all_and_names_hosts(watched, tmp_path, homes):
+    """The others may be heard by nobody: they end the job only if that one does not."""
+    second, dogs = watched
+    second(0, 1, 2)
+    dogs[0].place.comms["x"].waiting = "all_gather", 3, 8, None
+    for _ in range(20 + GRACE):
+        second()
+    with pytest.raises(Ended, match=f"all with {STALLED}"):
+        second()
+    (line,) = dogs[0].job.said
+    assert "; rank 0 (hn1) in all_gather along x (call 3, 8 bytes)" in line
+    assert "20 s: all of hn2 in no call" in line
+    for rank in (1, 2):
+        dogs[rank].act()
+        assert not dogs[rank].job.said
+
+
+@pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
+def test_another_host_ends_the_job_where_that_of_rank_0_does_not(watched, monkeypatch, homes):
+    second, dogs = watched
+    second(0, 1, 2)
+    monkeypatch.setattr(dogs[0], "act", lambda: None)
+    for _ in range(20 + GRACE + LATER):
+        second()
+    assert not dogs[1].job.said
+    with pytest.raises(Ended):
+        second()
+    assert dogs[1].job.said[0].startswith("nothing moved for 20 s: rank 0 (hn1) silent")
+
+
+def test_a_folder_that_does_not_answer_keeps_no_rank_from_its_end(watched, monkeypatch, tmp_path):
+    _, (dog, *_) = watched
+    over = threading.Event()
+    monkeypatch.setattr(watchdog, "ANSWER", 0.2)
+    for name in ("said", "write", "noted"):
+        monkeypatch.setattr(dog.reports, name, lambda *_: over.wait(60))
+    dog.reports.speak(dog.place, 21)
+    with pytest.raises(Ended, match=f"all with {STALLED}"):
+        dog.end()
+    over.set()
+    said = f"nothing moved for 20 s: {tmp_path}/watchdog does not answer, either"
+    assert dog.job.said == [said]
 
 
 def test_a_job_that_ends_already_is_not_ended_again(watched):

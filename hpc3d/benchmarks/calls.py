@@ -1,0 +1,80 @@
+"""Collectives over all ranks of an MPI job, as they are made here and as MPI makes them.
+
+The bound is what a card must carry, at the rate of one message from the first rank to the last.
+"""
+
+import json
+import time
+from math import inf
+from statistics import median
+
+import numpy as np
+
+SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # of what is gathered, scattered, summed
+OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a block goes round
+HEAD = ("op", "members", "bytes", "ours ms", "MPI's ms", "bound ms")
+KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
+ROUNDS = 5
+MESSAGE = 1 << 22  # bytes of the message that tells the rate
+
+
+def calls(job, options):
+    """Print a row for every call and size; nothing bounds what the ranks of one host do."""
+    from hpc3d.cluster.cart import build
+
+    if job.size == 1:
+        job.refuse("calls are between ranks: mpirun -np 2 python -m hpc3d.bench calls")
+    ours, mpi = (build({"x": job.size}, transport=way).comm("x") for way in ("auto", "mpi"))
+    mpi.long = inf
+    hosts = len(set(job.gather(job.place()["host"])))
+    rate = rate_of(job, mpi) if hosts > 1 else inf
+    rows = []
+    say(job, HEAD)
+    for op, times in OPS.items():
+        for size in SIZES:
+            pair = seconds(job, op, size, (ours, mpi), options.rounds or ROUNDS)
+            bound = times * size * (hosts - 1) / hosts / rate
+            rows.append((op, job.size, size, *pair, bound))
+            say(job, [1e3 * cell if isinstance(cell, float) else cell for cell in rows[-1]])
+    if options.json and job.rank == 0:
+        print(json.dumps({"calls": [dict(zip(KEYS, row, strict=True)) for row in rows]}))
+
+
+def say(job, row):
+    if job.rank == 0:
+        cells = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row]
+        print("{:15}{:>8}{:>10}{:>10}{:>10}{:>10}".format(*cells), flush=True)
+
+
+def seconds(job, op, size, comms, rounds):
+    """Medians of the calls of communicators in turn, each as its slowest rank sees it."""
+    rows = size // 4 // job.size
+    block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)
+    spent = []
+    for _ in range(rounds + 1):
+        spent.append([duration(job, lambda comm=comm: getattr(comm, op)(block)) for comm in comms])
+    return [median(times) for times in zip(*job.comm.bcast(spent[1:]), strict=True)]
+
+
+def duration(job, call):
+    """Seconds until the slowest rank has what `call()` gives."""
+    job.comm.Barrier()
+    start = time.perf_counter()
+    call().wait()
+    return max(job.gather(time.perf_counter() - start))
+
+
+def rate_of(job, comm):
+    """Bytes per second from the first rank to the last, at best."""
+    last, spent = job.size - 1, []
+    message, answer = np.ones(MESSAGE, np.uint8), np.ones(1, np.uint8)
+    for _ in range(3):
+        start = time.perf_counter()
+        if job.rank == 0:
+            comm.send(message, last).wait()
+            comm.recv((1,), np.uint8, last).wait()
+        elif job.rank == last:
+            comm.recv((MESSAGE,), np.uint8, 0).wait()
+            comm.send(answer, 0).wait()
+        spent.append(time.perf_counter() - start)
+    return job.comm.bcast(MESSAGE / min(spent))

@@ -1,0 +1,82 @@
+"""Where the ranks of a job are at home: their nodes, and the names of these for people to read.
+
+Ranks of a node have one kernel and one clock.  A name is not enough to tell nodes apart: machines
+may have been given the same one, and a container may have the name of its neighbour.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+CLOCKS = "/proc/self/ns/time"
+
+
+def kernel():
+    """What ranks have in common that share a clock: the start of their kernel, and the name space
+    of its times."""
+    boot = clocks = ""
+    with suppress(OSError):
+        boot = BOOT.read_text(encoding="ascii").strip()
+    with suppress(OSError):
+        clocks = os.readlink(CLOCKS)
+    return boot, clocks
+
+
+def spans(ranks):
+    """Ascending ranks as text: 0-2 4-7."""
+    runs = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank,))
+    return " ".join("-".join(map(str, run)) for run in runs)
+
+
+class Homes(NamedTuple):
+    """The name of every rank's host, and the first rank of its node."""
+
+    hosts: list
+    nodes: list
+
+    def several(self):
+        return len(set(self.nodes)) > 1
+
+    def leaders(self):
+        """The first rank of each node."""
+        return list(dict.fromkeys(self.nodes))
+
+    def ranks(self, node):
+        return [rank for rank, home in enumerate(self.nodes) if home == node]
+
+    def named(self, ranks):
+        """Ascending ranks with their hosts: all of hn2; rank 3 (hn1); ranks 2-3 (hn1) and 4 (hn2).
+        Where all are on one node it is not named."""
+        if not self.several():
+            return f"rank{'s'[: len(ranks) > 1]} {spans(ranks)}"
+        here = {self.nodes[rank]: [] for rank in ranks}
+        for rank in ranks:
+            here[self.nodes[rank]].append(rank)
+        whole = [node for node in here if here[node] == self.ranks(node) and here[node][1:]]
+        parts = [node for node in here if node not in whole]
+        found = [f"all of {listed([self.hosts[node] for node in whole])}"] if whole else []
+        if parts:
+            word = f"rank{'s'[: sum(len(here[node]) for node in parts) > 1]}"
+            found.append(
+                f"{word} {listed([f'{spans(here[node])} ({self.hosts[node]})' for node in parts])}"
+            )
+        return " and ".join(found)
+
+
+def homes_of(job):
+    """The Homes of a job; collective."""
+    places = job.gather(job.place())
+    return Homes([place["host"] for place in places], [place["node"] for place in places])
+
+
+def listed(words):
+    """Words as people list them: a, b and c."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
