@@ -44,6 +44,7 @@ def planned(capsys, *words):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_first_layout_is_the_same_however_many_are_shown(capsys):
     sizes = {"layers": 4, "hidden": 1024, "heads": 16, "sequence": 256, "vocabulary": 1024}
     words = [word for key, size in sizes.items() for word in (f"--model.{key}", str(size))]
@@ -83,6 +84,7 @@ def test_json_has_the_same(capsys):
     assert all(anywhere[name]["step_time_s"] <= here[name]["step_time_s"] for name in here)
 
 
+@pytest.mark.slow
 def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
     path = tmp_path / "planned.toml"
     found = planned(
@@ -127,6 +129,7 @@ def test_one_rank_has_one_layout(capsys):
     assert set(found["named"]["any p and d"].values()) == {None}
 
 
+@pytest.mark.slow
 def test_zero_is_tried_only_where_it_divides_the_model(capsys):
     """18 features do not divide over 4 or 8 replicas, which ZeRO 2 and 3 would cut them into."""
     words = ["--model.hidden", "18", "--model.heads", "2", "--model.layers", "4"]

@@ -13,6 +13,9 @@ from hpc3d.cluster.communicator import Pending
 from hpc3d.cluster.counted import Counted, line
 from hpc3d.cluster.mesh import Mesh, queue_of
 from hpc3d.cluster.shapes import Meter
+from hpc3d.predict.wire import legs
+
+CARD = "card"  # whose end is among those of the queues
 
 
 class Clock(Meter):
@@ -20,8 +23,10 @@ class Clock(Meter):
 
     `busy` is the part of them in which the rank computes, and `ends` is when the last collective
     of each queue ends: they follow each other, beside what it computes and beside those of the
-    other queue.  `share` is how much longer everything takes where ranks share processors.
+    other queue.  `share` is how much longer all that processors do takes where ranks share them.
     """
+
+    wired = 0
 
     def __init__(self, machine, share=1.0):
         self.machine, self.share = machine, share
@@ -75,26 +80,59 @@ class Clock(Meter):
 class Carried(Clock):
     """Where no device moves blocks: the rank's processor does so when it makes the call.
 
-    What the last one posts is there at once, but those that wait for it have to wake up.
+    What goes to other hosts the card carries then, one call after the other, whatever the rank
+    does; `wired` are the ns in which the rank waits for it.  Others may have its processor then,
+    so that these are not longer where ranks share processors.  What the last one posts is there
+    at once, but those that wait for it have to wake up.
     """
+
+    def __init__(self, machine, share=1.0):
+        super().__init__(machine, share)
+        self.wired = self.since = self.done = 0
 
     def wake(self, time):
         """When a rank goes on that waits until `time`."""
         return time + nanoseconds(self.share * self.machine.wake_s)
 
     def post(self, op, nbytes, members, queue):
-        self.work(self.machine.call(op, nbytes, members))
-        self.ends[queue] = max(self.now, self.ends[queue])
+        work, wired = legs(self.machine, op, nbytes, members)
+        self.work(work)
+        self.ends[queue] = self.carry(max(self.now, self.ends[queue]), wired)
         return self.wake(self.ends[queue])
 
+    def carry(self, ready, seconds):
+        """When the card has carried what is `ready` then and takes it so long.
+
+        It is busy without a break from `since` on; the last call waits for it until `done`.
+        """
+        if seconds:
+            begin = max(ready, self.ends[CARD])
+            self.since = begin if begin > self.ends[CARD] else self.since
+            ready = self.ends[CARD] = begin + nanoseconds(seconds)
+        self.done = min(ready, self.ends[CARD])
+        return ready
+
+    def until(self, end, pending):
+        # A call is waited for through what it returns: it is the one that was posted last.
+        begin, done, ended = self.since, self.done, super().until(end, pending)
+
+        def finish():
+            self.wired += max(0, done - max(self.now, begin))
+            return ended.wait()
+
+        return Pending(finish)
+
     def leave(self, nbytes, members, last):
-        self.work(self.machine.call("send", nbytes, members))
-        return self.now
+        work, wired = legs(self.machine, "send", nbytes, members)
+        self.work(work)
+        return self.carry(self.now, wired)
 
     def receive(self, nbytes, members, arrival):
+        work, wired = legs(self.machine, "recv", nbytes, members)
         if arrival > self.now:
+            self.wired += min(arrival - self.now, nanoseconds(wired))
             self.now = self.wake(arrival)
-        self.work(self.machine.call("recv", nbytes, members))
+        self.work(work)
 
 
 def clock_of(machine, share=1.0):

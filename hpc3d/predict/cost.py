@@ -6,7 +6,7 @@ run on arrays without data, and hpc3d.predict.estimate puts a step together from
 
 from collections import Counter
 from functools import partial
-from math import ceil, inf, prod
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +18,8 @@ from hpc3d.model.layers import at_once
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import LAYER, Micro, build
 from hpc3d.pipeline.engine import Later
-from hpc3d.predict.clock import Clock, representative
+from hpc3d.predict.clock import Carried, Clock, representative
 from hpc3d.predict.device import pool_of
-from hpc3d.predict.simulate import crowding
 from hpc3d.training.feed import Carrier
 from hpc3d.training.loop import shape_of
 from hpc3d.training.optimizer import OPTIMIZERS
@@ -34,29 +33,43 @@ class Alone(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Seconds of a pass, and those in which it waits, by axis; and its bytes, more than there were
-    before: those it leaves behind, its result left out, and those of its peak."""
+    """Seconds of a pass, and those of its calls, by axis; its bytes, more than there were before:
+    those it leaves behind, its result left out, and those of its peak.  Of the seconds those in
+    which a processor is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
+    it waits for its device, or for the card of its host."""
 
     seconds: float
     waits: Counter
     left: int
     peak: int
+    busy: float
+    idle: Counter
 
     def __add__(self, other):
         """One pass after the other; the second has its peak on top of what the first left."""
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
-        return Pass(self.seconds + other.seconds, self.waits + other.waits, left, peak)
+        waits, busy = self.waits + other.waits, self.busy + other.busy
+        same = self.idle is self.waits and other.idle is other.waits
+        idle = waits if same else self.idle + other.idle
+        return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
 
     def __mul__(self, times):
         """As many of it, one after the other."""
         if not times:
             return NOTHING
-        waits = Counter({axis: times * seconds for axis, seconds in self.waits.items()})
+        waits = multiplied(self.waits, times)
+        idle = waits if self.idle is self.waits else multiplied(self.idle, times)
         peak = (times - 1) * max(0, self.left) + self.peak
-        return Pass(times * self.seconds, waits, times * self.left, peak)
+        busy = times * self.busy
+        return Pass(times * self.seconds, waits, times * self.left, peak, busy, idle)
 
 
-NOTHING = Pass(0.0, Counter(), 0, 0)
+def multiplied(counts, times):
+    return Counter({axis: times * seconds for axis, seconds in counts.items()})
+
+
+NONE = Counter()
+NOTHING = Pass(0.0, NONE, 0, 0, 0.0, NONE)
 
 
 class Passes(NamedTuple):
@@ -78,26 +91,33 @@ class Waits(Clock):
     """A clock that adds up for whom it waits, the members of a group.
 
     `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
-    more than `most`.
+    more than `most`.  `idle` are the waits without what the rank does for them itself.
     """
 
-    def __init__(self, machine, share):
-        super().__init__(machine, share)
+    def __init__(self, machine):
+        super().__init__(machine)
         self.waited, self.latest = Counter(), None
+        self.idle = Counter() if machine.cores else self.waited
         self.times, self.most = 1, inf
 
     def kernel(self, name, nbytes):
-        begin = self.now
+        begin, busy = self.now, self.busy
         super().kernel(name, nbytes)
-        self.now += round((self.times - 1) * (self.now - begin))
+        if self.times != 1:
+            self.now += round((self.times - 1) * (self.now - begin))
+            self.busy += round((self.times - 1) * (self.busy - busy))
+
+    def cut(self, nbytes):
+        """How many calls there are, and the bytes of each."""
+        calls = ceil(self.times * nbytes / self.most) or 1
+        return calls, self.times * nbytes / calls
 
     def post(self, op, nbytes, members, queue):
         self.latest = members
-        nbytes *= self.times
-        calls = ceil(nbytes / self.most) or 1
-        others = (calls - 1) * self.call(op, nbytes / calls, members)
+        calls, nbytes = self.cut(nbytes)
+        others = (calls - 1) * self.call(op, nbytes, members)
         self.ends[queue] = max(self.now, self.ends[queue]) + others
-        return super().post(op, nbytes / calls, members, queue)
+        return super().post(op, nbytes, members, queue)
 
     def until(self, end, pending):
         # A call is waited for through what it returns: it is the one that was posted last.
@@ -107,6 +127,29 @@ class Waits(Clock):
             before = self.now
             block = ended.wait()
             self.waited[members] += self.now - before
+            return block
+
+        return Pending(finish)
+
+
+class CarriedWaits(Waits, Carried):
+    """The same where no device moves blocks: what the rank does for a call is a part of it."""
+
+    def post(self, op, nbytes, members, queue):
+        self.latest, begin = members, self.now
+        calls, nbytes = self.cut(nbytes)
+        for _ in range(calls):
+            end = Carried.post(self, op, nbytes, members, queue)
+        self.waited[members] += self.now - begin
+        return end
+
+    def until(self, end, pending):
+        members, ended = self.latest, super().until(end, pending)
+
+        def finish():
+            before = self.wired
+            block = ended.wait()
+            self.idle[members] += self.wired - before
             return block
 
         return Pending(finish)
@@ -122,7 +165,7 @@ class Sample:
     def __init__(self, config, vocabulary, machine, ends):
         self.config, self.sizes = config, config.mesh.sizes()
         self.shape = shape_of(config.model, vocabulary, config.train.fused_gelu)
-        self.clock = Waits(machine, crowding(machine, prod(self.sizes.values())))
+        self.clock = (CarriedWaits if machine.cores else Waits)(machine)
         self.mesh = representative(self.sizes, pool_of(config, self.clock), Alone())
         self.pool = self.mesh.pool
         coords = dict.fromkeys(self.sizes, 0)
@@ -183,16 +226,24 @@ class Sample:
 
     def measured(self, work):
         """What `work()` returns, and its Pass."""
-        clock, live, waited = self.clock, self.pool.live.total(), Counter(self.clock.waited)
-        start = clock.now
+        clock, live = self.clock, self.pool.live.total()
+        waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
+        start, busy = clock.now, clock.busy
         clock.ends.clear()
         self.pool.reset_peak()
         result = work()
-        waits = Counter()
-        for members, nanoseconds in (clock.waited - waited).items():
-            waits[self.axes[members]] += nanoseconds / 1e9
+        waits = self.by_axis(clock.waited - waited)
+        idle = waits if same else self.by_axis(clock.idle - idle)
         left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
-        return result, Pass((clock.now - start) / 1e9, waits, left, peak)
+        seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
+        return result, Pass(seconds, waits, left, peak, busy, idle)
+
+    def by_axis(self, nanoseconds):
+        """Seconds by axis, of nanoseconds by group."""
+        seconds = Counter()
+        for members, spent in nanoseconds.items():
+            seconds[self.axes[members]] += spent / 1e9
+        return seconds
 
     def update(self, times):
         """The Passes of the sums of gradients over ranks, and of the update, of so many layers."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
-from statistics import mean
+from statistics import fmean, mean
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +19,12 @@ from hpc3d.config import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.predict.cost import NOTHING, Passes, Sample
 from hpc3d.predict.makespan import makespan
-from hpc3d.predict.peak import SPLIT, buckets, contents, moving, together, work_of
+from hpc3d.predict.peak import SPLIT, Work, buckets, contents, moving, together, work_of
+from hpc3d.predict.simulate import crowd_of
+from hpc3d.predict.wire import legs
 
 TOKEN = 4  # bytes
+MESSAGES = ("message", "handled")  # costs for which the program is not run
 
 
 class Estimate(NamedTuple):
@@ -69,26 +72,51 @@ class Estimator:
     def estimate(self, config):
         """The Estimate of a settled `config` whose schedule is synchronous."""
         parallel, parts, chunks = config.parallel, self.parts(config), contents(config)
-        stages = [together(each) for each in chunks]
-        micros, split = parallel.microbatches, parallel.schedule in SPLIT
-        works = {stage: work_of(parts, stage, split) for stage in set(stages)}
-        seconds = [[each.seconds for each in works[stage]] for stage in stages]
-        message = self.message(config, parts.block)
-        passes = makespan(parallel.schedule, micros, parallel.chunks, *zip(*seconds), message)
-        busy = max((sum(work, NOTHING) for work in works.values()), key=lambda each: each.seconds)
-        busy *= micros
+        stages, micros = [together(each) for each in chunks], parallel.microbatches
+        works = self.works(config, parts, stages)
+        totals = totals_of(works, micros)
         sums, rest = self.update(config, stages[0])
-        waits = busy.waits + sums.waits + rest.waits
-        hidden = self.hidden(config, parts, stages[0], sums)
-        waits["d"] -= hidden
-        waits["world"] += self.world(config)
-        waits["p"] += self.twin(config, stages)
-        total = passes + sums.seconds - hidden + rest.seconds
-        total += waits["world"] + waits["p"]
-        bubble = passes - busy.seconds
+        hidden = Counter(d=self.hidden(config, parts, stages[0], sums))
+        after = without(sums, hidden) + rest + self.world(config) + self.twin(config, stages)
+        step = max(totals, key=lambda each: each.seconds) + after
+        busy, idle = fmean(each.busy for each in totals) + after.busy, step.idle.total()
+        alone = self.passes(config, parts, works) + after.seconds
+        share = self.stretch(config, parts, works, after, alone, busy, idle)
+        total, bubble = share * (alone - idle) + idle, share * (alone - step.seconds)
+        waits = Counter({a: share * s + (1 - share) * step.idle[a] for a, s in step.waits.items()})
         compute = total - bubble - waits.total()
         fullest = self.fullest(config, parts, chunks, sums.peak, rest.peak)
         return Estimate(config, total, compute, bubble, +waits, *fullest)
+
+    def passes(self, config, parts, works, share=1.0):
+        """Seconds of the passes of a step, where processors take so many times as long."""
+        parallel = config.parallel
+        seconds = [[stretched(each, share) for each in work] for work in works]
+        message = self.message(config, parts.block)
+        how = parallel.schedule, parallel.microbatches, parallel.chunks
+        return makespan(*how, *zip(*seconds), message)
+
+    def stretch(self, config, parts, works, after, alone, busy, idle):
+        """How much longer than `alone` everything takes but for what is `idle`."""
+        crowd, chain = crowd_of(config, self.machine), 0.0
+        if crowd.ranks == 1:
+            return 1.0
+        if crowd.stage > 1:
+            slow = self.passes(config, parts, works, crowd.stage) + stretched(after, crowd.stage)
+            chain = (slow - alone) / (crowd.stage - 1)
+        return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
+
+    def works(self, config, parts, stages):
+        """The Work of each stage on a microbatch, with what processors do for its messages."""
+        split = config.parallel.schedule in SPLIT
+        works = {stage: work_of(parts, stage, split) for stage in set(stages)}
+        if not self.machine.cores or len(stages) == 1:
+            return [works[stage] for stage in stages]
+        handled, found = self.handled(config, parts.block), []
+        for number, stage in enumerate(stages):
+            work, messages = works[stage], handled * messages_of(config, number)
+            found.append(Work(messages + work.forward, messages + work.backward, work.weight))
+        return found
 
     def once(self, name, make, config, *others):
         """What `make` finds, which depends on backend, type, scheme, tensor axes, their place and
@@ -98,7 +126,7 @@ class Estimator:
         key = name, *kind, *(place for place in strides(config.mesh) if place[0] in "xyz"), *others
         if key not in self.found:
             self.found[key] = make()
-            self.costs += name != "message"
+            self.costs += name not in MESSAGES
         return self.found[key]
 
     def sample(self, config, zero, keep=True, recompute="none"):
@@ -170,39 +198,68 @@ class Estimator:
         if not parallel.overlap:
             return 0.0
         posts = buckets(self.held(config, stage)["gradient"], parallel.bucket_mb)
-        early = sums.waits["d"] * (1 - 1 / max(1, min(posts, stage.layers)))
+        early = sums.idle["d"] * (1 - 1 / max(1, min(posts, stage.layers)))
         return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config, nbytes):
-        """Seconds of a message to the next stage, in the mean of the stages."""
+        """Seconds of a message on its way to the next stage, in the mean of the stages."""
+        return self.between(config, "message", nbytes, self.on_its_way)
+
+    def handled(self, config, nbytes):
+        """The Pass of a processor that sends a message or takes one, in the mean of both."""
+        seconds = self.between(config, "handled", nbytes, self.in_hand)
+        return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
+
+    def between(self, config, name, nbytes, cost):
+        """The mean of a cost(nbytes, pair) over the pairs of stages that follow each other."""
         if config.mesh.p == 1:
             return 0.0
         sizes = config.mesh.sizes()
 
         def measure():
             column = line(sizes, dict.fromkeys(sizes, 0), "p")
-            return mean(self.machine.call("send", nbytes, pair) for pair in pairwise(column))
+            return mean(cost(nbytes, pair) for pair in pairwise(column))
 
         place = next(each for each in strides(config.mesh) if each[0] == "p")
-        return self.once("message", measure, config, nbytes, place)
+        return self.once(name, measure, config, nbytes, place)
+
+    def on_its_way(self, nbytes, pair):
+        if not self.machine.cores:
+            return self.machine.call("send", nbytes, pair)
+        return legs(self.machine, "send", nbytes, pair).wired + self.machine.wake_s
+
+    def in_hand(self, nbytes, pair):
+        return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
+
+    def call(self, axis, op, nbytes, members):
+        """The Pass of a call."""
+        if not self.machine.cores:
+            seconds = self.machine.call(op, nbytes, members)
+            waits = Counter({axis: seconds})
+            return NOTHING._replace(seconds=seconds, waits=waits, idle=waits)
+        work, wired = legs(self.machine, op, nbytes, members)
+        seconds, idle = work + wired + self.machine.wake_s, Counter({axis: wired})
+        return NOTHING._replace(
+            seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
+        )
 
     def twin(self, config, stages):
-        """Seconds in which the two copies of a tied table exchange their gradients."""
+        """The Pass in which the two copies of a tied table exchange their gradients."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
-            return 0.0
+            return NOTHING
         sizes = config.mesh.sizes()
         ends = line(sizes, dict.fromkeys(sizes, 0), "p")
         nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
-        return self.machine.call("send", nbytes, (ends[0], ends[-1]))
+        return self.call("p", "send", nbytes, (ends[0], ends[-1]))
 
     def world(self, config):
-        """Seconds of what all ranks do together in a step: the batch, and three sums of a word."""
+        """The Pass of what all ranks do together in a step: the batch, three sums of a word."""
         ranks = range(prod(config.mesh.sizes().values()))
         if len(ranks) == 1:
-            return 0.0
+            return NOTHING
         batch = 2 * config.train.batch * config.model.sequence * TOKEN
-        word = self.machine.call("all_reduce", 8, ranks)
-        return self.machine.call("broadcast", batch, ranks) + 3 * word
+        word = self.call("world", "all_reduce", 8, ranks)
+        return self.call("world", "broadcast", batch, ranks) + word * 3
 
     def fullest(self, config, parts, chunks, sums, rest):
         """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
@@ -217,6 +274,38 @@ class Estimator:
             found[number] = held + Counter(moving(config, parts, chunks[number], number, *sizes))
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
+
+
+def messages_of(config, number):
+    """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
+    around at the last stage and end at the first."""
+    ends = (number == 0) + (number == config.mesh.p - 1)
+    return 2 * config.parallel.chunks - ends * (2 if config.parallel.schedule == "zb-v" else 1)
+
+
+def stretched(done, share):
+    """Seconds of a Pass where its processor takes so many times as long."""
+    if share == 1:
+        return done.seconds
+    idle = done.idle.total()
+    return share * (done.seconds - idle) + idle
+
+
+def totals_of(works, micros):
+    """The Pass of each stage on so many microbatches; stages of the same content share a Work."""
+    known = {id(work): work for work in works}
+    known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
+    return [known[id(work)] for work in works]
+
+
+def without(done, hidden):
+    """A Pass of which some seconds of calls, by axis, are hidden."""
+    if not hidden.total():
+        return done
+    seconds = done.seconds - hidden.total()
+    waits = done.waits - hidden
+    idle = waits if done.idle is done.waits else done.idle - hidden
+    return done._replace(seconds=seconds, waits=waits, idle=idle)
 
 
 @cache

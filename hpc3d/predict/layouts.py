@@ -14,6 +14,7 @@ from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.cost import Sample
 from hpc3d.predict.simulate import crowding
+from hpc3d.predict.wire import legs
 from hpc3d.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
 
 KINDS = {
@@ -41,10 +42,11 @@ LEAST = 0.7  # of what one layout computes or moves, another may do without
 
 class Place(NamedTuple):
     """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
-    axis."""
+    axis, `work` those of them that a processor takes for them."""
 
     config: object
     moves: dict
+    work: float
 
     @property
     def kind(self):
@@ -131,9 +133,9 @@ class Bounds:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         whole = machine.product(rows, 12 * model.hidden, model.hidden, config.train.dtype)
-        share = crowding(machine, ranks)
-        self.ideal, self.fixed = 3 * share * whole * model.layers / ranks, 0.0
-        self.launches = share * seconds(Sample(smallest(config), vocabulary, machine, ()), 1)
+        self.crowd = crowding(machine, ranks)
+        self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
+        self.launches = seconds(Sample(smallest(config), vocabulary, machine, ()), 1)
         self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
 
     def near(self, stride):
@@ -142,13 +144,12 @@ class Bounds:
     def place(self, config):
         """The Place of a layout, the heaviest axes innermost if they gain by that."""
         volume = volumes(config)
-        moves = self.moves(config, volume)
+        place = self.moves(config, volume)
         if self.placed and volume:
-            turned = heaviest_last(config, volume)
-            other = self.moves(turned, volume)
-            if sum(other.values()) < sum(moves.values()):
-                config, moves = turned, other
-        return Place(config, moves)
+            turned = self.moves(heaviest_last(config, volume), volume)
+            if sum(turned.moves.values()) < sum(place.moves.values()):
+                return turned
+        return place
 
     def calibrate(self, config, parts, fixed):
         """Learn from the costs of a microbatch what a step computes on any layout, and what all
@@ -160,30 +161,34 @@ class Bounds:
 
     def least(self, place):
         """Seconds that a step takes at least: what it computes, with the number of microbatches
-        that is best between launches and bubble, and a part of its words, as some are hidden."""
+        that is best between launches and bubble, and a part of its words, as some are hidden.
+        Ranks that share a processor take as long as one alone, or as the work of all of them."""
         stages, micros, found = place.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
         while micros <= place.config.train.batch:
             busy = self.ideal + micros * self.launches * self.layers / stages
             found.append(busy * (1 + (stages - 1) / (micros * chunks)))
             micros *= 2
-        return self.fixed + min(found) + LEAST * sum(place.moves.values())
+        alone = min(found) + LEAST * sum(place.moves.values())
+        busy = self.ideal + self.launches * self.layers / stages + LEAST * place.work
+        return self.fixed + max(alone, self.crowd * busy if self.crowd > 1 else 0.0)
 
     def moves(self, config, volume):
-        """Seconds of the words of a step by axis, two calls a product, four a layer."""
+        """The Place of a layout, with two calls a product, four a layer."""
         sizes = config.mesh.sizes()
         calls = 8 * config.model.layers / config.mesh.p
         if config.parallel.scheme == "2d-summa":
             calls *= lcm(config.mesh.x, config.mesh.y)
         itemsize = np.dtype(config.train.dtype).itemsize
-        coords, found = dict.fromkeys(sizes, 0), {}
+        coords, found, work = dict.fromkeys(sizes, 0), {}, 0.0
         for axis, count in volume.items():
             members = tuple(line(sizes, coords, axis))
             times = calls if axis in "xyz" else 1
             op = "send" if axis == "p" else "all_gather"
             members = members[:2] if axis == "p" else members
-            found[axis] = times * self.machine.call(op, count * itemsize / times, members)
-        return found
+            each = legs(self.machine, op, count * itemsize / times, members)
+            found[axis], work = times * sum(each), work + times * each.work
+        return Place(config, found, work)
 
 
 def seconds(sample, sequences):

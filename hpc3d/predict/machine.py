@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from hpc3d.config import STRICT
 from hpc3d.inputs import literal, read
+from hpc3d.predict import wire
 from hpc3d.predict.collectives import best, hierarchical_all_reduce
 from hpc3d.shipped import MACHINE, find
 
@@ -80,8 +81,8 @@ class Link:
 class Measured:
     """A table of measured calls: `seconds` that an `op` takes whose trace says `bytes`.
 
-    The group has `members`, `stride` ranks apart (0: any number of them); `groups` says whether it
-    called "alone" or all groups of the axis "at once".
+    The group has `members`, `stride` ranks apart (0: any number of them, on one node); `groups`
+    says whether it called "alone" or all groups of the axis "at once".
     """
 
     __pydantic_config__ = STRICT
@@ -209,10 +210,12 @@ class Machine:
         their axis make at once; `nbytes` is what a trace counts.
 
         A call is a launch and its messages (collectives.best); where it was measured, the table
-        has both.
+        has both.  Between hosts of cores it has parts (hpc3d.predict.wire).
         """
         if len(members) == 1:
             return 0.0
+        if self.cores and self.crossing(members):
+            return sum(wire.legs(self, op, nbytes, members))
         route = self.routes.get(members) or self.routes.setdefault(members, self.route(members))
         if op in route.tables:
             return route.tables[op](nbytes)
@@ -221,6 +224,28 @@ class Machine:
         if op == "all_reduce" and route.levels:
             seconds = min(seconds, hierarchical_all_reduce(nbytes, *route.levels))
         return self.launch_s + seconds
+
+    def crossing(self, members):
+        """The Crossing of a group (hpc3d.predict.wire); None on one node."""
+        members = members if isinstance(members, range) else tuple(members)
+        if members not in self.crossings:
+            self.crossings[members] = wire.crossing(self, members)
+        return self.crossings[members]
+
+    @cached_property
+    def crossings(self):
+        """The crossings that were asked for: members -> Crossing or None."""
+        return {}
+
+    @cached_property
+    def anywhere(self):
+        """(op, members) -> the time that was measured of groups with any stride."""
+        return {
+            (each.op, each.members): each.time
+            for groups in ("alone", "at once")
+            for each in self.measured
+            if not each.stride and each.groups == groups
+        }
 
     @cached_property
     def routes(self):
@@ -256,13 +281,13 @@ class Machine:
 
     def tables(self, members, alone_serves):
         """op -> the time that was measured for such a group: at once with others, or alone where
-        it has its links to itself."""
-        ranks = sorted(members)
+        it has its links to itself; for any stride it was measured on one node."""
+        ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}
         found = {}
         for groups in ("alone", "at once") if alone_serves else ("at once",):
             for table in self.measured:
-                fits = not table.stride or {table.stride} == strides
+                fits = {table.stride} == strides if table.stride else not across
                 if fits and (table.members, table.groups) == (len(ranks), groups):
                     found[table.op] = table.time
         return found

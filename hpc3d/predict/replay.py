@@ -17,14 +17,15 @@ from hpc3d.pipeline.engine import Later
 
 
 class Take(NamedTuple):
-    """What a pass did: when it began, how long it took and was busy [ns], its rows of the trace,
-    the number of the first call in each group and how many follow, bytes by kind that it left
-    behind and that it had at its peaks, against those before, the layer where it ended, and blanks
-    of what was brought for it, by name."""
+    """What a pass did: when it began, how long it took, was busy and waited for the wire [ns], its
+    rows of the trace, the number of the first call in each group and how many follow, bytes by
+    kind that it left behind and that it had at its peaks, against those before, the layer where it
+    ended, and blanks of what was brought for it, by name."""
 
     start: int
     length: int
     busy: int
+    wired: int
     rows: np.ndarray
     first: dict
     calls: dict
@@ -46,7 +47,7 @@ class Studio:
     def take(self, kind, micro):
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
-        now, busy = self.clock.now, self.clock.busy
+        now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, peak, first = Counter(pool.live), pool.peak, self.numbers()
         pool.reset_peak()
         known = {*micro.carry.brought}
@@ -57,7 +58,8 @@ class Studio:
         if kind not in self.takes:
             calls = differences(self.numbers(), first)
             rows = self.ledger.rows(count)
-            times = now, self.clock.now - now, self.clock.busy - busy
+            clock = self.clock
+            times = now, clock.now - now, clock.busy - busy, clock.wired - wired
             layer = self.ledger.layer
             new = [key for key in micro.carry.brought if key not in known]
             brought = {key[-1]: blank(micro.carry.brought[key]) for key in new}
@@ -72,6 +74,7 @@ class Studio:
             self.comms[group].sequence["collective"] += count
         self.clock.now += take.length
         self.clock.busy += take.busy
+        self.clock.wired += take.wired
         self.ledger.latest, self.ledger.layer = self.clock.now, take.layer
         total = before.total()
         for name, array in take.brought.items():

@@ -125,7 +125,7 @@ class Search:
     def calibrate(self, places):
         """Tell the bounds what a layout computes that computes least beside its words."""
         config = min(places, key=lambda place: sum(place.moves.values())).config
-        fixed = self.estimator.world(config)
+        fixed = self.estimator.world(config).seconds
         self.bounds.calibrate(config, self.estimator.parts(config), fixed)
 
     def limit(self, timed, top):

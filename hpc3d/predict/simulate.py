@@ -5,13 +5,16 @@ A stage of the pipeline is a thread, on which one rank runs the trainer on array
 """
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from math import prod
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.cluster import threads
+from hpc3d.cluster.counted import line
 from hpc3d.inputs import load
 from hpc3d.predict.clock import clock_of, representative
 from hpc3d.predict.device import pool_of, unrecorded
@@ -23,6 +26,7 @@ from hpc3d.training.loop import Trainer
 from hpc3d.training.program import program_of
 
 log = logging.getLogger(__name__)
+NEAR, ROUNDS = 1e-3, 4  # how near to the sum of the work a crowded step comes, and in how many
 SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
 
 
@@ -33,7 +37,7 @@ class StageRun(NamedTuple):
     start of the run.  `step` is the row of /steps and `memory` those of /memory; `peak` the bytes
     of arrays by kind, "all" for the peak of their sum; among them are those of a copy of the
     token table, `tables`, and of the logits of a microbatch, `logits`.  `busy` are the ns in which
-    the rank did something itself.
+    the rank did something itself, `wired` those in which it waited for the card of its host.
     """
 
     rank: int
@@ -46,6 +50,7 @@ class StageRun(NamedTuple):
     tables: int
     logits: int
     busy: int
+    wired: int
 
     @property
     def seconds(self):
@@ -92,8 +97,7 @@ def simulate(config, vocabulary, machine):
 
         return threads.run({"p": config.mesh.p}, stage)
 
-    crowd, free = crowding(machine, prod(config.mesh.sizes().values())), runs(1.0)
-    return runs(stretching(crowd, free)) if crowd > 1 else free
+    return shared(crowd_of(config, machine), runs)
 
 
 def run(peers, config, vocabulary, program, clock):
@@ -108,12 +112,12 @@ def run(peers, config, vocabulary, program, clock):
         play(trainer, mesh, ledger, clock, program)
     for number in range(SECOND + 1):
         log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
-        ledger.count, busy = 0, clock.busy
+        ledger.count, busy, wired = 0, clock.busy, clock.wired
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == SECOND]
     rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
-    last = bytes_of_tables(trainer.parameters), logits, clock.busy - busy
+    last = bytes_of_tables(trainer.parameters), logits, clock.busy - busy, clock.wired - wired
     return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *last)
 
 
@@ -153,12 +157,74 @@ def crowding(machine, ranks):
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
 
-def stretching(crowd, runs):
-    """How much longer a step takes where a `crowd` of ranks shares a processor; `runs` have one
-    each.
+class Crowd(NamedTuple):
+    """How many ranks share a processor of a node: `ranks` in all and `stage` of one stage, where
+    this has all of them; of these so many are in different groups between hosts, `lanes`."""
 
-    A rank that waits leaves its processor to others.  So a step ends as if all had their own, or
-    when the processors have done the work of all, whichever is later.
-    """
-    first, last = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
-    return max(1.0, crowd * sum(run.busy for run in runs) / len(runs) / (last - first))
+    ranks: float
+    stage: float
+    lanes: float
+
+    def seconds(self, alone, chain, busy, wired):
+        """How long a step takes that takes `alone` where each rank has its own processor.
+
+        Ranks of a stage meet in every layer: what they do themselves, a `chain` of these seconds,
+        takes `stage` times as long, and what they wait for the wire, `wired`, does not.  Where
+        they take turns, the blocks of a lane leave when its rank has done its part, in the mean
+        (1 - 1 / lanes) / 2 of the work earlier than those of the last.  Other stages work
+        meanwhile, as far as the processors have time: they must do the work of all ranks, each
+        `busy` so long.
+        """
+        early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
+        return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
+
+
+def crowd_of(config, machine):
+    """The Crowd of a layout."""
+    stages, sizes = config.mesh.p, config.mesh.sizes()
+    ranks = prod(sizes.values())
+    axes = [*sizes]
+    stride = prod(sizes[axis] for axis in axes[axes.index("p") + 1 :])
+    here = range(min(ranks, machine.ranks_per_node))
+    together = max(Counter(rank // stride % stages for rank in here).values())
+    stage = max(1.0, together / machine.cores) if machine.cores else 1.0
+    lanes = min(stage, lanes_of(sizes, together, here))
+    return Crowd(crowding(machine, ranks), stage, lanes)
+
+
+def lanes_of(sizes, together, here):
+    """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
+    an axis joins all of them, so that they meet, and where none leads to another host."""
+    lanes, crossing = together, False
+    for axis in (axis for axis, size in sizes.items() if axis != "p" and size > 1):
+        members = [*line(sizes, dict.fromkeys(sizes, 0), axis)]
+        local = len([rank for rank in members if rank in here])
+        if local == together:
+            return 1
+        if local < len(members):
+            lanes, crossing = min(lanes, together // local), True
+    return lanes if crossing else 1
+
+
+def shared(crowd, runs):
+    """The StageRuns where a Crowd shares a processor; `runs` makes those of ranks whose processors
+    take so many times as long."""
+    found = runs(1.0)
+    alone, busy = length(found), fmean(run.busy for run in found)
+    share = crowd.stage if crowd.stage > 1 else max(1.0, crowd.ranks * busy / alone)
+    if share == 1:
+        return found
+    found = runs(share)
+    chain, wired = (length(found) - alone) / (share - 1), fmean(run.wired for run in found)
+    seconds = crowd.seconds(alone, chain, busy, wired)
+    for _ in range(ROUNDS):
+        if abs(length(found) - seconds) < NEAR * seconds:
+            break
+        share += (seconds - length(found)) / chain
+        found = runs(share)
+    return found
+
+
+def length(runs):
+    """Nanoseconds of a step over all its stages."""
+    return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

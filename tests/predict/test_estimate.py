@@ -22,6 +22,6 @@ TABLE, POSITIONS = 29 * 24 * 4, 3 * 24 * 4  # bytes of a gradient in float32
 )
 def test_two_copies_of_a_tied_table_exchange_their_gradients(line, messages):
     config = config_of(f"{line} dtype=float32")
-    seconds = Estimator(29, MACHINE).twin(config, [*map(together, contents(config))])
+    seconds = Estimator(29, MACHINE).twin(config, [*map(together, contents(config))]).seconds
     assert messages * (LAUNCH + ALPHA + TABLE / LINE) <= seconds
     assert seconds <= messages * (LAUNCH + ALPHA + (TABLE + POSITIONS) / LINE)

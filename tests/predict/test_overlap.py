@@ -55,6 +55,7 @@ def test_overlap_hides_sums_on_devices(line):
     assert seconds(config, H100, True) < 0.99 * seconds(config, H100, False)
 
 
+@pytest.mark.slow
 def test_overlap_in_a_published_step():
     """145.6 B parameters on 1,536 A100 (SC 2021), where each stage once handed on its delay."""
     row = next(row for row in published.WEAK_SCALING if row[0] == "145.6B")

@@ -12,12 +12,14 @@ from hpc3d.predict.machine import load as load_machine
 from hpc3d.rules import refuse, unknown_values
 from tests.predict.brute import every_layout, step
 from tests.predict.test_search import CLUSTER, ROOT, config_of, settled
+from tests.predict.test_wire import hosts
 
 KEYS = [
     *(f"model.{size}" for size in ("layers", "hidden", "heads", "sequence", "vocabulary")),
     "train.batch",
     "train.dtype",
 ]
+HOSTS = hosts(2, wake=2e-5)  # of one core each
 PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), *CLUSTER.links[1:]))
 
 
@@ -78,6 +80,10 @@ SPACES = {
     "4 A100": Space("4 512 8 128 256 4 float16", 4, machine("a100-vtrain"), (80e9, 72e6, 66e6)),
     "6 H100": Space("3 768 12 256 2048 6 bfloat16", 6, machine("h100"), (80e9, 200e6, 120e6)),
     "2 nodes of 2": Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 16e6, 12e6), True),
+    "2 hosts of 2": Space("2 256 4 64 256 4 float32", 4, HOSTS, (16e9, 16e6, 12e6), True),
+    "a host of 4 on 2 cores": Space(
+        "2 256 4 64 256 4 float32", 4, hosts(4, cores=2, wake=2e-5), (16e9, 16e6)
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from hpc3d.predict.replay import Studio
 def studio():
     """One of a rank without peers, whose clock stands still."""
     mesh = SimpleNamespace(pool=Pool(), comms={})
-    return Studio(mesh, Ledger(0, lambda: 0), SimpleNamespace(now=0, busy=0))
+    return Studio(mesh, Ledger(0, lambda: 0), SimpleNamespace(now=0, busy=0, wired=0))
 
 
 @pytest.mark.parametrize(

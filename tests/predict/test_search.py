@@ -198,6 +198,16 @@ def test_bounds_are_below_what_is_found():
         assert searched.bounds.least(each.place) < each.best.seconds
 
 
+def test_a_bound_knows_the_bubble_of_chunks():
+    """As many microbatches as stages, and a stage of four chunks: a bubble of 3/16, not of 3/4."""
+    line = "model.layers=16 model.hidden=1024 model.heads=8 model.sequence=512 train.batch=4 p=4"
+    config = settled(f"{line} microbatches=4 schedule=interleaved chunks=4", 4)
+    searched = Search(config, 4, 256, CLUSTER, 16 * GB)
+    searched.calibrate([searched.bounds.place(config)])
+    least, seconds = searched.bounds.least(searched.bounds.place(config)), step(config)[0]
+    assert 0.65 * seconds < least < seconds
+
+
 # The search
 
 
@@ -237,6 +247,7 @@ def test_no_layout_that_was_left_out_is_simulated_quicker():
     assert best.seconds <= 1.05 * min(seconds for seconds, _ in every)
 
 
+@pytest.mark.slow
 def test_with_less_memory_steps_take_longer():
     steps = []
     for memory in (1, 0.05, 0.03, 0.02):

@@ -50,6 +50,7 @@ def test_steps_are_predicted_and_layouts_chosen(found):
     assert result["choices"]["worst"] <= 0.03
 
 
+@pytest.mark.slow
 def test_the_machine_alone_reaches_the_mean(found):
     """Without factors of profiles; and the values are such as an A100 has."""
     result = found["the machine alone"]
