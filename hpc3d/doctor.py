@@ -60,7 +60,16 @@ def main(argv=None):
         if launch.number_in(launch.OWN_RANK, default=0):
             return 0  # a launcher that sees a failure ends the others, before the first has spoken
         return conclude(told(lonely(options, meant)), options)
+    unmet(options)
     return launch.run("doctor", lambda job: meet(job, options))
+
+
+def unmet(options):
+    """End the job if its ranks do not reach each other, which rank 0 says."""
+    from hpc3d.cluster import meeting
+
+    if found := meeting.meet():
+        meeting.end(conclude(told([found]), options))
 
 
 def parsed(argv):
@@ -234,13 +243,14 @@ def together(job, options):
 def clocks(job):
     """How far the clocks of hosts are from that of rank 0's, by which files and logs are dated."""
     from hpc3d.cluster.cart import build
+    from hpc3d.cluster.homes import homes_of
     from hpc3d.trace.clock import Clocks
 
-    hosts = job.gather(job.place()["host"])
-    if len(set(hosts)) == 1:
+    nodes = homes_of(job).nodes
+    if len(set(nodes)) == 1:
         return
     world = build({"x": job.size}, job.comm, transport="mpi").world
-    compared = Clocks(world, hosts, time.time_ns)
+    compared = Clocks(world, nodes, time.time_ns)
     ahead = apart(compared, job.gather(compared.synchronise()))
     text = f"of {len(ahead)} hosts at most {max(map(abs, ahead)):.3g} s from rank 0's"
     if max(map(abs, ahead)) < CLOCKS_APART:

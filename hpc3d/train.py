@@ -49,10 +49,13 @@ def train(job, words):
         job.agree(explain)
         return
     from hpc3d.cluster.hardware import hardware
+    from hpc3d.cluster.homes import homes_of
+    from hpc3d.cluster.sharing import refuse_unshared
 
     reader = {}
     config = job.agree(lambda: asked(job, words, reader))
-    ours = hardware(job, config)
+    ours, homes = hardware(job, config), homes_of(job)
+    refuse_unshared(job, homes, lambda: reader["run"] or Path(config.run.out).absolute())
     plan = job.agree(lambda: prepare(config, reader))
     program = job.deal(lambda: programs(plan.config, reader["program"]))
     from hpc3d.training.guard import Wrong
@@ -60,7 +63,7 @@ def train(job, words):
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    run = begin(job, plan, program, reader.get("batches"), ours)
+    run = begin(job, plan, program, reader.get("batches"), ours._replace(homes=homes))
     try:
         done = steps(plan, run, stop)
     except Wrong as wrong:
@@ -99,7 +102,7 @@ def begin(job, plan, program, batches, hardware):
         job.at_end.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
     mesh = guarded(mesh, config.guard)
-    watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s)
+    watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)
     mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
     log.header(plan, mesh, job, hardware)

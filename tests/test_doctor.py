@@ -92,7 +92,7 @@ def test_what_is_planted_on_ranks_is_found(tmp_path):
     }
     assert wrong == {
         "nothing": [],
-        "versions": [(FAIL, "numpy"), (FAIL, "mpi4py")],
+        "versions": [(FAIL, "versions")],
         "folder": [(FAIL, "folder")],
         "no_folder": [(FAIL, "folder")],
         "message": [(FAIL, "MPI")],
@@ -103,7 +103,7 @@ def test_what_is_planted_on_ranks_is_found(tmp_path):
         "gpus": [(WARN, "devices of ranks")],
     }
     texts = {plan: " ".join(row[2] for row in rows) for plan, rows in found.items()}
-    assert "numpy of rank 0 on ranks 0; numpy of rank 1 on ranks 1" in texts["versions"]
+    assert "h5py h5py of rank 0 on ranks 0, h5py of rank 1 on ranks 1" in texts["versions"]
     assert "is another one for ranks 1-2" in texts["folder"]
     assert "wrong on ranks 1-2" in texts["message"]
     assert "3 on 2 hosts: host0 0 2, host1 1" in texts["hosts"]

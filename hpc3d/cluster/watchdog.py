@@ -16,27 +16,33 @@ from contextlib import suppress
 from threading import Event, Thread
 
 from hpc3d.cluster.exits import STALLED
+from hpc3d.cluster.homes import spans
 from hpc3d.cluster.launch import leave, save_in_child
+from hpc3d.cluster.launcher import end_later
 from hpc3d.cluster.mesh import WORLD, along
 
 LOOKS = 20  # in the seconds that are allowed, but one a second at least
 GRACE = 6  # looks more, in which the others speak, too
+LATER = 6  # and more, in which the ranks of rank 0's node end the job: what they say is heard
 TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have gone
 SILENT = "silent: stopped, or gone"
+ANSWER = 2  # seconds that a file system has: one may have been lost with the link to its server
 SHOWN = 6  # groups of ranks in the line that is printed
 
 
 class Watchdog:
     """Ends a job with STALLED when nothing moved for `seconds` on this rank.
 
-    `mesh` is that below the trace, whose communicators count their calls.  After SIGTERM a rank
-    that waits for others in vain leaves sooner, alone.
+    `mesh` is that below the trace, whose communicators count their calls; `homes` has the nodes of
+    the ranks.  After SIGTERM a rank that waits for others in vain leaves sooner, alone.
     """
 
-    def __init__(self, job, mesh, run_dir, seconds):
+    def __init__(self, job, mesh, run_dir, seconds, homes):
         self.job, self.pool = job, mesh.pool
         self.place = Place({**mesh.comms, WORLD: mesh.world})
-        self.reports = Reports(job, run_dir / "watchdog")
+        self.reports = Reports(job, run_dir / "watchdog", homes)
+        self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
+        self.leads = homes.nodes[job.rank] == job.rank
         self.seconds, self.period = seconds, min(1.0, seconds / LOOKS)
         self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
         self.moved, self.looked = None, time.monotonic()
@@ -75,7 +81,7 @@ class Watchdog:
         it; end the job when the others had the time to speak."""
         if self.deserted():
             self.leave()
-        elif self.silence > self.seconds + GRACE * self.period:
+        elif self.silence > self.seconds + self.grace * self.period:
             self.end()
         elif self.silence > self.seconds or self.suspected():
             self.reports.speak(self.place, self.silence)
@@ -103,6 +109,8 @@ class Watchdog:
             save_in_child(self.job)
             if self.reports.sum_up(self.seconds):
                 self.job.abort(STALLED)
+            if self.leads:
+                end_later(self.job.launcher)
             time.sleep(3)
             os._exit(STALLED)
 
@@ -140,22 +148,34 @@ class Place:
 class Reports:
     """What the ranks of a job say in `folder`, a file a rank."""
 
-    def __init__(self, job, folder):
-        self.job, self.folder, self.spoken = job, folder, False
-        self.summary = folder / "summary.txt"
+    def __init__(self, job, folder, homes):
+        self.job, self.folder, self.homes, self.spoken = job, folder, homes, False
+        self.summary, self.asked = folder / "summary.txt", None
+
+    def promptly(self, ask, otherwise):
+        """What `ask()` finds in the folder, `otherwise` where that does not answer."""
+        if self.asked and self.asked.is_alive():
+            return otherwise
+        found = [otherwise]
+        self.asked = Thread(target=lambda: found.insert(0, ask()), daemon=True)
+        self.asked.start()
+        self.asked.join(ANSWER)
+        return found[0]
 
     def path(self, rank):
         return self.folder / f"rank-{rank:05d}.txt"
 
     def begun(self):
         """Whether any rank has spoken."""
-        return self.folder.is_dir()
+        return self.promptly(self.folder.is_dir, False)
 
     def speak(self, place, silence):
         """Say where this rank is, once."""
-        if self.spoken:
-            return
-        self.spoken = True
+        if not self.spoken:
+            self.spoken = True
+            self.promptly(lambda: self.write(place, silence), None)
+
+    def write(self, place, silence):
         with suppress(OSError):  # a full disk does not keep the job from its end
             self.folder.mkdir(exist_ok=True)
             with self.path(self.job.rank).open("w") as file:
@@ -165,7 +185,7 @@ class Reports:
 
     def take_back(self):
         """This rank was but slow; unless the job ends, and those that were stopped are woken."""
-        if self.spoken and not self.summary.exists():
+        if self.spoken and self.promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
             with suppress(OSError):
                 self.path(self.job.rank).unlink()
@@ -174,16 +194,26 @@ class Reports:
     def sum_up(self, seconds):
         """Print which ranks are where after `seconds`, unless another rank did; whether it did
         not."""
-        line = f"nothing moved for {seconds:g} s: {self.places()}; stacks in {self.folder}"
+        line = f"nothing moved for {seconds:g} s: "
+        if places := self.promptly(self.places, None):
+            line += f"{places}; stacks in {self.folder}"
+        else:
+            line += f"{self.folder} does not answer, either"
+        if not self.promptly(lambda: self.noted(line), True):
+            return False
+        self.job.first_to_fail()  # the others need not say that they ended
+        self.job.complain(line)
+        return True
+
+    def noted(self, line):
+        """Whether no rank had summed up before; better twice than never."""
         try:
             with self.summary.open("x") as file:
                 print(line, file=file)
         except FileExistsError:
             return False
-        except OSError:  # better twice than never
+        except OSError:
             pass
-        self.job.first_to_fail()  # the others need not say that they ended
-        self.job.complain(line)
         return True
 
     def places(self):
@@ -192,7 +222,7 @@ class Reports:
         for rank in range(self.job.size):
             places.setdefault(self.said(rank), []).append(rank)
         found = sorted(places.items(), key=lambda item: (suspicion(item[0]), -len(item[1])))
-        parts = [f"rank{'s'[: len(r) > 1]} {spans(r)} {where}" for where, r in found]
+        parts = [f"{self.homes.named(ranks)} {where}" for where, ranks in found]
         if len(parts) > SHOWN:
             parts[SHOWN - 1 :] = [f"{len(parts) - SHOWN + 1} other places"]
         return "; ".join(parts)
@@ -208,14 +238,3 @@ class Reports:
 def suspicion(where):
     """0 for ranks that said nothing, 1 for those in no call, 2 for those that wait for others."""
     return 0 if where == SILENT else 1 + ("(call" in where)
-
-
-def spans(ranks):
-    """Ascending ranks as text: 0-2 4-7."""
-    runs = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = runs[-1][0], rank
-        else:
-            runs.append((rank,))
-    return " ".join("-".join(map(str, run)) for run in runs)

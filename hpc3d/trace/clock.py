@@ -1,9 +1,10 @@
 """One time for all hosts: how far each host's clock is from that of rank 0, and how it drifts.
 
-Ranks of a host share its monotonic clock, so one rank a host, its leader, exchanges messages.
-Host i > 0 asks the host whose number is i without its highest bit: a tree of log2(hosts) rounds,
-as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18).  An exchange stamps t1 when it asks and t3 when
-the answer t2 is there; then the other clock is ahead by
+Ranks of a node share its monotonic clock, so one rank a node, its leader, exchanges messages.
+Node i > 0 asks the node whose number is i without its highest bit: a tree of log2(nodes) rounds,
+as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18), in each of which all pairs exchange at once.
+An exchange stamps t1 when it asks and t3 when the answer t2 is there; then the other clock is
+ahead by
 
     offset = t2 - (t1 + t3) / 2,    within half of the round trip t3 - t1
 
@@ -20,19 +21,20 @@ import numpy as np
 
 from hpc3d.trace.events import CLOCK_MODEL, CLOCK_SAMPLES, record_type
 
-# Exchanges of a synchronisation: until one was short, in ns.  A busy machine answers at once only
-# now and then.
-LEAST, MOST, SHORT = 16, 2000, 20_000
+# A synchronisation ends when none of so many exchanges was shorter than the shortest before, or
+# after so many ns: a busy machine answers at once only now and then.
+IN_VAIN, LONGEST = 50, 200_000_000
 
 STOP = -1
 
 
 class Clocks:
-    """The clocks of the hosts of a job; `hosts` names that of every rank of `comm`."""
+    """The clocks of the nodes of a job; `nodes` has something of its own for that of every rank of
+    `comm`."""
 
-    def __init__(self, comm, hosts, clock):
+    def __init__(self, comm, nodes, clock):
         self.comm, self.clock, self.rounds = comm, clock, 0
-        self.leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        self.leaders = [nodes.index(node) for node in dict.fromkeys(nodes)]
         self.place = self.leaders.index(comm.rank) if comm.rank in self.leaders else None
 
     def synchronise(self):
@@ -49,9 +51,11 @@ class Clocks:
         return samples
 
     def ask(self, peer):
-        samples, shortest = [], SHORT + 1
-        while len(samples) < LEAST or (shortest > SHORT and len(samples) < MOST):
+        samples, vain, end = [self.exchange(peer)], 0, self.clock() + LONGEST
+        shortest = samples[0][3]
+        while vain < IN_VAIN and self.clock() < end:
             samples.append(self.exchange(peer))
+            vain = vain + 1 if samples[-1][3] >= shortest else 0
             shortest = min(shortest, samples[-1][3])
         self.comm.send(np.array([STOP]), peer).wait()
         return samples
@@ -74,14 +78,14 @@ class Clocks:
 
 
 def parent(place):
-    """The number of a host without its highest bit."""
+    """The number of a node without its highest bit."""
     return place - (1 << place.bit_length() - 1)
 
 
-def children(place, hosts):
-    """The hosts that ask this one, in the order of the rounds."""
+def children(place, nodes):
+    """The nodes that ask this one, in the order of the rounds."""
     bit = 1 << place.bit_length()
-    while place + bit < hosts:
+    while place + bit < nodes:
         yield place + bit
         bit <<= 1
 
@@ -138,16 +142,34 @@ def fit(samples, above=IDENTITY):
     if not len(samples):
         return IDENTITY
     rounds = [samples[samples["round"] == number] for number in np.unique(samples["round"])]
-    times, offset, _ = np.transpose([knot(each) for each in rounds])
+    times, offset, width = np.transpose([knot(each) for each in rounds])
     t0 = np.rint(times).astype(np.int64)
-    offset = through(above, t0, offset)
-    drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
-    pieces = slice(len(drift))
-    model = Model(t0[pieces], offset[pieces], drift, 0.0)
+    model = telling(t0, through(above, t0, offset), width)
     here = samples["t_local"]
     away = model.to_global(here) - here - through(above, here, samples["offset_ns"])
     beyond = np.maximum(0, np.abs(away) - samples["rtt_ns"] / 2)
     return model._replace(residual=float(np.percentile(beyond, 99)))
+
+
+def telling(t0, offset, width):
+    """The model through the knots that tell something: the narrowest one, and of those whose
+    bounds it misses always the narrowest, until it misses none.  The knots of a round in which
+    the machine was busy are wide, and would only make it worse."""
+    kept = [int(width.argmin())]
+    while True:
+        model = straight(t0[sorted(kept)], offset[sorted(kept)])
+        away = np.abs(model.to_global(t0) - t0 - offset) - width / 2
+        missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # 1 ns: of rounding
+        if not len(missed):
+            return model
+        kept.append(int(missed[width[missed].argmin()]))
+
+
+def straight(t0, offset):
+    """The model that is straight from knot to knot."""
+    drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
+    pieces = slice(len(drift))
+    return Model(t0[pieces], offset[pieces], drift, 0.0)
 
 
 def through(above, here, offset):

@@ -202,6 +202,7 @@ class Earlier:
         groups = [{"axis": axis, "members": members} for axis, members in self.trace.groups]
         known = own["host_id"] >= 0
         own |= {"rank": rank, "host": self.trace.strings[own["host_id"]] if known else ""}
+        own["node"] = None  # of this attempt: nothing says that the rank is where it was
         return self.now | own | {"groups": groups, "strings": self.trace.strings}
 
     def followed(self, segment):

@@ -22,7 +22,7 @@ WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file th
 SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
 OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
-OPTIONAL = {"kind": "measured", "cores": 0, "transport": ""}
+OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
 
 
 def merge(run_dir):
@@ -64,7 +64,7 @@ class _Merge:
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
         self.steps, self.begun = {}, {}  # those that a rank completed, the last one it has
-        self.clocks, self.leaders = {}, {}  # host -> Model, first rank of a host -> Model
+        self.clocks, self.leaders = {}, {}  # node -> Model, first rank of a node -> Model
 
     @property
     def first(self):
@@ -123,12 +123,12 @@ class _Merge:
             raise ValueError(f"{path.name} knows more than {header['world_size']} ranks")
 
     def _set_time(self, rank, parts):
-        """When events began on rank 0's clock, by the samples that a host's first rank has."""
-        host = self.headers[rank]["host"]
+        """When events began on rank 0's clock, by the samples that a node's first rank has."""
+        node = _node(self.headers[rank])
         if samples := [row for part in parts for row in part.samples.tolist()]:
             above = self.leaders.get(samples[0][-1], IDENTITY)
-            self.leaders[rank] = self.clocks[host] = fit(samples, above)
-        clock = self.clocks.setdefault(host, IDENTITY)
+            self.leaders[rank] = self.clocks[node] = fit(samples, above)
+        clock = self.clocks.setdefault(node, IDENTITY)
         for part in parts:
             part.events["t_global"] = clock.to_global(part.events["t_start"])
 
@@ -168,7 +168,7 @@ class _Merge:
         """What the file lacks of a rank; `steps` are those that any rank completed."""
         if rank not in self.headers:
             return ["no segment"]
-        own, host, found = self.steps[rank], self.headers[rank]["host"], []
+        own, node, found = self.steps[rank], _node(self.headers[rank]), []
         absent, last = np.setdiff1d(steps, own), own.max(initial=-1)
         if (absent < last).any():
             found.append(_named(absent[absent < last]))
@@ -176,7 +176,7 @@ class _Merge:
             found.append(f"nothing after step {last}" if last >= 0 else "no complete step")
         elif self.begun[rank] > last:
             found.append(f"the end of step {self.begun[rank]}")
-        apart = self.clocks[host] is IDENTITY and host != self.first["host"]
+        apart = self.clocks[node] is IDENTITY and node != _node(self.first)
         if apart and self.first["kind"] == "measured":
             found.append("its clock, which was not compared with rank 0's")
         if dropped := self.headers[rank]["dropped"]:
@@ -215,10 +215,15 @@ class _Merge:
 
     def _write_clock(self):
         """What was the model before, and what is it now, of each rank."""
-        hosts = [(rank, header["host"]) for rank, header in self.headers.items()]
-        rows = [self.clocks[host].rows(rank) for rank, host in hosts]
-        rows += [self.before.clock(rank) for rank, _ in hosts]
+        nodes = {rank: _node(header) for rank, header in self.headers.items()}
+        rows = [self.clocks[node].rows(rank) for rank, node in nodes.items()]
+        rows += [self.before.clock(rank) for rank in nodes]
         write_table(self.file, "clock/model", schema.CLOCK_MODEL, np.unique(np.concatenate(rows)))
+
+
+def _node(header):
+    """What ranks that share a clock have in common; older segments know their host only."""
+    return header["host"] if header["node"] is None else header["node"]
 
 
 def _numbers(table, keys):

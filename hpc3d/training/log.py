@@ -1,10 +1,14 @@
 """What a run says of itself, on the terminal and in train.log."""
 
+import socket
 import sys
+from collections import Counter
 
 from hpc3d.inputs import to_toml
 from hpc3d.plain import plain
 from hpc3d.trace.segment import naming
+
+LISTED = 8  # hosts, by name
 
 
 class Log:
@@ -33,6 +37,8 @@ class Log:
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
         for line in to_toml(config).split("\n"):
             self.say(line)
+        for line in hosts(job.gather(socket.gethostname())):
+            self.say(line)
         self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
         for line in hardware.lines:
             self.say(line)
@@ -52,3 +58,13 @@ class Log:
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
             f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
         )
+
+
+def hosts(names):
+    """How many ranks each host has, if there are several; `names` are the hosts of the ranks."""
+    counts = Counter(names)
+    if len(counts) > 1:
+        listed = [f"{host} {count}" for host, count in counts.items()]
+        more = [f"{len(listed) - LISTED} more"] if len(listed) > LISTED else []
+        shown = ", ".join([*listed[:LISTED], *more])
+        yield f"{len(names)} ranks on {len(counts)} hosts: {shown}"

@@ -45,8 +45,8 @@ def recorded(job, mesh, config, folder, git, transport):
     }
     recorder = recorder_of(folder, header, mesh.pool, config)
     if config.trace.clock == "wall":
-        hosts = [place["host"] for place in places]
-        recorder.clocks = Clocks(mesh.world, hosts, recorder.clock)
+        nodes = [place["node"] for place in places]
+        recorder.clocks = Clocks(mesh.world, nodes, recorder.clock)
     job.at_end.append(recorder.flush)
     return mesh.traced(recorder)
 

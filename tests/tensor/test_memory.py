@@ -2,18 +2,20 @@
 
 import json
 
+import pytest
+
 from tests.mpi import checked
 
-Q, SIZE = 2, 64
+Q = 2
 
 
-def test_a_cube_gathers_a_face_of_each_matrix():
+@pytest.mark.parametrize(("transport", "size"), [("auto", 64), ("mpi", 64), ("mpi", 1024)])
+def test_a_cube_gathers_a_face_of_each_matrix(transport, size):
     """(MK + KN + MN) / q^2 at the peak of forward, and 1 / q^3 of each between the products."""
-    for transport in ("auto", "mpi"):
-        out = checked(Q**3, "-m", "tests.tensor.on_memory", SIZE, Q, transport)
-        ranks = json.loads(out)
-        assert len(ranks) == Q**3
-        for peak, after, stored in ranks:
-            assert peak == 3 * SIZE * SIZE // Q**2 * 8
-            assert after == 2 * SIZE * SIZE // Q**2 * 8  # X and W, kept for backward
-            assert stored == [SIZE * SIZE // Q**3 * 8] * 3
+    out = checked(Q**3, "-m", "tests.tensor.on_memory", size, Q, transport)
+    ranks = json.loads(out)
+    assert len(ranks) == Q**3
+    for peak, after, stored in ranks:
+        assert peak == 3 * size * size // Q**2 * 8
+        assert after == 2 * size * size // Q**2 * 8  # X and W, kept for backward
+        assert stored == [size * size // Q**3 * 8] * 3

@@ -1,12 +1,23 @@
 """Clocks of several hosts: the tree, the model, and a skew that is found again."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hpc3d.cluster.threads import run
-from hpc3d.trace.clock import IDENTITY, as_rows, children, fit, knot, parent
+from hpc3d.trace.clock import (
+    IDENTITY,
+    IN_VAIN,
+    LONGEST,
+    Clocks,
+    as_rows,
+    children,
+    fit,
+    knot,
+    parent,
+)
 from tests.mpi import checked
 from tests.trace.skewed import errors
 
@@ -24,6 +35,37 @@ def test_every_host_but_the_first_has_one_parent_that_knows_it():
         asked = [(place, child) for place in range(hosts) for child in children(place, hosts)]
         assert sorted(child for _, child in asked) == list(range(1, hosts))
         assert all(parent(child) == place < child for place, child in asked)
+
+
+class Timed(Clocks):
+    """A rank that asks, whose exchanges have the round trips of a list, in ns."""
+
+    def __init__(self, trips, nodes=(0, 1)):
+        self.now, self.trips = 0, iter(trips)
+        comm = SimpleNamespace(rank=1, send=lambda *_: SimpleNamespace(wait=lambda: None))
+        super().__init__(comm, nodes, lambda: self.now)
+
+    def exchange(self, peer):
+        trip = next(self.trips)
+        self.now += trip
+        return 1, self.now, 0, trip, 1, peer
+
+
+def test_a_synchronisation_ends_when_no_exchange_gets_shorter():
+    assert len(Timed([1000] * 1000).ask(0)) == 1 + IN_VAIN
+    better = [1000] * IN_VAIN + [900] + [950] * 1000
+    assert len(Timed(better).ask(0)) == len(better[: IN_VAIN + 1]) + IN_VAIN
+
+
+def test_a_synchronisation_ends_after_a_while():
+    """Each exchange takes 10 ms and is shorter than the one before."""
+    samples = Timed(10_000_000 - number for number in range(1000)).ask(0)
+    assert LONGEST // 10_000_000 < len(samples) <= LONGEST // 10_000_000 + 2
+
+
+def test_nodes_of_one_name_exchange():
+    """The first of each asks, wherever its ranks are."""
+    assert Timed([], nodes=(0, 0, 2, 2, 0, 5)).leaders == [0, 2, 5]
 
 
 def test_the_bounds_of_a_round_meet_in_a_knot():
@@ -57,6 +99,15 @@ def test_the_model_goes_through_the_knots():
     ]
     # The exchange at 5000 is 775 ns away from the model, 735 beyond its half trip.
     assert 640 < model.residual < 735
+
+
+def test_a_wide_knot_that_agrees_tells_nothing():
+    """Bounds of 1000 ns in which the line of the others lies, then of 100 in which it does not."""
+    ends = [(1, 1000, 0.0, 10, 1, 0), (1, 5000, 400.0, 10, 3, 0)]
+    model = fit([*ends, (1, 3000, 600.0, 1000, 2, 0)])
+    assert (model.t0.tolist(), model.drift.tolist()) == ([1000], [0.1])
+    model = fit([*ends, (1, 3000, 600.0, 100, 2, 0)])
+    assert (model.t0.tolist(), model.offset.tolist()) == ([1000, 3000], [0, 600])
 
 
 def test_without_samples_and_with_one_there_is_no_drift():

@@ -73,7 +73,8 @@ class Played(Comm):
 
     def post(self, block, peer):
         self.inner.post(block, peer)
-        self.inner.post(np.array([self.device.host()]), peer)
+        leaves = max(self.device.host(), self.device.compute.free)  # when it has been computed
+        self.inner.post(np.array([leaves]), peer)
         return self.fly(block, block)
 
     def take(self, shape, dtype, peer):
@@ -160,7 +161,7 @@ def test_the_host_counts_only_where_its_device_does_nothing(trace):
         mine = np.flatnonzero(events["stream"][rows] == stream)
         start = events["t_start"][rows][mine]
         place = np.searchsorted(start, ticks, "right") - 1
-        end = start + events["dur"][rows][mine]
+        end = np.maximum.accumulate(start + events["dur"][rows][mine])
         busy[stream] = (place >= 0) & (ticks < end[place])
     own = own_time(trace)[rows]
     inside = (events["step"][rows] == 0) & (events["stream"][rows] == 0)

@@ -282,6 +282,7 @@ def test_a_file_that_is_refused_is_closed(whole):
         assert refusal
 
 
+@pytest.mark.slow
 def test_damaged_bytes_are_refused_and_nothing_else_happens(whole, chance):
     """Neither a crash nor a hang nor another exception, in a process of its own."""
     what = str(whole), "100", str(chance.getrandbits(32))

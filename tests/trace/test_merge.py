@@ -12,6 +12,7 @@ from hpc3d.trace import events as schema
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import TABLES, replacing, segment_path, write_segment
 from tests.trace.small import (
+    AHEAD,
     RANKS,
     ROWS,
     SEGMENTS,
@@ -41,6 +42,20 @@ def test_events_are_sorted_and_keep_every_value(run):
     for column in schema.EVENTS:
         if column.name not in ("name", "group", "parent"):
             assert events[column.name] == [row[column.name] for row in expected], column.name
+
+
+def test_two_hosts_of_one_name_have_two_clocks(run):
+    """Ranks go by their node, and all hosts are called alike."""
+    for rank in range(RANKS):
+        for number in range(SEGMENTS):
+            write(run, rank, number, {"host": "twin", "node": rank // 2 * 2})
+    times = [row["t_global"] for row in expected_events()]
+    assert opened_events(run)["t_global"] == times
+    with hpc3d.trace.open(run / "trace.h5") as trace:
+        assert {trace.strings[host] for host in trace.ranks["host_id"]} == {"twin"}
+        assert "clock" not in trace.attrs["missing"]
+        ahead = {*zip(trace.clock_model["rank"].tolist(), trace.clock_model["offset_ns"].tolist())}
+        assert ahead == {(0, 0), (1, 0), (2, AHEAD), (3, AHEAD)}
 
 
 def test_names_and_groups_of_all_ranks_are_in_one_table(run):

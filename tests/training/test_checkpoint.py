@@ -113,6 +113,7 @@ def test_any_layout_goes_on_from_any_other(checkpoints, before, after):
 DRAWN = "steps=3 layers=4 hidden=24 heads=24 batch=48"
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 5)
 @given(before=layouts(), after=layouts())
 def test_any_drawn_layout_goes_on_from_any_other(tmp_path_factory, before, after):

@@ -260,6 +260,7 @@ def test_a_truncated_token_file_is_refused(file):
         assert "truncated" in message(file)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_refused_or_harmless(file):
     whole, good = file.read_bytes(), everything(file)
     outcomes = Counter()
