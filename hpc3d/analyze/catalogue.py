@@ -180,6 +180,29 @@ TRAFFIC = Sheet(
     ),
     brief=-1,
 )
+CROSSING = Sheet(
+    "crossing",
+    "Between hosts",
+    (
+        HOST,
+        Field("ranks", "ranks", integer),
+        Field("calls", "calls", count),
+        Field("bytes", "received [B]", prefixed),
+        Field("crossing", "from other hosts [B]", prefixed),
+        Field("on_cards", "on cards [B]", prefixed),
+    ),
+    brief=8,
+)
+CROSSING_PAIRS = Sheet(
+    "crossing_pairs",
+    "Bytes from host to host",
+    (
+        Field("sender_host", "sender"),
+        Field("receiver_host", "receiver"),
+        Field("bytes", "bytes [B]", prefixed),
+    ),
+    brief=-1,
+)
 PIPELINE = Sheet(
     "pipeline",
     "Pipeline",
@@ -254,7 +277,7 @@ OF_A_RUN = (
     *(STEP, EFFICIENCY, PREDICTION, LOSS),
     *(TIME, BETWEEN, LAYERS, RANKS, IMBALANCE),
     *(WAITS, STRAGGLERS, PATH),
-    *(COLLECTIVES, TRAFFIC),
+    *(COLLECTIVES, TRAFFIC, CROSSING, CROSSING_PAIRS),
     *(PIPELINE, BUBBLE),
     *(MEMORY, MEMORY_RANKS),
 )

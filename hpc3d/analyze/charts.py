@@ -35,7 +35,8 @@ RANK_PARTS = {
     "other": SAND,
     "unrecorded": PALE,
 }
-LATE = 16  # ranks in the chart of stragglers
+LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
+LETTERS = 32  # of a host's name
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 CELLS = 256  # rows and columns of a matrix at most
 
@@ -211,5 +212,22 @@ def traffic(matrix):
     block = -(-len(matrix) // CELLS)
     edges = np.arange(0, len(matrix), block)
     sums = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
-    unit, size = next(each for each in UNITS if sums.max() >= each[1] or each[1] == 1)
+    unit, size = _unit(sums.max())
     return Heat(f"{unit} of a step", np.where(sums > 0, sums / size, np.nan), block)
+
+
+def crossing(run):
+    """What the ranks of a host receive from its own and from others, of those with most of it."""
+    rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:LATE]
+    unit, size = _unit(max(row["bytes"] for row in rows))
+    inside = [(row["bytes"] - row["crossing"]) / size for row in rows]
+    parts = {
+        "from this host": (LIGHT, inside),
+        "from other hosts": (NAVY, [row["crossing"] / size for row in rows]),
+    }
+    labels = [row["host"][:LETTERS] for row in rows]
+    return Bars("host", f"{unit} of a step", labels, parts, lying=True)
+
+
+def _unit(largest):
+    return next(each for each in UNITS if largest >= each[1] or each[1] == 1)

@@ -38,7 +38,7 @@ def communication_matrix(calls, axis=None):
     arrives, leaves = arrives & (peer >= 0), leaves & (peer >= 0) & (peer != rank)
     matrix = np.zeros((ranks, ranks))
     np.add.at(matrix, (peer[arrives], rank[arrives]), received[arrives])
-    np.add.at(matrix, (rank[leaves], peer[leaves]), _block_bytes(events, row[leaves]))
+    np.add.at(matrix, (rank[leaves], peer[leaves]), block_bytes(events, row[leaves]))
     pairs, pair = combinations([events["group"][row[equal]], rank[equal]])
     amounts = np.bincount(pair, received[equal], len(pairs)).tolist()
     for (number, receiver), amount in zip(pairs.tolist(), amounts):
@@ -47,7 +47,7 @@ def communication_matrix(calls, axis=None):
     return matrix / len(np.unique(calls.trace.steps["step"]))
 
 
-def _block_bytes(events, row):
+def block_bytes(events, row):
     """The size of the blocks that went into calls."""
     itemsize = np.zeros(256, int)
     for code, name in events.labels("dtype").items():
@@ -111,5 +111,5 @@ def _meetings(calls):
 def _sizes(calls, members):
     """S of each meeting, in bytes: the largest block that went in, of all-gathers all of them."""
     events, row, first = calls.trace.events, calls.row, calls.first
-    block = np.maximum.reduceat(_block_bytes(events, row), first)
+    block = np.maximum.reduceat(block_bytes(events, row), first)
     return block * np.where(labelled(events, "op", ["all_gather"])[row[first]], members, 1)

@@ -11,6 +11,7 @@ from hpc3d.analyze.bubble import bubble_rows
 from hpc3d.analyze.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.compare import difference_rows, gain_rows, run_row, scaling_rows
 from hpc3d.analyze.critical import critical_path, path_rows
+from hpc3d.analyze.crossing import crossing_pair_rows, crossing_rows
 from hpc3d.analyze.efficiency import efficiency_row
 from hpc3d.analyze.layout import layout_of
 from hpc3d.analyze.loads import notes
@@ -109,6 +110,8 @@ def examine(trace, peak=None, step=None, events=EVENTS):
         **_of_time(steady, calls, peak),
         **_of_all_steps(trace),
         "traffic": _pairs(matrices),
+        "crossing": crossing_rows(calls),
+        "crossing_pairs": crossing_pair_rows(calls),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
         **{name: [] for name in ("path", "waits", "stragglers", "collectives")},

@@ -128,6 +128,16 @@ for the result; then the end may seem late.""",
 Whose data goes to whom in a step, whatever way the library sends it: what is broadcast comes
 from the root, what is reduced goes to it, and in other collectives all members send equal
 parts.""",
+    "crossing": """\
+Of the ranks of a host, in a step: calls with ranks of other hosts, `received [B]` by the
+formulas of the trace, and what of that is data `from other hosts [B]`. `on cards [B]` is what
+the host's card receives: long blocks of a group with as many ranks on each of its h hosts
+cross once a host and are shared there, so of an all-gather and a reduce-scatter (h-1)/h of the
+whole block, of an all-reduce twice that, of a broadcast and a reduction the block; other
+groups send as MPI does, each rank for itself at most.""",
+    "crossing_pairs": """\
+The bytes from rank to rank, summed over the ranks of each host: whose data goes to whom in a
+step. On the diagonal is what stays on a host.""",
     "pipeline": """\
 Milliseconds of a stage in its forward passes `F [ms]` and its backward passes: `BW [ms]`
 whole, or `B [ms]` for the gradient of the input and `W [ms]` for those of the weights. `idle`

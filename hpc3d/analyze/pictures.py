@@ -55,6 +55,9 @@ def of_run(run):
         # A trace may call an axis anything, a file not.
         end = axis if re.fullmatch(r"\w*", axis, re.ASCII) else str(number)
         yield Picture(f"traffic-{end}".strip("-"), title, "", charts.traffic(matrix))
+    if run.tables["crossing"]:
+        caption = "What the ranks of each host receive in a step."
+        yield Picture("hosts", "Bytes by host", caption, charts.crossing(run))
     if run.panels:
         caption = "The first rank of each stage, above the schedule on an ideal clock."
         yield Picture("pipeline", f"Pipeline of {run.label}", caption, Panels(run.panels))

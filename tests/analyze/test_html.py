@@ -160,6 +160,7 @@ def test_a_straggler_is_named_only_if_there_is_one():
     assert html._straggler(rows) == ("rank 0", "others wait 3.00 ms for it")
 
 
+@pytest.mark.slow
 def test_names_in_a_trace_are_text(tmp_path):
     path = tmp_path / "trace.h5"
     small(path, run_id=HOSTILE, missing=HOSTILE, device=HOSTILE).close()
@@ -217,7 +218,7 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
     (line,) = run.missing
     assert line.startswith("the time on the wall, for each rank counted its own processor time")
     names = {picture.name for picture in pictures.of_run(run)}
-    assert names == {"ranks", "phases", "traffic", "traffic-x", "memory"}
+    assert names == {"ranks", "phases", "traffic", "traffic-x", "hosts", "memory"}
     assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
     for row, exposed in zip(run.tables["ranks"], (5e-3, 2e-3)):
         assert row["wait_s"] is row["transfer_s"] is None
