@@ -5,6 +5,7 @@
 # make fuzz        the tests that draw their cases, with others for MINUTES
 # make test-peers  weights to and from Hugging Face transformers
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
+# make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
 # make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu.md)
 # make lint        ruff
 # make report      tables and figures of RUN (default: the newest run in results/)
@@ -31,7 +32,12 @@ INSTALL := python -m pip install -q -c constraints.txt
 
 # More ranks than cores: a site's Open MPI 4 and 5 read these; the wheel has its own file, below.
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
-export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_rmaps_default_mapping_policy ?= slot:oversubscribe
+
+# mpirun learns in 15 s that a host or the link to it is lost, and not in minutes.
+export PRTE_MCA_oob_tcp_keepalive_time   ?= 6
+export PRTE_MCA_oob_tcp_keepalive_intvl  ?= 3
+export PRTE_MCA_oob_tcp_keepalive_probes ?= 3
 
 # Root's consent: Open MPI reads it from the environment only, so `activate` gives it, too.
 CONSENT := [ "$$(id -u)" -ne 0 ] || \
@@ -41,7 +47,8 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow fuzz test-peers slurm-test gpu-check lint report bench clean
+.PHONY: setup train test test-slow fuzz test-peers slurm-test test-hosts gpu-check lint report
+.PHONY: bench clean
 
 setup: .venv/setup.stamp
 
@@ -49,7 +56,7 @@ train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
 
 test: .venv/test.stamp
-	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm"
+	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm and not hosts"
 
 # Predictions start no ranks, so they run on two processes.
 test-slow: .venv/test.stamp .venv/cupy.stamp
@@ -64,6 +71,9 @@ test-peers: .venv/test-peers.stamp
 
 slurm-test: .venv/test.stamp
 	python -m pytest -q -rs -m slurm tests/slurm || [ $$? -eq 5 ]  # 5: there is no Slurm
+
+test-hosts: .venv/test.stamp
+	python -m pytest -q -rs -m hosts tests/hosts || [ $$? -eq 5 ]  # 5: there are no tests
 
 gpu-check:
 	$(PYTHON) -m tests.gpu --json results/gpu-check.json $(CHECK)
@@ -87,7 +97,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -e '.$(MPI_EXTRA)'
 ifndef SITE_MPIRUN
-	echo "rmaps_default_mapping_policy = :oversubscribe" > .venv/etc/prte-mca-params.conf
+	printf '%s\n' "rmaps_default_mapping_policy = slot:oversubscribe" \
+	    "oob_tcp_keepalive_time = 6" "oob_tcp_keepalive_intvl = 3" \
+	    "oob_tcp_keepalive_probes = 3" > .venv/etc/prte-mca-params.conf
 endif
 	echo '$(CONSENT)' >> .venv/bin/activate
 	touch $@

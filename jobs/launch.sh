@@ -18,6 +18,13 @@ read -ra launch <<< "${LAUNCH:-srun --mpi=pmix}"
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
+# An mpirun of the site learns in 15 s that a host or the link to it is lost, and not in minutes.
+export PRTE_MCA_oob_tcp_keepalive_time=6 PRTE_MCA_oob_tcp_keepalive_intvl=3
+export PRTE_MCA_oob_tcp_keepalive_probes=3
+
+# shellcheck source=kept.sh
+source jobs/kept.sh
+
 # The folder of this job's runs; its log lies beside it.
 # shellcheck disable=SC2034 # of the scripts
 out="results/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"
@@ -32,10 +39,20 @@ echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0
 told=""
 trap 'told=1; kill -USR1 "$(jobs -p)" 2> /dev/null || true' USR1
 train() {
-    "${launch[@]}" python -m hpc3d.train "$@" &
-    local ranks=$!
+    local said out tee ranks code=0
+    said="$(mktemp)"
+    # What ends the ranks does not end what writes their last lines.
+    exec {out}> >(trap '' TERM INT USR1; exec tee "$said")
+    tee=$!
+    "${launch[@]}" python -m hpc3d.train "$@" >&"$out" &
+    ranks=$!
+    exec {out}>&-
     while kill -0 "$ranks" 2> /dev/null; do wait "$ranks" || true; done
-    wait "$ranks"
+    wait "$ranks" || code=$?
+    wait "$tee" || true
+    kept "$code" "$said" || code=$?
+    rm -f "$said"
+    return "$code"
 }
 
 # saved FOLDER: the last run in FOLDER that has a checkpoint, if any; FOLDER may be that run.

@@ -27,6 +27,7 @@ def site(tmp_path):
     for name in ("results", ".venv/bin", "bin"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
+    program(tmp_path / "bin/launch", 'echo "launch $*"; echo "run kept in results"')
     program(tmp_path / "bin/scontrol", 'echo "$*" >> asked')
     return tmp_path
 
@@ -36,7 +37,7 @@ def program(path, text):
     path.chmod(0o755)
 
 
-def begin(site, script, *words, launch="echo launch", task=None):
+def begin(site, script, *words, launch="launch", task=None):
     """A script as Slurm starts it, in job 7."""
     job = {"JOB_ID": "7", "JOB_NAME": "job", "JOB_NODELIST": "node", "SUBMIT_DIR": str(site)}
     job |= {} if task is None else {"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": str(task)}
@@ -139,7 +140,7 @@ def test_only_a_run_that_saved_at_the_signal_is_queued_again(
         f"trap 'exit {code}' USR1; touch ready; while {str(told).lower()}; do sleep 0.01; done"
     )
     save = f"mkdir -p {run}/checkpoints/step-00000003" if saved else "true"
-    program(site / "ranks", f"{save}; {ending}; exit {code}")
+    program(site / "ranks", f"{save}; echo run kept in {run}; {ending}; exit {code}")
     process = begin(site, script, run, launch=str(site / "ranks"))
     if told:
         wait_for((site / "ready").exists, 10)
@@ -148,6 +149,29 @@ def test_only_a_run_that_saved_at_the_signal_is_queued_again(
     assert process.returncode == code
     asked = site / "asked"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if again else "")
+
+
+@pytest.mark.parametrize(("said", "code"), [("step 3", 1), ("run kept in results/job-7", 0)])
+def test_a_launcher_that_ends_well_before_the_run_does_is_a_failure(said, code, site):
+    program(site / "bin/launch", f"echo {said}")
+    process = begin(site, "train.sbatch")
+    process.communicate(timeout=20)
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("said", "ends", "code"), [("step 3", 0, 1), ("run kept in results", 0, 0), ("", 5, 5)]
+)
+def test_mpirun_has_the_exit_code_of_the_run(said, ends, code, site):
+    program(site / "bin/mpirun", f'echo "$* {said}"; exit {ends}')
+    path = f"{site / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    words = ["bash", JOBS / "mpirun.sh", "-np", "8", "python"]
+    done = subprocess.run(
+        words, env=os.environ | {"PATH": path}, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout == f"-np 8 python {said}\n"
+    assert ("a host or its link was lost" in done.stderr) == (not ends and bool(code))
 
 
 def test_report_takes_all_runs_of_a_job_or_those_that_are_named(site):

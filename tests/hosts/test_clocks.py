@@ -1,0 +1,33 @@
+"""Clocks that are far apart are found."""
+
+import numpy as np
+import pytest
+
+import hpc3d.trace
+from tests.hosts.emulated import Emulated
+from tests.runs import newest, words
+
+pytestmark = pytest.mark.hosts
+
+AHEAD, BOUND = 5000, 5_000_000  # s, ns: of an exchange on a machine that is busy
+EXCHANGES = 2000  # of a round, as many as there never must be
+
+
+def test_a_clock_is_found(tmp_path):
+    with Emulated(hosts=2, clocks=[(2, AHEAD)], shared=[tmp_path]) as hosts:
+        line = words(tmp_path, train__steps=6, trace__sync_every=2, mesh__x=4)
+        done = hosts.mpirun(
+            (2, 2), "python", "-m", "hpc3d.train", *line, *("--mesh.y", "1", "--mesh.z", "1")
+        )
+        assert done.returncode == 0, done.stderr
+    with hpc3d.trace.open(newest(tmp_path) / "trace.h5") as trace:
+        samples, model = trace.clock_samples, trace.clock_model
+        assert {*samples["rank"].tolist()} == {2} and {*samples["peer"].tolist()} == {0}
+        _, counts = np.unique(samples["round"], return_counts=True)
+        assert len(counts) == 4 and counts.max() < EXCHANGES
+        for rank in range(4):
+            offset = model["offset_ns"][model["rank"] == rank]
+            assert np.abs(offset + AHEAD * 10**9 * (rank >= 2)).max() < BOUND
+        names = [trace.strings[host] for host in trace.ranks["host_id"]]
+        assert names == ["hn1", "hn1", "hn2", "hn2"]
+        assert trace.attrs["missing"] == ""

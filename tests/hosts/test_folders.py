@@ -1,0 +1,57 @@
+"""A folder of each host's own is refused before anything is written there."""
+
+import pytest
+
+from hpc3d.cluster.exits import BAD_INPUT, CHECK_FAILED
+from hpc3d.cluster.sharing import REMEDY
+from tests.hosts.emulated import Emulated
+from tests.runs import said, words
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def hosts(shared):
+    with Emulated(hosts=2, shared=[shared]) as hosts:
+        yield hosts
+
+
+def train(hosts, out, *more):
+    line = words(out, train__steps=2, mesh__x=4, mesh__y=1, mesh__z=1)
+    return hosts.mpirun((2, 2), "python", "-m", "hpc3d.train", *line, *more)
+
+
+def test_a_folder_of_each_host_is_refused(hosts):
+    before = hosts.on(1, "ls", "-A", "/tmp")
+    done = train(hosts, "/tmp/own/results")
+    assert done.returncode == BAD_INPUT
+    assert said(done) == [
+        "hpc3d.train: /tmp/own/results: hn2 does not see what hn1 writes in /tmp; " + REMEDY
+    ]
+    assert hosts.on(1, "ls", "-A", "/tmp") == before
+
+
+def test_a_run_that_one_host_has_is_not_resumed(hosts, shared):
+    out = shared / "out"
+    assert train(hosts, out, "--checkpoint.every", "1").returncode == 0
+    (run,) = out.iterdir()
+    hosts.on(1, "cp", "-r", str(run), "/tmp/own")
+    files = hosts.on(1, "find", "/tmp/own")
+    resume = "--resume", "/tmp/own", "--train.steps", "4"
+    done = hosts.mpirun((2, 2), "python", "-m", "hpc3d.train", *resume)
+    assert done.returncode == BAD_INPUT
+    assert said(done) == [
+        f"hpc3d.train: /tmp/own: hn2 does not see what hn1 writes there; {REMEDY}"
+    ]
+    assert hosts.on(1, "find", "/tmp/own") == files
+
+
+def test_the_doctor_names_the_host(hosts):
+    done = hosts.mpirun((2, 2), "python", "-m", "hpc3d.doctor", "--together", "--out", "/tmp")
+    assert done.returncode == CHECK_FAILED
+    assert "FAIL  folder: /tmp is another one for all of hn2\n" in done.stdout

@@ -1,0 +1,54 @@
+"""Ranks that do not reach each other: the doctor says so soon, and once."""
+
+import pytest
+
+from tests.hosts.emulated import Emulated
+
+pytestmark = pytest.mark.hosts
+
+WORDS = ("python", "-m", "hpc3d.doctor", "--together")
+
+
+@pytest.fixture
+def hosts():
+    with Emulated(3) as hosts:
+        yield hosts
+
+
+def doctor(hosts, **how):
+    done = hosts.mpirun((2, 1, 1), *WORDS, "--out", "/tmp", timeout=60, **how)
+    said = [line for line in done.stdout.splitlines() if line.startswith("FAIL  meeting: ")]
+    assert done.stdout.count("-> export OMPI_MCA_btl_tcp_if_include=") == len(said)
+    return done.returncode, said
+
+
+def test_hosts_that_meet(hosts):
+    code, said = doctor(hosts)
+    assert not said and code == 3  # /tmp is another one on each host
+
+
+def drop(hosts, number, other):
+    """What a host sends to another one is lost."""
+    hosts.on(number, "ip", "neigh", "replace", f"10.77.0.{other + 1}", "lladdr",
+             "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")  # fmt: skip
+
+
+def test_a_firewall_between_two_hosts(hosts):
+    """They are not those of rank 0."""
+    drop(hosts, 2, 3)
+    drop(hosts, 3, 2)
+    code, said = doctor(hosts)
+    assert said == ["FAIL  meeting: no message in 5 s between hn2 and hn3 (ranks 2-3)"]
+    assert code == 3
+
+
+def test_a_firewall_around_a_host(hosts):
+    for other in (2, 3):
+        drop(hosts, 1, other)
+        drop(hosts, other, 1)
+    code, said = doctor(hosts)
+    assert said == [
+        "FAIL  meeting: no message in 5 s between hn1 and hn2 (ranks 0-2); "
+        "hn1 and hn3 (ranks 0-1 3)"
+    ]
+    assert code == 3

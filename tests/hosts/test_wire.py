@@ -1,0 +1,48 @@
+"""Collectives between hosts: right, and no more on the cards than the formulas say."""
+
+import json
+import sys
+
+import pytest
+
+from tests.hosts.emulated import Emulated
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with Emulated(hosts=3) as emulated:
+        yield emulated
+
+
+# Of the bytes of a block: what each host receives in all_gather, reduce_scatter and all_reduce.
+@pytest.mark.parametrize(
+    ("ranks", "kind", "shares"),
+    [
+        ((1, 1), "Mpi", (1 / 2, 1 / 2, 1)),
+        ((1, 1, 1), "Mpi", (2 / 3, 2 / 3, 4 / 3)),
+        ((2, 2), "Hosts", (1 / 2, 1 / 2, 1)),
+        ((2, 2, 2), "Hosts", (2 / 3, 2 / 3, 4 / 3)),
+    ],
+)
+def test_cards_carry_what_the_formulas_say(hosts, ranks, kind, shares):
+    hosts.rate("500mbit")
+    done = hosts.mpirun(ranks, sys.executable, "-m", "tests.hosts.wire_cases")
+    assert done.returncode == 0, done.stderr
+    name, nbytes, found = json.loads(done.stdout)
+    assert name == kind
+    for op, share in zip(("all_gather", "reduce_scatter", "all_reduce"), shares, strict=True):
+        assert found[op] == pytest.approx([share * nbytes] * sum(ranks), rel=0.05), op
+    if len(ranks) == 2:
+        there = [rank >= ranks[0] for rank in range(sum(ranks))]
+        for op, goes in (("broadcast", there), ("reduce", [not away for away in there])):
+            expected = [nbytes * here for here in goes]
+            assert found[op] == pytest.approx(expected, rel=0.05, abs=0.05 * nbytes), op
+
+
+def test_numbers_of_ranks_that_differ_take_mpi(hosts):
+    hosts.rate(None)
+    done = hosts.mpirun((2, 1), sys.executable, "-m", "tests.hosts.wire_cases")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0] == "Mpi"

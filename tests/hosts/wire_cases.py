@@ -1,0 +1,49 @@
+"""Collectives over ranks of several hosts: `wire_cases.py` on the ranks of an MPI job.
+
+Rank 0 prints the communicator's name, then for each call the bytes of its block and those that
+the card of each rank's host received meanwhile.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hpc3d.cluster import launch
+
+ROWS = 3 << 19  # of float32; the headers of the wire are then a small part
+CARD = Path("/sys/class/net/eth0/statistics/rx_bytes")
+CALLS = {
+    "all_gather": lambda comm, block: comm.all_gather(block[: ROWS // comm.size]),
+    "reduce_scatter": lambda comm, block: comm.reduce_scatter(block),
+    "all_reduce": lambda comm, block: comm.all_reduce(block),
+    "broadcast": lambda comm, block: comm.broadcast(block[: ROWS * (comm.rank == 0)], 0),
+    "reduce": lambda comm, block: comm.reduce(block, 0),
+}
+
+
+def body(job):
+    from hpc3d.cluster.cart import build
+    from tests.cluster.cases import long_blocks
+    from tests.cluster.on_wire import message_between, same_bits
+
+    comm = build({"x": job.size}).comm("x")
+    long_blocks(comm, "float32")
+    same_bits(comm)
+    message_between(comm)
+    block, found = np.ones(ROWS, np.float32), {}
+    for op, call in CALLS.items():
+        call(comm, block).wait()
+        job.barrier()
+        before = int(CARD.read_text())
+        job.barrier()
+        call(comm, block).wait()
+        job.barrier()
+        found[op] = job.gather(int(CARD.read_text()) - before)
+    if job.rank == 0:
+        print(json.dumps([type(comm).__name__, block.nbytes, found]))
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run("test", body))
