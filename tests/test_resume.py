@@ -42,6 +42,7 @@ def by_step(run):
     return dict(zip(steps, found, strict=True))
 
 
+@pytest.mark.slow
 def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
     """Log and trace go on, too."""
     run = part(tmp_path)

@@ -156,6 +156,7 @@ class Checked(Communicator):
 
         return pending.then(check)
 
+    @quiet  # and its generators, which run here
     def compare(self):
         """Exchange the notes with all members; lines about what is wrong in what this one got."""
         count = len(self.notes)
@@ -182,7 +183,6 @@ class Checked(Communicator):
                 self.notes[row], f"what came from rank {self.members[giver]} is not what it gave"
             )
 
-    @quiet
     def totals(self, everyone):
         """Sums that are not those of what was given; nothing is said where that overflows."""
         for row, (share, size) in self.sums.items():

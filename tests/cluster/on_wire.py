@@ -1,8 +1,9 @@
 """The cases of communicators on groups of 2 to N of the N ranks of an MPI job, on pretended hosts:
-`on_wire.py LONG HOST ...`, of each rank its host.  Blocks of LONG bytes are long ones.
+`on_wire.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long ones.
 """
 
 import sys
+from itertools import product
 
 import numpy as np
 
@@ -39,9 +40,9 @@ def body(job):
     from hpc3d.cluster.mpi import Mpi
     from tests.cluster.cases import every
 
-    Mpi.long, hosts = int(sys.argv[1]), sys.argv[2:]
+    hosts, longs = sys.argv[1 : 1 + job.size], map(int, sys.argv[1 + job.size :])
     cart.node_of_rank = lambda comm: hosts[: comm.size]
-    for size in range(2, job.size + 1):
+    for Mpi.long, size in product(longs, range(2, job.size + 1)):
         group = MPI.COMM_WORLD.Split(job.rank < size)
         if job.rank < size:
             comm = cart.build({"x": size}, group).comm("x")

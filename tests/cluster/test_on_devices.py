@@ -9,7 +9,7 @@ import pytest
 from hpc3d.cluster import staged
 from hpc3d.cluster.threads import meshes, run
 from hpc3d.cluster.traffic import Flight, Traffic
-from tests.cluster.cases import CASES
+from tests.cluster.cases import CASES, long_blocks
 from tests.cluster.fake_device import DeviceArray, on_device, plain
 from tests.mpi import checked
 
@@ -60,7 +60,7 @@ FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")
 def test_every_call(transport, dtype, size, case, monkeypatch):
     if dtype == "float16" and case.__name__ == "adjoint":
         pytest.skip("its own inner products are too large for float16")
-    monkeypatch.setattr(staged, "CHUNK", 200)
+    monkeypatch.setattr(staged, "CHUNK", 1 << 16 if case is long_blocks else 200)
     on_devices(size, lambda comm: case(Brought(comm), dtype), transport)
 
 

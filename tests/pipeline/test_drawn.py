@@ -77,7 +77,13 @@ def test_the_same_on_real_ranks(transport):
     assert out.splitlines()[1:] == lines
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(line=mixes())
 def test_a_drawn_mix_is_right_or_refused(line):
+    event("right" if right_or_refused(line) else "refused")
+
+
+@pytest.mark.slow
+@given(line=mixes())
+def test_many_drawn_mixes_are_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")
