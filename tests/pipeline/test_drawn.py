@@ -77,7 +77,7 @@ def test_the_same_on_real_ranks(transport):
     assert out.splitlines()[1:] == lines
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(line=mixes())
 def test_a_drawn_mix_is_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")
