@@ -24,6 +24,22 @@ def kernel():
     return boot, clocks
 
 
+def namesakes(kernels):
+    """What is wrong where kernels of one name are several, of each rank's (host, kernel)."""
+    ranks = {}
+    for rank, each in enumerate(kernels):
+        ranks.setdefault(each, []).append(rank)
+    named = [host for host, _ in ranks]
+    for name in named:
+        if named.count(name) > 1:
+            who = listed([spans(found) for (host, _), found in ranks.items() if host == name])
+            return (
+                f"ranks {who} are on different hosts that are all named {name}: Open MPI takes "
+                "them for one and waits for ever; give each host a name of its own"
+            )
+    return None
+
+
 def spans(ranks):
     """Ascending ranks as text: 0-2 4-7."""
     runs = []

@@ -11,7 +11,7 @@ import time
 from mpi4py import MPI
 
 from hpc3d.cluster.exits import BAD_INPUT, REFUSED, Ended
-from hpc3d.cluster.homes import kernel
+from hpc3d.cluster.homes import kernel, namesakes
 from hpc3d.cluster.launcher import end_later, launcher
 from hpc3d.plain import lines_of, plain
 
@@ -29,7 +29,13 @@ class Job:
         self.at_end, self.ending = [], threading.Lock()
         self.told, self.stops, self.started = [], False, time.monotonic()
         self.launcher = launcher()
-        self.id = self.comm.bcast(f"{socket.gethostname()}-{os.getpid()}")
+        self.kernels = self.gather((socket.gethostname(), kernel()))
+        self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
+
+    def namesakes(self):
+        """What is wrong where two hosts have one name: Open MPI takes them for one, and waits in
+        its next call for ever."""
+        return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
     def agree(self, function):
         """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is

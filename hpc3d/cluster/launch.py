@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 
-from hpc3d.cluster.exits import BAD_INPUT, FAILED, Ended, Unusable
+from hpc3d.cluster.exits import BAD_INPUT, FAILED, STALLED, Ended, Unusable
 from hpc3d.plain import lines_of, plain, plain_streams, why
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -28,7 +28,10 @@ DISK = (
     errno.EIO,
     errno.ESTALE,
 )
+MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
+SPOKEN = 0.5  # seconds until what is printed has left the host
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
+LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -87,7 +90,7 @@ def started(name, body):
         reason = plain(str(error)).rstrip(".")
         print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor tells why", file=sys.stderr)
         return BAD_INPUT
-    job = Job(name)
+    job = met(lambda: Job(name), name)
     sys.excepthook = lambda kind, error, trace: die(job, error)
     threading.excepthook = lambda args: die(job, args.exc_value)
     leave_when_told(job)
@@ -96,6 +99,8 @@ def started(name, body):
         meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:
             job.refuse(*(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else ()))
+        if same := job.namesakes():
+            job.refuse(same)
         code = body(job)
     except Ended as end:
         return end.code
@@ -106,6 +111,27 @@ def started(name, body):
     if code:
         die(job, SystemExit(code))
     return 0
+
+
+def met(make, name):
+    """The job that `make()` makes with its first call among all ranks; where that does not end,
+    as between hosts that do not reach each other, this process ends with a line."""
+
+    def end():
+        if not number_in(LOCAL_RANK, default=0):
+            line = f"in {MEETING} s {os.uname().nodename} has not heard from all other hosts; "
+            line += "mpirun ... python -m hpc3d.doctor tells which do not reach each other"
+            print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
+        time.sleep(SPOKEN)
+        os._exit(STALLED)
+
+    alarm = threading.Timer(MEETING, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        return make()
+    finally:
+        alarm.cancel()
 
 
 def explain_single(meant):

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d.cluster import homes
-from hpc3d.cluster.homes import Homes, kernel, listed, spans
+from hpc3d.cluster.homes import Homes, kernel, listed, namesakes, spans
 
 TWO = Homes(["hn1", "hn1", "hn1", "hn2", "hn2"], [0, 0, 0, 3, 3])
 
@@ -39,6 +39,14 @@ def test_hosts_of_one_name_are_two():
     assert twins.several() and twins.leaders() == [0, 2]
     assert twins.named([2, 3]) == "all of node"
     assert twins.named([1, 2, 3]) == "all of node and rank 1 (node)"
+
+
+def test_hosts_of_one_name_are_refused():
+    one, two = ("a", "1"), ("b", "")
+    assert namesakes([("n", one), ("m", two), ("n", one)]) is None
+    assert namesakes([("n", one), ("m", two), ("n", one), ("n", two)]).startswith(
+        "ranks 0 2 and 3 are on different hosts that are all named n: "
+    )
 
 
 def test_ranks_and_words_as_text():

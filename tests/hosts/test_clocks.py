@@ -1,11 +1,12 @@
-"""Clocks that are far apart are found."""
+"""Clocks that are far apart are found, and tell hosts of one name apart."""
 
 import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.cluster.exits import BAD_INPUT
 from tests.hosts.emulated import Emulated
-from tests.runs import newest, words
+from tests.runs import newest, said, words
 
 pytestmark = pytest.mark.hosts
 
@@ -31,3 +32,14 @@ def test_a_clock_is_found(tmp_path):
         names = [trace.strings[host] for host in trace.ranks["host_id"]]
         assert names == ["hn1", "hn1", "hn2", "hn2"]
         assert trace.attrs["missing"] == ""
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_hosts_of_one_name_are_refused(command, tmp_path):
+    with Emulated(hosts=2, clocks=[(2, AHEAD)]) as hosts:
+        for number in (1, 2):
+            hosts.on(number, "hostname", "node")
+        done = hosts.mpirun((2, 2), "python", "-m", f"hpc3d.{command}", timeout=20)
+    line = said(done)[-1]
+    assert line.startswith(f"hpc3d.{command}: ranks 0-1 and 2-3 are on different hosts")
+    assert done.returncode == BAD_INPUT

@@ -2,7 +2,9 @@
 
 import pytest
 
+from hpc3d.cluster.exits import STALLED
 from tests.hosts.emulated import Emulated
+from tests.runs import said
 
 pytestmark = pytest.mark.hosts
 
@@ -52,3 +54,15 @@ def test_a_firewall_around_a_host(hosts):
         "hn1 and hn3 (ranks 0-1 3)"
     ]
     assert code == 3
+
+
+def test_nor_does_training_wait_for_ever(hosts):
+    drop(hosts, 1, 2)
+    drop(hosts, 2, 1)
+    done = hosts.mpirun((2, 1, 1), "python", "-m", "hpc3d.train", "--run.out", "/tmp", timeout=90)
+    assert done.returncode == STALLED
+    lines = {line.partition(";")[0] for line in said(done) if line.startswith("hpc3d.")}
+    told = {
+        f"hpc3d.train: in 60 s hn{host} has not heard from all other hosts" for host in (1, 2, 3)
+    }
+    assert lines and lines <= told
