@@ -6,7 +6,7 @@
 # make test-peers  weights to and from Hugging Face transformers
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
 # make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
-# make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu.md)
+# make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu-verification.md)
 # make lint        ruff
 # make report      tables and figures of RUN (default: the newest run in results/)
 # make bench       what the code itself costs

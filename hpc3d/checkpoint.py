@@ -87,7 +87,7 @@ def parser():
 
 
 def show(options, _):
-    """A line a checkpoint of a run; of a single one also its tensors."""
+    """One line per checkpoint of a run; of a single one also its tensors."""
     from hpc3d.training.checkpoint import Checkpoint
     from hpc3d.training.inventory import about, checkpoints, latest
 

@@ -166,7 +166,7 @@ class CheckpointConfig:
 
     __pydantic_config__ = STRICT
     every: int = 0
-    """save after every so many steps, and after the last (0: never, unless told to stop)"""
+    """save after every so many steps, and after the last (0: never, unless asked to stop)"""
     keep: int = 2
     """checkpoints that are kept, the newest ones"""
 

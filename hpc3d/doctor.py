@@ -4,8 +4,8 @@
     mpirun -np N python -m hpc3d.doctor          # N ranks together: hosts, versions, messages
     srun --mpi=pmix python -m hpc3d.doctor       # the same in a Slurm job
 
-A line a finding: ok, warn (it works, but slowly or not for long) or FAIL (training will not), and
-under what is wrong the remedy.  Nothing is changed, and nothing stays in the folder of results.
+One line per finding: ok, warn (it works, but slowly or not for long) or FAIL (training will not),
+and the remedy under what is wrong.  Nothing is changed, nothing stays in the folder of results.
 """
 
 import argparse
@@ -165,7 +165,7 @@ def hdf5(folder):
     rows["t_local"] = np.arange(1000)
     try:
         there = storage.scratch(folder)
-    except OSError:  # which `storage` has told
+    except OSError:  # which `storage` has reported
         return
     try:
         with there as name:

@@ -10,7 +10,7 @@ results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and 
 `python -m hpc3d.report` reads.
 
 SIGTERM, the signal of run.signal, train.max_minutes and a file STOP in that folder end the run
-behind the step that runs, with everything saved.
+after the step that runs, with everything saved.
 
 Exit codes: 0 done; 2 bad input (one line each, nothing started); 75 stopped early, go on with
 --resume; 3 something computed is wrong; 4 a loss or gradient is not finite; 5 nothing moved for

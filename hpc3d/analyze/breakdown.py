@@ -67,7 +67,7 @@ def _sums(trace, keys, group):
 
 
 def rank_rows(trace, calls):
-    """What a step is made of, a row a rank; `calls` are `waits.calls_of(trace)`.
+    """What a step is made of, one row per rank; `calls` are `waits.calls_of(trace)`.
 
     compute_s (with the optimiser), wait_s and transfer_s (`waits`: the two parts of the time in
     which the rank is blocked in a call, together exposed_s), copy_s (calls that are waited for
@@ -154,8 +154,8 @@ def imbalance_rows(trace):
 
 
 def memory_rows(trace):
-    """The highest peak of each kind of memory on each rank, in bytes, a row a rank; the last row,
-    of rank None, has their sums over the ranks."""
+    """The highest peak of each kind of memory in bytes, one row per rank; the last row, of rank
+    None, has their sums over the ranks."""
     memory, kinds = trace.memory, trace.memory.labels("kind")
     (ranks, rank), (codes, kind) = (
         np.unique(memory[key], return_inverse=True) for key in ("rank", "kind")

@@ -77,7 +77,7 @@ class Heat(NamedTuple):
 
 
 def loss(runs):
-    """The loss by step, a line a run, and its difference from the first run."""
+    """The loss by step, one line per run, and its difference from the first run."""
     lines = {run.label: _losses(run) for run in runs}
     first = lines[runs[0].label]
     below = {run.label: _less(lines[run.label], first) for run in runs[1:]}
@@ -99,8 +99,8 @@ def _less(line, other):
 
 
 def speedup(rows):
-    """The speed-up over the first run by the number of ranks, a line a series, and what would be
-    ideal; None if no series has runs on two numbers of ranks."""
+    """The speed-up over the first run by the number of ranks, one line per series, and the ideal
+    one; None if no series has runs on two numbers of ranks."""
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
     ranks = sorted({count for numbers, _ in series.values() for count in numbers})
     ideal = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}

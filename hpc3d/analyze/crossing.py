@@ -19,7 +19,7 @@ UNKNOWN = "unknown"
 
 
 def crossing_rows(calls):
-    """A row a host, none of one host alone: its ranks and, of a step, their calls that go beyond
+    """One row per host, none of one host alone: its ranks and, of a step, their calls that leave
     it, the bytes that they receive, those of them that come from other hosts, and what the card
     receives."""
     matrix, names, place = host_matrix(calls)
@@ -38,7 +38,7 @@ def crossing_rows(calls):
 
 
 def crossing_pair_rows(calls):
-    """A row a pair of hosts: whose data goes to whom in a step, in bytes."""
+    """One row per pair of hosts: whose data goes to whom in a step, in bytes."""
     matrix, names, _ = host_matrix(calls)
     if len(names) < 2:
         return []

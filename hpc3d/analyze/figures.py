@@ -139,7 +139,7 @@ def _panels(chart: Panels):
 
 @draw.register
 def _timeline(chart: Timeline):
-    """A row a rank; the boxes are pixels, for a step has too many of them for a drawing."""
+    """One row per rank; the boxes are pixels, for a step has too many of them for a drawing."""
     from matplotlib.collections import PolyCollection
 
     rows, half = len(chart.shown), 0.42 * lanes(chart.events)[1]

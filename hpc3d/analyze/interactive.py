@@ -143,7 +143,7 @@ def _heat(chart: Heat):
 
 @draw.register
 def _timeline(chart: Timeline):
-    """A row a rank.  A click shows what a box is and who took part in it: page/timeline.js."""
+    """One row per rank.  A click shows what a box is and who took part in it: page/timeline.js."""
     from bokeh.models import ColumnDataSource, CustomJS, TapTool, WheelZoomTool
 
     height = 140 + min(900, max(160, ROW * len(chart.shown)))

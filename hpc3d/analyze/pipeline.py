@@ -29,7 +29,8 @@ TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 
 def observe(trace, step):
-    """The table of a step, a row a stage, and its measured and simulated panel for `draw_gantt`.
+    """The table of a step, one row per stage, and its measured and simulated panel for
+    `draw_gantt`.
 
     Both are empty if the run had neither stages nor microbatches, and if it counted processor
     time, for then its ranks have no clock in common.
@@ -245,7 +246,7 @@ def _mean_cost(rows, chunks):
 
 
 def stage_rows(passes, step, idle, ideal):
-    """A row a stage: its ranks and passes, seconds in the passes of each kind, idle share, and
+    """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
     the peaks in flight; those simulated are None without `ideal`."""
     rows, peaks = passes.measured(step), passes.in_flight(step)
     idle_ideal = idle_shares(ideal.rows) if ideal else {}

@@ -21,7 +21,7 @@ LEAST = 0.01
 
 
 def straggler_rows(calls):
-    """Who is waited for, a row a rank, the worst first.
+    """Who is waited for, one row per rank, the worst first.
 
     In `last` of its `meetings` the rank was the last to arrive; `imposed_s` are the seconds a step
     that all others together wait for its arrivals, `wait_s` those that it waits itself.  A wait

@@ -143,7 +143,7 @@ def loss_rows(trace):
 
 
 def comparison_rows(runs):
-    """A row a run: its steps, its loss after the last step that all runs have, and the largest
+    """One row per run: its steps, its loss after the last step that all runs have, and the largest
     difference of its losses from those of the first run."""
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)

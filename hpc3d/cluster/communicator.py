@@ -25,7 +25,7 @@ SMALL_SUM = 1 << 14
 
 
 class Pending:
-    """A block that is on its way."""
+    """A block that is in flight."""
 
     def __init__(self, finish):
         self.finish = finish

@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64,
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 SUCCESS = 0
-REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: told before anything runs
+REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned before anything runs
 
 
 class Unsupported(RuntimeError):

@@ -1,4 +1,4 @@
-"""One kind of product as cuBLASLt is told of it.
+"""One kind of product as it is described to cuBLASLt.
 
 cuBLASLt is column-major: D = alpha op(A) op(B) + beta C.  A row-major matrix is its own transpose
 there, so out = a b is computed as out' = b' a': A is b, B is a, C is what is added, D is out, and
@@ -96,7 +96,7 @@ class Plan:
         return f"{out.dtype} {out.shape} = {a.dtype} {a.shape} x {b.shape}{fused}"
 
     def layout(self, name):
-        """The layout of a matrix; the operation is told whether to transpose it."""
+        """The layout of a matrix; the operation says whether to transpose it."""
         operand = self.operands[name]
         transposed, *sizes = operand.columns()
         if name in "AB":

@@ -8,8 +8,8 @@
     all_reduce of the maximum      all members got the same bits
 
 Nothing is sent at the time.  When the step has its gradients the members of each axis exchange
-their notes, a row a call, in one all-gather; what comes later, such as values that ZeRO gathers
-after the update, is compared in the next step that is checked.  The products inside attention,
+their notes, one row per call, in one all-gather; what comes later, such as values that ZeRO
+gathers after the update, is compared in the next step that is checked.  Products inside attention,
 and what is computed element by element, are not checked.
 """
 

@@ -163,7 +163,7 @@ def crowd(launcher):
 
 
 def allows_more(launcher):
-    """Whether Open MPI was told in its environment, or its file, to start them."""
+    """Whether the environment, or a file, of Open MPI asks it to start them."""
     if release(launcher.version or "5") < [5]:
         return os.environ.get(CROWD_4) in ("1", "true")
     file = Path(launcher.path).resolve().parents[1] / "etc" / "prte-mca-params.conf"

@@ -20,7 +20,7 @@ from hpc3d.cluster.communicator import contiguous
 
 
 class Meter:
-    """Who is told what is computed: nobody.  Times of a machine are in hpc3d.predict.clock.
+    """Who is notified of what is computed: nobody.  Times of a machine are in hpc3d.predict.clock.
 
     `widest` is the widest head that the machine's fused attention takes.
     """
@@ -229,7 +229,8 @@ FUNCTIONS = {
 
 
 def rule(function):
-    """Register what follows as the rule of a kernel; it is told with the bytes of all arrays."""
+    """Register what follows as the rule of a kernel, whose meter is notified of the bytes of all
+    arrays."""
 
     def register(body):
         def counted(first, *rest):

@@ -1,6 +1,6 @@
 """Blocks of a device through the memory of its host, for an MPI that reads no device memory.
 
-A block goes in chunks: while one is on its way between hosts, the next one leaves its device.
+A block goes in chunks: while one is in flight between hosts, the next one leaves its device.
 
     device    |0 out|1 out|2 out|         |0 in|1 in|2 in|
     hosts           |  0  |  1  |  2  |

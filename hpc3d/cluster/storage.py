@@ -63,7 +63,7 @@ def lies_on(folder):
     kind = file_system(standing(folder))
     if kind.startswith(NETWORK):
         text = f"{folder} is on a network file system ({kind})"
-        remedy = "a parallel file system or a local disk saves quicker; nothing is wrong with it"
+        remedy = "a parallel file system or a local disk saves faster; nothing is wrong with it"
         yield Finding(WARN, "file system", text, remedy)
     elif kind in MEMORY:
         text = f"{folder} is in memory ({kind}): runs are gone after a restart"

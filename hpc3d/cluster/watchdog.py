@@ -92,7 +92,7 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def deserted(self):
-        """Whether this rank was told to end, and waits for others that may have ended."""
+        """Whether this rank was asked to end, and waits for others that may have ended."""
         told = signal.SIGTERM in self.job.told and self.place.waiting()
         return told and self.silence > max(TOLD, 2 * self.longest)
 
@@ -146,7 +146,7 @@ class Place:
 
 
 class Reports:
-    """What the ranks of a job say in `folder`, a file a rank."""
+    """What the ranks of a job say in `folder`, one file per rank."""
 
     def __init__(self, job, folder, homes):
         self.job, self.folder, self.homes, self.spoken = job, folder, homes, False

@@ -17,7 +17,7 @@ class Buckets:
     """The sums of gradients over the axes where they are partial, and ZeRO's gathers of values.
 
     `finished(unit)` says that a part of the model has its whole gradient; a bucket whose parts are
-    all finished is on its way from then on.
+    all finished is in flight from then on.
     """
 
     def __init__(self, parameters, size):
@@ -102,7 +102,7 @@ class Bucket:
 class Sum(Bucket):
     """A bucket of gradients, summed over the axes where they are partial, the data axis last.
 
-    The sum over the first axis is on its way from `post` on; those over others, of vectors only,
+    The sum over the first axis is in flight from `post` on; those over others, of vectors only,
     begin when it is waited for.  Where a tensor axis is the first, all that is `late`: posted
     early, it would stand before what the pass and other stages wait for.
     """

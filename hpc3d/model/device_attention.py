@@ -78,7 +78,7 @@ class Attention:
         return p, weights
 
     def masked(self, p, width, drop):
-        """What the softmax is told besides its arrays."""
+        """The arguments of the softmax besides its arrays."""
         given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
         if drop is None:
             names = "first_row", "first_column", "width", "limit", "factor"
@@ -93,7 +93,7 @@ class Attention:
 
 
 def drawn(mask, key):
-    """What a kernel is told of dropout, the key under the name `key`."""
+    """The arguments of a kernel for dropout, the key under the name `key`."""
     return {
         key: mask.key,
         "first_row": mask.rows.start,

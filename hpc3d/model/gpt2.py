@@ -42,7 +42,7 @@ class Shape:
 
 
 def add_table(mesh, parameters, shape, split, name, **how):
-    """A table W[v, h]: a row a token, padded so that the vocabulary divides over its axes."""
+    """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
     matmul = Matmul(mesh, split.whole().next())
     count = mesh.count(matmul.dw_layout[0])
     size = (-(-shape.vocabulary // count) * count, shape.hidden)

@@ -40,7 +40,7 @@ POINTEES = {
 class Launch(NamedTuple):
     """Blocks of a grid and threads of a block, each (x, y); no kernel takes dynamic memory.
 
-    A grid of a row a block has none where there are no rows: CUDA wants no launch then.
+    A grid of one row per block has none where there are no rows: CUDA wants no launch then.
     """
 
     grid: tuple[int, int]
@@ -63,7 +63,7 @@ def row_a_block(rows, columns, pack, most):
 
 
 def row_of(elements):
-    """A row a block, where a thread has so many elements of any type."""
+    """One row per block, where a thread has so many elements of any type."""
     return lambda rows, columns, pack, most: row_a_block(rows, columns, elements, most)
 
 

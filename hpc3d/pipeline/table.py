@@ -1,4 +1,4 @@
-"""Schedules as CSV files: a row a stage, a cell an instruction."""
+"""Schedules as CSV files: one row per stage, a cell an instruction."""
 
 import csv
 import io

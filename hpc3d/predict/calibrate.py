@@ -20,7 +20,7 @@ from hpc3d.predict.aligned import Kernel, Product
 from hpc3d.predict.machine import Link, Machine, Measured, Rates
 from hpc3d.predict.simulate import simulate
 
-LEAST_S = 1e-7  # no call is quicker
+LEAST_S = 1e-7  # no call is faster
 PROBE_S = 1e-4
 MOST_S = (
     3e-4  # that a rank which waits oversleeps: a nap (hpc3d.cluster.mpi) and the timer's slack

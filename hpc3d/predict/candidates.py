@@ -22,7 +22,7 @@ class Candidates:
     def promising(self, config):
         """Estimates that tell how good the sizes of `config` are.
 
-        What keeps more is quicker, so that backward does no more again than it must, and ZeRO 2
+        What keeps more is faster, so that backward does no more again than it must, and ZeRO 2
         and 3 are tried where it would do whole layers again.
         """
         mesh, found = config.mesh, []
@@ -83,7 +83,7 @@ class Candidates:
         return ways[low] if low < len(ways) else None
 
     def tries(self, config, counts, group, way):
-        """Estimates with more and more microbatches, until they fit and are no longer quicker."""
+        """Estimates with more and more microbatches, until they fit and are no longer faster."""
         best = inf
         for micros in counts:
             options = [*self.options(config, micros, group, way)]

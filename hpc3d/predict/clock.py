@@ -182,7 +182,7 @@ class Linked(Timed):
     """A communicator with members on several stages, of which `stages` (member -> stage) are run.
 
     `peers` is the communicator of the stages, on threads: it carries times.  A message leaves when
-    it is posted and those before it on its way have left, and a collective begins when the last
+    it is posted and those before it in flight have left, and a collective begins when the last
     stage has posted it.
     """
 

@@ -202,7 +202,7 @@ class Estimator:
         return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config, nbytes):
-        """Seconds of a message on its way to the next stage, in the mean of the stages."""
+        """Seconds of a message in flight to the next stage, in the mean of the stages."""
         return self.between(config, "message", nbytes, self.on_its_way)
 
     def handled(self, config, nbytes):

@@ -25,7 +25,7 @@ KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-# What backward keeps instead of doing it again: (keep_gathered, recompute), quickest first.
+# What backward keeps instead of doing it again: (keep_gathered, recompute), fastest first.
 SAVERS = (
     (True, "none"),
     (False, "none"),

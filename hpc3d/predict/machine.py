@@ -184,7 +184,7 @@ class Machine:
     def product(self, m, n, k, dtype, batch=1):
         """Seconds of `batch` products [m, k] [k, n].
 
-        No product is quicker than a launch, and a device moves the operands through its memory
+        No product is faster than a launch, and a device moves the operands through its memory
         (S. Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches.
         ValueError where the machine has no rates of the type.
         """

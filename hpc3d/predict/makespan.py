@@ -50,7 +50,7 @@ def bend(micros, count, ahead, back, weight, slack, message):
 
 def period(work, message):
     """Seconds between microbatches under 1F1B: the busiest stage's, or those of the longest loop,
-    in which k stages have k microbatches on their way to the last stage and back; `work` is that
+    in which k stages have k microbatches in flight to the last stage and back; `work` is that
     of the last stages, no more than there are microbatches."""
     tail, found = 0.0, 0.0
     for loop, seconds in enumerate(reversed(work), 1):

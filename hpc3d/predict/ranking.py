@@ -1,4 +1,4 @@
-"""What a search is told as: the best layouts simulated, those with a name, why the others lose."""
+"""What is reported of a search: the best layouts simulated, those with a name, why others lose."""
 
 from dataclasses import asdict
 from itertools import chain, islice
@@ -20,7 +20,7 @@ NAMED = {
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in CUBOIDS,
 }
 EACH = 2  # places that are timed for a name
-SHOWN = 0.25  # of the effort is left for layouts that are shown beside the quickest
+SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fastest
 NEW, KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
 
 
@@ -110,7 +110,7 @@ class Ranking:
         self.known, self.ratios, self.peaks = {}, {}, {}
 
     def simulate(self):
-        """Simulate offers while one may be quicker than the quickest that fits; where none fits,
+        """Simulate offers while one may be faster than the fastest that fits; where none fits,
         at last the smallest."""
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
         quickest = inf
@@ -160,7 +160,7 @@ class Ranking:
         return estimated(estimate)._replace(seconds=seconds)
 
     def row(self, each):
-        """The Row of a place: the quickest of its layouts that were simulated and fit, or that of
+        """The Row of a place: the fastest of its layouts that were simulated and fit, or that of
         an estimate; None if none fits."""
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
@@ -178,7 +178,7 @@ class Ranking:
         return row
 
     def best(self, top):
-        """The quickest layouts that fit, by simulation where there is one; the first always is."""
+        """The fastest layouts that fit, by simulation where there is one; the first always is."""
         self.simulate()
         fitting = [each for each in self.found.timed if each.fits]
         while True:
@@ -236,7 +236,7 @@ class Ranking:
         return next(offer for offer in offers if offer.config == config)
 
     def nearest(self, group):
-        """The quickest of those that fit, else the smallest."""
+        """The fastest of those that fit, else the smallest."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)

@@ -2,7 +2,7 @@
 
 On arrays without data one microbatch is like the other: a pass takes the same time, makes the same
 calls and leaves the same memory.  So of thousands of them few are run: the first of its kind, and
-those under which gradients are on their way to be summed.
+those under which gradients are in flight to be summed.
 """
 
 from collections import Counter

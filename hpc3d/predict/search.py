@@ -15,12 +15,12 @@ from hpc3d.predict.candidates import NEAR, SURE, Candidates, savers, seconds_of
 from hpc3d.predict.estimate import Estimator
 
 log = logging.getLogger(__name__)
-REACH = 1.4  # times the quickest place: what others may gain by being looked into
+REACH = 1.4  # times the fastest place: what others may gain by being looked into
 COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
 
 
 class Timed(NamedTuple):
-    """What a place gives: of what may fit the memory the `offers`, quickest first; else what comes
+    """What a place gives: of what may fit the memory the `offers`, fastest first; else what comes
     closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
 
     place: layouts.Place
@@ -34,7 +34,7 @@ class Timed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found: `timed` places, quickest first and those that do not fit last; places
+    """What a search found: `timed` places, fastest first and those that do not fit last; places
     that were `cut`, since the least they take is too long, and `left` since enough was measured;
     and how many layouts there are."""
 

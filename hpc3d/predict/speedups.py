@@ -108,8 +108,8 @@ def own_batches(found):
 
 
 def planned(machine, row):
-    """The quickest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
-    much quicker than the cube it is."""
+    """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
+    much faster than the cube it is."""
     sizes = row["batch"], row["hidden"], row["dtype"]
     timed = {}
     for grid in cuboids():
@@ -161,7 +161,7 @@ def sweep(machine, dtype):
     print("   both with batches of their own that fit, as (hidden, batch of 2-D, of 3-D):")
     print(f"   {', '.join(map(str, alone)) or 'nowhere'}")
     plans = [planned(machine, row) for row in found]
-    print("\n   the quickest cuboid x y z, and how many times as quick as the cube")
+    print("\n   the fastest cuboid x y z, and how many times as quick as the cube")
     print_table([row | plan for row, plan in zip(found, plans, strict=True)], plan_cell)
     return {"rows": found, "own_batches": alone, "planned": plans}
 

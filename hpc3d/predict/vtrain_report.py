@@ -15,7 +15,7 @@ CLOSE = 0.03  # of the best layout's time
 
 class Choice(NamedTuple):
     """Of one model and number of GPUs: the rows of the layouts that were predicted to be and are
-    the quickest, of `among`, and how much longer than the best the chosen one takes."""
+    the fastest, of `among`, and how much longer than the best the chosen one takes."""
 
     chosen: int
     best: int

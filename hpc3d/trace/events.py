@@ -209,35 +209,35 @@ LAYOUT = {
         "What the ranks of a training run did, and what it cost; docs/trace.md explains it."
     ),
     "strings": Table("Names of events and of hosts, which other tables count.", STRINGS),
-    "ranks": Table("A row a rank.", (*RANKS, COORDS)),
-    "groups": Table("A row a group of ranks that communicate.", (*GROUPS, MEMBERS)),
+    "ranks": Table("One row per rank.", (*RANKS, COORDS)),
+    "groups": Table("One row per group of ranks that communicate.", (*GROUPS, MEMBERS)),
     "clock": Table("How far the hosts' clocks are from that of rank 0."),
     "clock/samples": Table(
-        "A row an exchange between the clocks of two hosts, which bounds their offset by half of"
-        " its round trip.",
+        "One row per exchange between the clocks of two hosts, which bounds their offset by half"
+        " of its round trip.",
         CLOCK_SAMPLES,
     ),
     "clock/model": Table(
-        "A row a piece of a rank's clock: t_global = t + offset_ns + drift (t - t0) for the last"
-        " t0 <= t, and before them all for the first.",
+        "One row per piece of a rank's clock: t_global = t + offset_ns + drift (t - t0) for the"
+        " last t0 <= t, and before them all for the first.",
         CLOCK_MODEL,
     ),
     "events": Table(
-        "A row a thing that a rank did, sorted by (rank, t_start); one that encloses others comes"
-        " before them.",
+        "One row per thing that a rank did, sorted by (rank, t_start); one that encloses others"
+        " comes before them.",
         EVENTS,
     ),
     "index": Table("Where in /events the rows of a rank are.", (RANK_PTR,)),
-    "memory": Table("A row a rank, completed step and kind of arrays.", MEMORY),
-    "steps": Table("A row a rank and completed step.", STEPS),
-    "calibration": Table("What calls cost by themselves, a group an operation and mesh axis."),
-    "calibration/<op>": Table("Calls of one operation, a group a mesh axis."),
+    "memory": Table("One row per rank, completed step and kind of arrays.", MEMORY),
+    "steps": Table("One row per rank and completed step.", STEPS),
+    "calibration": Table("What calls cost by themselves, one group per operation and mesh axis."),
+    "calibration/<op>": Table("Calls of one operation, one group per mesh axis."),
     "calibration/<op>/<axis>": Table(
-        "A row a size of a call; its attributes fit a line to them: t = alpha + beta bytes,"
+        "One row per size of a call; its attributes fit a line to them: t = alpha + beta bytes,"
         " alpha in s and beta in s/B.",
         CALIBRATION,
     ),
-    "prediction": Table("A row a quantity that a model of the run predicts.", PREDICTION),
+    "prediction": Table("One row per quantity that a model of the run predicts.", PREDICTION),
 }
 
 

@@ -11,9 +11,9 @@ writes the same tables, and a prediction lies beside the measurement that it is 
 page is written from the definitions in `hpc3d/trace/events.py` by
 `python -m hpc3d.trace.page > docs/trace.md`, and a test compares the two.
 
-The file is HDF5: a group a table, a dataset a column. Columns of a table have one length, but for
-`/groups/members`. Every dataset has the attributes `units` and `description`, every group a
-`description`. Columns are stored in chunks of 64 Ki rows with HDF5's own filters shuffle, gzip and
+The file is HDF5: one group per table, one dataset per column. Columns of a table have one length,
+but for `/groups/members`. Every dataset has the attributes `units` and `description`, every group
+a `description`. Columns are stored in chunks of 64 Ki rows with HDF5's own filters shuffle, gzip and
 fletcher32, so that every HDF5 program reads them; text has variable length and no filter.
 Enumerations have their names in the type. A program that reads version 1 ignores tables and
 columns that it does not know.
@@ -76,14 +76,14 @@ is known.
 row of category `comm` is the wait for its block: `t_start` is when the wait began, `posted` when
 the call was made. Where something lay in between, the call itself is a row of category `copy`,
 with `seq` -1 and no bytes; between the two rows the rank was free to compute while the block was
-on its way. (A broadcast waits when it is called, too: the size of the block goes ahead of it. So
+in flight. (A broadcast waits when it is called, too: the size of the block goes ahead of it. So
 its row of category `copy` may be long.) Where nothing lay in between, one row spans both and
 `posted` is its `t_start`. The other categories that ranks record are `compute`, with norm and
 update `optimizer`, and on the rank that reads the text `io`.
 
 **A group** is the ranks that communicate along one mesh axis, a row of `/groups`: those of
 `/groups/members` from `offset` on, `size` of them. The collectives of a group are numbered by
-`seq`: rows of category `comm` with one `group` and `seq` are one collective, a row a member.
+`seq`: rows of category `comm` with one `group` and `seq` are one collective, one row per member.
 Messages are numbered by themselves, from each sender to each receiver: `group`, sender, receiver
 and `seq` name the two ends of one. The sender's row is a `send` whose `peer` is the receiver, the
 receiver's is a `recv` whose `peer` is the sender. Nothing is matched by name or by time.
@@ -112,8 +112,8 @@ highest of the step. The peaks of different kinds need not fall together: the pe
 `all`, what a rank held at one time, is at most their sum, and decides whether a run fits. Older
 traces are without it.
 
-**A prediction** has a row a quantity, -1 where a column does not apply: the quantity `step_s` with
-step, stage and rank -1 is the time of any step.
+**A prediction** has one row per quantity, -1 where a column does not apply: the quantity `step_s`
+with step, stage and rank -1 is the time of any step.
 
 `hpc3d.trace.check.violations(trace)` tests all this, and says where a trace breaks it.
 

@@ -78,7 +78,7 @@ class Trace:
         ]
         self._require(not wrong, f"attributes {', '.join(wrong)} are damaged")
         rows = len(self._table("ranks", schema.RANKS))
-        self._require(self.attrs["world_size"] == rows, "/ranks has not a row a rank")
+        self._require(self.attrs["world_size"] == rows, "/ranks has not one row per rank")
 
     def __enter__(self):
         return self
@@ -96,12 +96,12 @@ class Trace:
 
     @cached_property
     def steps(self):
-        """A row a rank and completed step: columns STEPS."""
+        """One row per rank and completed step: columns STEPS."""
         return self._table("steps", schema.STEPS)
 
     @cached_property
     def memory(self):
-        """A row a rank, step and kind: columns MEMORY."""
+        """One row per rank, step and kind: columns MEMORY."""
         return self._table("memory", schema.MEMORY)
 
     @cached_property
@@ -135,7 +135,7 @@ class Trace:
 
     @cached_property
     def ranks(self):
-        """A row a rank: columns RANKS and COORDS."""
+        """One row per rank: columns RANKS and COORDS."""
         return self._table("ranks", [*schema.RANKS, schema.COORDS])
 
     @cached_property

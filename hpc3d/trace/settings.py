@@ -1,4 +1,4 @@
-"""What a run was told to do, read from the configuration that its trace keeps as text."""
+"""The settings of a run, read from the configuration that its trace keeps as text."""
 
 from hpc3d.files import toml
 

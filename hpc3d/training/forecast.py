@@ -1,4 +1,4 @@
-"""What checkpoints will take of disk and time, told before the first step."""
+"""What checkpoints will take of disk and time, reported before the first step."""
 
 import hashlib
 import shutil

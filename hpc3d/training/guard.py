@@ -1,7 +1,7 @@
 """What keeps a run from going on with wrong numbers, and who says what is wrong.
 
 All ranks raise the same `Wrong` at the same step: before the update for numbers that are not
-finite, products and messages, behind the step for replicas.  Each brings what it found itself.
+finite, products and messages, after the step for replicas.  Each brings what it found itself.
 """
 
 from collections import Counter, deque

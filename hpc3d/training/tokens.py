@@ -246,7 +246,7 @@ def fixed(text: str | list[str]) -> np.ndarray:
 
 
 class Disk(io.FileIO):
-    """What HDF5 writes to.  HDF5 crashes where a write fails: here it is told that none does.
+    """What HDF5 writes to.  HDF5 crashes where a write fails: here every write seems to succeed.
 
     The first failure ends the writing; `check` raises it.
     """

@@ -1,4 +1,5 @@
-"""Check the GPU backend on the GPU of this machine; see tests/gpu/__init__.py and docs/gpu.md.
+"""Check the GPU backend on the GPU of this machine; see tests/gpu/__init__.py and
+docs/gpu-verification.md.
 
 Exit codes: 0 nothing failed; 3 something did; 2 nothing could be checked, or a wrong option.
 """

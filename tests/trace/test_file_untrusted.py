@@ -128,7 +128,7 @@ def other_format(file, _):
         (uneven, "columns of different lengths"),
         (other_type, "dur has the type float64, not i8"),
         (absent_column, "the column dur is missing"),
-        (other_world, "/ranks has not a row a rank"),
+        (other_world, "/ranks has not one row per rank"),
         (dataset_for_a_table, "events is not a group"),
         (table_for_a_column, "dur is not data of this file"),
         (never_written, "not one that fits memory"),
