@@ -44,10 +44,11 @@ repeated, or compared with a serial model.
 ## Schedules of your own
 
 `parallel.schedule = "csv:FILE"` reads a schedule from a file: one row per stage, one cell per
-instruction (`F0`, `B0`, `W0`, `BW0`; `1F0` is chunk 1). A first row of the one word `turn` lays the
-parts of two chunks as those of `zb-v`. Messages, reductions and the optimiser are added, and what
-cannot run is refused: with the row and the column, or with the instructions at which the stages
-would wait for each other. `python -m hpc3d.simulate schedule ... --csv FILE` writes such a file.
+instruction (`F0`, `B0`, `W0`, `BW0`; `1F0` is chunk 1). A first row of the one word `turn` lays
+the parts of two chunks as those of `zb-v`. Messages, reductions and the optimiser are added, and
+what cannot run is refused: with the row and the column, or with the instructions at which the
+stages would wait for each other. `python -m hpc3d.simulate schedule ... --csv FILE` writes such a
+file.
 """
 
 

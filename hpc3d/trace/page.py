@@ -13,8 +13,8 @@ page is written from the definitions in `hpc3d/trace/events.py` by
 
 The file is HDF5: one group per table, one dataset per column. Columns of a table have one length,
 but for `/groups/members`. Every dataset has the attributes `units` and `description`, every group
-a `description`. Columns are stored in chunks of 64 Ki rows with HDF5's own filters shuffle, gzip and
-fletcher32, so that every HDF5 program reads them; text has variable length and no filter.
+a `description`. Columns are stored in chunks of 64 Ki rows with HDF5's own filters shuffle, gzip
+and fletcher32, so that every HDF5 program reads them; text has variable length and no filter.
 Enumerations have their names in the type. A program that reads version 1 ignores tables and
 columns that it does not know.
 
