@@ -8,6 +8,7 @@
 # make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
 # make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu-verification.md)
 # make lint        ruff
+# make docs        the pages of docs/ as HTML, in build/docs
 # make report      tables and figures of RUN (default: the newest run in results/)
 # make bench       what the code itself costs
 # make clean       remove .venv and caches; results/ stays
@@ -47,8 +48,8 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow fuzz test-peers slurm-test test-hosts gpu-check lint report
-.PHONY: bench clean
+.PHONY: setup train test test-slow fuzz test-peers slurm-test test-hosts gpu-check lint docs
+.PHONY: report bench clean
 
 setup: .venv/setup.stamp
 
@@ -81,6 +82,9 @@ gpu-check:
 lint: .venv/lint.stamp
 	ruff check
 	ruff format --check
+
+docs: .venv/docs.stamp
+	sphinx-build -q -W --keep-going -b html docs build/docs
 
 report: .venv/report.stamp
 	$(if $(RUN),,$(error results/ holds no run: `make train` makes one, RUN=... names one))

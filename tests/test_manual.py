@@ -2,13 +2,14 @@
 
 import tomllib
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
 from hpc3d.config import Config
 from hpc3d.inputs import flat, known_keys, literal, load, validate
-from hpc3d.manual import manual, meanings
+from hpc3d.manual import manual, meanings, page
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.train import explain
 
@@ -33,6 +34,11 @@ def entries():
 def test_help_has_the_manual(capsys):
     explain()
     assert manual() in capsys.readouterr().out
+
+
+def test_the_page_is_that_of_the_keys():
+    text = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert text == page(), "run: python -m hpc3d.manual > docs/configuration.md"
 
 
 def test_no_key_is_missing_and_none_stands_twice():

@@ -1,0 +1,58 @@
+"""The pages as HTML: make docs."""
+
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+project, author, copyright = "hpc3d", "hpc3d contributors", "hpc3d contributors, MIT licence"
+extensions = ["myst_parser"]
+myst_heading_anchors = 3
+html_theme = "pydata_sphinx_theme"
+html_theme_options = {"navigation_with_keys": False, "header_links_before_dropdown": 4}
+html_sidebars = {"**": []}
+root_doc = "index"
+# Files outside of docs/ that are pages, too; each needs an empty file here, which setup() makes.
+BESIDE = {
+    "../README.md": "readme",
+    "../CONTRIBUTING.md": "contributing",
+    "../jobs/README.md": "jobs",
+}
+PAGES = {name: (HERE / path).resolve() for path, name in BESIDE.items()}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def with_links(text, folder):
+    """Markdown of a file in `folder`, whose links lead to the pages; what is no page is named."""
+
+    def link(found):
+        image, words, target = found.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        path = (folder / target).resolve()
+        named = {page: name for name, page in PAGES.items()}
+        if path in named:
+            return f"[{words}]({named[path]}.md)"
+        if path.parent == HERE and path.exists():
+            return f"{image}[{words}]({path.name})"
+        return words if words.startswith("`") else f"{words} (`{path.relative_to(HERE.parent)}`)"
+
+    return LINK.sub(link, text)
+
+
+def read(app, name, source):
+    page = PAGES.get(name)
+    text = page.read_text(encoding="utf-8") if page else source[0]
+    source[0] = with_links(text, page.parent if page else HERE)
+
+
+def contents(app, name, source):
+    if name == root_doc:
+        pages = dict.fromkeys(target for _, _, target in LINK.findall(source[0]))
+        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def setup(app):
+    for name in PAGES:
+        (HERE / f"{name}.md").touch()
+    app.connect("source-read", read)
+    app.connect("source-read", contents)
