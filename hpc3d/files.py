@@ -17,7 +17,7 @@ MOST_PARTS = 100  # of a key a.b.c: the time to parse one goes with their square
 def read(path, most=MOST_TEXT, remedy="name a file"):
     """The bytes of a regular file.
 
-    ValueError, in one line, for what is none, cannot be read or is larger than `most` bytes.
+    ValueError, in one line, for what is not a file, cannot be read or is larger than `most` bytes.
     """
     path = Path(path)
     try:
@@ -34,7 +34,7 @@ def read(path, most=MOST_TEXT, remedy="name a file"):
 
 
 def toml(text):
-    """The tree of tables of a text in TOML; ValueError if it is none, or too large."""
+    """The tree of tables of a text in TOML; ValueError if it is not TOML, or too large."""
     import tomllib  # which ranks need not load
 
     if len(text) > MOST_TEXT:

@@ -218,7 +218,7 @@ def wrong_pipeline(config):
 
 
 def wrong_stages(stages, parts, layers):
-    """An uneven distribution of the layers that is none."""
+    """An uneven distribution of the layers that is invalid."""
     if len(stages) != parts:
         yield f"parallel.stages has {len(stages)} numbers for {parts} parts: give one a part"
     elif min(stages) < 0:

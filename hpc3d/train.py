@@ -116,7 +116,7 @@ def begin(job, plan, program, batches, hardware):
 
 
 def steps(plan, run, stop):
-    """Make the steps, until the last one or a wish to stop; how many are done."""
+    """Make the steps, until the last one or a request to stop; how many are done."""
     from hpc3d.training.guard import Replicas, Spikes
 
     config, trainer, log = plan.config, run.trainer, run.log

@@ -1,4 +1,5 @@
-"""The tables of a run, in the order of a report: headings, units, and whence the numbers come."""
+"""The tables of a run, in the order of a report: headings, units, and where the numbers are
+from."""
 
 from hpc3d.analyze.sheets import (
     Field,

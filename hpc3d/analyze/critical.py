@@ -121,7 +121,7 @@ class _Walk:
             rank = rows.by[place]
 
     def take(self, rank, now):
-        """The last unused row of a rank that starts before now, None if there is none."""
+        """The last unused row of a rank that starts before now, or None."""
         begin = self.rows.of[rank].start
         place = begin - 1 + np.searchsorted(self.rows.start[begin : self.unused[rank]], now)
         self.unused[rank] = max(begin, place)

@@ -101,7 +101,7 @@ class Communicator:
         return self.call("all_to_all", block.nbytes, None, self.exchange, contiguous(block))
 
     def together(self):
-        """A context whose messages are posted together; none of them waits for another."""
+        """A context whose messages are posted together, so that no one waits for another."""
         return nullcontext()
 
     def send(self, block, peer):

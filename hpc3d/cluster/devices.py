@@ -81,7 +81,7 @@ def described(number, properties):
 
 
 def nccl_version():
-    """NCCL's version as a number, 0 where there is none; CuPy would warn of that in five lines."""
+    """NCCL's version as a number, 0 without NCCL; CuPy would warn of that in five lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
 def born(pid):
-    """When process `pid` was started, in ticks; None if there is none that is alive."""
+    """When process `pid` was started, in ticks; None if it is not alive."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -20,7 +20,7 @@ OPEN_MPI = "Open MPI"
 # The kinds of `srun --mpi` that libraries take, by how they begin: pmix_v4 is one.
 WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 INSTALL = (
-    "load the cluster's MPI module, or where there is none: python -m pip install 'hpc3d[mpi]'\n"
+    "load the cluster's MPI module, or without one: python -m pip install 'hpc3d[mpi]'\n"
     "MPI4PY_LIBMPI=/path/to/libmpi.so names a library that is not found by itself"
 )
 
@@ -44,7 +44,7 @@ class Mpi(NamedTuple):
 def loaded():
     """The MPI that mpi4py loads; it is not started by this.
 
-    mpi4py raises whatever its loader raises where there is none.
+    mpi4py raises whatever its loader raises without one.
     """
     import mpi4py
 
@@ -56,7 +56,7 @@ def loaded():
 
 
 def found():
-    """The same, or None where there is none."""
+    """The same, or None without one."""
     try:
         return loaded()
     except Exception:  # a RuntimeError of mpi4py's, an ImportError of the linker's
@@ -113,7 +113,7 @@ def library():
 
 
 def mpirun(mpi, launcher):
-    """Whether the `launcher` on PATH (None: there is none) belongs to the library `mpi`."""
+    """Whether the `launcher` on PATH (None: there is no mpirun) belongs to the library `mpi`."""
     if launcher is None:
         verdict = WARN if shutil.which("srun") else FAIL
         yield Finding(verdict, "mpirun", "not on PATH", put_on_path(mpi))

@@ -63,8 +63,8 @@ class Watchdog:
             self.act()
 
     def look(self):
-        """Count the seconds of silence.  Those in which this thread did not get to look are none:
-        the whole rank was stopped then, or waited for a core."""
+        """Count the seconds of silence.  Those in which this thread did not get to look do not
+        count: the whole rank was stopped then, or waited for a core."""
         before, self.moved = self.moved, self.movement()
         gap, self.looked = time.monotonic() - self.looked, time.monotonic()
         if self.moved == before:

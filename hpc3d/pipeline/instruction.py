@@ -114,9 +114,8 @@ class Placement(NamedTuple):
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """The stage at the other end of a message, and the message as that stage names it.
 
-        Raises ValueError where there is none: before the first part, after the last one, and
-        between two parts on one stage.
-        """
+        Raises ValueError where there is no such part: before the first part, after the last one,
+        and between two parts on one stage."""
         op, further = MESSAGES[instruction.op]
         place = self.neighbour(stage, instruction.chunk, further)
         if place is None or place[0] == stage:

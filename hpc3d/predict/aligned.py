@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 class Work(NamedTuple):
     """What a rank does between the ends of two rows: `told` are Products and Kernels, `call` is
-    the Call of the second row, None if that is none."""
+    the Call of the second row, None if that is no call."""
 
     told: tuple
     call: Call | None
@@ -183,7 +183,7 @@ def aligned(rows, script, step, begin, end):
 
 
 def call_of(trace, row):
-    """The Call of a row, None if it is none."""
+    """The Call of a row, or None."""
     if row["category"] != COMM:
         return None
     op = OP[row["op"]]

@@ -53,7 +53,7 @@ def hint(*place):
 
 
 def wrong_numbers(machine):
-    """Numbers out of range, rates whose knots are none."""
+    """Numbers out of range, rates whose knots are invalid."""
     if not (machine.name.strip() and machine.name.isprintable()):
         yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
     if machine.ranks_per_node < 1:
@@ -79,7 +79,7 @@ def wrong_numbers(machine):
 
 
 def wrong_rates(machine):
-    """Rates of products that are none, or above their own peak."""
+    """Rates of products that are missing, or above their own peak."""
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
     for dtype, rates in machine.gemm.items():

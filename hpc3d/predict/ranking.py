@@ -206,7 +206,7 @@ class Ranking:
 
     def named(self, mesh=None):
         """Name -> the Row of the best layout of that name, with the p and d of a mesh if one is
-        given; None where there is none."""
+        given; or None."""
         return {name: self.called(is_it, mesh) for name, is_it in NAMED.items()}
 
     def called(self, is_it, mesh):

@@ -177,7 +177,8 @@ class Replay:
                 work.run()
 
     def drawn(self, like, given):
-        """A new array of a sketch, or the one that was given; what is none is the same again."""
+        """A new array of a sketch, or the one that was given; what is not a sketch is the same
+        again."""
         if like is GIVEN:
             return given
         return self.studio.mesh.empty(*like) if isinstance(like, Sketch) else like

@@ -7,7 +7,7 @@ from hpc3d.plain import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # a foreign axis in none of them shards
+STORAGE = "replicate", "own", "panels"  # a foreign axis that is not named there shards
 
 
 @dataclass(frozen=True)

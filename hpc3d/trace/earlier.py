@@ -225,7 +225,7 @@ def records(table, columns):
 
 
 def wall_seconds(before, after):
-    """From one time in ISO 8601 to another; 0 where one is none."""
+    """From one time in ISO 8601 to another; 0 where one is not a time."""
     try:
         return int(
             (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()

@@ -94,9 +94,7 @@ EVENTS = (
     Column("chunk", "i2", "1", "model chunk of the stage, -1 where it has no meaning", -1),
     Column("layer", "i4", "1", "Transformer layer, -1 outside of the layers", -1),
     Column("stream", "i2", "1", "execution stream of the device, 0 on the CPU", 0),
-    Column(
-        "group", "i4", "index", "ranks that communicate, -1 where there are none", -1, "groups"
-    ),
+    Column("group", "i4", "index", "ranks that communicate, -1 without", -1, "groups"),
     Column("seq", "i4", "1", "number of the call in its sequence, -1 for none", -1),
     Column("peer", "i4", "1", "rank in the mesh of the peer or root, -1 for none", -1, "ranks"),
     Column("bytes", "i8", "B", "what this rank must receive; of a send, what it sends", 0),

@@ -207,7 +207,7 @@ def child(group, name):
 
 
 def find(file, path):
-    """The group at a path, None where there is none."""
+    """The group at a path, or None."""
     for name in path.split("/"):
         if not has(file, name):
             return None

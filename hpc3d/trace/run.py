@@ -1,4 +1,5 @@
-"""The trace of a run's folder: merged when there is none, or less than the ranks have written."""
+"""The trace of a run's folder: merged when it is missing, or has less than the ranks have
+written."""
 
 from pathlib import Path
 

@@ -91,8 +91,8 @@ class Table:
         return self._datasets[name]
 
     def _check(self, column, values):
-        """ValueError for a number that is none or beyond use, a code without a name, and an index
-        of nothing."""
+        """ValueError for a number that is not finite or out of range, a code without a name, and
+        an index of nothing."""
         wrong = np.zeros(values.shape, bool)
         if column.unit == "enum":
             wrong = ~np.isin(np.arange(256), [*self.labels(column.name)])[values]

@@ -26,7 +26,7 @@ from hpc3d.training.rectangle import Rectangle, rectangles
 
 
 def block_of(item, mesh):
-    """The rectangle of this rank's block of a parameter; the padding of a table is none of it."""
+    """The rectangle of this rank's block of a parameter; without the padding of a table."""
     *rows, columns = item.layout.slices(item.shape, mesh)
     rows = rows[0] if rows else slice(0, 1)
     end = min(rows.stop, item.rows) if item.rows else rows.stop
@@ -132,8 +132,8 @@ def complete(folder, ranks, header, keep):
 
 
 def discard(folder):
-    """Remove a checkpoint: first its manifest, so that what is left of it is none.  A folder that
-    someone made in it stays, and so does what NFS keeps of files that are open."""
+    """Remove a checkpoint: first its manifest, so that what is left of it is not a checkpoint.  A
+    folder that someone made in it stays, and so does what NFS keeps of files that are open."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():
             path.unlink()

@@ -141,7 +141,7 @@ def problems(folder):
 def newest_whole(folders):
     """The first whole one of some checkpoints, and what is wrong with those before it.
 
-    ValueError with all that is wrong if there is none.
+    ValueError with all that is wrong if there is no whole one.
     """
     wrong = []
     for folder in folders:

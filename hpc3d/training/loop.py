@@ -22,7 +22,8 @@ from hpc3d.training.scaling import scale_of
 
 class Step(NamedTuple):
     """What a step came to: `loss` a token, times in seconds, `communication` a share of the step,
-    `peak` the bytes of arrays on the fullest rank, `wish` the largest of all ranks."""
+    `peak` the bytes of arrays on the fullest rank, `wish` the request to stop, the largest over
+    ranks."""
 
     number: int
     loss: float
@@ -154,7 +155,8 @@ class Trainer:
             self.scaling.good()
 
     def worst(self, communication, wish):
-        """The mean share of communication, the highest peak of array bytes, the largest wish."""
+        """The mean share of communication, the highest peak of array bytes, the largest request to
+        stop."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
         most = np.array([self.mesh.pool.peak["all"], wish], np.float64)
         peak, wish = self.mesh.world.all_reduce(most, "max").wait()

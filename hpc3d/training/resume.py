@@ -144,7 +144,7 @@ def go_on(batches, header):
 
 def newest(job, run, trainer):
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
-    what is wrong with those after it.  The job is refused if there is none."""
+    what is wrong with those after it.  The job is refused without one."""
     wrong = []
     for folder in job.agree(lambda: steps_of(run / "checkpoints")):
         opened = None

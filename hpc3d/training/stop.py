@@ -1,7 +1,7 @@
 """Why a run stops before its last step: a signal, the end of its minutes, the file STOP.
 
-A rank wishes (a number), the trainer takes the largest wish of all ranks at the end of a step, and
-so all ranks stop behind the same one.
+A rank requests a stop (a number), the trainer takes the largest request at the end of a step, and
+so all ranks stop after the same one.
 """
 
 import signal
@@ -11,9 +11,8 @@ MINUTES, FILE = 1001, 1002  # beyond the numbers of signals
 
 
 class Stop:
-    """The wishes of this rank of a job, of a run in `folder`; rank 0 looks at the clock and at the
-    folder.  From now on SIGTERM, too, is a wish only: the job stops by itself.
-    """
+    """The stop requests of this rank of a job, of a run in `folder`; rank 0 looks at the clock and
+    at the folder.  From now on SIGTERM, too, is a request only: the job stops by itself."""
 
     def __init__(self, job, folder, name, minutes):
         self.job, self.file = job, folder / "STOP"
@@ -33,6 +32,6 @@ class Stop:
 
 
 def reason(wish):
-    """A wish in words."""
+    """A request in words."""
     words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
     return words.get(wish) or f"{signal.Signals(wish).name} came"

@@ -36,7 +36,7 @@ reading_text = partial(
 
 
 def text_files(path: str | Path) -> list[Path]:
-    """Return the file, or the `*.txt` of the folder by name; ValueError where there is none."""
+    """Return the file, or the `*.txt` of the folder by name; ValueError without any."""
     if os.path.isfile(path):
         return [Path(path)]
     if not os.path.isdir(path):
@@ -84,7 +84,7 @@ class BpeTokenizer:
     name = "bpe"
 
     def __init__(self, text: str) -> None:
-        """Load a tokenizer from its JSON text; ValueError where it is none."""
+        """Load a tokenizer from its JSON text; ValueError where it is invalid."""
         bpe = library()
         try:
             self._tokenizer = bpe.Tokenizer.from_str(text)
