@@ -20,7 +20,7 @@ def main(argv=None):
     command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in COMMANDS:
         return import_module(f"hpc3d.{command}").main(words)
-    from hpc3d.cluster import launch
+    from hpc3d.runtime import launch
 
     if launch.number_in(launch.OWN_RANK, default=0):
         return 0  # a launcher that sees a failure ends the others, before the first has spoken
@@ -61,7 +61,7 @@ def refuse(word):
     """The exit code for a word that is no command, of which one line says so."""
     from difflib import get_close_matches
 
-    from hpc3d.cluster.exits import BAD_INPUT
+    from hpc3d.runtime.exit_codes import BAD_INPUT
 
     near = get_close_matches(word, COMMANDS, 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -30,8 +30,8 @@ import os
 import sys
 from importlib import import_module
 
-from hpc3d.cluster import launch
-from hpc3d.command import Parser, positive, run
+from hpc3d.cli import Parser, positive, run
+from hpc3d.runtime import launch
 
 MODULES = {
     "pairs": ("overhead", "step", "trace", "overlap", "schemes"),

@@ -16,9 +16,9 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 
-from hpc3d.cluster.exits import CHECK_FAILED
-from hpc3d.command import Parser, complain, run
+from hpc3d.cli import Parser, complain, run
 from hpc3d.plain import plain
+from hpc3d.runtime.exit_codes import CHECK_FAILED
 
 EXITS = "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
 
@@ -88,8 +88,8 @@ def parser():
 
 def show(options, _):
     """One line per checkpoint of a run; of a single one also its tensors."""
-    from hpc3d.training.checkpoint import Checkpoint
-    from hpc3d.training.inventory import about, checkpoints, latest
+    from hpc3d.checkpoints.inspect import about, checkpoints, latest
+    from hpc3d.checkpoints.sharded import Checkpoint
 
     folders = checkpoints(options.source)
     newest = latest(folders[0].parent)
@@ -105,8 +105,8 @@ def show(options, _):
 
 
 def about_or_problem(folder):
-    from hpc3d.training.checkpoint import Checkpoint
-    from hpc3d.training.inventory import about
+    from hpc3d.checkpoints.inspect import about
+    from hpc3d.checkpoints.sharded import Checkpoint
 
     try:
         return about(Checkpoint(folder))
@@ -148,7 +148,7 @@ def print_tensors(found):
 
 def verify(options, _):
     """Read checkpoints as a whole; `whole` says whether nothing is wrong with any."""
-    from hpc3d.training.inventory import checkpoints, problems
+    from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []
     for folder in checkpoints(options.source):
@@ -162,14 +162,14 @@ def verify(options, _):
 
 def export(options, _):
     """Write the newest whole checkpoint of a run, or the one that is named."""
-    from hpc3d.training import exchange
-    from hpc3d.training.inventory import checkpoints, newest_whole
+    from hpc3d.checkpoints import hf_export
+    from hpc3d.checkpoints.inspect import checkpoints, newest_whole
 
     if not options.force:
-        exchange.refuse_to_replace(options.output)
+        hf_export.refuse_to_replace(options.output)
     opened, wrong = newest_whole(checkpoints(options.source))
     complain("checkpoint", wrong)
-    shapes = exchange.export(opened, options.output)
+    shapes = hf_export.export(opened, options.output)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
     print(plain(f"written to {options.output}"))
@@ -184,12 +184,12 @@ def export(options, _):
 
 def begin(options, settings):
     """Make a run of the weights of others."""
-    from hpc3d.training import beginning
-    from hpc3d.training.pretrained import Pretrained, configured
+    from hpc3d.checkpoints import new_run
+    from hpc3d.checkpoints.hf_import import Pretrained, configured
 
     pretrained = Pretrained(options.source)
     config = configured(pretrained, settings)
-    shapes = beginning.begin(options.output, config, pretrained.parameter)
+    shapes = new_run.begin(options.output, config, pretrained.parameter)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
     print(plain(f"written to {options.output}; go on with"))

@@ -16,10 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-from hpc3d.cluster import devices, health, launch, library, storage, transport
-from hpc3d.cluster.exits import CHECK_FAILED, Ended
-from hpc3d.cluster.health import FAIL, OK, WARN, Finding, examine, outcome
-from hpc3d.command import Parser, run
+from hpc3d.cli import Parser, run
+from hpc3d.comm import cuda_aware_probe, transport
+from hpc3d.diagnose import node_checks, storage_checks
+from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, examine, outcome
+from hpc3d.runtime import launch, mpi_library
+from hpc3d.runtime.exit_codes import CHECK_FAILED, Ended
 
 EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
@@ -28,9 +30,9 @@ print one JSON object on the last line: verdict (the worst one), findings (verdi
 remedy, printed)"""
 # What a launcher prints where it cannot start ranks, and what to do.
 SAID = {
-    "as root": f"export {library.CONSENT[0]}=1 {library.CONSENT[1]}=1, or be another user",
+    "as root": f"export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1, or be another user",
     "not enough slots": "mpirun --oversubscribe; in a job, ask for more tasks",
-    "cannot load MPI library": library.INSTALL,
+    "cannot load MPI library": mpi_library.INSTALL,
     "cannot open shared object": "load the modules that were loaded when this was installed",
     "No module named": "python -m pip install -e . in the source's folder, with this Python",
     "No space left": "make room in the folder that TMPDIR names, or name another",
@@ -55,8 +57,8 @@ def main(argv=None):
         return run("doctor", lambda: conclude(told(alone(options)), options))
     launch.set_environment()
     meant = launch.number_in(launch.WORLD_RANKS, default=1)
-    mpi = library.found()
-    if mpi is None or library.foreign(mpi) or library.world() == 1 < meant:
+    mpi = mpi_library.found()
+    if mpi is None or mpi_library.foreign(mpi) or mpi_library.world() == 1 < meant:
         if launch.number_in(launch.OWN_RANK, default=0):
             return 0  # a launcher that sees a failure ends the others, before the first has spoken
         return conclude(told(lonely(options, meant)), options)
@@ -66,7 +68,7 @@ def main(argv=None):
 
 def unmet(options):
     """End the job if its ranks do not reach each other, which rank 0 says."""
-    from hpc3d.cluster import meeting
+    from hpc3d.diagnose import meeting
 
     if found := meeting.meet():
         meeting.end(conclude(told([found]), options))
@@ -125,46 +127,48 @@ def conclude(found, options):
 def alone(options):
     """What one process finds, and two ranks that it starts."""
     yield from local(options)
-    mpi, launcher = library.found(), library.on_path()
+    mpi, launcher = mpi_library.found(), mpi_library.on_path()
     if mpi is None:
         return
-    yield from examine(library.mpirun, mpi, launcher)
-    yield from examine(library.slurm, mpi)
+    yield from examine(mpi_library.mpirun, mpi, launcher)
+    yield from examine(mpi_library.slurm, mpi)
     if launcher is None:
         yield Finding(WARN, "2 ranks", "not tried, for there is no mpirun")
         return
     yield from examine(two_ranks, launcher.path, options)
-    if devices.present():
-        yield from examine(devices.aware, launcher.path, options.timeout, devices.surroundings())
+    if cuda_aware_probe.present():
+        yield from examine(
+            cuda_aware_probe.aware, launcher.path, options.timeout, cuda_aware_probe.surroundings()
+        )
 
 
 def local(options):
     """What one process finds by itself."""
     ranks = launch.number_in(launch.LOCAL_RANKS, default=1)
     most = max(ranks, launch.cores_of_node())
-    yield from health.python()
-    yield from examine(health.packages)
-    yield from examine(health.threads, ranks)
-    yield from examine(health.limits, most)
-    yield from examine(storage.storage, options.out)
+    yield from node_checks.python()
+    yield from examine(node_checks.packages)
+    yield from examine(node_checks.threads, ranks)
+    yield from examine(node_checks.limits, most)
+    yield from examine(storage_checks.storage, options.out)
     yield from examine(hdf5, options.out)
-    yield from examine(devices.devices)
-    yield from examine(library.library)
-    if library.found():
-        yield from examine(health.shared_memory, most)
+    yield from examine(cuda_aware_probe.devices)
+    yield from examine(mpi_library.library)
+    if mpi_library.found():
+        yield from examine(node_checks.shared_memory, most)
 
 
 def hdf5(folder):
     """A table of a trace, compressed as all are, written and read where runs are kept."""
     import numpy as np
 
-    from hpc3d.trace.events import CLOCK_SAMPLES, record_type
     from hpc3d.trace.file import create, open_file, write_table
+    from hpc3d.trace.schema import CLOCK_SAMPLES, record_type
 
     rows = np.zeros(1000, record_type(CLOCK_SAMPLES))
     rows["t_local"] = np.arange(1000)
     try:
-        there = storage.scratch(folder)
+        there = storage_checks.scratch(folder)
     except OSError:  # which `storage` has reported
         return
     try:
@@ -185,7 +189,7 @@ def two_ranks(mpirun, options):
     """What two ranks find that are started here, or why they could not be."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
-    code, printed = outcome(command, options.timeout, **devices.surroundings())
+    code, printed = outcome(command, options.timeout, **cuda_aware_probe.surroundings())
     results = [line for line in printed.splitlines() if line.startswith('{"verdict"')]
     if len(results) != 1 or code not in (0, CHECK_FAILED):
         yield not_started(code, printed, options.timeout)
@@ -209,8 +213,8 @@ def lonely(options, meant):
     """What a process finds that is alone, though a launcher started `meant` of them."""
     if not options.together:
         yield from local(options)
-    mpi = library.found()
-    yield from [library.apart(meant, mpi)] if mpi else library.library()
+    mpi = mpi_library.found()
+    yield from [mpi_library.apart(meant, mpi)] if mpi else mpi_library.library()
 
 
 def meet(job, options):
@@ -222,28 +226,28 @@ def meet(job, options):
 
 def together(job, options):
     """What ranks find together; only rank 0 finds by itself."""
-    from hpc3d.cluster import trial
+    from hpc3d.diagnose import job_checks
 
     if job.rank == 0 and not options.together:
         yield from local(options)
     job.barrier()
     launch.watch(options.timeout)
-    yield from trial.places(job)
-    yield from trial.alike(job)
-    yield from trial.one_folder(job, options.out)
-    yield from trial.sums(job)
-    yield from trial.transport(job)
-    yield from trial.link(job)
+    yield from job_checks.places(job)
+    yield from job_checks.alike(job)
+    yield from job_checks.one_folder(job, options.out)
+    yield from job_checks.sums(job)
+    yield from job_checks.transport(job)
+    yield from job_checks.link(job)
     yield from clocks(job)
-    yield from devices.device_map(job)
+    yield from cuda_aware_probe.device_map(job)
     yield from transport.explained(job)
     launch.unwatch()
 
 
 def clocks(job):
     """How far the clocks of hosts are from that of rank 0's, by which files and logs are dated."""
-    from hpc3d.cluster.cart import build
-    from hpc3d.cluster.homes import homes_of
+    from hpc3d.comm.cartesian import build
+    from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
 
     nodes = homes_of(job).nodes

@@ -18,7 +18,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hpc3d.command import Parser, number_of_ranks, positive, run
+from hpc3d.cli import Parser, number_of_ranks, positive, run
 from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
@@ -67,9 +67,9 @@ def size(text):
 
 def plan(options, overrides):
     """Search, print, write the input file."""
-    from hpc3d.inputs import load
-    from hpc3d.predict import machine as machines
-    from hpc3d.rules import not_there_yet, refuse, unknown_values
+    from hpc3d.config.load import load
+    from hpc3d.config.rules import not_there_yet, refuse, unknown_values
+    from hpc3d.predict.machine import machine as machines
 
     config, ranks = load(options.input, overrides), options.ranks
     refuse([*unknown_values(config), *not_there_yet(config)])
@@ -95,9 +95,9 @@ def plan(options, overrides):
 
 def ranked(config, ranks, machine, memory, top):
     """What was found on so many ranks, and its Ranking."""
-    from hpc3d.predict.ranking import Ranking
-    from hpc3d.predict.search import Search
-    from hpc3d.predict.simulate import BYTES
+    from hpc3d.predict.planning.ranking import Ranking
+    from hpc3d.predict.planning.search import Search
+    from hpc3d.predict.simulation.simulator import BYTES
 
     search = Search(config, ranks, config.model.vocabulary or BYTES, machine, memory)
     found = search.run(top, most_costs(ranks))
@@ -113,7 +113,7 @@ def most_costs(ranks):
 
 
 def most_effort(ranks):
-    """What is simulated, in ms of hpc3d.predict.ranking.effort."""
+    """What is simulated, in ms of hpc3d.predict.planning.ranking.effort."""
     return 3000 if ranks <= FEW else min(6000, 500 + 5 * ranks)
 
 
@@ -150,7 +150,7 @@ def searched(found, ranking):
 
 def plain(row):
     """A row as plain values for `--json`."""
-    from hpc3d.predict.ranking import layout
+    from hpc3d.predict.planning.ranking import layout
 
     return {
         "layout": layout(row.config),
@@ -168,7 +168,7 @@ def plain(row):
 
 def nothing_fits(found, ranking, memory):
     """Which layout comes closest, and what would make it fit."""
-    from hpc3d.predict.ranking import estimated, words
+    from hpc3d.predict.planning.ranking import estimated, words
 
     rows = ranking.known.values() or [estimated(each.best) for each in found.timed]
     row = min(rows, key=lambda row: row.peak)
@@ -180,8 +180,8 @@ def nothing_fits(found, ranking, memory):
 
 def apply(path, config, planned, ranks):
     """Write the input file `path` with the mesh and the parallelism that were planned."""
-    from hpc3d.inputs import load, to_toml
-    from hpc3d.rules import settle
+    from hpc3d.config.load import load, to_toml
+    from hpc3d.config.rules import settle
     from hpc3d.trace.segment import naming
 
     config = replace(config, mesh=planned.mesh, parallel=planned.parallel)
@@ -221,7 +221,7 @@ def show_search(found, ranking, applied):
 
 def line(row):
     """The columns of a layout."""
-    from hpc3d.predict.ranking import words
+    from hpc3d.predict.planning.ranking import words
 
     about = "" if row.simulated else "~"
     return (
@@ -236,7 +236,7 @@ def over(row, memory):
 
 def because(reason, row):
     """What layouts lose by, and how much of it the nearest has."""
-    from hpc3d.predict.ranking import words
+    from hpc3d.predict.planning.ranking import words
 
     kind, _, axis = reason.partition(" ")
     texts = {

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc3d import shipped
-from hpc3d.cluster.exits import CHECK_FAILED
-from hpc3d.command import Parser, complain, run
+from hpc3d.cli import Parser, complain, run
+from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
+from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
 from hpc3d.plain import plain
-from hpc3d.training.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
-from hpc3d.training.tokens import SUFFIX, TokenFile, verify, write_tokens
+from hpc3d.runtime.exit_codes import CHECK_FAILED
 
 BPE_VOCABULARY = 8192
 

@@ -12,15 +12,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hpc3d import trace
-from hpc3d.analyze import markdown
-from hpc3d.analyze.export import FORMATS, events_of, export
-from hpc3d.analyze.findings import compare, examine
-from hpc3d.analyze.folder import clear, write
-from hpc3d.analyze.waits import calls_of
-from hpc3d.command import Parser, read_no_more, run
+from hpc3d.analyze.export.formats import FORMATS, events_of, export
+from hpc3d.analyze.metrics.wait_states import calls_of
+from hpc3d.analyze.report import markdown
+from hpc3d.analyze.report.run_analysis import compare, examine
+from hpc3d.analyze.report.write import clear, write
+from hpc3d.cli import Parser, read_no_more, run
 from hpc3d.extras import need
 from hpc3d.plain import plain, why
-from hpc3d.trace.run import trace_of
+from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
 
 DESCRIPTION = """\

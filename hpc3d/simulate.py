@@ -11,12 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from hpc3d.command import Parser, number_of_ranks, run, whole
+from hpc3d.cli import Parser, number_of_ranks, run, whole
 from hpc3d.extras import need
+from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
-from hpc3d.pipeline.table import to_csv
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
 from hpc3d.plain import plain
 
@@ -77,9 +77,9 @@ def _step_parser():
 
 
 def _step(options, overrides):
-    from hpc3d.predict.machine import load
-    from hpc3d.predict.simulate import settled, simulate
-    from hpc3d.predict.summary import summary
+    from hpc3d.predict.machine.machine import load
+    from hpc3d.predict.simulation.simulator import settled, simulate
+    from hpc3d.predict.simulation.summary import summary
 
     folder = options.input if options.input.is_dir() else None
     if folder and (overrides or options.ranks):
@@ -107,15 +107,15 @@ def _step(options, overrides):
 
 
 def _keep(out, runs, config, machine):
-    from hpc3d.predict.write import write_trace
+    from hpc3d.predict.simulation.write_trace import write_trace
 
     out.mkdir(parents=True)
     return f"written to {write_trace(out, runs, config, machine)}"
 
 
 def _keep_beside(folder, runs, found):
-    from hpc3d.predict.write import prediction
-    from hpc3d.trace.supplement import write_prediction
+    from hpc3d.predict.simulation.write_trace import prediction
+    from hpc3d.trace.annotations import write_prediction
 
     write_prediction(folder / "trace.h5", prediction(runs, found))
     return f"the prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}"
@@ -210,7 +210,7 @@ def _schedule(options):
     found = _found(options, passes, rows)
     _print(found, rows)
     if options.png:
-        from hpc3d.analyze.gantt import draw_gantt, spans
+        from hpc3d.analyze.report.gantt import draw_gantt, spans
 
         draw_gantt([(_title(found), spans(rows))], options.png)
     if options.json:

@@ -24,8 +24,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc3d.cluster import launch
-from hpc3d.cluster.exits import FAILED, STOPPED, Ended
+from hpc3d.runtime import launch
+from hpc3d.runtime.exit_codes import FAILED, STOPPED, Ended
 
 
 class Plan(NamedTuple):
@@ -48,9 +48,9 @@ def train(job, words):
     if {"-h", "--help"} & set(words):
         job.agree(explain)
         return
-    from hpc3d.cluster.hardware import hardware
-    from hpc3d.cluster.homes import homes_of
-    from hpc3d.cluster.sharing import refuse_unshared
+    from hpc3d.comm.device_setup import hardware
+    from hpc3d.runtime.host_map import homes_of
+    from hpc3d.runtime.shared_folder import refuse_unshared
 
     reader = {}
     config = job.agree(lambda: asked(job, words, reader))
@@ -59,7 +59,7 @@ def train(job, words):
     plan = job.agree(lambda: prepare(config, reader))
     program = job.deal(lambda: programs(plan.config, reader["program"]))
     from hpc3d.training.guard import Wrong
-    from hpc3d.training.stop import Stop
+    from hpc3d.training.stop_request import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
@@ -86,13 +86,13 @@ class Run(NamedTuple):
 
 def begin(job, plan, program, batches, hardware):
     """The Run of this rank: mesh, model, optimiser, in the state that it goes on from."""
-    from hpc3d.cluster.cart import build
-    from hpc3d.cluster.watchdog import Watchdog
+    from hpc3d.checkpoints.resume import resume
+    from hpc3d.comm.cartesian import build
+    from hpc3d.comm.watchdog import Watchdog
     from hpc3d.training.guard import guarded
     from hpc3d.training.log import Log
-    from hpc3d.training.loop import Trainer
-    from hpc3d.training.recording import CLOCKS, recorded
-    from hpc3d.training.resume import resume
+    from hpc3d.training.trace_setup import CLOCKS, recorded
+    from hpc3d.training.trainer import Trainer
 
     config = plan.config
     mesh = build(config.mesh.sizes(), transport=hardware.transport, device=hardware.device)
@@ -141,7 +141,7 @@ def steps(plan, run, stop):
 
 def stop_early(plan, run, step):
     """Save what can be saved, and say why there is no further step."""
-    from hpc3d.training.stop import reason
+    from hpc3d.training.stop_request import reason
 
     run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}")
     saved = run.saver.stop(step.number)
@@ -192,21 +192,21 @@ def give_up(job, plan, run, wrong):
 
 def explain():
     """Rank 0: what the command does, and every key with its meaning."""
-    from hpc3d.manual import manual
+    from hpc3d.config.reference import manual
 
     print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
 def asked(job, words, reader):
     """Rank 0: what the command line and the input file ask for; ValueError for what is wrong."""
-    from hpc3d import inputs
-    from hpc3d.backends import untrainable
-    from hpc3d.rules import refuse, settle
-    from hpc3d.training.resume import fitted, run_to_resume
+    from hpc3d.checkpoints.resume import fitted, run_to_resume
+    from hpc3d.config import load
+    from hpc3d.config.backend_rules import untrainable
+    from hpc3d.config.rules import refuse, settle
 
     run = reader["run"] = run_to_resume(words)
     path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
-    config = inputs.load(path, words)
+    config = load.load(path, words)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     refuse([*untrainable(config)])
     return config
@@ -214,13 +214,14 @@ def asked(job, words, reader):
 
 def prepare(config, reader):
     """Rank 0: open the text, make the folder; ValueError for what is wrong."""
-    from hpc3d import inputs, shipped
-    from hpc3d.training import folder
-    from hpc3d.training.data import Batches
+    from hpc3d import shipped
+    from hpc3d.checkpoints.resume import continued, laid_out
+    from hpc3d.config import load
+    from hpc3d.data.batches import Batches
+    from hpc3d.data.token_file import open_tokens
+    from hpc3d.pipeline.program import program_of
+    from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
-    from hpc3d.training.program import program_of
-    from hpc3d.training.resume import continued, laid_out
-    from hpc3d.training.tokens import open_tokens
 
     run = reader["run"]
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
@@ -243,19 +244,19 @@ def prepare(config, reader):
     if run:
         reader["lock"] = folder.claim(run)
         config, changed = continued(run, config)
-        where = folder.reopen(run, inputs.to_toml(config))
+        where = folder.reopen(run, load.to_toml(config))
     else:
         config = laid_out(config)
-        where = folder.create(config, inputs.to_toml(config))
+        where = folder.create(config, load.to_toml(config))
         reader["lock"] = folder.claim(where)
     return Plan(config, where, folder.git_revision(), bool(run), changed)
 
 
 def saver_of(job, plan, trainer, batches, log):
     """What saves the run; if it does so by itself, what that takes is said first."""
-    from hpc3d.inputs import to_toml
-    from hpc3d.training.forecast import forecast
-    from hpc3d.training.saver import Saver
+    from hpc3d.checkpoints.cost import forecast
+    from hpc3d.checkpoints.saver import Saver
+    from hpc3d.config.load import to_toml
 
     how = plan.config.checkpoint
     for line in forecast(job, plan.folder, trainer, how.keep) if how.every else ():
@@ -279,7 +280,7 @@ def programs(config, program):
 
 def save_position(plan, batches, done):
     """Rank 0: where in the data the run ended, for one that goes on from here."""
-    from hpc3d.training.folder import write_text
+    from hpc3d.training.run_folder import write_text
 
     if batches is not None:
         position = {"step": done, **batches.position(done)}

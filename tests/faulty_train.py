@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 from hpc3d import train
-from hpc3d.cluster.communicator import Pending
+from hpc3d.checkpoints import saver
+from hpc3d.comm.communicator import Pending
 from hpc3d.trace import recorder
-from hpc3d.training import loop, saver
+from hpc3d.training import trainer as loop
 
 WAITS = 30  # of the step, before the one in which a rank fails
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d import train
-from hpc3d.cluster import launch
+from hpc3d.runtime import launch
 
 launch.set_environment()
 
-from hpc3d.cluster.ledger import Ledger  # noqa: E402
-from hpc3d.cluster.mpi import Mpi  # noqa: E402
-from hpc3d.training import loop  # noqa: E402
+from hpc3d.comm.abft.checker import Ledger  # noqa: E402
+from hpc3d.comm.mpi import Mpi  # noqa: E402
+from hpc3d.training import trainer as loop  # noqa: E402
 
 STEP = 2
 

@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 from hpc3d import train
-from hpc3d.training import loop
+from hpc3d.training import trainer
 
 
 def main(file, *words):
-    step = loop.Trainer.step
+    step = trainer.Trainer.step
 
     def recorded(self, number, *more):
         done = step(self, number, *more)
@@ -17,7 +17,7 @@ def main(file, *words):
                 opened.write(f"{number} {done.loss!r}\n".encode())
         return done
 
-    loop.Trainer.step = recorded
+    trainer.Trainer.step = recorded
     return train.main([*words])
 
 

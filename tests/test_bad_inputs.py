@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import hpc3d.trace
 from hpc3d import plan, prepare, report, simulate, train
-from hpc3d.config import Config
-from hpc3d.inputs import flat, load
-from hpc3d.rules import settle
-from hpc3d.trace.check import violations
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import flat, load
+from hpc3d.config.rules import settle
+from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.file import REMEDY
-from hpc3d.training.checkpoint import Checkpoint
 from tests.mpi import mpirun
 from tests.runs import ended, said
 from tests.runs import train as run_of

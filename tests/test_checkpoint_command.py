@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpc3d.checkpoint import main
-from hpc3d.training.checkpoint import Checkpoint
+from hpc3d.checkpoints.sharded import Checkpoint
+from tests.checkpoints import gpt2
 from tests.mpi import ROOT, checked
 from tests.runs import ended, losses, train
-from tests.training import gpt2
 
 LINE = "x=2 y=2 z=2 scheme=3d microbatches=2"
 STEPS = ["step-00000002", "step-00000001"]

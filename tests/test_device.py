@@ -1,12 +1,12 @@
-"""The whole program on devices that are threads (tests/cluster/fake_device.py): nothing mixes
+"""The whole program on devices that are threads (tests/fakes/fake_device.py): nothing mixes
 arrays of host and device, every call waits for what it must, and the result is that of NumPy."""
 
 import pytest
 
-from hpc3d.cluster import threads
+from hpc3d.comm import threads
 from hpc3d.model import attention, layers, loss, ops, parameters
 from hpc3d.training import optimizer
-from tests.cluster.fake_device import on_device, plain, twin
+from tests.fakes.fake_device import on_device, plain, twin
 from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train
 
 for module in (attention, layers, loss, ops, parameters, optimizer):

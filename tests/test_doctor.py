@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d import doctor
-from hpc3d.cluster import storage
-from hpc3d.cluster.health import FAIL, OK, WARN
+from hpc3d.diagnose import storage_checks
+from hpc3d.diagnose.node_checks import FAIL, OK, WARN
 from hpc3d.trace import file
-from tests.cluster.planted import only, script, verdicts
+from tests.diagnose.planted import only, script, verdicts
 from tests.mpi import ROOT, mpirun, surroundings
 
 HERE = Path(sys.executable).parent
@@ -84,7 +84,7 @@ def test_two_ranks_are_well_and_one_speaks(tmp_path):
 
 
 def test_what_is_planted_on_ranks_is_found(tmp_path):
-    done = mpirun(3, "-m", "tests.cluster.on_trial", tmp_path, timeout=100)
+    done = mpirun(3, "-m", "tests.diagnose.on_job_checks", tmp_path, timeout=100)
     found = dict(map(json.loads, done.stdout.splitlines()))
     wrong = {
         plan: [(row[0], row[1]) for row in rows if row[0] != OK and row[3]]
@@ -264,6 +264,6 @@ def test_a_folder_that_cannot_be_written_fails_once(tmp_path, monkeypatch):
     def refused(folder):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(storage, "scratch", refused)
-    assert only(storage.storage(tmp_path))[:2] == (FAIL, "disk")
+    monkeypatch.setattr(storage_checks, "scratch", refused)
+    assert only(storage_checks.storage(tmp_path))[:2] == (FAIL, "disk")
     assert not list(doctor.hdf5(tmp_path))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.cluster.exits import FAILED, STALLED
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.runtime.exit_codes import FAILED, STALLED
 from hpc3d.trace.merge import merge
-from hpc3d.training.checkpoint import Checkpoint
 from tests.mpi import mpirun
 from tests.runs import newest, said, train, when_running, words
 
@@ -182,7 +182,7 @@ def test_a_text_that_disappears_is_named(tmp_path):
 NO_ROOM = """
 import resource, sys
 from hpc3d import train
-from hpc3d.cluster import launch
+from hpc3d.runtime import launch
 
 def finish(job):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

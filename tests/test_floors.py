@@ -77,11 +77,11 @@ def test_a_module_keeps_to_its_floor(module):
 @pytest.mark.parametrize(
     ("module", "source", "found"),
     [
-        ("tensor/matmul", "from hpc3d.cluster.mesh import Mesh", set()),
+        ("tensor/matmul", "from hpc3d.comm.mesh import Mesh", set()),
         ("tensor/matmul", "from hpc3d.tensor.layout import Layout", set()),
-        ("tensor/matmul", "from hpc3d.trace import events", {"hpc3d.trace.events"}),
+        ("tensor/matmul", "from hpc3d.trace import events", {"hpc3d.trace.schema"}),
         ("trace/file", "def f():\n    import hpc3d.tensor.split", {"hpc3d.tensor.split"}),
-        ("pipeline/engine", "from hpc3d import config", {"hpc3d.config"}),
+        ("pipeline/engine", "from hpc3d import config", {"hpc3d.config.input_file"}),
         ("training/loop", "from hpc3d import __version__, config", set()),
         ("partition/cut", "from hpc3d.analyze import machine", {"hpc3d.analyze.machine"}),
         ("train", "from hpc3d.analyze import machine", set()),

@@ -39,7 +39,7 @@ def test_of_numbers(number):
     time.sleep(1000 if number > 5000 else 0)
 """
 DEADLOCK = """
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 
 def rank(mesh):
     if mesh.rank:

@@ -6,8 +6,8 @@ import time
 import pytest
 
 import hpc3d.trace
+from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.trace.merge import merge
-from hpc3d.training.checkpoint import Checkpoint
 from tests.mpi import mpirun
 from tests.runs import newest, said, words
 

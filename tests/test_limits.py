@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpc3d import limits
-from hpc3d.config import Config
-from hpc3d.inputs import flat, validate
-from hpc3d.rules import divisors, unknown_values, wrong_parts, wrong_pipeline
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import flat, validate
+from hpc3d.config.rules import divisors, unknown_values, wrong_parts, wrong_pipeline
 
 TABLE = Path(__file__).parent.parent / "docs" / "limits.md"
 

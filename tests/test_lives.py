@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 import hpc3d.trace
-from hpc3d.cluster.threads import run
-from hpc3d.trace.check import violations
+from hpc3d.comm.threads import run
+from hpc3d.trace.checks_per_rank import violations
+from tests.checkpoints.lives import LAYOUTS, child, ended, live, losses
+from tests.checkpoints.test_saver import whole_ones
 from tests.mpi import ROOT, checked, surroundings
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.runs import newest, train, wait_for, words
-from tests.training.lives import LAYOUTS, child, ended, live, losses
-from tests.training.test_write_points import whole_ones
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAID = re.compile(r"^checkpoint step-(\d+): ", re.MULTILINE)

@@ -11,19 +11,19 @@ import h5py
 import pytest
 
 from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, train
-from hpc3d.cluster import health
-from hpc3d.cluster.exits import Unusable
-from hpc3d.cluster.launch import what_happened
-from hpc3d.command import run
-from hpc3d.inputs import literal
+from hpc3d.cli import run
+from hpc3d.config.load import literal
+from hpc3d.diagnose import node_checks
 from hpc3d.plain import Problems, lines_of, plain, plain_in, plain_streams
-from hpc3d.trace.run import trace_of
-from hpc3d.training import folder as folders
+from hpc3d.runtime.exit_codes import Unusable
+from hpc3d.runtime.launch import what_happened
+from hpc3d.trace.locate import trace_of
+from hpc3d.training import run_folder as folders
 from hpc3d.training.log import Log
 from tests.analyze.small import small
+from tests.checkpoints import gpt2
 from tests.runs import ended
 from tests.test_bad_inputs import MACHINE, SHIPPED, Job
-from tests.training import gpt2
 
 HOSTILE = {
     "escape": "\x1b[31mred",
@@ -229,7 +229,7 @@ def test_a_log_has_a_line_for_each_that_it_is_told(evil, terminal, tmp_path):
 @TEXT
 def test_a_finding_is_plain(evil, terminal, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", evil)
-    found = doctor.told([next(health.threads(1)), doctor.not_started(1, f"say {evil}", 1)])
+    found = doctor.told([next(node_checks.threads(1)), doctor.not_started(1, f"say {evil}", 1)])
     lines, _ = terminal.lines()
     assert len(found) == 2 and sum(line[:5] in ("warn ", "FAIL ") for line in lines) == 2
 

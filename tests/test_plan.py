@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.inputs import load
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
 from hpc3d.plan import main
-from hpc3d.predict.machine import dumps
-from hpc3d.predict.machine import load as load_machine
-from hpc3d.predict.simulate import simulate
-from hpc3d.rules import settle
-from tests.predict.test_search import CLUSTER
+from hpc3d.predict.machine.machine import dumps
+from hpc3d.predict.machine.machine import load as load_machine
+from hpc3d.predict.simulation.simulator import simulate
+from tests.predict.planning.test_search import CLUSTER
 
 INPUTS = Path(__file__).parent.parent / "inputs"
 SMALL = [str(INPUTS / "gpt-3d-8.toml"), "--ranks", "8"]

@@ -7,9 +7,9 @@ import subprocess
 import pytest
 
 import hpc3d.trace
-from hpc3d.analyze.tables import between_rows
-from hpc3d.trace.check import violations
-from hpc3d.training.checkpoint import steps_of
+from hpc3d.analyze.metrics.step import between_rows
+from hpc3d.checkpoints.sharded import steps_of
+from hpc3d.trace.checks_per_rank import violations
 from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, said, train, wait_for, when_running, words
 

@@ -10,9 +10,9 @@ import pytest
 
 import hpc3d
 from hpc3d import train
-from hpc3d.inputs import load
-from hpc3d.predict import machine
-from hpc3d.rules import settle
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
+from hpc3d.predict.machine import machine
 from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
 
 PACKAGE = Path(hpc3d.__file__).parent

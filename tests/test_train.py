@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.config import Config
-from hpc3d.inputs import load
-from hpc3d.rules import settle
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
 from hpc3d.tensor.split import SCHEMES
-from hpc3d.training import folder as run_folder
+from hpc3d.training import run_folder
 from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, said, train, words
 from tests.strided import strided

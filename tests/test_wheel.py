@@ -155,5 +155,5 @@ def test_the_package_is_not_the_source(installed, surrounding, tmp_path):
     ask = "import hpc3d; print(hpc3d.__file__)"
     path = run(installed.with_name("python"), "-c", ask, cwd=tmp_path)
     assert Path(path).is_relative_to(installed.parents[1])
-    ask = "from hpc3d.training.folder import git_revision; print(repr(git_revision()))"
+    ask = "from hpc3d.training.run_folder import git_revision; print(repr(git_revision()))"
     assert run(installed.with_name("python"), "-c", ask, cwd=tmp_path) == "''\n"

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 
 import hpc3d.trace
-from hpc3d.benchmarks import paired
-from hpc3d.predict.aligned import works
-from hpc3d.predict.calibrate import awake, machine_of, step_seconds
-from hpc3d.predict.calibrate_runs import CALIBRATE, CHECK, config_of, settings
-from hpc3d.predict.machine import dumps
-from hpc3d.predict.simulate import simulate
+from hpc3d.benchmarks import harness
+from hpc3d.predict.calibration.align_trace import works
+from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
+from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
+from hpc3d.predict.machine.machine import dumps
+from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.shipped import MACHINE, place
 from hpc3d.trace.segment import naming
 
@@ -69,8 +69,8 @@ def steps_of(line, folder, how):
 
 
 def trained(line, folder, how):
-    """The trace of a run as a line of hpc3d.predict.calibrate_runs has it."""
-    return hpc3d.trace.open(paired.run(*settings(line, **how), folder, steps=10)["folder"])
+    """The trace of a run as a line of hpc3d.predict.calibration.calibration_runs has it."""
+    return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
 def this_machine(transport):

@@ -20,7 +20,7 @@ MESSAGE = 1 << 22  # bytes of the message that tells the rate
 
 def calls(job, options):
     """Print a row for every call and size; nothing bounds what the ranks of one host do."""
-    from hpc3d.cluster.cart import build
+    from hpc3d.comm.cartesian import build
 
     if job.size == 1:
         job.refuse("calls are between ranks: mpirun -np 2 python -m hpc3d.bench calls")

@@ -31,15 +31,15 @@ def measured(ranks, name, rounds):
     """The ratio of steps with checks to neighbours without, and what hashes of replicas take."""
 
     from hpc3d import trace
-    from hpc3d.benchmarks import paired
+    from hpc3d.benchmarks import harness
 
     how = ["--guard.products_every", "2", "--guard.replicas_every", "2"]
     how += ["--trace.clock", "processor"]
     with tempfile.TemporaryDirectory() as folder:
-        done = paired.run(ranks, [str(shipped(name)), *how], folder, steps=2 * rounds + 2)
+        done = harness.run(ranks, [str(shipped(name)), *how], folder, steps=2 * rounds + 2)
         with trace.open(done["folder"] / "trace.h5") as recorded:
             steps, replicas = seconds_of_steps(recorded), seconds_of_replicas(recorded)
-    return {**paired.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}
+    return {**harness.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}
 
 
 def seconds_of_steps(recorded):

@@ -8,7 +8,7 @@ from math import sqrt
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
+from hpc3d.arrays.pool import kernel
 
 SCORES = 1 << 18  # bytes of the probabilities that are worked on at a time
 

@@ -6,8 +6,9 @@ on the current stream, and none waits for the device.
 
 import numpy as np
 
-from hpc3d.cluster.cublaslt_library import Unsupported
-from hpc3d.model import attention, launches, layers, loss, ops, parameters
+from hpc3d.cuda import launch_table
+from hpc3d.cuda.cublaslt_library import Unsupported
+from hpc3d.model import attention, layers, loss, ops, parameters
 from hpc3d.model.device_attention import Attention, drawn
 from hpc3d.model.random import words
 from hpc3d.tensor import product as products
@@ -93,7 +94,7 @@ class Rules(Attention):
     def add_rows(self, total, y, add=True):
         """total (+)= the sum of the rows of y."""
         rows, columns = y.shape
-        strips = launches.strips(rows)
+        strips = launch_table.strips(rows)
         partial = self.empty((strips, columns), FLOAT)
         self.launch("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
         self.add_strips(partial, add, total)
@@ -170,7 +171,7 @@ class Rules(Attention):
     def add_columns(self, x, rows, dgamma, dbeta, add):
         """The gradients of gamma and beta (+)= sums over rows of dy n and dy."""
         count, columns = x.shape
-        partial = self.empty((launches.strips(count), 2 * columns), FLOAT)
+        partial = self.empty((launch_table.strips(count), 2 * columns), FLOAT)
         given = {"partial": partial, "rows": count, "columns": columns, **rows}
         self.launch("norm_columns", *x.shape, x=x, **given)
         self.add_strips(partial, add, dgamma, dbeta)
@@ -287,7 +288,7 @@ class Rules(Attention):
         total.fill(0)
         for part in joined_slices(parts):
             grad = flat[part]
-            blocks = launches.kernels()["sum_squares"].launch(None, 1, grad.size).grid[0]
+            blocks = launch_table.kernels()["sum_squares"].launch(None, 1, grad.size).grid[0]
             partial = self.empty((blocks,), FLOAT)
             self.launch("sum_squares", 1, grad.size, grad=grad, partial=partial, size=grad.size)
             self.sum_parts(partial, total)

@@ -1,11 +1,11 @@
 """Several local kernels as one: what a GPU does in one pass through memory, here in NumPy.
 
-They hold where nothing is communicated between the parts; hpc3d/model/kernels has their CUDA.
+They hold where nothing is communicated between the parts; hpc3d/cuda/kernels has their CUDA.
 """
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
+from hpc3d.arrays.pool import kernel
 from hpc3d.model import layers, loss, ops
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpc3d.cluster.arrays import writeable
+from hpc3d.arrays.pool import writeable
 from hpc3d.model import ops
 from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy

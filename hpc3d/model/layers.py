@@ -7,7 +7,7 @@ matrices by a call that is handed to `later`, which makes it at once or when the
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel, writeable
+from hpc3d.arrays.pool import kernel, writeable
 from hpc3d.model import ops
 from hpc3d.model.random import Mask, words
 from hpc3d.tensor.layout import Layout

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
+from hpc3d.arrays.pool import kernel
 
 IGNORE = -100
 

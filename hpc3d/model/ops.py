@@ -9,7 +9,7 @@ from math import pi, sqrt
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
+from hpc3d.arrays.pool import kernel
 
 CACHE = 1 << 17  # bytes of one operand of a block
 

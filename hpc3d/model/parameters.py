@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
-from hpc3d.cluster.mesh import DATA
+from hpc3d.arrays.pool import kernel
+from hpc3d.comm.mesh import DATA
 from hpc3d.model.random import normal, words
 from hpc3d.tensor.layout import Layout
 

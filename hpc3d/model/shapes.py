@@ -1,11 +1,11 @@
 """The rules of kernels for arrays without data: what comes out, and which memory it takes.
 
-Importing this module makes the model run on `hpc3d.cluster.shapes`.
+Importing this module makes the model run on `hpc3d.arrays.abstract`.
 """
 
 import numpy as np
 
-from hpc3d.cluster.shapes import rule
+from hpc3d.arrays.abstract import rule
 from hpc3d.model import attention, layers, loss, ops, parameters
 from hpc3d.tensor import product
 

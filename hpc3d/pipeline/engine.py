@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from contextlib import nullcontext
 
-from hpc3d.cluster.communicator import ready
+from hpc3d.comm.communicator import ready
 from hpc3d.model.layers import at_once
 from hpc3d.pipeline.instruction import MESSAGES
 

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from hpc3d.pipeline.csv_schedule import from_csv
 from hpc3d.pipeline.instruction import Instruction, Placement, numbered
-from hpc3d.pipeline.table import from_csv
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster.communicator import ready
+from hpc3d.comm.communicator import ready
 from hpc3d.tensor.product import accumulate_product, product
 from hpc3d.tensor.split import Split
 

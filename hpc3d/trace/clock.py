@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.trace.events import CLOCK_MODEL, CLOCK_SAMPLES, record_type
+from hpc3d.trace.schema import CLOCK_MODEL, CLOCK_SAMPLES, record_type
 
 # A synchronisation ends when none of so many exchanges was shorter than the shortest before, or
 # after so many ns: a busy machine answers at once only now and then.

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from hpc3d.limits import memory
-from hpc3d.trace.events import COORDS, ENUMS, LAYOUT, TEXT
+from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
 from hpc3d.trace.segment import replacing
 
 CHUNK = 64 * 1024  # rows

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
+from hpc3d.trace.annotations import add_supplements, supplements
 from hpc3d.trace.clock import IDENTITY, fit
-from hpc3d.trace.earlier import earlier
 from hpc3d.trace.file import Growing, create, write_table
+from hpc3d.trace.previous_attempts import earlier
 from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing, segment_path
-from hpc3d.trace.settings import configured
-from hpc3d.trace.supplement import add_supplements, supplements
+from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
 WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
@@ -30,7 +30,7 @@ def merge(run_dir):
 
     An enclosing event comes before those inside it.  What is missing or damaged is left out; then
     the attribute `complete` is False and `missing` says what, a line each.  Of a run that went on
-    from an earlier attempt, the file has what was done before, too (hpc3d.trace.earlier).  A
+    from an earlier attempt, the file has what was done before, too (previous_attempts.py).  A
     calibration and a prediction of the run that the file has are kept.  ValueError if no segment
     can be read.
     """

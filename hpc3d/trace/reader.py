@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
 from hpc3d.trace.file import REMEDY, attributes, explained, find, open_file
 from hpc3d.trace.table import Table
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from hpc3d.trace.events import (
+from hpc3d.trace.schema import (
     CATEGORY,
     CLOCK_SAMPLES,
     EVENTS,
@@ -20,7 +20,7 @@ from hpc3d.trace.events import (
     record_type,
 )
 from hpc3d.trace.segment import segment_path, write_segment
-from hpc3d.trace.traced import OP_NUMBER, Traced
+from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
 
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))

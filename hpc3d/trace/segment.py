@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.trace.events import CLOCK_SAMPLES, EVENTS, MEMORY, STEPS, VERSION, record_type
+from hpc3d.trace.schema import CLOCK_SAMPLES, EVENTS, MEMORY, STEPS, VERSION, record_type
 
 TABLES = {"events": EVENTS, "steps": STEPS, "memory": MEMORY, "samples": CLOCK_SAMPLES}
 NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")

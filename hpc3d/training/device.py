@@ -31,9 +31,9 @@ class Updates(Rules):
 
 def use(pool, tf32=False):
     """Let CuPy's arrays take these rules, with workspaces of `pool`; what does attention."""
-    from hpc3d.cluster.cublaslt import Lt
-    from hpc3d.model.flash import Flash
-    from hpc3d.model.loader import Kernels
+    from hpc3d.cuda.cublaslt import Lt
+    from hpc3d.cuda.cudnn_attention import Flash
+    from hpc3d.cuda.kernel_loader import Kernels
 
     device, flash = pool.device, None
     workspace = pool.empty((WORKSPACE,), np.uint8, "workspace")

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.cluster.arrays import on_host, to_host
-from hpc3d.cluster.exits import CHECK_FAILED, NOT_FINITE
-from hpc3d.cluster.ledger import Ledger
-from hpc3d.cluster.mesh import DATA
-from hpc3d.training.manifest import STATES
+from hpc3d.arrays.pool import on_host, to_host
+from hpc3d.checkpoints.manifest import STATES
+from hpc3d.comm.abft.checker import Ledger
+from hpc3d.comm.mesh import DATA
+from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
 
 SHOWN = 10  # lines about what is wrong
 

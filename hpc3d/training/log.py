@@ -4,7 +4,7 @@ import socket
 import sys
 from collections import Counter
 
-from hpc3d.inputs import to_toml
+from hpc3d.config.load import to_toml
 from hpc3d.plain import plain
 from hpc3d.trace.segment import naming
 

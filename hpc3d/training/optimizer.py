@@ -5,7 +5,7 @@ from math import cos, pi, sqrt
 
 import numpy as np
 
-from hpc3d.cluster.arrays import kernel
+from hpc3d.arrays.pool import kernel
 
 CHUNK = 1 << 14  # elements that stay in the cache through an update
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed

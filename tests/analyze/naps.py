@@ -3,11 +3,11 @@
 from time import sleep
 
 from hpc3d import trace
-from hpc3d.benchmarks.paired import Noise
-from hpc3d.cluster import threads
+from hpc3d.benchmarks.harness import Noise
+from hpc3d.comm import threads
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder, Span
-from hpc3d.training.loop import Trainer
+from hpc3d.training.trainer import Trainer
 from tests.analyze.traces import config_of, header
 
 VOCABULARY = 24

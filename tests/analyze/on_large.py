@@ -8,13 +8,13 @@ import sys
 import time
 
 from hpc3d import trace
-from hpc3d.analyze.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
-from hpc3d.analyze.collectives import bandwidth_rows, communication_matrix
-from hpc3d.analyze.compare import difference_rows, run_row
-from hpc3d.analyze.critical import critical_path
-from hpc3d.analyze.efficiency import efficiency_row
-from hpc3d.analyze.stragglers import straggler_rows
-from hpc3d.analyze.waits import calls_of, incomplete, wait_rows
+from hpc3d.analyze.metrics.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
+from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
+from hpc3d.analyze.metrics.compare import difference_rows, run_row
+from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.mfu import efficiency_row
+from hpc3d.analyze.metrics.stragglers import straggler_rows
+from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
 from tests.memory import peak_bytes
 
 seconds = {}

@@ -10,8 +10,8 @@ import h5py
 import numpy as np
 
 from hpc3d import trace
-from hpc3d.trace.events import CLOCK_MODEL, RANK_PTR
 from hpc3d.trace.file import write_table
+from hpc3d.trace.schema import CLOCK_MODEL, RANK_PTR
 from tests.analyze.synthetic import by_hand, call, row
 
 GROUPS = [("x", (0, 1))]

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 
 from hpc3d import trace
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
 
 MS = 1_000_000
 NOTHING = {"group": -1, "seq": -1, "peer": -1, "parent": -1, "layer": -1, "microbatch": -1}

@@ -4,16 +4,16 @@ import h5py
 import numpy as np
 
 from hpc3d import trace
-from hpc3d.benchmarks.paired import Noise
-from hpc3d.cluster import threads
-from hpc3d.inputs import load, to_toml
+from hpc3d.benchmarks.harness import Noise
+from hpc3d.comm import threads
+from hpc3d.config.load import load, to_toml
+from hpc3d.config.rules import settle
 from hpc3d.pipeline.instruction import parse
-from hpc3d.rules import settle
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.segment import TABLES, segment_path, write_segment
-from hpc3d.training.loop import Trainer
+from hpc3d.training.trainer import Trainer
 
 STEPS = 3
 TINY = {

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from tests.cuda import emulator, rules
 
 
@@ -28,10 +28,10 @@ def emulate(request):
     if ELSEWHERE in request.config.stash:
         return request.config.stash[ELSEWHERE]
     library_of = request.getfixturevalue("library_of")
-    instances = {source: [] for source in launches.SHAPES}
-    for kernel in launches.kernels().values():
+    instances = {source: [] for source in launch_table.SHAPES}
+    for kernel in launch_table.kernels().values():
         instances[kernel.source] += kernel.instances
-    texts = {name: launches.text(name) for name in instances}
+    texts = {name: launch_table.text(name) for name in instances}
     return library_of({s: emulator.program(texts[s], instances[s]) for s in instances})
 
 

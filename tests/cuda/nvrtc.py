@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 
 WHEELS = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"
 NUMBERS = "ptxas info", "ptxas   "  # how the lines of its statistics begin
@@ -80,8 +80,8 @@ class Compiler:
 
     def options(self, architecture):
         headers = folder("cuda_runtime") / "include"
-        flags = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *launches.OPTIONS]
-        flags += [f"--include-path={path}" for path in (headers, launches.FOLDER)]
+        flags = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *launch_table.OPTIONS]
+        flags += [f"--include-path={path}" for path in (headers, launch_table.FOLDER)]
         return (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
 
     def do(self, what, *arguments):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from hpc3d.cluster import threads
-from hpc3d.cluster.arrays import from_host, on_host, to_host, value_of, writeable
-from hpc3d.cluster.communicator import contiguous
-from hpc3d.model import launches
+from hpc3d.arrays.pool import from_host, on_host, to_host, value_of, writeable
+from hpc3d.comm import threads
+from hpc3d.comm.communicator import contiguous
+from hpc3d.cuda import launch_table
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.training.device import Updates
-from tests.cluster.fake_device import DeviceArray, DevicePool, on_device, plain
+from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import config_of
 
 
@@ -138,10 +138,10 @@ class Launcher:
         given = {key: plain(value) for key, value in given.items()}
         with self.one:
             self.count[name] += 1
-            twice = [given[key] for key in launches.UPDATED.get(name, ())]
+            twice = [given[key] for key in launch_table.UPDATED.get(name, ())]
             moved = [value for value in (*given.values(), *twice) if isinstance(value, np.ndarray)]
             self.bytes[name] += sum(value.nbytes for value in moved)
-            kernel = launches.kernels()[name]
+            kernel = launch_table.kernels()[name]
             if kernel.launch("float32", rows, columns).grid[0]:
                 do(lambda: self.emulate(name, rows, columns, **given))
 

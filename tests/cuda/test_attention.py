@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc3d.cluster.arrays import Pool
+from hpc3d.arrays.pool import Pool
 from hpc3d.model import fused
 from hpc3d.model.attention import attend, attend_grad, heads_of
 from hpc3d.model.random import Mask, words

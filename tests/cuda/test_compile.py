@@ -7,12 +7,16 @@ from multiprocessing import get_context
 
 import pytest
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from tests.cuda.nvrtc import Compiler, Refused
 from tests.strided import strided
 
 # Volta has no bfloat16.
-ARCHITECTURES = {"sm_70": ["float32", "float16"], "sm_80": launches.REALS, "sm_90": launches.REALS}
+ARCHITECTURES = {
+    "sm_70": ["float32", "float16"],
+    "sm_80": launch_table.REALS,
+    "sm_90": launch_table.REALS,
+}
 COMPILER = Compiler()
 
 
@@ -24,21 +28,21 @@ def wheels():
 
 def instances(source, reals):
     """What is compiled of a source where T is one of `reals`."""
-    ours = [kernel for kernel in launches.kernels().values() if kernel.source == source]
+    ours = [kernel for kernel in launch_table.kernels().values() if kernel.source == source]
     return [*dict.fromkeys(kernel.expression(real) for kernel in ours for real in reals)]
 
 
 def spilled(source, architecture):
     """Bytes that the kernels of a source keep in memory for want of registers."""
     listed = instances(source, ARCHITECTURES[architecture])
-    return COMPILER.compile(launches.text(source), listed, architecture).spilled
+    return COMPILER.compile(launch_table.text(source), listed, architecture).spilled
 
 
 def digest(source, architecture):
     """Of all that the outcome depends on."""
-    headers = sorted(path.read_text() for path in launches.FOLDER.glob("*.cuh"))
+    headers = sorted(path.read_text() for path in launch_table.FOLDER.glob("*.cuh"))
     listed = instances(source, ARCHITECTURES[architecture])
-    texts = [launches.text(source), *headers, *launches.OPTIONS, *listed]
+    texts = [launch_table.text(source), *headers, *launch_table.OPTIONS, *listed]
     texts += [architecture, COMPILER.version]
     return sha256("\0".join(texts).encode()).hexdigest()
 
@@ -52,7 +56,7 @@ def outcomes(request):
     pairs = [
         (source, name)
         for name in ARCHITECTURES
-        for source in launches.SHAPES
+        for source in launch_table.SHAPES
         if any(f"[{source}-{name}]" in each for each in names)
     ]
     marks = {pair: passed / digest(*pair) for pair in pairs}
@@ -65,21 +69,23 @@ def outcomes(request):
 
 
 @pytest.mark.parametrize("architecture", strided(ARCHITECTURES, 3, 1))
-@pytest.mark.parametrize("source", launches.SHAPES)
+@pytest.mark.parametrize("source", launch_table.SHAPES)
 def test_kernels_compile_and_keep_to_the_registers(source, architecture, outcomes):
     pair = source, architecture
     assert pair not in outcomes or outcomes[pair].result() == 0
 
 
-@pytest.mark.parametrize("real", launches.REALS)
+@pytest.mark.parametrize("real", launch_table.REALS)
 def test_memory_is_read_and_written_16_bytes_at_a_time(real):
-    code = COMPILER.compile(launches.text("rows"), [f"add<{launches.REALS[real]}>"], "sm_90")
+    code = COMPILER.compile(
+        launch_table.text("rows"), [f"add<{launch_table.REALS[real]}>"], "sm_90"
+    )
     assert len(re.findall(r"ld\.global\.v4\.[bfu]32", code.ptx)) == 2
     assert len(re.findall(r"st\.global\.v4\.[bfu]32", code.ptx)) == 1
 
 
 def test_an_error_is_found():
-    text = launches.text("rows").replace("a[i] += b[i];", "a[i] += c[i];")
+    text = launch_table.text("rows").replace("a[i] += b[i];", "a[i] += c[i];")
     with pytest.raises(Refused, match="c"):
         COMPILER.compile(text, ["add<float>"], "sm_80")
 

@@ -5,22 +5,22 @@ import re
 import numpy as np
 import pytest
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 
-KERNELS = launches.kernels()
+KERNELS = launch_table.kernels()
 
 
 def test_every_kernel_of_the_texts_is_launched():
-    for path in launches.FOLDER.glob("*.cu"):
+    for path in launch_table.FOLDER.glob("*.cu"):
         declared = re.findall(r"__global__[^;{]*?(\w+)\(\w[^()]*\)\s*{", path.read_text())
-        assert declared == [*launches.SHAPES[path.stem]]
+        assert declared == [*launch_table.SHAPES[path.stem]]
         assert declared == [name for name, k in KERNELS.items() if k.source == path.stem]
 
 
 def test_a_kernel_reads_as_it_is_declared():
     kernel = KERNELS["accumulate"]
     assert kernel.parameters == {"grad": "float*", "dw": "const T*", "size": "long long"}
-    assert kernel.instances == [f"accumulate<{real}>" for real in launches.REALS.values()]
+    assert kernel.instances == [f"accumulate<{real}>" for real in launch_table.REALS.values()]
     assert (kernel.source, kernel.threads) == ("rows", 256)
     assert KERNELS["sum_strips"].instances == ["sum_strips"]
 
@@ -35,7 +35,7 @@ def test_a_launch_is_one_that_cuda_takes(name, size):
     assert 0 < y <= 65535
     threads = block[0] * block[1]
     assert 0 < threads <= kernel.threads
-    assert threads % launches.WARP == 0
+    assert threads % launch_table.WARP == 0
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_a_launch_is_one_that_cuda_takes(name, size):
         ("moments", (8, 8000), (8, 1), (256, 1)),
         ("cross_entropy", (8, 50257), (8, 1), (512, 1)),
         ("add", (1, 2049), (2, 1), (256, 1)),
-        ("add", (1, 10**9), (launches.BLOCKS, 1), (256, 1)),
+        ("add", (1, 10**9), (launch_table.BLOCKS, 1), (256, 1)),
         ("sum_rows", (129, 257), (2, 3), (32, 8)),
-        ("sum_rows", (10**6, 256), (1, launches.STRIPS), (32, 8)),
+        ("sum_rows", (10**6, 256), (1, launch_table.STRIPS), (32, 8)),
         ("sum_strips", (2, 65), (3, 2), (32, 8)),
         ("scatter_rows", (9, 257), (9, 2), (32, 1)),
         ("causal_softmax", (24, 65), (24, 2), (8, 32)),

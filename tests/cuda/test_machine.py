@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.model.launches import Launch
+from hpc3d.cuda.launch_table import Launch
 from tests.cuda.conftest import REALS
 from tests.cuda.emulator import Fault, program
 

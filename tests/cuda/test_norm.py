@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hpc3d.model import fused, launches, ops
+from hpc3d.cuda import launch_table
+from hpc3d.model import fused, ops
 from tests.cuda.conftest import FLOAT
 
 SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 136), (2, 2060), (9, 33)]
@@ -113,7 +114,7 @@ def test_gradients_of_gamma_and_beta(given, rows, columns, real, draw, emulate):
     mean, rstd = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0])
     stored = {"mean": mean, "rstd": rstd} if given == "x" else {"mean": None, "rstd": None}
     n = (wide - mean[:, None]) * rstd[:, None] if given == "x" else wide
-    strips = launches.strips(rows)
+    strips = launch_table.strips(rows)
     partial = FLOAT.empty(strips, 2, columns)
     (total, before), (other, before_other) = (draw(FLOAT, columns) for _ in range(2))
     sizes = {"rows": rows, "columns": columns}

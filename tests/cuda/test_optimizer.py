@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from hpc3d.training.optimizer import AdamW, adamw, descend
 from tests.cuda.conftest import FLOAT
 
@@ -51,7 +51,7 @@ def test_gradient_descent(arrays, real, emulate):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_sum_of_squares_in_two_passes(size, draw, emulate):
     grad, wide = draw(FLOAT, size, offset=1)
-    blocks = launches.kernels()["sum_squares"].launch(None, 1, size).grid[0]
+    blocks = launch_table.kernels()["sum_squares"].launch(None, 1, size).grid[0]
     partial, total = FLOAT.empty(blocks), np.full(1, np.nan)
     emulate("sum_squares", 1, size, grad=grad, partial=partial, size=size)
     exact = (wide.astype(np.float64) ** 2).sum()

@@ -6,14 +6,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hpc3d.cluster.counted import rank_of
-from hpc3d.cluster.shapes import Meter
-from hpc3d.model import launches
+from hpc3d.arrays.abstract import Meter
+from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.cuda import launch_table
 from hpc3d.model.attention import attend
-from hpc3d.predict import device
-from hpc3d.predict.rank import observe
+from hpc3d.predict.simulation import abstract_gpu
+from hpc3d.predict.simulation.count import observe
 from hpc3d.trace.recorder import Recorder
-from hpc3d.training.loop import Trainer
+from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
 from tests.cuda.rules import on_devices
 from tests.pipeline.mixes import Tokens
@@ -58,7 +58,9 @@ class Counts(Meter):
 
 def launched(counter):
     """Of our kernels; CuPy has an `add`, too."""
-    return {name: counter[name] for name in launches.kernels() if name != "add" and counter[name]}
+    return {
+        name: counter[name] for name in launch_table.kernels() if name != "add" and counter[name]
+    }
 
 
 @pytest.mark.parametrize("line", rules.some(LINES, 2, 3))
@@ -70,7 +72,7 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     rules.register(launcher)
     sizes, told = config.mesh.sizes(), Counts()
     for place, peaks in zip(product(*map(range, sizes.values())), measured, strict=True):
-        mesh = rank_of(sizes, dict(zip(sizes, place)), device.pool_of(config, told))
+        mesh = rank_of(sizes, dict(zip(sizes, place)), abstract_gpu.pool_of(config, told))
         predicted = observe(mesh, config, config.model.vocabulary).peak
         played = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
         kinds = peaks.keys() - played  # what the rules take, and Flash, is of no pool here
@@ -82,7 +84,7 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
 
 def test_heads_by_themselves_are_copies():
     """Where products do attention: q, k and v are copied, and what comes out."""
-    pool = device.DeviceShapes(Counts())
+    pool = abstract_gpu.DeviceShapes(Counts())
     qkv = pool.empty((2 * 8, 4 * 3 * 8), np.float32)
     out, _ = attend(qkv, 8, 8, pool.empty)
     assert pool.meter.bytes["copy"] == 2 * (qkv.nbytes + out.nbytes)

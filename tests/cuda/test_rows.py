@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hpc3d.model import fused, launches, ops
+from hpc3d.cuda import launch_table
+from hpc3d.model import fused, ops
 from tests.cuda.conftest import FLOAT
 
 SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)]
@@ -35,7 +36,7 @@ def test_flat_sums_and_products(size, offset, real, draw, emulate):
 
 
 def test_a_grid_strides_over_what_it_cannot_cover(draw, emulate, monkeypatch):
-    monkeypatch.setattr(launches, "BLOCKS", 2)
+    monkeypatch.setattr(launch_table, "BLOCKS", 2)
     (x, wide_x), (y, wide_y) = draw(FLOAT, 5000), draw(FLOAT, 5000)
     out = FLOAT.empty(5000)
     emulate("add", 1, 5000, x=x, y=y, out=out, size=5000)
@@ -47,7 +48,7 @@ def test_a_grid_strides_over_what_it_cannot_cover(draw, emulate, monkeypatch):
 @pytest.mark.parametrize("add", [False, True])
 def test_the_sum_of_rows_in_two_passes(rows, columns, add, real, draw, emulate):
     y, wide = draw(real, rows, columns)
-    partial = FLOAT.empty(launches.strips(rows), columns)
+    partial = FLOAT.empty(launch_table.strips(rows), columns)
     total, before = draw(FLOAT, columns) if add else (FLOAT.empty(columns), 0)
     emulate("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
     sizes = {"strips": len(partial), "columns": columns, "add": add}

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpc3d.cluster import threads
-from hpc3d.training import loop
-from hpc3d.training.graph import Replay
-from hpc3d.training.loop import Trainer
-from tests.cluster.fake_device import plain
+from hpc3d.comm import threads
+from hpc3d.training import trainer as loop
+from hpc3d.training.graphed_step import Replay
+from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
 from tests.cuda.rules import on_devices, some
+from tests.fakes.fake_device import plain
 from tests.pipeline.mixes import Tokens, alone, config_of, serial, train, trainer_of
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero")]

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from hpc3d.cluster.arrays import Pool
+from hpc3d.arrays.pool import Pool
 from hpc3d.model.attention import attend, attend_grad, heads_of
 from hpc3d.model.random import Mask, words
 from tests.gpu.notes import Skip

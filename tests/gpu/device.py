@@ -7,7 +7,7 @@ import ctypes
 
 import numpy as np
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from tests.gpu.notes import Skip
 
 ADDED = "--device-as-default-execution-space"  # by CuPy itself
@@ -19,7 +19,7 @@ class Gpu:
 
     fake = False
     where = "cuda"  # torch's name of it
-    reals = tuple(launches.REALS)
+    reals = tuple(launch_table.REALS)
 
     def __init__(self):
         try:
@@ -80,13 +80,13 @@ class Gpu:
 
     def cuda(self):
         """The program's view of this device."""
-        from hpc3d.cluster.cuda import Cuda
+        from hpc3d.cuda.device import Cuda
 
         return Cuda(0)
 
     def pool(self):
         """The pool of the program's arrays on it, with the rules of all kernels."""
-        from hpc3d.cluster.cuda import DevicePool
+        from hpc3d.cuda.device import DevicePool
         from hpc3d.training.device import use
 
         if self.shared is None:  # the rules are those of one pool, whose memory they work in
@@ -96,7 +96,7 @@ class Gpu:
 
     def launch(self):
         """The program's own launcher: launch(name, rows, columns, **given)."""
-        from hpc3d.model.loader import Kernels
+        from hpc3d.cuda.kernel_loader import Kernels
 
         return Kernels()
 
@@ -112,7 +112,7 @@ class Gpu:
 
     def flash(self):
         """Fused attention on the current stream."""
-        from hpc3d.model.flash import Flash
+        from hpc3d.cuda.cudnn_attention import Flash
 
         if missing := Flash.missing():
             raise Skip(f"no {missing}")
@@ -134,13 +134,13 @@ class Gpu:
 
 
 def lt_on(stream, workspace, tf32=False):
-    from hpc3d.cluster.cublaslt import Lt
+    from hpc3d.cuda.cublaslt import Lt
 
     return Lt(stream, (workspace.ptr, WORKSPACE), tf32)
 
 
 def flash_on(cupy, stream):
-    from hpc3d.model.flash import Flash
+    from hpc3d.cuda.cudnn_attention import Flash
 
     return Flash(cupy.empty, stream, cupy.cuda.Device().compute_capability)
 
@@ -149,11 +149,11 @@ def options():
     """The compiler's, as the program has them if it can be asked: CuPy keeps what is compiled with
     the same ones."""
     try:
-        from hpc3d.model import loader
+        from hpc3d.cuda import kernel_loader
     except Exception:
-        ours = [option for option in launches.OPTIONS if option != ADDED]
-        return *ours, f"-I{launches.FOLDER}"
-    return loader.options()
+        ours = [option for option in launch_table.OPTIONS if option != ADDED]
+        return *ours, f"-I{launch_table.FOLDER}"
+    return kernel_loader.options()
 
 
 class Direct:
@@ -165,16 +165,16 @@ class Direct:
     def module(self, source):
         """All instances of a source."""
         if source not in self.modules:
-            found = [k for k in launches.kernels().values() if k.source == source]
+            found = [k for k in launch_table.kernels().values() if k.source == source]
             instances = [each for kernel in found for each in kernel.instances]
-            text = launches.text(source)
+            text = launch_table.text(source)
             self.modules[source] = self.cupy.RawModule(
                 code=text, options=options(), name_expressions=instances
             )
         return self.modules[source]
 
     def __call__(self, name, rows, columns, /, **given):
-        kernel = launches.kernels()[name]
+        kernel = launch_table.kernels()[name]
         real, values = kernel.bind(lambda array: np.dtype(array.dtype).name, given)
         grid, block = kernel.launch(real, rows, columns)
         if 0 in grid:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hpc3d.model import launches, ops
+from hpc3d.cuda import launch_table
+from hpc3d.model import ops
 from tests.gpu.notes import Skip
 
 # Where the tests of the kernels keep them, too.
@@ -18,7 +19,7 @@ class Fake:
 
     fake = True
     where = "cpu"
-    reals = tuple(launches.REALS)
+    reals = tuple(launch_table.REALS)
 
     def __init__(self):
         import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
@@ -59,8 +60,8 @@ class Fake:
 
     def pool(self):
         """Arrays with the rules of a device, whose kernels the emulator runs."""
-        from hpc3d.training import loop
-        from hpc3d.training.graph import Replay
+        from hpc3d.training import trainer as loop
+        from hpc3d.training.graphed_step import Replay
         from tests.cuda import rules
 
         if not self.ruled:
@@ -83,10 +84,10 @@ class Fake:
 
         if emulator.compiler() is None:
             raise Skip("no g++ for the emulator")
-        sources = {source: [] for source in launches.SHAPES}
-        for kernel in launches.kernels().values():
+        sources = {source: [] for source in launch_table.SHAPES}
+        for kernel in launch_table.kernels().values():
             sources[kernel.source] += kernel.instances
-        texts = {s: emulator.program(launches.text(s), sources[s]) for s in sources}
+        texts = {s: emulator.program(launch_table.text(s), sources[s]) for s in sources}
         LIBRARIES.mkdir(parents=True, exist_ok=True)
         return emulator.Emulator(emulator.build(texts, LIBRARIES))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 
 GUARD = 512  # bytes around an array, which nobody may write
 FILL = 0xA5
@@ -49,7 +49,7 @@ def guarded(device, launch):
     back; 16-bit integers stand for bfloat16 where a kernel takes T."""
 
     def launched(name, rows, columns, /, **given):
-        kinds = launches.kernels()[name].parameters
+        kinds = launch_table.kernels()[name].parameters
         places = {
             key: Place(device, value, type_for(kinds[key], value))
             for key, value in given.items()

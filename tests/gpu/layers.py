@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from hpc3d.cluster.arrays import from_host
+from hpc3d.arrays.pool import from_host
 from tests.gpu.notes import Skip
 from tests.gpu.trainers import Noise, Watching, host, trainer_of, values_of
 
@@ -72,14 +72,14 @@ def torch_or_skip():
 
 def gradients(torch, where, weights, shape, batch, dtype):
     """The mean loss and name -> gradient of torch's model, as float64 of the host."""
-    from hpc3d.benchmarks import peer
+    from hpc3d.benchmarks import torch_reference
 
     def leaf(array):
         return torch.tensor(array).to(where, dtype).requires_grad_()
 
     leaves = {name: leaf(array) for name, array in weights.items()}
     tokens, targets = (torch.tensor(each).long().to(where) for each in batch)
-    loss = peer.loss(leaves, shape, tokens, targets)
+    loss = torch_reference.loss(leaves, shape, tokens, targets)
     loss.backward()
     found = {name: each.grad.double().cpu().numpy() for name, each in leaves.items()}
     return loss.item(), found

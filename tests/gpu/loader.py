@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from tests.gpu.guards import guarded
 from tests.gpu.notes import Skip
 
@@ -15,7 +15,7 @@ WANTED = "num_regs", "local_size_bytes", "shared_size_bytes", "max_threads_per_b
 
 def cases(device, quick):
     direct = device.direct()
-    for source in launches.SHAPES:
+    for source in launch_table.SHAPES:
         yield source, partial(compiled, source, direct, device)
     for real in device.reals:
         yield f"the program's loader [{real}]", partial(launched, device, real)
@@ -27,7 +27,7 @@ def compiled(source, direct, device, notes):
         raise Skip("a fake device compiles nothing")
     start = time.perf_counter()
     module, found = direct.module(source), {}
-    for kernel in [k for k in launches.kernels().values() if k.source == source]:
+    for kernel in [k for k in launch_table.kernels().values() if k.source == source]:
         for instance in kernel.instances:
             attributes = module.get_function(instance).attributes
             found[instance] = [attributes.get(name) for name in WANTED]
@@ -62,7 +62,7 @@ class Once:
         self.launch, self.refused = launch, {}
 
     def __call__(self, name, rows, columns, /, **given):
-        source = launches.kernels()[name].source
+        source = launch_table.kernels()[name].source
         if source in self.refused:
             raise self.refused[source]
         try:

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from hpc3d.cluster.nccl import TYPES
+from hpc3d.comm.nccl import TYPES
 from tests.gpu.notes import Skip
 
 CALLS = {
@@ -68,8 +68,8 @@ class Lazy:
 def begun(device):
     from cupy.cuda import nccl
 
-    from hpc3d.cluster.nccl import Nccl, grouped, split
-    from hpc3d.cluster.traffic import Traffic
+    from hpc3d.comm.comm_stream import Traffic
+    from hpc3d.comm.nccl import Nccl, grouped, split
 
     if not getattr(nccl, "available", False):
         raise Skip("CuPy finds no libnccl")

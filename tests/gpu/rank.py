@@ -9,7 +9,7 @@ import json
 import sys
 import time
 
-from hpc3d.training.loop import Trainer
+from hpc3d.training.trainer import Trainer
 from tests.gpu.trainers import Noise, config_of, on, on_numpy
 
 SIZES = {"layers": 4, "hidden": 128, "heads": 8, "sequence": 64, "batch": 16, "vocabulary": 256}
@@ -48,7 +48,7 @@ def among(backend, transport, config):
     """The mesh of an MPI job."""
     from mpi4py import MPI
 
-    from hpc3d.cluster.cart import build
+    from hpc3d.comm.cartesian import build
 
     if backend == "numpy":
         return build(config.mesh.sizes())
@@ -63,7 +63,7 @@ def bound(MPI):
     """The device of this rank, by its number on this host."""
     import cupy
 
-    from hpc3d.cluster.cuda import Cuda
+    from hpc3d.cuda.device import Cuda
 
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank
     return Cuda(local % cupy.cuda.runtime.getDeviceCount())

@@ -185,9 +185,9 @@ def direct(runs, real, notes):
     mpirun = launcher()
     if mpirun is None:
         raise Skip("no mpirun: neither in $HPC3D_OPENMPI nor on PATH")
-    command = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.cluster.devices"]
+    command = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
     said = printed(command, settings())
-    notes.fact("python -m hpc3d.cluster.devices", said[-2000:])
+    notes.fact("python -m hpc3d.comm.cuda_aware_probe", said[-2000:])
     if "wrong" in said.split():
         notes.check("MPI on the device's memory", False, said=said[-2000:])
     if "taken" not in said.split():

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.model import fused, launches, loss
+from hpc3d.cuda import launch_table
+from hpc3d.model import fused, loss
 from hpc3d.model.attention import heads_of
 from hpc3d.training.optimizer import AdamW, adamw
 from tests.gpu.guards import guarded
@@ -86,7 +87,7 @@ def norm_grad(bench, notes):
     wide = mean.astype(np.float64), rstd.astype(np.float64), wide_dy, wide_gamma
     expected, dgamma, dbeta = fused.norm_grad(wide_s, *wide, wide_r)
     bench.same(notes, "dx", dx, expected, 2e-5)
-    strips = launches.strips(rows)
+    strips = launch_table.strips(rows)
     partial = bench.empty(strips, 2, columns, dtype=np.float32)
     sums = [bench.empty(columns, dtype=np.float32) for _ in range(2)]
     given = {"x": s, "mean": mean, "rstd": rstd, "dy": dy, "partial": partial}
@@ -103,7 +104,7 @@ def bias_and_sum_of_rows(bench, notes):
     out = bench.empty(*size)
     bench.launch("add_bias", *size, y=y, bias=bias, out=out, columns=columns)
     bench.same(notes, "add_bias", out, wide + wide_bias)
-    partial = bench.empty(launches.strips(rows), columns, dtype=np.float32)
+    partial = bench.empty(launch_table.strips(rows), columns, dtype=np.float32)
     total = bench.empty(columns, dtype=np.float32)
     bench.launch("sum_rows", *size, y=y, partial=partial, rows=rows, columns=columns)
     how = {"strips": len(partial), "columns": columns, "other": None, "add": False}
@@ -204,7 +205,7 @@ def update(bench, notes):
     for what, got, expected in (("value", master, w), ("first", first, m), ("second", second, v)):
         bench.same(notes, f"adamw {what}", got, expected, 5e-6)
     notes.same("rounded", value, master.astype(bench.real), 0)
-    blocks = launches.kernels()["sum_squares"].launch(None, 1, size).grid[0]
+    blocks = launch_table.kernels()["sum_squares"].launch(None, 1, size).grid[0]
     partial, total = bench.empty(blocks, dtype=np.float32), np.full(1, np.nan)
     bench.launch("sum_squares", 1, size, grad=grad, partial=partial, size=size)
     bench.launch("sum_parts", 1, blocks, partial=partial, total=total, parts=blocks, add=False)

@@ -77,8 +77,8 @@ def by_type(device, count, how, notes):
 
 
 def losses(device, real, count, how, notes):
-    from hpc3d.training.data import Batches
-    from hpc3d.training.tokens import open_tokens
+    from hpc3d.data.batches import Batches
+    from hpc3d.data.token_file import open_tokens
 
     sizes = how["sequence"], how["batch"]
     batches = Batches(open_tokens(ROOT / "inputs" / "corpus"), *sizes, seed=1)

@@ -11,7 +11,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from tests.gpu import __main__ as command
 from tests.gpu import benchmark, parent
 from tests.gpu.fake import Fake
@@ -226,7 +226,7 @@ def test_a_launch_on_the_device_changes_arrays_of_the_host():
     guarded(Fake(), function)("add", 1, 10, x=x, y=x.copy(), out=out, size=10)
     assert seen == [x.ctypes.data % 16]
     np.testing.assert_array_equal(out, 2 * x)
-    assert launches.kernels()["add"].parameters["x"].startswith("const")
+    assert launch_table.kernels()["add"].parameters["x"].startswith("const")
 
 
 def test_a_comparison_tells_where_arrays_differ():
@@ -250,7 +250,7 @@ def test_the_operations_of_gpt_2():
 @pytest.mark.slow
 def test_the_peer_learns():
     torch = pytest.importorskip("torch")
-    from hpc3d.config import TrainConfig
+    from hpc3d.config.input_file import TrainConfig
     from tests.gpu.peer import Peer
 
     train = TrainConfig(learning_rate=1e-2)

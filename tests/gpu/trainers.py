@@ -5,12 +5,12 @@ from math import prod
 
 import numpy as np
 
-from hpc3d.cluster.arrays import Pool, to_host
-from hpc3d.cluster.communicator import Self
-from hpc3d.cluster.mesh import Mesh
-from hpc3d.config import Config
-from hpc3d.rules import settle
-from hpc3d.training.loop import Trainer
+from hpc3d.arrays.pool import Pool, to_host
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.config.input_file import Config
+from hpc3d.config.rules import settle
+from hpc3d.training.trainer import Trainer
 
 SECTIONS = "mesh", "parallel", "model", "train"
 

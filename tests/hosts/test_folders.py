@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpc3d.cluster.exits import BAD_INPUT, CHECK_FAILED
-from hpc3d.cluster.sharing import REMEDY
+from hpc3d.runtime.exit_codes import BAD_INPUT, CHECK_FAILED
+from hpc3d.runtime.shared_folder import REMEDY
 from tests.hosts.emulated import Emulated
 from tests.runs import said, words
 

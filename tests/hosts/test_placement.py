@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.cluster import library
+from hpc3d.runtime import mpi_library
 from tests.hosts.emulated import Emulated
 from tests.mpi import ROOT
 
@@ -32,7 +32,7 @@ def hosts_of(done):
 
 def test_ranks_go_to_the_hosts_that_have_slots_by_what_make_exports(hosts):
     exported = dict(EXPORTED.findall((ROOT / "Makefile").read_text()))
-    assert library.CROWD_5 in exported
+    assert mpi_library.CROWD_5 in exported
     done = hosts.mpirun((4, 4), "python", "-c", NAME, env=exported)
     assert hosts_of(done) == {"hn1": 4, "hn2": 4}
 
@@ -44,6 +44,6 @@ def test_ranks_go_to_the_hosts_that_have_slots_by_what_make_writes(hosts, tmp_pa
     lines = re.findall(r'"(.+?)"', written)
     (tmp_path / "parameters").write_text("\n".join([*lines, ""]))
     hosts.on(0, "mount", "--bind", tmp_path / "parameters", PARAMETERS)
-    unset = {library.CROWD_5: None}
+    unset = {mpi_library.CROWD_5: None}
     done = hosts.mpirun((4, 4), "python", "-c", NAME, env=unset)
     assert hosts_of(done) == {"hn1": 4, "hn2": 4}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc3d.cluster import launch
+from hpc3d.runtime import launch
 
 ROWS = 3 << 19  # of float32; the headers of the wire are then a small part
 CARD = Path("/sys/class/net/eth0/statistics/rx_bytes")
@@ -24,9 +24,9 @@ CALLS = {
 
 
 def body(job):
-    from hpc3d.cluster.cart import build
-    from tests.cluster.cases import long_blocks
-    from tests.cluster.on_wire import message_between, same_bits
+    from hpc3d.comm.cartesian import build
+    from tests.comm.cases import long_blocks
+    from tests.comm.on_two_level import message_between, same_bits
 
     comm = build({"x": job.size}).comm("x")
     long_blocks(comm, "float32")

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from hpc3d.model import ops
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.model.layers import Dropout

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from hpc3d.model.loss import IGNORE, CrossEntropy
 
 VOCABULARY, COLUMNS, ROWS, SCALE = 10, 12, 7, 0.25  # two columns of padding

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.cluster.arrays import Pool
+from hpc3d.arrays.pool import Pool
 from hpc3d.model import ops
 from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import scatter_rows

@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
-from hpc3d.model.buckets import Buckets
+from hpc3d.comm.threads import run
 from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import LayerNorm, Linear
 from hpc3d.model.loss import IGNORE
 from hpc3d.model.parameters import Parameters

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hpc3d.cluster.communicator import Self
-from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.threads import run
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.threads import run
 from hpc3d.model.parameters import Parameters
 from hpc3d.tensor.layout import Layout
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hpc3d.model.shapes  # noqa: F401
-from hpc3d.cluster.counted import rank_of
-from hpc3d.cluster.threads import run
+from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import Shape
 from hpc3d.model.parameters import Parameters

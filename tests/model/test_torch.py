@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpc3d.benchmarks import peer
-from hpc3d.cluster.threads import run
+from hpc3d.benchmarks import torch_reference
+from hpc3d.comm.threads import run
 from hpc3d.model.gpt2 import Shape
 from hpc3d.model.loss import IGNORE
 from hpc3d.model.random import keep, words
@@ -34,7 +34,7 @@ def serial(shape):
 @pytest.mark.parametrize("gelu", ["tanh", "exact"])
 def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
     shape = Shape(**SHAPE, tied=tied, gelu=gelu, std=0.3)
-    same_as(peer.loss, shape)
+    same_as(torch_reference.loss, shape)
 
 
 def same_as(loss_of, shape):
@@ -42,7 +42,7 @@ def same_as(loss_of, shape):
     model = serial(shape)
     tokens, targets = batch(shape)
     loss = model.gradients(tokens, targets, step=STEP)
-    weights = peer.weights_of(model.parameters)
+    weights = torch_reference.weights_of(model.parameters)
     expected = loss_of(weights, shape, torch.tensor(tokens), torch.tensor(targets))
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
@@ -77,11 +77,17 @@ class Dropped:
         return (p @ v).transpose(1, 2).reshape(batch, sequence, columns // 3)
 
     def block(self, weights, name, x, heads):
-        qkv = peer.linear(weights, f"{name}.qkv", peer.norm(weights, f"{name}.norm1", x))
-        y = peer.linear(weights, f"{name}.proj", self.attention(qkv, heads, f"{name}.drop_p"))
+        qkv = torch_reference.linear(
+            weights, f"{name}.qkv", torch_reference.norm(weights, f"{name}.norm1", x)
+        )
+        y = torch_reference.linear(
+            weights, f"{name}.proj", self.attention(qkv, heads, f"{name}.drop_p")
+        )
         x = x + self.drop(y, f"{name}.drop1")
-        h = peer.linear(weights, f"{name}.up", peer.norm(weights, f"{name}.norm2", x))
-        y = peer.linear(weights, f"{name}.down", functional.gelu(h, approximate="tanh"))
+        h = torch_reference.linear(
+            weights, f"{name}.up", torch_reference.norm(weights, f"{name}.norm2", x)
+        )
+        y = torch_reference.linear(weights, f"{name}.down", functional.gelu(h, approximate="tanh"))
         return x + self.drop(y, f"{name}.drop2")
 
     def loss(self, weights, shape, tokens, targets):
@@ -89,7 +95,7 @@ class Dropped:
         x = self.drop(table[tokens] + weights["embedding.position"], "embedding.drop")
         for number in range(shape.layers):
             x = self.block(weights, f"layers.{number}", x, shape.heads)
-        logits = peer.norm(weights, "head.norm", x) @ table[: shape.vocabulary].T
+        logits = torch_reference.norm(weights, "head.norm", x) @ table[: shape.vocabulary].T
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -100,7 +106,7 @@ def test_dropout_is_where_gpt_2_has_it():
 def test_five_adamw_steps_are_those_of_torch():
     shape = Shape(**SHAPE, std=0.3)
     model = serial(shape)
-    weights = peer.weights_of(model.parameters)
+    weights = torch_reference.weights_of(model.parameters)
     decayed = [weights[item.name] for item in model.parameters if item.decay]
     others = [weights[item.name] for item in model.parameters if not item.decay]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -111,7 +117,9 @@ def test_five_adamw_steps_are_those_of_torch():
         model.gradients(tokens, targets)
         ours.update(3e-3, 1.0)
         reference.zero_grad()
-        peer.loss(weights, shape, torch.tensor(tokens), torch.tensor(targets)).backward()
+        torch_reference.loss(
+            weights, shape, torch.tensor(tokens), torch.tensor(targets)
+        ).backward()
         reference.step()
     # The gradient of a key's bias is 0; Adam divides its rounding by eps = 1e-8.
     for item in model.parameters:

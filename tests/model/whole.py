@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpc3d.model.buckets import Buckets
+from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build, microbatches
 

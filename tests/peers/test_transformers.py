@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional
 
 from hpc3d.checkpoint import main
-from hpc3d.training.checkpoint import Checkpoint
-from hpc3d.training.data import Batches
-from hpc3d.training.inventory import config_of
-from hpc3d.training.tokens import open_tokens
+from hpc3d.checkpoints.inspect import config_of
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.data.batches import Batches
+from hpc3d.data.token_file import open_tokens
+from tests.checkpoints import gpt2
 from tests.mpi import ROOT, checked
 from tests.runs import losses
-from tests.training import gpt2
 
 transformers = pytest.importorskip("transformers", reason="make test-peers installs it")
 

@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from hpc3d.benchmarks import peer
-from hpc3d.cluster.threads import run
-from hpc3d.config import MeshConfig, ParallelConfig
+from hpc3d.benchmarks import torch_reference
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import MeshConfig, ParallelConfig
+from hpc3d.config.rules import settle
 from hpc3d.model.loss import IGNORE
-from hpc3d.rules import settle
 from hpc3d.training.optimizer import AdamW, learning_rate
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
 
@@ -26,7 +26,7 @@ class Model:
         alone = settle(replace(config, mesh=MeshConfig(), parallel=ParallelConfig()), 1)
         (trainer,) = run({}, lambda mesh: trainer_of(mesh, alone))
         self.train, self.shape, self.batches = config.train, trainer.shape, Tokens(config)
-        self.newest = peer.weights_of(trainer.parameters)
+        self.newest = torch_reference.weights_of(trainer.parameters)
         self.optimizer = optimizer_of(trainer.parameters, self.newest, config.train)
         self.versions = [self.snapshot()]
 
@@ -39,7 +39,9 @@ class Model:
         valid = int((targets != IGNORE).sum())
         if not valid:
             return 0.0, {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        loss = peer.loss(weights, self.shape, torch.tensor(tokens), torch.tensor(targets))
+        loss = torch_reference.loss(
+            weights, self.shape, torch.tensor(tokens), torch.tensor(targets)
+        )
         return loss.item() * valid, dict(zip(weights, torch.autograd.grad(loss, weights.values())))
 
     def update(self, step, gradients):

@@ -6,13 +6,13 @@ Before them the job says whether a message of the size of a stage's block is buf
 import sys
 import time
 
-from hpc3d.cluster import launch
+from hpc3d.runtime import launch
 
 BLOCK = 2048  # bytes, fewer than any block between two stages has
 
 
 def body(job):
-    from hpc3d.cluster.cart import build
+    from hpc3d.comm.cartesian import build
     from tests.pipeline.mixes import config_of, same, train
 
     transport, *lines = sys.argv[1:]

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from tests.pipeline.in_torch import RULES
 from tests.pipeline.mixes import (
     alone,

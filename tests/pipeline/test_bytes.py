@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
-from hpc3d.trace.events import EVENTS, OP, record_type
+from hpc3d.comm.threads import run
 from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.schema import EVENTS, OP, record_type
 from tests.pipeline.mixes import config_of, trainer_of, words_of
 
 BATCH, SEQUENCE, HIDDEN, VOCABULARY, ITEM = 48, 3, 24, 48, 8

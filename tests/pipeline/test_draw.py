@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from hpc3d.pipeline.draw import draw
-from hpc3d.pipeline.page import page
 from hpc3d.pipeline.schedule import SCHEDULES, streams
+from hpc3d.pipeline.schedules_page import page
 from hpc3d.pipeline.timeline import Cost, timeline
 
 DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
@@ -17,7 +17,7 @@ def drawn(*sizes, cost=EQUAL, steps=1, **how):
 
 def test_the_page_of_diagrams_is_up_to_date():
     text = DOCS.read_text(encoding="utf-8")
-    assert text == page(), "run: python -m hpc3d.pipeline.page > docs/schedules.md"
+    assert text == page(), "run: python -m hpc3d.pipeline.schedules_page > docs/schedules.md"
     assert all(f"## {name}\n" in text for name in SCHEDULES)
 
 

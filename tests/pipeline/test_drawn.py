@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 from hypothesis import event, given, settings
 
-from hpc3d.cluster.threads import run
-from tests.cluster.read_only import read_only
+from hpc3d.comm.threads import run
+from tests.fakes.read_only import read_only
 from tests.mpi import checked
 from tests.pipeline.drawn import MODELS, mixes
 from tests.pipeline.in_torch import RULES

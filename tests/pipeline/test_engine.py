@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import streams
 from tests.pipeline.mixes import config_of, trainer_of

@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.tensor.split import SCHEMES
-from tests.cluster.read_only import read_only
+from tests.fakes.read_only import read_only
 from tests.mpi import checked
 from tests.pipeline.in_torch import RULES
 from tests.pipeline.mixes import (

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc3d.pipeline.csv_schedule import from_csv, to_csv
 from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, numbered, parse
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
-from hpc3d.pipeline.table import from_csv, to_csv
 
 SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 5, 8, 13, 16)]
 

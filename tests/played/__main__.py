@@ -34,7 +34,7 @@ def play():
     from tests.played import nccl
 
     nccl.play()
-    from hpc3d.cluster import cublaslt_library
+    from hpc3d.cuda import cublaslt_library
     from tests.played.products import PlayedLt
 
     cublaslt_library.load = PlayedLt

@@ -15,7 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 from tests.cuda import emulator
 from tests.played.device import memory, refuse
 
@@ -93,13 +93,15 @@ def launched(image, name, grid, block, parameters):
 
 @cache
 def kernels():
-    return {name: kernel for kernel in launches.kernels().values() for name in kernel.instances}
+    return {
+        name: kernel for kernel in launch_table.kernels().values() for name in kernel.instances
+    }
 
 
 @cache
 def library(source):
     instances = [name for name, kernel in kernels().items() if kernel.source == source]
-    program = emulator.program(launches.text(source), instances)
+    program = emulator.program(launch_table.text(source), instances)
     FOLDER.mkdir(parents=True, exist_ok=True)
     return emulator.Emulator(emulator.build({source: program}, FOLDER, watched="-O2")).library
 

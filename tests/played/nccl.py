@@ -12,8 +12,8 @@ from hashlib import sha256
 
 import numpy as np
 
-from tests.cluster.places import array_at
 from tests.cuda import emulator
+from tests.fakes.places import array_at
 from tests.played import device
 from tests.played.device import LATE, Table, streams
 from tests.played.kernels import FOLDER

@@ -3,7 +3,7 @@
 import copy
 import ctypes
 
-from tests.cluster import fake_cublaslt
+from tests.fakes import fake_cublaslt
 from tests.played.device import streams
 
 ALGORITHM = 64  # bytes

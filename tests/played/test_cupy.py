@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.trace.check import violations
+from hpc3d.trace.checks_per_rank import violations
 from tests.cuda import emulator
 from tests.mpi import mpirun
 from tests.played.__main__ import WHEEL

@@ -1,6 +1,6 @@
 """A machine of which every time is known beforehand."""
 
-from hpc3d.predict.machine import Link, Machine, Rates
+from hpc3d.predict.machine.machine import Link, Machine, Rates
 
 FLOPS, BYTES, LAUNCH, ALPHA, LINE = 1e12, 1e11, 1e-6, 5e-6, 1e10
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpc3d import trace
-from hpc3d.analyze.critical import critical_path
-from hpc3d.analyze.prediction import prediction_rows
-from hpc3d.analyze.waits import calls_of
+from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.prediction import prediction_rows
+from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.report import main as report
 from hpc3d.simulate import main
 from tests.runs import train

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from hpc3d.inputs import load
-from hpc3d.predict.rank import predict
-from hpc3d.rules import settle
-from hpc3d.trace.events import CATEGORY, PHASE
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
+from hpc3d.predict.simulation.count import predict
+from hpc3d.trace.schema import CATEGORY, PHASE
 from tests.pipeline.mixes import KEYS
 from tests.tensor.test_counts import cuboid_words, lower_bound
 

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from hpc3d.inputs import load
-from hpc3d.rules import settle
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
 from tests.mpi import ROOT
 from tests.runs import wait_for
 

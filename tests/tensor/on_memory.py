@@ -3,13 +3,13 @@
 import json
 import sys
 
-from hpc3d.cluster import launch
+from hpc3d.runtime import launch
 
 
 def body(job):
     import numpy as np
 
-    from hpc3d.cluster.cart import build
+    from hpc3d.comm.cartesian import build
     from hpc3d.tensor.matmul import Matmul
     from hpc3d.tensor.split import SCHEMES
 

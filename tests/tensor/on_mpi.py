@@ -2,11 +2,11 @@
 
 import sys
 
-from hpc3d.cluster import launch
+from hpc3d.runtime import launch
 
 
 def body(job):
-    from hpc3d.cluster.cart import build
+    from hpc3d.comm.cartesian import build
     from tests.tensor.cases import SPLITS, sizes, splits
     from tests.tensor.test_matmul import compare
 

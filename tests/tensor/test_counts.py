@@ -11,13 +11,13 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from hpc3d.cluster.communicator import Communicator, Self, ready
-from hpc3d.cluster.mesh import Mesh
-from hpc3d.cluster.threads import run
+from hpc3d.comm.communicator import Communicator, Self, ready
+from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.threads import run
 from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import SCHEMES, Split
-from hpc3d.trace.events import EVENTS, OP, record_type
 from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.schema import EVENTS, OP, record_type
 
 
 class Still(Communicator):

@@ -5,7 +5,7 @@ from itertools import combinations, permutations, product
 
 import pytest
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import Split
 from tests.tensor.test_matmul import compare

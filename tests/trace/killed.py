@@ -11,7 +11,7 @@ import sys
 
 from hpc3d import train
 from hpc3d.trace import recorder, segment
-from hpc3d.training import loop
+from hpc3d.training import trainer
 
 STEP = 3
 
@@ -20,7 +20,7 @@ def main(where, rank, *words):
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def step(self, number, *wish, original=loop.Trainer.step):
+    def step(self, number, *wish, original=trainer.Trainer.step):
         if number == STEP and self.mesh.rank == int(rank):
             if where == "in a step":
                 self.engine.update = kill
@@ -28,7 +28,7 @@ def main(where, rank, *words):
                 segment.os.replace = lambda *_: kill()
         return original(self, number, *wish)
 
-    loop.Trainer.step = step
+    trainer.Trainer.step = step
     recorder.Recorder = functools.partial(recorder.Recorder, every_s=0)  # a segment a step
     return train.main(words)
 

@@ -6,7 +6,7 @@ collective along an axis, a message to the next or from the previous rank on axi
 
 import numpy as np
 
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
 from hpc3d.trace.segment import TABLES, segment_path, write_segment
 
 FLUSHED = 1 << 14  # events after which a recorder writes a segment

@@ -61,7 +61,7 @@ def model(comm, samples):
 
 
 def body(job):
-    from hpc3d.cluster.cart import build
+    from hpc3d.comm.cartesian import build
 
     mesh = build({"x": job.size}, transport=sys.argv[1])
     start = job.comm.bcast(time.monotonic_ns())
@@ -72,6 +72,6 @@ def body(job):
 
 
 if __name__ == "__main__":
-    from hpc3d.cluster import launch
+    from hpc3d.runtime import launch
 
     sys.exit(launch.run("test", body))

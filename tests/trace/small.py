@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
 from hpc3d.trace.segment import segment_path, write_segment
 
 RANKS = 4

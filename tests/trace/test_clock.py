@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
+from hpc3d.comm.threads import run
 from hpc3d.trace.clock import (
     IDENTITY,
     IN_VAIN,

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from hpc3d.analyze.breakdown import rank_rows
-from hpc3d.analyze.columns import own_time
-from hpc3d.analyze.critical import critical_path
-from hpc3d.analyze.pipeline import Passes
-from hpc3d.analyze.tables import between_rows, time_rows
-from hpc3d.analyze.waits import calls_of
-from hpc3d.trace.check import inside
+from hpc3d.analyze.metrics.breakdown import rank_rows
+from hpc3d.analyze.metrics.columns import own_time
+from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.pipeline_step import Passes
+from hpc3d.analyze.metrics.step import between_rows, time_rows
+from hpc3d.analyze.metrics.wait_states import calls_of
+from hpc3d.trace.checks_per_rank import inside
 from tests.analyze.synthetic import by_hand, call, row
 
 COMPUTES, SENDS = {"stream": 1, "microbatch": 0}, {"stream": 2, "microbatch": 0}

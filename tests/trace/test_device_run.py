@@ -8,27 +8,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpc3d.analyze.breakdown import DISJOINT, breakdown, rank_rows
-from hpc3d.analyze.columns import own_time
-from hpc3d.analyze.critical import critical_path
-from hpc3d.analyze.export import events_of, export
-from hpc3d.analyze.tables import step_row, time_rows
-from hpc3d.analyze.timeline import lanes, timeline
-from hpc3d.analyze.waits import calls_of
-from hpc3d.benchmarks.paired import Noise
-from hpc3d.cluster import threads
-from hpc3d.cluster.arrays import Pool
-from hpc3d.cluster.communicator import Pending
-from hpc3d.cluster.mesh import Mesh
+from hpc3d.analyze.export.formats import events_of, export
+from hpc3d.analyze.metrics.breakdown import DISJOINT, breakdown, rank_rows
+from hpc3d.analyze.metrics.columns import own_time
+from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.step import step_row, time_rows
+from hpc3d.analyze.metrics.wait_states import calls_of
+from hpc3d.analyze.report.step_timeline import lanes, timeline
+from hpc3d.arrays.pool import Pool
+from hpc3d.benchmarks.harness import Noise
+from hpc3d.comm import threads
+from hpc3d.comm.communicator import Pending
+from hpc3d.comm.mesh import Mesh
 from hpc3d.report import main
-from hpc3d.trace.check import violations
-from hpc3d.trace.device import DeviceRecorder, DeviceSpan
+from hpc3d.trace.checks_per_rank import violations
+from hpc3d.trace.device_recorder import DeviceRecorder, DeviceSpan
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder
-from hpc3d.training.loop import Trainer
-from hpc3d.training.recording import recorder_of
+from hpc3d.training.trace_setup import recorder_of
+from hpc3d.training.trainer import Trainer
 from tests.analyze.traces import config_of, header, opened
-from tests.trace.timed_device import TICK, Comm, Real, Simulated, TimedDevice
+from tests.fakes.timed_device import TICK, Comm, Real, Simulated, TimedDevice
 
 SPAN, CALL = 30_000, 60_000  # ns on the device
 

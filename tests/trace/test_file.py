@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
+from hpc3d.trace.annotations import Calibration, write_calibration, write_prediction
 from hpc3d.trace.merge import merge
-from hpc3d.trace.supplement import Calibration, write_calibration, write_prediction
 from tests.trace.large import generate
 from tests.trace.small import AHEAD, SEGMENTS, expected_events, header, write_all
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.trace.annotations import Calibration, write_calibration, write_prediction
 from hpc3d.trace.merge import merge
-from hpc3d.trace.supplement import Calibration, write_calibration, write_prediction
 from tests.trace.small import write_all
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.analyze.tables import peak_rows
-from hpc3d.trace import events as schema
-from hpc3d.trace.check import violations
+from hpc3d.analyze.metrics.step import peak_rows
+from hpc3d.trace import schema
+from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.merge import merge
 from tests.analyze.traces import trained
 from tests.runs import train

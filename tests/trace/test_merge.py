@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.trace import events as schema
+from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import TABLES, replacing, segment_path, write_segment
 from tests.trace.small import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.trace.check import violations
+from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
 from tests.runs import newest, words

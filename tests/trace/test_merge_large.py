@@ -22,7 +22,7 @@ CHECK = f"""
 import sys
 from tests.memory import peak_bytes
 import hpc3d.trace
-from hpc3d.trace.check import violations
+from hpc3d.trace.checks_per_rank import violations
 with hpc3d.trace.open(sys.argv[1] + "/trace.h5") as trace:
     assert violations(trace) == []
 {MEGABYTES}

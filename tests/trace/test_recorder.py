@@ -5,11 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from hpc3d.cluster import threads
-from hpc3d.cluster.arrays import Pool
-from hpc3d.cluster.communicator import Communicator, Pending
-from hpc3d.trace.events import CATEGORY, DTYPE, MEMORY_KIND, OP, PHASE
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm import threads
+from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.trace.recorder import MOST, ROW, Recorder
+from hpc3d.trace.schema import CATEGORY, DTYPE, MEMORY_KIND, OP, PHASE
 from hpc3d.trace.segment import count_segments, read_segment, segment_path
 
 HEADER = {"rank": 3, "world_size": 8}

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hpc3d.cluster.arrays import Pool
-from hpc3d.cluster.threads import run
-from hpc3d.inputs import to_toml
-from hpc3d.training import checkpoint
-from hpc3d.training.beginning import begin
-from hpc3d.training.checkpoint import Checkpoint, Snapshot, restore
-from hpc3d.training.exchange import export
-from hpc3d.training.inventory import about, problems, shapes_of
-from hpc3d.training.pretrained import Pretrained, configured
-from hpc3d.training.rectangle import whole_of
+from hpc3d.arrays.pool import Pool
+from hpc3d.checkpoints import sharded
+from hpc3d.checkpoints.block_slices import whole_of
+from hpc3d.checkpoints.hf_export import export
+from hpc3d.checkpoints.hf_import import Pretrained, configured
+from hpc3d.checkpoints.inspect import about, problems, shapes_of
+from hpc3d.checkpoints.new_run import begin
+from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
+from hpc3d.comm.threads import run
+from hpc3d.config.load import to_toml
 from tests.pipeline.mixes import config_of, trainer_of
 
 MODEL = "layers=2 batch=24 dtype=float32"
@@ -50,10 +50,10 @@ def wrote(folder, line, dtype, act):
         trainer = trainer_of(mesh, config)
         assert trainer.parameters.value.dtype == TYPES[dtype]
         act(trainer)
-        checkpoint.write_shard(begun, mesh.rank, Snapshot(trainer.parameters, trainer.optimizer))
+        sharded.write_shard(begun, mesh.rank, Snapshot(trainer.parameters, trainer.optimizer))
         if mesh.rank == 0:
             header = {"config": text, "position": None, "step": 2, "updates": 2}
-            checkpoint.complete(begun, mesh.ranks, header, keep=1)
+            sharded.complete(begun, mesh.ranks, header, keep=1)
 
     run(config.mesh.sizes(), rank)
     return Checkpoint(begun.with_suffix(""))

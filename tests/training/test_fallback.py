@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.training.checkpoint import steps_of
-from tests.training.lives import LAYOUTS, live, losses
+from hpc3d.checkpoints.sharded import steps_of
+from tests.checkpoints.lives import LAYOUTS, live, losses
 
 LAST = "step-00000002"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc3d import limits, train
-from hpc3d.predict.machine import load
-from hpc3d.predict.simulate import settled, simulate
+from hpc3d.predict.machine.machine import load
+from hpc3d.predict.simulation.simulator import settled, simulate
 from hpc3d.training.footprint import least, refuse_what_cannot_fit
 
 INPUTS = Path(__file__).parents[2] / "inputs"

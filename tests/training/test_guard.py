@@ -6,13 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpc3d.cluster.communicator import Communicator
-from hpc3d.cluster.exits import CHECK_FAILED, NOT_FINITE
-from hpc3d.cluster.ledger import Ledger
-from hpc3d.cluster.threads import run
-from hpc3d.config import GuardConfig
-from hpc3d.trace.events import CATEGORY, EVENTS, record_type
+from hpc3d.comm.abft.checker import Ledger
+from hpc3d.comm.communicator import Communicator
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import GuardConfig
+from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
 from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.schema import CATEGORY, EVENTS, record_type
 from hpc3d.training.guard import (
     SHOWN,
     Corrupt,
@@ -27,7 +27,7 @@ from hpc3d.training.guard import (
     odd_numbers,
     stop,
 )
-from tests.cluster.test_ledger import flip
+from tests.comm.test_checker import flip
 from tests.pipeline.mixes import config_of, trainer_of
 
 slow = pytest.mark.slow

@@ -5,9 +5,9 @@ from math import cos, pi
 
 import pytest
 
-from hpc3d.config import Config, TrainConfig
+from hpc3d.checkpoints.resume import laid_out, rates
+from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.training.optimizer import learning_rate
-from hpc3d.training.resume import laid_out, rates
 
 TRAIN = TrainConfig(steps=6, warmup=2, learning_rate=1.0)
 LONGER = replace(TRAIN, steps=10, decay_steps=6)

@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpc3d.cluster.threads import run
-from hpc3d.config import CheckpointConfig
-from hpc3d.inputs import to_toml
+from hpc3d.checkpoints.resume import resume
+from hpc3d.checkpoints.saver import Saver
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import CheckpointConfig
+from hpc3d.config.load import to_toml
 from hpc3d.training.guard import NotFinite
-from hpc3d.training.loop import Trainer
-from hpc3d.training.resume import resume
-from hpc3d.training.saver import Saver
-from hpc3d.training.scaling import LossScale
+from hpc3d.training.loss_scale import LossScale
+from hpc3d.training.trainer import Trainer
+from tests.checkpoints.lives import Ranks
 from tests.pipeline.mixes import Tokens, config_of
-from tests.training.lives import Ranks
 
 MODEL = "layers=2 batch=24"
 LAYOUTS = ["schedule=none microbatches=2", "p=2 d=2 schedule=1f1b microbatches=2 zero=1"]

@@ -1,5 +1,5 @@
 """What is kept of a run, and what guards it, where the arrays lie on devices that are threads
-(tests/cluster/fake_device.py): the same as on NumPy, and nothing of the host beside them."""
+(tests/fakes/fake_device.py): the same as on NumPy, and nothing of the host beside them."""
 
 import ctypes
 import re
@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 import tests.test_device  # noqa: F401  the rules of the model's kernels
-from hpc3d.cluster import nccl, threads
-from hpc3d.cluster.arrays import from_host, to_host
-from hpc3d.config import CheckpointConfig
-from hpc3d.inputs import to_toml
-from hpc3d.training.beginning import begin
-from hpc3d.training.checkpoint import Checkpoint, Snapshot, steps_of
-from hpc3d.training.exchange import export
+from hpc3d.arrays.pool import from_host, to_host
+from hpc3d.checkpoints.hf_export import export
+from hpc3d.checkpoints.hf_import import Pretrained, configured
+from hpc3d.checkpoints.new_run import begin
+from hpc3d.checkpoints.resume import resume
+from hpc3d.checkpoints.saver import Saver
+from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, steps_of
+from hpc3d.comm import nccl, threads
+from hpc3d.config.input_file import CheckpointConfig
+from hpc3d.config.load import to_toml
 from hpc3d.training.guard import Corrupt, NotFinite, Replicas, Wrong
-from hpc3d.training.pretrained import Pretrained, configured
-from hpc3d.training.resume import resume
-from hpc3d.training.saver import Saver
-from tests.cluster import fake_device
-from tests.cluster.fake_device import DeviceArray, DevicePool, on_device, plain
-from tests.cluster.test_ledger import flip
+from tests.checkpoints.lives import Ranks
+from tests.comm.test_checker import flip
+from tests.fakes import fake_device
+from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, trainer_of
-from tests.training.lives import Ranks
 
 slow = pytest.mark.slow
 MODEL = "layers=2 batch=24 steps=4"

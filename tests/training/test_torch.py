@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpc3d.benchmarks import peer
-from hpc3d.cluster.threads import run
-from hpc3d.config import Config, TrainConfig
-from hpc3d.training.loop import Trainer
+from hpc3d.benchmarks import torch_reference
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.training.optimizer import learning_rate
+from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, trained_of, trainer_of
 
 STEPS, WARMUP, RATE = 9, 3, 0.5
@@ -79,13 +79,15 @@ def reference(config):
     schedule and optimiser, and its weights after the last step."""
     torch.set_num_threads(1)
     (trainer,) = run({}, lambda mesh: trainer_of(mesh, config))
-    weights, settings = peer.weights_of(trainer.parameters), config.train
+    weights, settings = torch_reference.weights_of(trainer.parameters), config.train
     batches, totals, rates = Tokens(config), [], []
     optimizer = optimizer_of(weights, settings)
     schedule = scheduled(optimizer, settings.decay, settings.steps, settings.warmup)
     for step in range(settings.steps):
         optimizer.zero_grad()
-        loss = peer.loss(weights, trainer.shape, *map(torch.tensor, batches.batch(step)))
+        loss = torch_reference.loss(
+            weights, trainer.shape, *map(torch.tensor, batches.batch(step))
+        )
         loss.backward()
         limit = settings.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), limit)

@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from hpc3d.model import launches
+from hpc3d.cuda import launch_table
 
 HERE = Path(__file__).parent
 FLAGS = (
     "-std=c++17 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-gnu-unique "
-    f"-Wall -Wno-unknown-pragmas -Werror -I{HERE} -I{launches.FOLDER}"
+    f"-Wall -Wno-unknown-pragmas -Werror -I{HERE} -I{launch_table.FOLDER}"
 ).split()
 WATCHED = "-fsanitize=thread"  # shows accesses to the machine
 
@@ -42,7 +42,7 @@ def program(text, instances):
 def build(programs, folder, watched=WATCHED):
     """The library of programs {name: text}, compiled unless `folder` holds it already; `watched`
     is how, so that accesses are looked at."""
-    headers = sorted(path for at in (HERE, launches.FOLDER) for path in at.glob("*.*h*"))
+    headers = sorted(path for at in (HERE, launch_table.FOLDER) for path in at.glob("*.*h*"))
     machine = (HERE / "machine.cpp").read_text()
     texts = [*FLAGS, watched, *programs.values(), machine, *(path.read_text() for path in headers)]
     library = folder / f"{sha256(chr(0).join(texts).encode()).hexdigest()}.so"
@@ -72,7 +72,7 @@ class Emulator:
 
     def __call__(self, name, rows, columns, /, **given):
         """Launch a kernel on work of that size; Fault where it goes wrong."""
-        kernel = launches.kernels()[name]
+        kernel = launch_table.kernels()[name]
         real, values = kernel.bind(dtype_of, given)
         launch = kernel.launch(real, rows, columns)
         self.run(kernel.expression(real), launch, dict(zip(kernel.parameters, values)))

@@ -1,0 +1,108 @@
+"""The events of a trace for other programs, each a file or a folder."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc3d.analyze.export import kineto, perfetto, pipit
+from hpc3d.analyze.metrics.columns import event_values, hosts, labels, slices
+from hpc3d.plain import plain_in
+from hpc3d.trace.trace_config import one_time
+
+COLUMNS = (
+    *("rank", "step", "stream", "name", "category", "phase", "op", "axis", "layer", "microbatch"),
+    *("stage", "chunk", "group", "seq", "peer", "bytes", "count", "dtype", "flops"),
+)
+CODED = ("category", "phase", "op", "axis", "dtype", "name")
+FORMATS = {"perfetto": perfetto.write, "pipit": pipit.write, "hta": kineto.write}
+
+
+@dataclass(frozen=True)
+class Events:
+    """What is exported: the events of some steps, sorted by rank and start, and whose they are.
+
+    `columns` are COLUMNS and the times `start`, `end`, `posted` and `wait`, in ns from the first
+    start on any rank; `names` are {code: name} of the columns that hold codes.  `links` are pairs
+    of rows, [links, 2]: a send and its receive, and a call that others waited for and each of
+    those that did.  Where ranks have no time in common (`one_time`), because they counted their
+    processor time, there are no links, and wait is 0.  `steps` are (rank, step, begin, end),
+    `rows` the slice of each rank.
+    """
+
+    columns: dict
+    names: dict
+    links: np.ndarray
+    one_time: bool
+    steps: list
+    rows: list
+    groups: list
+    hosts: dict
+    axes: list
+
+
+def events_of(trace, calls, first=0, last=None):
+    """The Events of the steps from `first` to `last`; `calls` are `waits.calls_of(trace)`."""
+    step = trace.events["step"]
+    chosen = (step >= first) & (step <= (step.max(initial=0) if last is None else last))
+    rows = np.flatnonzero(chosen)
+    if not len(rows):
+        raise ValueError(f"{trace.path}: no events of steps {first} to {last}; choose others")
+    columns = {key: event_values(trace, key, rows) for key in COLUMNS}
+    start = trace.events["t_global"][rows]
+    shift, zero = start - trace.events["t_start"][rows], start.min()
+    wait, shared = np.zeros(len(trace.events), "i8"), one_time(trace)
+    wait[calls.row] = calls.wait * shared
+    columns |= {
+        "start": start - zero,
+        "end": start + trace.events["dur"][rows] - zero,
+        "posted": trace.events["posted"][rows] + shift - zero,
+        "wait": wait[rows],
+    }
+    ranks = trace.attrs["world_size"]
+    of_rank = slices(columns["rank"], ranks)
+    return Events(
+        columns=columns,
+        names=plain_in({key: labels(trace, key) for key in CODED}),
+        links=_links(calls, rows, len(trace.events)) if shared else np.zeros((0, 2), int),
+        one_time=shared,
+        steps=list(_steps(trace, first, last, shift, of_rank, zero)),
+        rows=of_rank,
+        groups=trace.groups,
+        hosts=plain_in(hosts(trace)),
+        axes=plain_in(list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))),
+    )
+
+
+def _links(calls, rows, size):
+    """Pairs of places in `rows`: who was waited for and who waited, and both ends of messages."""
+    ranks = calls.trace.attrs["world_size"]
+    key = calls.meeting.astype("i8") * ranks + calls.rank
+    order = np.argsort(key, kind="stable")  # of a rank's rows the one with the call comes first
+    op = calls.trace.events["op"][calls.row]
+    names = calls.trace.events.labels("op")
+    receives = np.isin(op, [code for code, name in names.items() if name == "recv"])
+    sender = calls.trace.events["peer"][calls.row]
+    source = np.where(receives, sender, calls.by)
+    wanted = np.flatnonzero((receives | (calls.wait > 0)) & (source != calls.rank))
+    keys = calls.meeting[wanted].astype("i8") * ranks + source[wanted]
+    found = order[np.minimum(np.searchsorted(key[order], keys), max(0, len(order) - 1))]
+    known = key[found] == keys
+    place = np.full(size, -1)
+    place[rows] = np.arange(len(rows))
+    pairs = place[calls.row[np.stack([found[known], wanted[known]], -1)]]
+    return pairs[(pairs >= 0).all(1)]
+
+
+def _steps(trace, first, last, shift, of_rank, zero):
+    """(rank, step, begin, end) of completed steps; a rank's clock is that of its first event."""
+    table = [trace.steps[key].tolist() for key in ("rank", "step", "t_start", "t_end")]
+    for rank, step, begin, end in zip(*table):
+        own = shift[of_rank[rank]]
+        if len(own) and first <= step and (last is None or step <= last):
+            yield rank, step, begin + int(own[0]) - int(zero), end + int(own[0]) - int(zero)
+
+
+def export(formats, events, folder):
+    """Write the Events in some of FORMATS, and return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [FORMATS[name](events, folder) for name in formats]

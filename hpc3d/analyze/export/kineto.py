@@ -1,0 +1,86 @@
+"""The files of PyTorch's profiler, a rank each, which Holistic Trace Analysis reads.
+
+    TraceAnalysis(trace_dir="hta").get_comm_comp_overlap()
+
+An event is a kernel on a stream of its rank's device: computation on stream 7, calls on a stream
+for each mesh axis, from where they were posted to where they ended, for this is how long a kernel
+of NCCL lasts.  What launched a kernel tells which step it belongs to.  Times are whole
+microseconds, rounded down, so that what does not overlap in the trace does not overlap here.  What
+the host of a device does is not on the device; the calls as they run are not there a second time.
+"""
+
+import json
+
+from hpc3d.analyze.export.perfetto import records
+from hpc3d.trace.schema import STREAM
+
+COMPUTE, CALLS = 7, 20  # the stream of computation, and the first one of calls
+HOST = 1  # process and thread of the launches and steps
+ON_HOST, COMMUNICATION = map(STREAM.index, ("host", "communication"))
+
+
+def write(events, folder):
+    """Write the folder hta and return its path."""
+    path = folder / "hta"
+    path.mkdir(parents=True, exist_ok=True)
+    for rank, rows in enumerate(events.rows):
+        # The first "rank" in the file tells Holistic Trace Analysis whose it is.
+        about = {"backend": "nccl", "rank": rank, "world_size": len(events.rows)}
+        head = {"schemaVersion": 1, "distributedInfo": about}
+        with (path / f"rank-{rank:05d}.json").open("w", encoding="utf-8") as file:
+            file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+            for number, line in enumerate(_lines(events, rank, rows)):
+                file.write(("," if number else "") + json.dumps(line) + "\n")
+            file.write("]}\n")
+    return path
+
+
+def _lines(events, rank, rows):
+    for owner, step, begin, end in events.steps:
+        if owner == rank:
+            yield _complete(f"ProfilerStep#{step}", "user_annotation", begin, end, HOST, HOST, {})
+    on_device = events.columns["stream"][rows].any()
+    for number, row in enumerate(records(events, rows), 1):
+        if on_device and row["stream"] == ON_HOST:
+            name, times = events.names["name"].get(row["name"], ""), (row["start"], row["end"])
+            yield _complete(name, "cpu_op", *times, HOST, HOST, {"External id": number})
+        elif row["stream"] < COMMUNICATION:
+            yield from _launched(events, row, number)
+
+
+def _launched(events, row, number):
+    """A kernel, and what launched it."""
+    launch, of_step = {"correlation": number}, {"External id": number}
+    when = row["posted"], row["posted"]
+    yield _complete("cudaLaunchKernel", "cuda_runtime", *when, HOST, HOST, launch | of_step)
+    yield _kernel(events, row, launch | of_step)
+
+
+def _complete(name, category, begin, end, process, thread, values):
+    times = {"ts": begin // 1000, "dur": end // 1000 - begin // 1000}
+    place = {"pid": process, "tid": thread}
+    return {"ph": "X", "cat": category, "name": name, **times, **place, "args": values}
+
+
+def _kernel(events, row, values):
+    names = {key: names.get(row[key], "") for key, names in events.names.items()}
+    if row["group"] < 0 or row["seq"] < 0:
+        values = values | {"device": 0, "stream": COMPUTE}
+        return _complete(names["name"], "kernel", row["start"], row["end"], 0, COMPUTE, values)
+    stream = CALLS + row["axis"]
+    group = events.groups[row["group"]]
+    values = values | {
+        "device": 0,
+        "stream": stream,
+        "Collective name": names["op"],
+        "In msg nelems": row["count"],
+        "Group size": len(group.members),
+        "dtype": names["dtype"],
+        "Process Group Name": str(row["group"]),
+        "Process Group Description": f"mesh axis {group.axis}",
+        "Process Group Ranks": str(list(group.members)),
+        "Rank": row["rank"],
+        "Seq": row["seq"],
+    }
+    name = f"ncclKernel_{names['op']}_{names['axis']}"
+    return _complete(name, "kernel", row["posted"], row["end"], 0, stream, values)

@@ -1,0 +1,104 @@
+"""The trace event format that ui.perfetto.dev and chrome://tracing open.
+
+A process is a rank and a thread is one of its streams; slices are events, with all that the trace
+knows of them as arguments; arrows go from sends to receives, and from who was waited for to who
+waited.  The format: "Trace Event Format", docs/getting-started/other-formats of Perfetto.
+"""
+
+import json
+
+import numpy as np
+
+from hpc3d.trace.schema import STREAM
+
+STEPS = -1  # the thread of the training steps
+
+
+def write(events, folder):
+    """Write perfetto.json and return its path."""
+    path = folder / "perfetto.json"
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, line in enumerate(_lines(events)):
+            file.write(("," if number else "") + json.dumps(line) + "\n")
+        file.write("]}\n")
+    return path
+
+
+def _lines(events):
+    yield from _processes(events)
+    for rank, step, begin, end in events.steps:
+        yield _slice(f"step {step}", "step", begin, end, rank, STEPS, {"step": step})
+    for rows in events.rows:
+        yield from _slices(events, rows)
+    yield from _arrows(events)
+
+
+def _processes(events):
+    for rank, rows in enumerate(events.rows):
+        name = f"rank {rank} {_place(rank, events.axes)}".strip()
+        clock = "" if events.one_time else "its own processor time"
+        parts = filter(None, (name, events.hosts.get(rank), clock))
+        yield _meta("process_name", rank, 0, name=", ".join(parts))
+        yield _meta("process_sort_index", rank, 0, sort_index=rank)
+        yield _meta("thread_name", rank, STEPS, name="steps")
+        streams = np.unique(events.columns["stream"][rows]).tolist()
+        for stream in streams:
+            does = f", {STREAM[stream]}" if any(streams) and stream < len(STREAM) else ""
+            yield _meta("thread_name", rank, stream, name=f"stream {stream}{does}")
+
+
+def _place(rank, axes):
+    """The coordinates of a rank on the axes that have more than one."""
+    where = np.unravel_index(rank, [size for _, size in axes])
+    parts = [f"{axis}={at}" for (axis, size), at in zip(axes, where) if size > 1]
+    return f"({' '.join(parts)})" if parts else ""
+
+
+def _meta(what, rank, thread, **values):
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": values}
+
+
+def _slice(name, category, begin, end, rank, thread, values):
+    """A slice; the format has microseconds, of which we write three decimals."""
+    times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
+    place = {"pid": rank, "tid": thread}
+    return {"name": name, "cat": category, "ph": "X", **times, **place, "args": values}
+
+
+def _slices(events, rows):
+    """The events of a rank."""
+    names = events.names
+    for row in records(events, rows):
+        values = {key: names[key].get(row[key], "") for key in ("phase", "op", "axis")}
+        counted = ("step", "stage", "chunk", "layer", "microbatch", "seq", "peer")
+        values |= {key: row[key] for key in counted if row[key] >= 0}
+        values |= {key: row[key] for key in ("bytes", "flops") if row[key] > 0}
+        if row["seq"] >= 0:
+            values["posted_us"] = row["posted"] / 1e3
+        if row["wait"] > 0:
+            values["wait_us"] = row["wait"] / 1e3
+        category = names["category"].get(row["category"], "")
+        name = names["name"].get(row["name"], "")
+        yield _slice(name, category, row["start"], row["end"], row["rank"], row["stream"], values)
+
+
+def records(events, rows):
+    """The events of a slice of rows, {column: value} each."""
+    columns = {key: values[rows].tolist() for key, values in events.columns.items()}
+    return (dict(zip(columns, values)) for values in zip(*columns.values()))
+
+
+def _arrows(events):
+    """An arrow is two events of one id, which lie in the slices that they join: the start where
+    the call was made, the end just before the other one returned."""
+    columns = events.columns
+    source, target = events.links.T
+    ends = np.maximum(columns["end"][target] - 1, columns["start"][target])
+    tail = [columns[key][source].tolist() for key in ("posted", "rank", "stream")]
+    head = [ends.tolist(), *(columns[key][target].tolist() for key in ("rank", "stream"))]
+    ops = columns["op"][target].tolist()
+    for number, (op, *ends) in enumerate(zip(ops, *tail, *head), 1):
+        what = {"name": events.names["op"].get(op, ""), "cat": "flow", "id": number}
+        yield {**what, "ph": "s", "ts": ends[0] / 1e3, "pid": ends[1], "tid": ends[2]}
+        yield {**what, "ph": "f", "bp": "e", "ts": ends[3] / 1e3, "pid": ends[4], "tid": ends[5]}

@@ -1,0 +1,61 @@
+"""The CSV that Pipit reads: a row where a rank enters and a row where it leaves an event.
+
+    pipit.Trace.from_csv("pipit.csv")
+
+Pipit sorts by time and may swap rows of one time, so no two rows of a rank have the same: a row
+that would is some nanoseconds late.
+"""
+
+import csv
+
+import numpy as np
+
+from hpc3d.analyze.report.table_format import in_csv
+
+
+def write(events, folder):
+    """Write pipit.csv and return its path."""
+    path = folder / "pipit.csv"
+    times, enters, rows = _sequence(events)
+    names = _names(events)
+    ranks = events.columns["rank"].tolist()
+    words = {True: "Enter", False: "Leave"}
+    lines = zip(times.tolist(), enters.tolist(), rows.tolist())
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["Timestamp (s)", "Event Type", "Name", "Process"])
+        for time, enter, row in lines:
+            seconds = f"{time // 10**9}.{time % 10**9:09}"
+            writer.writerow([seconds, words[enter], names[row], ranks[row]])
+    return path
+
+
+def _sequence(events):
+    """Time, whether it is an entry, and the event, of each row of the file, in order of time."""
+    found = [_of_rank(events.columns, rows) for rows in events.rows]
+    times, enters, rows = (np.concatenate(parts) for parts in zip(*found))
+    order = np.argsort(times, kind="stable")
+    return times[order], enters[order], rows[order]
+
+
+def _of_rank(columns, rows):
+    """The rows of a rank.  Where two have one time, leaving comes first and inner events leave
+    before outer ones, but an event of no duration is entered before it is left."""
+    start, end = columns["start"][rows], columns["end"][rows]
+    place, empty = np.arange(len(start)), start == end
+    times = np.concatenate([start, end])
+    enters = np.arange(len(times)) < len(start)
+    leaves_first = ~enters & ~np.tile(empty, 2)
+    turn = np.where(leaves_first, -np.tile(place, 2), np.tile(place, 2))
+    order = np.lexsort((~enters, turn, ~leaves_first, times))
+    count = np.arange(len(times))
+    distinct = np.maximum.accumulate(times[order] - count) + count
+    return distinct, enters[order], rows.start + np.tile(place, 2)[order]
+
+
+def _names(events):
+    """What each event is called: a call with the axis that it goes along."""
+    columns, names = events.columns, events.names
+    pairs = zip(columns["name"].tolist(), columns["axis"].tolist())
+    axes = {code: f" {axis}" if axis else "" for code, axis in names["axis"].items()}
+    return [in_csv(names["name"].get(name, "") + axes.get(axis, "")) for name, axis in pairs]

@@ -1,0 +1,220 @@
+"""Runs side by side: where two of them differ, and how runs scale with the ranks."""
+
+from collections import defaultdict
+from math import exp, hypot
+
+import numpy as np
+
+from hpc3d.analyze.metrics.breakdown import breakdown
+from hpc3d.analyze.metrics.loads import load_of, setting
+from hpc3d.analyze.metrics.mfu import recorded_flops
+from hpc3d.analyze.metrics.parallel_layout import layout_of
+from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.analyze.metrics.step import finite, means_of, ratio, slowest_seconds
+
+# Student's t, two-sided 95 %, by degrees of freedom from 1.
+T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+MODEL = ("layers", "hidden", "heads", "sequence")
+LOAD = ("batch", *MODEL, "setting")
+PEERS = ("ranks", "p", "d", *LOAD)
+Z95 = 1.96  # of the normal distribution, two-sided 95 %
+FEWEST = 6  # steps whose extremes enclose the median with 95 % confidence: 1 - 2^(1 - n)
+CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
+
+
+# Two runs
+
+
+def difference_rows(one, other, keys=("category", "phase", "axis", "op")):
+    """Seconds a rank and step in two open traces by keys of `breakdown`, and how much more they
+    are in the other, that of the largest size first; the first row is the whole step.
+
+    `low` and `high` bound the difference with 95 % confidence: Welch's interval over steps, which
+    are taken for independent, with the degrees of freedom rounded down; None where a run has one
+    step only.
+    """
+    ours, theirs = (_by_step(trace, keys) for trace in (one, other))
+    rows = [dict(what) | _difference(ours[what], theirs[what]) for what in {**ours, **theirs}]
+    return sorted(rows, key=lambda row: (row["category"] != "step", -abs(row["difference_s"])))
+
+
+def _by_step(trace, keys):
+    """Seconds in each step of every row, which is named by its items (key, name)."""
+    columns = dict.fromkeys(("category", *keys))
+    steps = np.unique(trace.steps["step"])
+    found = defaultdict(lambda: np.zeros(len(steps)))
+    whole = tuple((dict.fromkeys(columns, "") | {"category": "step"}).items())
+    for row in breakdown(trace, ("step", *keys)):
+        place = np.searchsorted(steps, row["step"])
+        for what in (tuple((key, row[key]) for key in columns), whole):
+            found[what][place] += row["seconds"]
+    return found
+
+
+def _difference(ours, theirs):
+    difference = float(theirs.mean() - ours.mean())
+    margin = _margin(ours, theirs) if min(len(ours), len(theirs)) > 1 else None
+    return {
+        "seconds": float(ours.mean()),
+        "other_seconds": float(theirs.mean()),
+        "difference_s": difference,
+        "low": None if margin is None else difference - margin,
+        "high": None if margin is None else difference + margin,
+    }
+
+
+def _margin(*samples):
+    """Half of Welch's 95 % interval of the difference of two means."""
+    parts = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
+    if not parts.any():
+        return 0.0
+    free = parts.sum() ** 2 / sum(parts**2 / [len(sample) - 1 for sample in samples])
+    place = min(max(1, int(free + 1e-9)), len(T95)) - 1
+    return float(T95[place] * np.sqrt(parts.sum()))
+
+
+# Runs of many sizes
+
+
+def run_row(trace):
+    """Sizes and rates of a run, a row of `scaling_rows`; None for what is not known.
+
+    step_s is the median over steps of the slowest rank; forward_s and backward_s are medians over
+    steps of the mean over ranks.  average_step_s = (forward_s + backward_s) / batch is the
+    "average step time" of arXiv:2105.14450: passes only, without the messages between stages, the
+    sums of gradients over replicas and the optimiser, which step_s has.  Of both times there is
+    `relative_error`.
+    """
+    config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
+    _, step = np.unique(trace.steps["step"], return_inverse=True)
+    passes = [means_of(step, trace.steps[name]) for name in ("forward_s", "backward_s")]
+    forward, backward = (finite(np.median(each)) for each in passes)
+    slowest = slowest_seconds(trace)
+    seconds = float(np.median(slowest))
+    tokens = float(np.median(trace.steps["tokens"]))
+    sizes = _sizes(config) | {"setting": setting(load_of(trace))}
+    known = None not in (forward, backward, sizes["batch"])
+    return {
+        "run": layout.label,
+        "layout": layout.kind,
+        "family": layout.family,
+        "ranks": ranks,
+        "p": layout.sizes.get("p", 1),
+        "d": layout.sizes.get("d", 1),
+        **sizes,
+        "forward_s": forward,
+        "backward_s": backward,
+        "average_step_s": (forward + backward) / sizes["batch"] if known else None,
+        "average_step_error": relative_error(sum(passes)),
+        "step_s": seconds,
+        "step_error": relative_error(slowest),
+        "tokens_per_s": ratio(tokens, seconds),
+        "tokens_per_s_rank": ratio(tokens, seconds * ranks),
+        "flop_per_s": ratio(recorded_flops(trace), seconds),
+    }
+
+
+def relative_error(values):
+    """The standard error of the logarithm of their median; None for less than FEWEST values, or
+    some that are not positive.
+
+    From two order statistics (McKean and Schrader 1984; Price and Bonett 2002): of n values the
+    c-th lowest and highest are z = (n + 1 - 2 c) / sqrt(n) standard errors from it.
+    """
+    count, ordered = len(values), np.sort(values)
+    if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
+        return None
+    place = max(1, round((count + 1) / 2 - Z95 * (count / 4) ** 0.5))
+    errors = 2 * (count + 1 - 2 * place) / count**0.5
+    return float(np.log(ordered[count - place] / ordered[place - 1]) / errors)
+
+
+def _interval(key, value, *errors):
+    """The 95 % interval of a ratio of two medians, as columns: log-normal, by their errors."""
+    if value is None or None in errors:
+        return {f"{key}_low": None, f"{key}_high": None}
+    factor = exp(Z95 * hypot(*errors))
+    return {f"{key}_low": value / factor, f"{key}_high": value * factor}
+
+
+def _sizes(config):
+    keys = ("batch", *MODEL, "recompute")
+    if config is None:
+        return dict.fromkeys(keys)
+    parts = vars(config.train) | vars(config.model) | vars(config.parallel)
+    return {key: parts[key] for key in keys}
+
+
+def scaling_rows(runs):
+    """The rows of `run_row` with how they scale.
+
+    `scaling` is strong where the run does the work of the first one, weak where its ranks do as
+    much each (parameters of the blocks times tokens, within CONSTANT, all else being the same),
+    other where neither holds or it is not known.  speedup is, for the same work, the ratio of the
+    step times, in weak scaling that of the rates of FLOP/s, and None for another load; efficiency
+    is that by the ratio of the ranks.
+    """
+    return [{**run, **_scaling(run, runs[0])} for run in runs]
+
+
+def _scaling(run, first):
+    kind = _kind_of_scaling(run, first)
+    speedup = {
+        "strong": ratio(first["step_s"], run["step_s"]),
+        "weak": ratio(run["flop_per_s"], first["flop_per_s"]),
+        "other": None,
+    }[kind]
+    spread = None if run is first else speedup
+    return {
+        "scaling": kind,
+        "speedup": speedup,
+        **_interval("speedup", spread, run["step_error"], first["step_error"]),
+        "efficiency": ratio(speedup, run["ranks"] / first["ranks"]),
+    }
+
+
+def _kind_of_scaling(run, first):
+    if run["setting"] is None or run["setting"] != first["setting"]:
+        return "other"
+    if all(run[key] == first[key] for key in LOAD):
+        return "strong"
+    same = run["recompute"] == first["recompute"]
+    return "weak" if same and abs(_work(run) / _work(first) - 1) <= CONSTANT else "other"
+
+
+def _work(run):
+    """What a rank does in a step: 12 L h^2 parameters of the blocks times tokens."""
+    tokens = run["batch"] * run["sequence"]
+    return 12 * run["layers"] * run["hidden"] ** 2 * tokens / run["ranks"]
+
+
+def gain_rows(runs):
+    """What a scheme of tensor parallelism gains over others, of rows of `run_row`.
+
+    over_1d and over_2d say how many times the average step time of the best 1-D or 2-D run is
+    this run's (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks), step_over_1d and
+    step_over_2d the same of the whole steps.  Only runs of one model and batch on as many ranks,
+    stages and replicas are compared.  Each ratio has a 95 % interval.  No rows where no two of
+    them differ in their scheme.
+    """
+    rows = [run | _gains(run, runs) for run in runs if run["family"]]
+    return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
+
+
+def _gains(run, runs):
+    """How many times the best peers of another family take what a run takes."""
+    peers = [each for each in runs if all(each[key] == run[key] for key in PEERS)]
+    gains = {}
+    for family in ("1d", "2d"):
+        others = [each for each in peers if each["family"] == family != run["family"]]
+        for name, key in ((f"over_{family}", "average_step_s"), (f"step_over_{family}", "step_s")):
+            known = [each for each in others if each[key] is not None]
+            best = min(known, key=lambda each: each[key], default={key: None})
+            gains[name] = ratio(best[key], run[key])
+            error = key.removesuffix("_s") + "_error"
+            gains |= _interval(name, gains[name], run[error], best.get(error))
+    return gains

@@ -1,0 +1,61 @@
+"""What runs do in a step: the keys of their configuration that decide the work, whatever layout
+shares it out; and what must be said before their times are compared."""
+
+from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.analyze.metrics.run_summary import outnumbered
+from hpc3d.config.load import flat
+
+SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
+TRAIN = ("train.batch", "train.dtype", "train.optimizer")
+DATA = ("data.path", "data.tokenizer")
+
+
+def load_of(trace):
+    """{key: value} of the keys that decide the work of a step, None if they are not known."""
+    config = configuration(trace)
+    if config is None:
+        return None
+    return {
+        key: value
+        for key, value in flat(config).items()
+        if key.startswith("model.") or key in TRAIN
+    }
+
+
+def setting(load):
+    """The keys of a load but for SIZES, as text; None if they are not known."""
+    if load is None:
+        return None
+    return ", ".join(f"{key} = {value}" for key, value in load.items() if key not in SIZES)
+
+
+def notes(traces, labels):
+    """What one must know to compare runs, a line each: every key of load and data in which they
+    differ, and where ranks take turns on the cores."""
+    if len(traces) < 2:
+        return []
+    known = [_told(trace) for trace in traces]
+    keys = dict.fromkeys(key for each in known for key in each)
+    lines = [_line(key, [each.get(key, "unknown") for each in known], labels) for key in keys]
+    turns = [
+        f"{label}: {line}" for trace, label in zip(traces, labels) if (line := outnumbered(trace))
+    ]
+    return [*filter(None, lines), *turns]
+
+
+def _told(trace):
+    """What is compared of a run."""
+    tokens = {"tokens a step": f"{int(trace.steps['tokens'].max(initial=0)):,}"}
+    config, load = configuration(trace), load_of(trace)
+    if load is None:
+        return tokens
+    return load | tokens | {key: flat(config)[key] for key in DATA}
+
+
+def _line(key, values, labels):
+    """Who has which value; None where all have the same."""
+    found = {}
+    for value, label in zip(values, labels):
+        found.setdefault(str(value), []).append(label)
+    parts = "; ".join(f"{value} in {', '.join(names)}" for value, names in found.items())
+    return f"{key} differs: {parts}" if len(found) > 1 else None

@@ -1,0 +1,82 @@
+"""How much of what the hardware could compute a run has used.
+
+MFU and HFU are those of arXiv:2205.05198: the floating-point operations of the model,
+and those that were done, over what the peak rate would do in the time of a step.
+"""
+
+import numpy as np
+
+from hpc3d.analyze.metrics.columns import cells, labelled
+from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.analyze.metrics.step import rate, ratio, slowest_seconds
+from hpc3d.trace.trace_config import one_time
+
+PRODUCTS = ("gemm", "attention")
+
+
+def model_flops(model, batch, vocabulary):
+    """Operations of a step on `batch` sequences without recomputation: equation 7,
+
+    72 B L s h^2 (1 + s / (6 h) + V / (12 h L)).
+
+    `model` has the layers L, hidden h and sequence s.  What counts are products, 2 m n k for
+    [m, k] times [k, n], and attention with its masked half, forward and backward.
+    """
+    length, hidden, layers = model.sequence, model.hidden, model.layers
+    more = 1 + length / (6 * hidden) + vocabulary / (12 * hidden * layers)
+    return 72 * batch * layers * length * hidden**2 * more
+
+
+def efficiency_row(trace, peak=None):
+    """FLOP of a step, FLOP/s of all ranks in the median time of the slowest rank, and MFU and HFU
+    if the `peak` FLOP/s of one rank is given; None stands for what is not known.
+
+    model_flop is equation 7 for the run's configuration.  recorded_flop is the sum over the ranks
+    of the events of products and attention.  These count the masked half of attention, too (4 s h
+    a token and layer forward, twice that backward), so that the two are equal but for
+
+    * the vocabulary, which is padded to a multiple of the ranks that share it;
+    * recomputation, which only recorded_flop has.
+
+    So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their processor
+    time there is neither a rate nor MFU and HFU.
+    """
+    step = float(np.median(slowest_seconds(trace)))
+    model, recorded = _of_model(trace), recorded_flops(trace)
+    capacity = peak * trace.attrs["world_size"] * step if peak and one_time(trace) else None
+    return {
+        "step_s": step,
+        "model_flop": model,
+        "recorded_flop": recorded,
+        "flop_per_s": rate(trace, model, step),
+        "recorded_flop_per_s": rate(trace, recorded, step),
+        "mfu": ratio(model, capacity),
+        "hfu": ratio(recorded, capacity),
+    }
+
+
+def recorded_flops(trace):
+    """Operations of a step in the products and the attention that all ranks recorded."""
+    return _sum_of(trace, labelled(trace.events, "op", PRODUCTS))
+
+
+def _of_model(trace):
+    """Equation 7; where the configuration leaves the vocabulary to the tokenizer, that of the
+    recorded products of the head, 2 B s h V forward."""
+    config = configuration(trace)
+    if config is None:
+        return None
+    model, batch = config.model, config.train.batch
+    vocabulary = model.vocabulary
+    if vocabulary is None:
+        events = trace.events
+        forward = labelled(events, "op", ["gemm"]) & labelled(events, "phase", ["forward"])
+        head = _sum_of(trace, forward & (events["layer"] == -1))
+        vocabulary = head / (2 * batch * model.sequence * model.hidden)
+    return model_flops(model, batch, vocabulary)
+
+
+def _sum_of(trace, events):
+    """The operations of a step in some of the events."""
+    inside = events & (cells(trace) >= 0)
+    return float(trace.events["flops"][inside].sum()) / len(np.unique(trace.steps["step"]))

@@ -1,0 +1,298 @@
+"""What the stages of a pipeline did in a training step, beside their schedule on an ideal clock.
+
+Rows are those of `hpc3d.pipeline.timeline`: for each stage its passes as (start, end, instruction)
+in seconds, from the start of the first pass of all.
+"""
+
+from collections import Counter, defaultdict
+from itertools import accumulate
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.analyze.metrics.bubble import BACKWARD
+from hpc3d.analyze.metrics.columns import beside, labelled
+from hpc3d.analyze.report.gantt import spans
+from hpc3d.config.load import stored
+from hpc3d.pipeline.engine import PHASE
+from hpc3d.pipeline.instruction import COMPUTE, Instruction
+from hpc3d.pipeline.passes import in_flight
+from hpc3d.pipeline.schedule import SCHEDULES, streams
+from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.trace.trace_config import one_time
+
+PLACE = ("stage", "step", "microbatch", "chunk")
+PASS = np.dtype([(name, "i8") for name in ("op", *PLACE, "start", "end")])
+MESSAGES = ("send", "recv")
+TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
+
+
+def observe(trace, step):
+    """The table of a step, one row per stage, and its measured and simulated panel for
+    `draw_gantt`.
+
+    Both are empty if the run had neither stages nor microbatches, and if it counted processor
+    time, for then its ranks have no clock in common.
+    """
+    config = configuration(trace)
+    if not config or config.mesh.p * config.parallel.microbatches == 1:
+        return [], []
+    passes = Passes(trace)
+    rows = passes.measured(step)
+    if not one_time(trace) or not any(rows):
+        return [], []
+    shown = between(passes.rows(), pairs(rows)) if runs_on(config) else rows
+    ideal = simulated(config, step, rows)
+    table = stage_rows(passes, step, idle_shares(shown), ideal)
+    return table, panels(config, step, shown, ideal)
+
+
+def configuration(trace):
+    """The Config of a run; None where the trace has none that this version reads."""
+    text = trace.attrs["config"]
+    if not text.strip():
+        return None
+    try:
+        config = stored(text)
+        config.split()  # nothing but this looks at the letters of a split
+    except (ValueError, TypeError):
+        return None
+    return config
+
+
+def runs_on(config):
+    """Whether the passes of one training step run into those of the next: asynchronous."""
+    schedule = SCHEDULES.get(config.parallel.schedule)
+    return bool(schedule and schedule.asynchronous)
+
+
+def between(rows, chosen):
+    """The passes of `rows` between the first start and the last end of the `chosen` ones, pairs
+    of stage and instruction, cut there; in seconds from this start."""
+    times = [
+        (start, end)
+        for stage, row in enumerate(rows)
+        for start, end, what in row
+        if (stage, what) in chosen
+    ]
+    first, last = min(start for start, _ in times), max(end for _, end in times)
+    return [
+        [
+            (max(start, first) - first, min(end, last) - first, what)
+            for start, end, what in row
+            if what.op in COMPUTE and end > first and start < last
+        ]
+        for row in rows
+    ]
+
+
+def pairs(rows):
+    """The stage and the instruction of each pass."""
+    return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
+
+
+# Measured
+
+
+class Passes:
+    """The passes of a run as one rank of each stage made them: the one with the lowest number.
+
+    A stage has a rank for each place on the data and tensor axes, `ranks[stage]` of them; they
+    make the same passes at nearly the same time, since they wait for each other.  A pass lasts
+    from the start of the first to the end of the last event that the rank recorded in it, but for
+    messages: a receive is posted long before the pass that waits for it.
+    """
+
+    def __init__(self, trace):
+        self.ranks, events = _events_of_passes(trace)
+        self.table = _merged(events)
+
+    def measured(self, step):
+        """The rows of a training step: the passes between its begin and its end on each rank."""
+        return self.rows(self.table["step"] == step)
+
+    def rows(self, chosen=slice(None)):
+        """The rows of the chosen passes, or of the whole run."""
+        table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
+        zero = table["start"].min(initial=2**62)
+        for op, stage, _, mb, chunk, start, end in table.tolist():
+            span = (start - zero) * 1e-9, (end - zero) * 1e-9
+            rows[stage].append((*span, Instruction(COMPUTE[op], mb, chunk)))
+        return rows
+
+    def in_flight(self, step):
+        """{stage: peak} in a step: microbatches and chunks between F and the end of B or BW."""
+        return {
+            stage: max(accumulate(_changes(row), initial=self.before(stage, step)))
+            for stage, row in enumerate(self.measured(step))
+        }
+
+    def before(self, stage, step):
+        """What is in flight on a stage when a step begins."""
+        earlier = (self.table["stage"] == stage) & (self.table["step"] < step)
+        count = Counter(COMPUTE[op] for op in self.table["op"][earlier].tolist())
+        return count["F"] - count["B"] - count["BW"]
+
+
+def _changes(row):
+    """What enters (1) and leaves (-1) a stage, in the order of time."""
+    enter = [(start, 1) for start, _, what in row if what.op == "F"]
+    leave = [(end, -1) for _, end, what in row if what.op in ("B", "BW")]
+    return [change for _, change in sorted(enter + leave)]
+
+
+def _events_of_passes(trace):
+    """{stage: its number of ranks}, and what the first of them recorded in passes: PASS records,
+    one an event."""
+    events = trace.events
+    columns = {name: events[name].astype("i8") for name in PLACE} | {"op": _ops(events)}
+    inside = np.all([values >= 0 for values in columns.values()], axis=0)
+    inside = np.flatnonzero(inside & ~beside(trace))
+    where = (columns["stage"][inside] << 32) + events["rank"][inside]
+    places = np.unique(where)
+    stages, first, counts = np.unique(places >> 32, return_index=True, return_counts=True)
+    inside = inside[np.isin(where, places[first])]
+    table = np.empty(len(inside), PASS)
+    for name, values in columns.items():
+        table[name] = values[inside]
+    table["start"] = events["t_global"][inside]
+    table["end"] = table["start"] + events["dur"][inside]
+    return dict(zip(stages.tolist(), counts.tolist())), table
+
+
+def _ops(events):
+    """The place in COMPUTE of the pass that each event belongs to, -1 for none.
+
+    What is computed again belongs to the backward pass that goes on after it.
+    """
+    ops = {PHASE[op]: place for place, op in enumerate(COMPUTE)}
+    number = np.full(256, -1)
+    for code, label in events.labels("phase").items():
+        number[code] = ops.get(label, -1)
+    found = number[events["phase"]]
+    found[labelled(events, "op", MESSAGES)] = -1
+    again = np.flatnonzero(labelled(events, "phase", ["recompute"]))
+    backward = np.flatnonzero(np.isin(found, [COMPUTE.index(op) for op in BACKWARD]))
+    after = np.searchsorted(backward, again)
+    found[again] = np.append(found[backward], -1)[after]
+    return found
+
+
+def _merged(events):
+    """One record for all events of a pass; sorted by start."""
+    keys = [events[name] for name in ("op", *PLACE)]
+    code = np.ravel_multi_index(keys, [1 + key.max(initial=0) for key in keys])
+    order = np.argsort(code, kind="stable")
+    first = np.flatnonzero(np.diff(code[order], prepend=-1))
+    passes = events[order][first]
+    passes["start"] = np.minimum.reduceat(events["start"][order], first)
+    passes["end"] = np.maximum.reduceat(events["end"][order], first)
+    return passes[np.argsort(passes["start"], kind="stable")]
+
+
+# Simulated
+
+
+class Ideal(NamedTuple):
+    """A schedule on an ideal clock: the rows of a step, what its passes cost, and for each stage
+    the largest number of microbatches and chunks in flight."""
+
+    rows: list
+    cost: Cost
+    in_flight: dict
+
+
+def simulated(config, step, rows):
+    """The Ideal of a step whose measured rows are `rows`: messages take no time, and a pass takes
+    the same on all stages, the mean over stages and chunks of the medians of its kind.
+
+    So what the clock leaves out, such as stages of uneven weight, shows as the distance of the
+    measured rows from these.  An asynchronous schedule is simulated from the first step on.  None
+    if the schedule is not there any more, or another: a CSV file is read again.
+    """
+    parallel, stages = config.parallel, config.mesh.p
+    sizes = parallel.schedule or "", stages, parallel.microbatches, parallel.chunks
+    # The first stage is p-1 microbatches ahead of the last one: less than p steps.
+    steps = min(config.train.steps, step + 1 + stages) if runs_on(config) else 1
+    try:
+        passes, placement = streams(*sizes, steps)
+        cost = _mean_cost(rows, parallel.chunks)
+        clock = timeline(passes, placement, cost)
+    except ValueError:
+        return None
+    if not pairs(rows) <= pairs(clock):
+        return None
+    peaks = {stage: in_flight(stream).activations for stage, stream in enumerate(passes)}
+    return Ideal(between(clock, pairs(rows)), cost, peaks)
+
+
+def _mean_cost(rows, chunks):
+    """The Cost of a microbatch in a stage.
+
+    A backward pass in one is all of its `backward`.
+    """
+    seconds, medians = defaultdict(list), defaultdict(list)
+    for stage, row in enumerate(rows):
+        for start, end, (op, _, chunk) in row:
+            seconds[op, stage, chunk].append(end - start)
+    for (op, _, _), times in seconds.items():
+        medians[op].append(median(times))
+    mean = {op: chunks * fmean(times) for op, times in medians.items()}
+    return Cost(mean.get("F", 0.0), mean.get("B", mean.get("BW", 0.0)), mean.get("W", 0.0))
+
+
+# Table and figure
+
+
+def stage_rows(passes, step, idle, ideal):
+    """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
+    the peaks in flight; those simulated are None without `ideal`."""
+    rows, peaks = passes.measured(step), passes.in_flight(step)
+    idle_ideal = idle_shares(ideal.rows) if ideal else {}
+    return [
+        {
+            "step": step,
+            "stage": stage,
+            "ranks": ranks,
+            "passes": len(rows[stage]),
+            **{name: _seconds(rows[stage], op) for op, name in TIMES.items()},
+            "idle_share": idle[stage],
+            "idle_share_simulated": idle_ideal.get(stage),
+            "in_flight": peaks[stage],
+            "in_flight_simulated": ideal.in_flight.get(stage) if ideal else None,
+        }
+        for stage, ranks in passes.ranks.items()
+    ]
+
+
+def _seconds(row, op):
+    """In the passes of a kind; None if there was none."""
+    times = [end - start for start, end, what in row if what.op == op]
+    return sum(times) if times else None
+
+
+def idle_shares(rows):
+    """{stage: share of the time from the first start to the last end of all stages in which it
+    was in no pass}."""
+    start = min(row[0][0] for row in rows if row)
+    end = max(each[1] for row in rows for each in row)
+    busy = [sum(end - start for start, end, _ in row) for row in rows]
+    return {stage: 1 - time / (end - start or 1) for stage, time in enumerate(busy)}
+
+
+def panels(config, step, rows, ideal):
+    """What was measured above what was simulated."""
+    schedule = config.parallel.schedule
+    found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]
+    if ideal:
+        times = ideal.cost.of(config.parallel.chunks)
+        present = {what.op for row in ideal.rows for *_, what in row}
+        text = ", ".join(f"{op} {times[op] * 1e3:.3g} ms" for op in COMPUTE if op in present)
+        title = f"simulated: means of the stages' medians ({text}), messages take no time"
+        found.append((f"{title}, {_mean_idle(ideal.rows)}", spans(ideal.rows)))
+    return found
+
+
+def _mean_idle(rows):
+    return f"idle {fmean(idle_shares(rows).values()):.1%}"

@@ -1,0 +1,92 @@
+"""What a run was: the lines that head its report."""
+
+from collections import Counter
+
+import numpy as np
+
+from hpc3d.analyze.metrics.columns import hosts
+from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.analyze.metrics.steady import averaged
+
+SHOWN = 8  # hosts that are named
+TURNS = "they take turns, so times are longer than on a core each"
+
+
+def about(trace):
+    """{title: text} of what is known of a run, from its `Steady` trace."""
+    attrs, config = trace.attrs, configuration(trace)
+    known = {
+        "run": attrs["run_id"],
+        "created": attrs.get("created_utc"),
+        "ranks": _ranks(attrs),
+        "hosts": _hosts(trace),
+        "cores": cores(trace),
+        **(_configured(config) if config else {}),
+        "program": _program(attrs),
+        "MPI": attrs.get("mpi"),
+        "trace": _trace(trace.trace),
+        "averages": averaged(trace),
+    }
+    return {title: str(text) for title, text in known.items() if text}
+
+
+def _ranks(attrs):
+    sizes = zip(attrs["axes"].split(), attrs["axis_sizes"])
+    mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
+    return f"{attrs['world_size']}" + (f": {mesh}" if mesh else "")
+
+
+def _hosts(trace):
+    """The hosts and their ranks, and what these compute on."""
+    count = Counter(name or "unknown" for name in hosts(trace).values())
+    named = [f"{name} ({ranks})" for name, ranks in count.most_common(SHOWN)]
+    more = [f"{len(count) - SHOWN} more"] if len(count) > SHOWN else []
+    return f"{', '.join(named + more)}; {trace.attrs.get('device') or 'unknown device'}"
+
+
+def cores(trace):
+    """How many processors rank 0's host has for its ranks; None if that is not known."""
+    count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
+    if not isinstance(count, int) or count < 1:
+        return None
+    ranks = int((host == host[0]).sum())
+    share = f": {TURNS}" if ranks > count else ""
+    return f"{count} for {ranks} ranks a host{share}"
+
+
+def outnumbered(trace):
+    """A line where ranks outnumber cores, else None."""
+    text = cores(trace)
+    return f"cores: {text}" if text and text.endswith(TURNS) else None
+
+
+def _configured(config):
+    """What the configuration says of the work and of how it is shared out."""
+    model, train, parallel = config.model, config.train, config.parallel
+    vocabulary = f", vocabulary {model.vocabulary}" if model.vocabulary else ""
+    return {
+        "model": f"{model.kind}: layers {model.layers}, hidden {model.hidden}, heads {model.heads}"
+        f", sequence {model.sequence}{vocabulary}",
+        "batch": f"{train.batch} sequences = {train.batch * model.sequence:,} tokens a step,"
+        f" {train.dtype}, {train.optimizer}",
+        "layout": f"scheme {parallel.scheme}; schedule {parallel.schedule or 'none'},"
+        f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; ZeRO {parallel.zero}",
+    }
+
+
+def _program(attrs):
+    version, git = attrs.get("hpc3d_version"), str(attrs.get("git") or "")
+    changed = ", with changes that were not committed" if git.endswith("+") else ""
+    revision = git.removesuffix("+")[:12]
+    return f"hpc3d {version}" + (f", git {revision}{changed}" if git else "")
+
+
+def _trace(trace):
+    """Of what kind the trace is, how large, and how far its clocks can be trusted."""
+    steps = np.unique(trace.steps["step"])
+    kind = trace.attrs.get("kind") or "measured"
+    text = f"{kind}: {len(trace.events):,} events of {len(steps)} completed steps"
+    doubt = trace.clock_model["resid_p99_ns"]
+    if len(doubt) and np.nanmax(doubt) > 0:
+        text += f"; clocks agree to {np.nanmax(doubt) * 1e-3:.1f} us (99 %)"
+    return text

@@ -1,0 +1,190 @@
+"""The numbers of a report: what a step costs, by phase, mesh axis and operation.
+
+Means are over the rows of /steps, one a rank and step; sums are over the events inside of these
+steps.  An event counts for its own time, without the events that it encloses, so that times add
+up to the step's.  Tables are lists of rows, rows map columns to values in SI units; a value that
+is not known is None.
+"""
+
+import numpy as np
+
+from hpc3d.analyze.metrics.columns import (
+    beside,
+    cells,
+    combinations,
+    event_values,
+    labelled,
+    named,
+    own_time,
+)
+from hpc3d.trace.trace_config import one_time
+
+KEYS = ("category", "phase", "axis", "op")
+
+
+def time_rows(trace):
+    """Seconds, share of the step, calls, bytes received (of sends none) and flop, a rank and step.
+
+    The last row is the time of the steps that no event accounts for.
+    """
+    inside = np.flatnonzero(cells(trace) >= 0)
+    kinds, kind = combinations([event_values(trace, key, inside) for key in KEYS])
+    measures = {
+        "seconds": own_time(trace)[inside] * 1e-9,
+        "calls": np.ones(len(inside)),
+        "bytes": (trace.events["bytes"] * ~labelled(trace.events, "op", ["send"]))[inside],
+        "flop": trace.events["flops"][inside],
+    }
+    sums = [np.bincount(kind, values, len(kinds)) for values in measures.values()]
+    means = (np.transpose(sums) / len(trace.steps)).tolist()
+    rows = [row | dict(zip(measures, mean)) for row, mean in zip(named(trace, KEYS, kinds), means)]
+    step = float(step_seconds(trace).mean())
+    rest = dict.fromkeys(KEYS, "") | dict.fromkeys(measures, 0.0) | {"category": "unrecorded"}
+    rest["seconds"] = step - sum(row["seconds"] for row in rows)
+    return [
+        row
+        | {
+            "share": ratio(row["seconds"], step),
+            "flop_per_s": ratio(row["flop"], row["seconds"]),
+        }
+        for row in [*rows, rest]
+    ]
+
+
+def between_rows(trace):
+    """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
+    most, and of all on a rank."""
+    between = np.flatnonzero((trace.events["step"] < 0) & ~beside(trace))
+    if not len(between):
+        return []
+    kinds, kind = combinations([event_values(trace, key, between) for key in ("name", "category")])
+    seconds, longest = own_time(trace)[between] * 1e-9, np.zeros(len(kinds))
+    np.maximum.at(longest, kind, seconds)
+    count, total = np.bincount(kind), np.bincount(kind, seconds)
+    ranks = trace.attrs["world_size"]
+    measures = count / ranks, total / count, longest, total / ranks
+    keys = "times", "mean_s", "longest_s", "seconds"
+    return [
+        row | dict(zip(keys, values))
+        for row, values in zip(
+            named(trace, ("name", "category"), kinds), np.transpose(measures).tolist()
+        )
+    ]
+
+
+def step_row(trace, time):
+    """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
+    and their waits, also those of category copy.
+
+    Where ranks count their processor time there is no rate: the step took longer on the wall.
+    """
+    steps, step = np.unique(trace.steps["step"], return_inverse=True)
+    low, quarter, median, most, high = np.percentile(
+        slowest_seconds(trace), (0, 25, 50, 75, 100)
+    ).tolist()
+    communication = [row for row in time if row["category"] in ("comm", "wait") or row["axis"]]
+    calls = [row for row in communication if row["category"] == "comm"]
+    return {
+        "ranks": trace.attrs["world_size"],
+        "steps": len(steps),
+        "first": int(steps[0]),
+        "last": int(steps[-1]),
+        "step_s_min": low,
+        "step_s_25": quarter,
+        "step_s_median": median,
+        "step_s_75": most,
+        "step_s_max": high,
+        "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
+        "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
+        "tokens_per_s": rate(trace, float(np.median(trace.steps["tokens"])), median),
+        "communication_share": ratio(
+            sum(row["seconds"] for row in communication), sum(row["seconds"] for row in time)
+        ),
+        "communication_calls": sum(row["calls"] for row in calls),
+        "communication_bytes": sum(row["bytes"] for row in calls),
+    }
+
+
+def slowest_seconds(trace):
+    """Seconds of each completed step on its slowest rank."""
+    steps, step = np.unique(trace.steps["step"], return_inverse=True)
+    seconds = np.zeros(len(steps))
+    np.maximum.at(seconds, step, step_seconds(trace))
+    return seconds
+
+
+def median_step(trace):
+    """A step that took the median time of all."""
+    order = slowest_seconds(trace).argsort(kind="stable")
+    return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
+
+
+def peak_rows(trace):
+    """The highest peak of each kind of memory over ranks and steps, and a rank that has it."""
+    memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
+    labels = trace.memory.labels("kind")
+    rows = []
+    for kind in np.unique(memory["kind"]).tolist():
+        chosen = np.flatnonzero(memory["kind"] == kind)
+        highest = chosen[memory["peak"][chosen].argmax()]
+        row = {"kind": labels.get(kind, str(kind)), "peak": int(memory["peak"][highest])}
+        rows.append(row | {"rank": int(memory["rank"][highest])})
+    return rows
+
+
+def loss_rows(trace):
+    """Loss and norm of the gradient by step, means over the ranks that know them."""
+    steps, step = np.unique(trace.steps["step"], return_inverse=True)
+    loss, norm = (means_of(step, trace.steps[name]) for name in ("loss", "grad_norm"))
+    return [
+        {"step": number, "loss": finite(mean), "grad_norm": finite(length)}
+        for number, mean, length in zip(steps.tolist(), loss, norm)
+    ]
+
+
+def comparison_rows(runs):
+    """One row per run: its steps, its loss after the last step that all runs have, and the largest
+    difference of its losses from those of the first run."""
+    losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
+    step = max(set.intersection(*map(set, losses)), default=None)
+    return [
+        {"run": run.label}
+        | run.tables["step"][0]
+        | {"loss_step": step, "loss": own.get(step)}
+        | {"loss_difference": _largest_difference(own, losses[0])}
+        for run, own in zip(runs, losses)
+    ]
+
+
+def _largest_difference(losses, others):
+    """Of losses by step, in the steps that both have."""
+    pairs = [(loss, others.get(step)) for step, loss in losses.items()]
+    return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
+
+
+def step_seconds(trace):
+    """Seconds of each row of /steps."""
+    return (trace.steps["t_end"] - trace.steps["t_start"]) * 1e-9
+
+
+def means_of(index, values):
+    """Mean of the values of each index that are numbers, or not a number if none is."""
+    number = np.isfinite(values)
+    count = np.bincount(index[number], minlength=index.max() + 1)
+    total = np.bincount(index[number], values[number], minlength=index.max() + 1)
+    return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+
+
+def finite(value):
+    """A number, None if it is not one."""
+    return float(value) if np.isfinite(value) else None
+
+
+def rate(trace, amount, seconds):
+    """An amount a second; None where it is not known, or the seconds are processor time."""
+    return ratio(amount, seconds) if one_time(trace) else None
+
+
+def ratio(part, whole):
+    """A part of a whole, None if there is no whole or the part is not known."""
+    return part / whole if whole and part is not None else None

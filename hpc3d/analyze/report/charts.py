@@ -1,0 +1,233 @@
+"""The charts of a report as data: what is drawn, not how.
+
+`plot_matplotlib` draws them on paper and `plot_bokeh` on the screen.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.mesh import AXES, WORLD, along
+from hpc3d.trace.schema import CATEGORY
+
+# Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
+BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+NAVY, PINK, BLACK, YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
+COLOURS = (BLUE, ORANGE, GREEN, RED, NAVY, PINK, BLACK)
+SAND, GREY, LIGHT, PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
+
+# Of calls by where they go, and of other time by category: no two have one colour.
+OF_AXES = (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK, "#7B3FA0")
+OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
+PARTS = {
+    **dict(zip(map(along, (*AXES, WORLD)), OF_AXES, strict=True)),
+    **dict(zip(CATEGORY, OF_CATEGORIES, strict=True)),
+    "unrecorded": PALE,
+    "recorded": "#2E6B4F",
+}
+RANK_PARTS = {
+    "compute": GREEN,
+    "exposed": BLUE,  # where transfer and wait are not known
+    "transfer": NAVY,
+    "wait": LIGHT,
+    "copy": PINK,
+    "other": SAND,
+    "unrecorded": PALE,
+}
+LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
+LETTERS = 32  # of a host's name
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+CELLS = 256  # rows and columns of a matrix at most
+
+
+class Lines(NamedTuple):
+    """Values by a number, such as a step: {label: (numbers, values)}.
+
+    `below`, if there are any, are drawn on an axis of their own, `beneath`, under the others.
+    """
+
+    across: str
+    down: str
+    lines: dict
+    beneath: str = ""
+    below: dict | None = None
+
+
+class Bars(NamedTuple):
+    """Stacked bars, one a label: {part: (colour, values)}."""
+
+    across: str
+    down: str
+    labels: list
+    parts: dict
+    lying: bool = False
+
+
+class Heat(NamedTuple):
+    """A matrix [sender, receiver] in a unit, not a number where nothing is; a cell stands for
+    `ranks` by `ranks` of them."""
+
+    unit: str
+    values: np.ndarray
+    ranks: int
+
+
+# Charts of several runs
+
+
+def loss(runs):
+    """The loss by step, one line per run, and its difference from the first run."""
+    lines = {run.label: _losses(run) for run in runs}
+    first = lines[runs[0].label]
+    below = {run.label: _less(lines[run.label], first) for run in runs[1:]}
+    beneath = "difference from\nthe first run [nat]"
+    return Lines("training step", "loss [nat per token]", lines, beneath, below or None)
+
+
+def _losses(run):
+    rows = run.tables["loss"]
+    values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
+    return [row["step"] for row in rows], values
+
+
+def _less(line, other):
+    """A line less another one, in the numbers that both have."""
+    theirs = dict(zip(*other))
+    both = [(at, value - theirs[at]) for at, value in zip(*line) if at in theirs]
+    return [at for at, _ in both], [value for _, value in both]
+
+
+def speedup(rows):
+    """The speed-up over the first run by the number of ranks, one line per series, and the ideal
+    one; None if no series has runs on two numbers of ranks."""
+    series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
+    ranks = sorted({count for numbers, _ in series.values() for count in numbers})
+    ideal = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}
+    return Lines("ranks", "speed-up over the first run", ideal | series) if series else None
+
+
+def _series(rows):
+    """{layout and kind of scaling: (ranks, speed-ups)}: runs of one layout that do the work of the
+    first one or as much a rank.  A first run on one rank begins them all."""
+    first, lines = rows[0], {}
+    for row in rows[1:]:
+        if row["scaling"] != "other" and row["speedup"] is not None:
+            name = f"{row['layout'] or '1 rank'}, {row['scaling']}"
+            begins = first["ranks"] == 1 or first["layout"] == row["layout"]
+            start = [first] if begins and first["speedup"] is not None else []
+            lines.setdefault(name, start).append(row)
+    pairs = {
+        name: sorted((row["ranks"], row["speedup"]) for row in line)
+        for name, line in lines.items()
+    }
+    return {name: tuple(map(list, zip(*line))) for name, line in pairs.items()}
+
+
+def runs(found):
+    """What the mean step of each run is made of."""
+    labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
+    return _of_ranks([*labels], rows)._replace(lying=True)
+
+
+def _mean(rows):
+    """The parts of the mean of some rows, None where they are not known."""
+    keys = [f"{part}_s" for part in RANK_PARTS]
+    return {
+        key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
+        for key in keys
+    }
+
+
+# Charts of one run
+
+
+def ranks(run):
+    """What the mean step of each rank is made of."""
+    rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
+    return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(across="rank")
+
+
+def _of_ranks(labels, rows):
+    parts = {
+        part: (colour, [(_disjoint(row)[f"{part}_s"] or 0.0) * 1e3 for row in rows])
+        for part, colour in RANK_PARTS.items()
+    }
+    return Bars("", "time of a step [ms]", labels, _present(parts))
+
+
+def _disjoint(row):
+    """A row without what its wait and transfer are, if these are known."""
+    return row if row["wait_s"] is None else row | {"exposed_s": None}
+
+
+def phases(rows):
+    """Rows of time by category, phase and axis as bars, a phase each."""
+    labels = list(dict.fromkeys(row["phase"] or row["category"] for row in rows))
+    parts = defaultdict(lambda: [0.0] * len(labels))
+    for row in rows:
+        part = along(row["axis"]) if row["axis"] else row["category"]
+        parts[part][labels.index(row["phase"] or row["category"])] += row["seconds"] * 1e3
+    coloured = {part: (PARTS.get(part, SAND), values) for part, values in parts.items()}
+    return Bars("", "time of a step [ms]", labels, coloured, lying=True)
+
+
+def waits(run):
+    """Wait and transfer by axis and operation."""
+    rows = sorted(run.tables["waits"], key=lambda row: -row["blocked_s"])
+    parts = {
+        part: (RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
+        for part in ("transfer", "wait")
+    }
+    labels = [f"{row['op'].replace('_', '-')} {along(row['axis'])}" for row in rows]
+    return Bars("", "time of a step [ms]", labels, parts, lying=True)
+
+
+def stragglers(run):
+    """The ranks that the others wait for longest."""
+    rows = run.tables["stragglers"][:LATE]
+    parts = {"others wait for it": (RED, [row["imposed_s"] * 1e3 for row in rows])}
+    return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
+
+
+def memory(run):
+    """The peak of each kind of memory by rank."""
+    rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
+    kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
+    parts = {
+        kind: (colour, [row.get(kind, 0) / 1e6 for row in rows])
+        for kind, colour in zip(kinds, COLOURS)
+    }
+    labels = [str(row["rank"]) for row in rows]
+    return Bars("rank", "sum of the kinds' peaks [MB]", labels, _present(parts))
+
+
+def _present(parts):
+    """The parts that are anywhere more than nothing."""
+    return {part: (colour, values) for part, (colour, values) in parts.items() if any(values)}
+
+
+def traffic(matrix):
+    """Bytes from rank to rank; of many ranks sums over blocks of them."""
+    block = -(-len(matrix) // CELLS)
+    edges = np.arange(0, len(matrix), block)
+    sums = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
+    unit, size = _unit(sums.max())
+    return Heat(f"{unit} of a step", np.where(sums > 0, sums / size, np.nan), block)
+
+
+def crossing(run):
+    """What the ranks of a host receive from its own and from others, of those with most of it."""
+    rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:LATE]
+    unit, size = _unit(max(row["bytes"] for row in rows))
+    inside = [(row["bytes"] - row["crossing"]) / size for row in rows]
+    parts = {
+        "from this host": (LIGHT, inside),
+        "from other hosts": (NAVY, [row["crossing"] / size for row in rows]),
+    }
+    labels = [row["host"][:LETTERS] for row in rows]
+    return Bars("host", f"{unit} of a step", labels, parts, lying=True)
+
+
+def _unit(largest):
+    return next(each for each in UNITS if largest >= each[1] or each[1] == 1)

@@ -1,0 +1,140 @@
+"""Timelines as a picture: stages over time, measured and simulated ones on a common clock."""
+
+from typing import NamedTuple
+
+from hpc3d.analyze.report.charts import COLOURS
+from hpc3d.extras import need
+
+KINDS = {
+    "F": "forward",
+    "B": "backward, input",
+    "W": "backward, weights",
+    "BW": "backward",
+    "message": "message",
+    "reduce": "reduction",
+    "step": "optimiser",
+}
+WIDTH, TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
+
+
+class Span(NamedTuple):
+    """What a stage does from `start` to `end` [s]: a kind of `KINDS`, behind the number of its
+    chunk unless it is 0, such as F or 1BW, and the text on it."""
+
+    start: float
+    end: float
+    kind: str
+    label: str
+
+
+class Panels(NamedTuple):
+    """Panels (title, rows) above each other; a row holds the spans of a stage."""
+
+    panels: list
+
+
+def spans(timeline):
+    """The rows of a timeline of `hpc3d.pipeline.timeline` as those of a panel."""
+    return [[Span(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
+
+
+def _kind(instruction):
+    op, mb, chunk = instruction
+    return f"{chunk or ''}{op if mb >= 0 else op.lower()}", str(mb) if mb >= 0 else ""
+
+
+def draw_gantt(panels, path):
+    """Write panels (title, rows) above each other as PNG; a row holds the spans of a stage."""
+    gantt(panels).savefig(path, dpi=200)
+
+
+def gantt(panels):
+    """The figure of `draw_gantt`.  A span has the colour of its kind, lighter for later chunks;
+    messages and reductions are thin, since they run beside passes."""
+    everything = [span for _, rows in panels for row in rows for span in row]
+    first, last = min(span[0] for span in everything), max(span[1] for span in everything)
+    figure, axes = _figure([(title, len(rows)) for title, rows in panels])
+    axes[-1].set_xlim(first, last)
+    for panel, (_, rows) in zip(axes, panels):
+        for stage, row in enumerate(rows):
+            for kind in sorted({span[2] for span in row}):
+                _bars(panel, stage, [span for span in row if span[2] == kind], kind)
+            _labels(panel, stage, row, (last - first) / (WIDTH * 72))
+    _legend(figure, {span[2] for span in everything})
+    return figure
+
+
+def _figure(titles):
+    """A figure with a panel for each (title, number of stages), which share their time."""
+    need("a figure", "matplotlib")
+    from matplotlib.figure import Figure
+
+    heights = [0.6 + 0.26 * stages for _, stages in titles]
+    figure = Figure(figsize=(WIDTH, 0.8 + sum(heights)), layout="constrained")
+    axes = figure.subplots(len(titles), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, (title, stages) in zip(axes, titles):
+        panel.set_title(title.replace("$", r"\$"), loc="left", fontsize=9)
+        panel.set_ylabel("stage")
+        panel.set_ylim(stages - 0.5, -0.5)
+        panel.set_yticks(range(0, stages, 1 + stages // 17))
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("time [s]")
+    return figure, axes
+
+
+def _bars(panel, stage, row, kind):
+    """The spans of one kind on one stage."""
+    height = 0.3 if _split(kind)[1] in ("message", "reduce") else 0.8
+    panel.broken_barh(
+        [(start, end - start) for start, end, *_ in row],
+        (stage - height / 2, height),
+        facecolors=[_colour(kind)],
+        edgecolors="black",
+        linewidth=0.3,
+        zorder=2 if height < 0.5 else 1,
+    )
+
+
+def _labels(panel, stage, row, seconds):
+    """The text of each span into which it fits; a point is `seconds` long, or a little more."""
+    for start, end, kind, label in row:
+        if label and end - start > seconds * TEXT * (0.64 * len(label) + 0.2):
+            colour = "white" if sum(_colour(kind)) < 1.0 else "black"
+            middle = (start + end) / 2
+            panel.text(middle, stage, label, ha="center", va="center", fontsize=TEXT, color=colour)
+
+
+def _legend(figure, kinds):
+    from matplotlib.patches import Patch
+
+    patches = [
+        Patch(facecolor=_colour(kind), edgecolor="black", linewidth=0.3, label=_name(kind))
+        for kind in sorted(kinds, key=_order)
+    ]
+    columns = len({_split(kind)[1] for kind in kinds})
+    how = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
+    figure.legend(handles=patches, ncols=columns, **how)
+
+
+def _order(kind):
+    chunk, name = _split(kind)
+    return list(KINDS).index(name), chunk
+
+
+def _name(kind):
+    chunk, name = _split(kind)
+    return KINDS[name] + (f", chunk {chunk}" if chunk else "")
+
+
+def _split(kind):
+    """The chunk of a kind, and the kind without it."""
+    name = kind.lstrip("0123456789")
+    return int(kind.removesuffix(name) or 0), name
+
+
+def _colour(kind):
+    """Red, green and blue from 0 to 1: the colour of a kind, half-way to white for each chunk."""
+    chunk, name = _split(kind)
+    text = COLOURS[list(KINDS).index(name)]
+    full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return tuple(1 - (1 - part) * 0.5**chunk for part in full)

@@ -1,0 +1,59 @@
+"""A report as Markdown that reads well as plain text, too."""
+
+from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.run_tables import OF_A_RUN
+from hpc3d.analyze.report.table_format import in_markdown, markdown
+
+LINES = 20  # of what is wrong with a trace
+MEANS = (
+    "Calls, times and bytes are means a rank and step, over the steps that `averages` says: all"
+    " but the first one."
+)
+NOTES = {
+    "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"
+    " ideal clock. In flight: microbatches and chunks from F to the end of B.",
+    "bubble": "Step {step}: idle before the first backward pass, between, and after the last"
+    " forward pass.",
+    "path": "Step {step}: what it was as long as.",
+}
+
+
+def page(report):
+    """The text of a Report."""
+    sections = ["# Report", MEANS, *_listed("Before these runs are compared:", report.notes)]
+    for sheet in OVER_RUNS:
+        sections += _section("##", sheet, report.tables[sheet.name])
+    for run in report.runs:
+        sections += [f"## {in_markdown(run.label)}", _facts(run)]
+        sections += _listed("The trace is incomplete; missing are:", run.missing)
+        sections += _listed("The trace contradicts itself:", run.violations)
+        for sheet in OF_A_RUN:
+            sections += _section("###", sheet, run.tables[sheet.name], run.step)
+    return "\n\n".join(sections) + "\n"
+
+
+def _facts(run):
+    return "\n".join(f"* {title}: {in_markdown(text)}" for title, text in run.about.items())
+
+
+def _listed(title, lines):
+    """Lines under a title, or as many as one reads."""
+    shown = [f"* {in_markdown(line)}" for line in lines[:LINES]]
+    more = [f"* and {len(lines) - LINES} more"] if len(lines) > LINES else []
+    return [title, "\n".join(shown + more)] if lines else []
+
+
+def image(name, picture):
+    """The line that shows a picture."""
+    return f"![{in_markdown(picture.title)}](figures/{name}.png)\n"
+
+
+def _section(level, sheet, rows, step=None):
+    """The table under its title, or as much of it as is shown in a text; none without rows."""
+    if not rows or sheet.brief < 0:
+        return []
+    shown = rows[: sheet.brief or None]
+    note = [NOTES[sheet.name].format(step=step)] if sheet.name in NOTES else []
+    more = len(rows) - len(shown)
+    rest = [f"{more} more rows are in tables/{sheet.name}.csv."] if more else []
+    return [f"{level} {sheet.title}", *note, markdown(sheet.known(shown), shown), *rest]

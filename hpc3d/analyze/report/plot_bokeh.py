@@ -1,0 +1,224 @@
+"""Figures on the screen: the charts of a report with Bokeh, whose code lies in the page itself.
+
+Boxes are drawn on a plain canvas: without a graphics card WebGL takes seconds a frame.
+"""
+
+from functools import singledispatch
+
+import numpy as np
+
+from hpc3d.analyze.report.charts import COLOURS, Bars, Heat, Lines
+from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes
+
+TOOLS = "pan,box_zoom,reset,save"
+TICKS = 32  # labels on an axis of ranks at most
+ROW = 14  # pixels of a row of a timeline
+PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
+TOOLTIPS = ("rank", "name", "when", "took", "waited", "phase", "layer", "microbatch", "bytes")
+
+
+def embed(models):
+    """Bokeh's code, a script that draws the models {name: model}, and {name: its place}."""
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    script, places = components(models)
+    library = Resources(mode="inline", components=["bokeh"]).render_js()
+    return library, script, places
+
+
+def _plot(height, **values):
+    from bokeh.plotting import figure
+
+    plot = figure(height=height, sizing_mode="stretch_width", tools=TOOLS, **values)
+    plot.toolbar.update(logo=None, autohide=True)
+    plot.outline_line_color = None
+    plot.grid.grid_line_color = "#e6e6e6"
+    plot.axis.axis_label_text_font_style = "normal"
+    plot.axis.minor_tick_line_color = None
+    return plot
+
+
+@singledispatch
+def draw(chart):
+    """The Bokeh model of a chart."""
+    raise TypeError(chart)
+
+
+@draw.register
+def _lines(chart: Lines):
+    from bokeh.layouts import column
+
+    colours = {label: COLOURS[at % len(COLOURS)] for at, label in enumerate(chart.lines)}
+    upper = _panel(chart.across, chart.down, chart.lines, colours, 300)
+    upper.legend.click_policy = "hide"
+    if not chart.below:
+        return upper
+    lower = _panel(chart.across, chart.beneath, chart.below, colours, 200)
+    lower.x_range, lower.legend.visible = upper.x_range, False
+    return column(upper, lower, sizing_mode="stretch_width")
+
+
+def _panel(across, down, lines, colours, height):
+    from bokeh.models import BasicTicker, HoverTool
+
+    plot = _plot(height, x_axis_label=across, y_axis_label=down)
+    plot.xaxis.ticker = BasicTicker(min_interval=1)
+    for label, (numbers, values) in lines.items():
+        line = {"color": colours[label], "legend_label": label, "name": label}
+        plot.line(numbers, values, line_width=2, **line)
+        plot.scatter(numbers, values, size=5, **line)
+    what = [("", "$name"), (across, "@x{0}"), (down, "@y{0.0000[00]}")]
+    plot.add_tools(HoverTool(tooltips=what))
+    return plot
+
+
+@draw.register
+def _bars(chart: Bars):
+    from bokeh.models import ColumnDataSource, HoverTool
+
+    names, places = list(chart.parts), np.arange(len(chart.labels))
+    values = {part: values for part, (_, values) in chart.parts.items()}
+    source = ColumnDataSource({"place": places, "label": chart.labels, **values})
+    how = {"fill_color": [colour for colour, _ in chart.parts.values()], "source": source}
+    how |= {"line_color": None, "legend_label": names}
+    if chart.lying:
+        plot = _plot(90 + 26 * len(places), x_axis_label=chart.down, y_range=_range(len(places)))
+        plot.x_range.start = 0
+        plot.hbar_stack(names, y="place", height=0.8, **how)
+        _label(plot.yaxis[0], chart.labels)
+    else:
+        plot = _plot(340, x_axis_label=chart.across, y_axis_label=chart.down)
+        plot.y_range.start = 0
+        plot.vbar_stack(names, x="place", width=0.8 if len(places) < 200 else 1, **how)
+        _label(plot.xaxis[0], chart.labels)
+    plot.add_tools(HoverTool(tooltips=[("", "@label"), ("$name", "@$name{0,0.00[0]}")]))
+    return _legend(plot)
+
+
+def _range(rows):
+    """Rows from above to below."""
+    from bokeh.models import Range1d
+
+    return Range1d(rows - 0.5, -0.5)
+
+
+def _label(axis, labels):
+    """Write labels, or as many as fit, at 0, 1, 2 ... of an axis."""
+    from bokeh.models import FixedTicker
+
+    places = range(0, len(labels), 1 + (len(labels) - 1) // TICKS)
+    axis.ticker = FixedTicker(ticks=list(places))
+    axis.major_label_overrides = {place: str(labels[place]) for place in places}
+
+
+def _legend(plot):
+    """The legend in a line above the plot; a click on a name hides what it names."""
+    legend = plot.legend[0]
+    plot.add_layout(legend, "above")
+    legend.update(orientation="horizontal", location="left", click_policy="hide")
+    legend.update(border_line_color=None, label_text_font_size="9pt")
+    legend.update(padding=2, spacing=12, margin=0)
+    return plot
+
+
+@draw.register
+def _heat(chart: Heat):
+    from bokeh.models import BasicTicker, ColorBar, HoverTool, LinearColorMapper
+    from bokeh.palettes import Blues256
+
+    edge = len(chart.values) * chart.ranks
+    sides = {"x_range": (-0.5, edge - 0.5), "y_range": (edge - 0.5, -0.5)}
+    names = {"x_axis_label": "receiver [rank]", "y_axis_label": "sender [rank]"}
+    plot = _plot(460, match_aspect=True, **sides, **names)
+    plot.axis.ticker = BasicTicker(min_interval=1)
+    high = float(np.nanmax(chart.values))
+    colours = LinearColorMapper(Blues256[::-1], low=0, high=high, nan_color="white")
+    plot.image([chart.values.astype("f4")], x=-0.5, y=-0.5, dw=edge, dh=edge, color_mapper=colours)
+    plot.add_layout(ColorBar(color_mapper=colours, title=chart.unit), "right")
+    what = [("from rank", "$y{0}"), ("to rank", "$x{0}"), (chart.unit, "@image{0,0.000}")]
+    plot.add_tools(HoverTool(tooltips=what))
+    return plot
+
+
+@draw.register
+def _timeline(chart: Timeline):
+    """One row per rank.  A click shows what a box is and who took part in it: page/timeline.js."""
+    from bokeh.models import ColumnDataSource, CustomJS, TapTool, WheelZoomTool
+
+    height = 140 + min(900, max(160, ROW * len(chart.shown)))
+    sides = {"x_range": (0, float(chart.events["end"].max())), "y_range": _range(len(chart.shown))}
+    plot = _plot(height, x_axis_label="time [ms]", **sides)
+    plot.yaxis.axis_label, plot.yaxis.major_label_text_font_size = "rank", "7pt"
+    zoom = WheelZoomTool(dimensions="width")
+    plot.add_tools(zoom, TapTool())
+    plot.toolbar.update(active_scroll=zoom, autohide=False)
+    _label(plot.yaxis[0], chart.shown)
+    source = ColumnDataSource(_columns(chart))
+    _draw_boxes(plot, source, chart)
+    path = _draw_path(plot, chart)
+    plot.tags = [{"names": _names(chart), "axes": chart.axes}, source, path]
+    clicked = CustomJS(args={"plot": plot}, code="hpc3d.clicked(plot)")
+    source.selected.js_on_change("indices", clicked)
+    return _legend(plot)
+
+
+def _draw_boxes(plot, source, chart):
+    """The boxes of each kind, those of waits by the flag `waited`, and what is said of them."""
+    from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool
+
+    drawn, height = [], 0.84 * lanes(chart.events)[1]
+    kinds = np.unique(chart.events["kind"]).tolist()
+    groups = [(*item, "until", "end", "kind", number) for number, item in enumerate(KINDS.items())]
+    groups = [group for group in groups if group[-1] in kinds]
+    groups.append(("wait", KINDS["wait"], "start", "until", "waited", 1))
+    for kind, colour, left, right, column, value in groups:
+        view = CDSView(filter=GroupFilter(column_name=column, group=value))
+        how = {"color": colour, "line_color": None, "nonselection_alpha": 0.25}
+        where = {"y": "row", "left": left, "right": right, "height": height}
+        drawn.append(plot.hbar(**where, **how, source=source, view=view, legend_label=kind))
+    code = "return hpc3d.text(plot.tags[1].data, plot.tags[0], special_vars.index, format)"
+    written = CustomJSHover(args={"plot": plot}, code=code)
+    lines = [(key, f"@rank{{{key}}}") for key in TOOLTIPS]
+    plot.add_tools(HoverTool(tooltips=lines, formatters={"@rank": written}, renderers=drawn))
+
+
+def _draw_path(plot, chart):
+    """The source of the critical path, hidden until its name in the legend is clicked."""
+    from bokeh.models import ColumnDataSource, LegendItem
+
+    times = [time * 1e3 for each in chart.path for time in (each.start, each.end)]
+    ranks = [rank for each in chart.path for rank in (each.rank, each.rank)]
+    row = {rank: place for place, rank in enumerate(chart.shown)}
+    rows = [row.get(rank, np.nan) for rank in ranks]
+    columns = {"time": np.array(times, "f4"), "rank": np.array(ranks), "row": np.array(rows, "f4")}
+    line = plot.line("time", "row", source=ColumnDataSource(columns), line_width=2)
+    line.glyph.line_color = PATH
+    plot.legend[0].items.append(LegendItem(label="critical path", renderers=[line]))
+    line.visible = False
+    return line.data_source
+
+
+def _columns(chart):
+    """The columns of the boxes, each of the smallest type that a browser reads."""
+    events = chart.events
+    waited = events["until"] > events["start"]
+    row, (lane, _) = np.searchsorted(chart.shown, events["rank"]), lanes(events)
+    columns = {**events, "waited": waited, "lane": lane, "row": (row + lane).astype("f4")}
+    return {key: _small(values) for key, values in columns.items()}
+
+
+def _small(values):
+    if values.dtype.kind == "f":
+        return values
+    bounds = (int(values.min(initial=0)), int(values.max(initial=0)))
+    small = np.result_type(*map(np.min_scalar_type, bounds))
+    return values.astype("f8" if small.itemsize == 8 else small)
+
+
+def _names(chart):
+    """{column: [name of code 0, of code 1 ...]}."""
+    return {
+        key: [names.get(code, "") for code in range(1 + max(names, default=-1))]
+        for key, names in chart.names.items()
+    }

@@ -1,0 +1,158 @@
+"""Figures on paper: the charts of a report with matplotlib, as PNG and as SVG.
+
+Only figures need matplotlib, which the extra `report` installs.
+"""
+
+from functools import singledispatch
+
+import numpy as np
+
+from hpc3d.analyze.report.charts import COLOURS, Bars, Heat, Lines
+from hpc3d.analyze.report.gantt import Panels, gantt
+from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes
+from hpc3d.extras import need
+
+WIDTH = 7.2  # inches
+NARROW = 48  # bars side by side that have a gap between them, and a label each
+
+
+def save(figure, path):
+    """Write a figure as PATH.png and PATH.svg, the same bytes for the same figure."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path.with_suffix(".png"), dpi=200)
+        figure.set_layout_engine("none")  # what was laid out for one stays for the other
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
+
+
+def empty(width, height, rows=1, **values):
+    """A figure in inches, and the axes of its rows."""
+    need("a figure", "matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, sharex=True, squeeze=False, **values)[:, 0]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_axisbelow(True)
+    return figure, axes
+
+
+@singledispatch
+def draw(chart):
+    """The figure of a chart."""
+    raise TypeError(chart)
+
+
+@draw.register
+def _lines(chart: Lines):
+    """Lines get thinner from the first to the last, so that all show where they coincide."""
+    rows = 2 if chart.below else 1
+    figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
+    widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
+    colours = {label: COLOURS[at % len(COLOURS)] for at, label in enumerate(chart.lines)}
+    for (label, line), width in zip(chart.lines.items(), widths):
+        axes[0].plot(*line, label=_plain(label), **_style(colours[label], width))
+    for label, line in (chart.below or {}).items():
+        axes[1].plot(*line, **_style(colours[label], 1.4))
+    axes[0].legend(frameon=False)
+    for panel, text in zip(axes, (chart.down, chart.beneath)):
+        panel.set_ylabel(text)
+        panel.grid(color="0.9", linewidth=0.6)
+    if rows == 2:
+        axes[1].ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+    axes[-1].set_xlabel(chart.across)
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _style(colour, width):
+    """A line whose markers, of its own width, show only where a number stands alone."""
+    return {"color": colour, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
+
+
+def _plain(label):
+    return label.replace("$", r"\$")
+
+
+@draw.register
+def _bars(chart: Bars):
+    if chart.lying:
+        return _lying(chart)
+    figure, (panel,) = empty(WIDTH, 3.2)
+    edges, bottom = np.arange(len(chart.labels) + 1) - 0.5, np.zeros(len(chart.labels))
+    for part, (colour, values) in chart.parts.items():
+        top = bottom + values
+        if len(bottom) <= NARROW:
+            panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=colour, label=_plain(part))
+        else:
+            panel.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=_plain(part))
+        bottom = top
+    places = range(0, len(bottom), 1 + (len(bottom) - 1) // 32)
+    panel.set_xticks(places, [_plain(chart.labels[place]) for place in places])
+    panel.set_xlim(edges[0], edges[-1])
+    panel.set_xlabel(chart.across)
+    panel.set_ylabel(chart.down)
+    return _explained(figure)
+
+
+def _lying(chart):
+    """Bars one under the other, for labels that are words."""
+    figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
+    left, places = np.zeros(len(chart.labels)), range(len(chart.labels))
+    for part, (colour, values) in chart.parts.items():
+        panel.barh(places, values, left=left, color=colour, label=_plain(part))
+        left = left + values
+    panel.set_yticks(places, [_plain(label) for label in chart.labels])
+    panel.invert_yaxis()
+    panel.set_xlabel(chart.down)
+    return _explained(figure)
+
+
+def _explained(figure):
+    """With a legend of the parts above it."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    how = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
+    figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **how)
+    return figure
+
+
+@draw.register
+def _heat(chart: Heat):
+    figure, (panel,) = empty(4.6, 4.0)
+    edge = len(chart.values) * chart.ranks - 0.5
+    how = {"cmap": "Blues", "vmin": 0, "interpolation": "nearest", "aspect": "equal"}
+    image = panel.imshow(chart.values, extent=(-0.5, edge, edge, -0.5), **how)
+    panel.set_xlabel("receiver [rank]")
+    panel.set_ylabel("sender [rank]")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    figure.colorbar(image, label=chart.unit, shrink=0.8)
+    return figure
+
+
+@draw.register
+def _panels(chart: Panels):
+    return gantt(chart.panels)
+
+
+@draw.register
+def _timeline(chart: Timeline):
+    """One row per rank; the boxes are pixels, for a step has too many of them for a drawing."""
+    from matplotlib.collections import PolyCollection
+
+    rows, half = len(chart.shown), 0.42 * lanes(chart.events)[1]
+    figure, (panel,) = empty(10.0, 1.2 + min(8.0, max(1.0, 0.2 * rows)))
+    for kind, (left, right, row) in boxes(chart).items():
+        top, bottom = row - half, row + half
+        corners = [(left, top), (left, bottom), (right, bottom), (right, top)]
+        how = {"facecolors": KINDS[kind], "linewidths": 0, "rasterized": True, "label": kind}
+        panel.add_collection(PolyCollection(np.moveaxis(np.array(corners), -1, 0), **how))
+    places = range(0, rows, 1 + (rows - 1) // 32)
+    panel.set_yticks(places, [chart.shown[place] for place in places])
+    panel.set_ylim(rows - 0.5, -0.5)
+    panel.set_xlim(0, chart.events["end"].max())
+    panel.set_xlabel("time [ms]")
+    panel.set_ylabel("rank")
+    return _explained(figure)

@@ -1,0 +1,165 @@
+"""What the ranks did in one training step, event by event, as the figures show it."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.analyze.metrics.columns import cell_values, event_values, labelled, labels
+from hpc3d.analyze.report.charts import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    NAVY,
+    ORANGE,
+    PINK,
+    RED,
+    SAND,
+)
+from hpc3d.plain import plain_in
+
+EVENTS = 100_000  # events of a step that a page draws at most
+
+# What a box is: computation by phase, and of a call the part after and before the last arrival.
+KINDS = {
+    "forward": BLUE,
+    "backward": RED,
+    "backward_input": ORANGE,
+    "backward_weight": GREEN,
+    "recompute": "#F0E442",
+    "optimizer": BLACK,
+    "other": SAND,
+    "transfer": NAVY,
+    "wait": LIGHT,
+    "copy": PINK,
+    "host": GREY,
+}
+NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+DETAILS = ("name", "op", "phase", "axis", "layer", "microbatch", "stage", "chunk", "seq", "bytes")
+
+
+class Timeline(NamedTuple):
+    """The events of a step on the `shown` ranks, of `ranks` in all on a mesh of `axes`.
+
+    `events` are columns: `start` and `end` in ms from the first begin of the step on any rank,
+    between them `until`, where the wait for the last arrival ends (`start` if there was none),
+    and `posted`, when a call was made; `rank`, `stream`, `kind` (a number in KINDS), `meeting` (a
+    number that calls have in common which belong together, -1 for none), `by` (the rank that was
+    waited for, -1 for none), and DETAILS.  `names` are {code: name} of those columns that hold
+    codes.  `path` are the Segments of the critical path.
+    """
+
+    step: int
+    shown: list
+    ranks: int
+    axes: list
+    events: dict
+    names: dict
+    path: list
+
+
+def timeline(trace, calls, step, path, limit=EVENTS):
+    """The Timeline of a step; of more events than `limit` those of representative ranks only.
+
+    `calls` are `waits.calls_of(trace)` and `path` the critical path of the step.
+    """
+    rows = np.flatnonzero(trace.events["step"] == step)
+    ranks = trace.events["rank"][rows]
+    shown = representatives(trace, calls, path, np.bincount(ranks), limit)
+    rows = rows[np.isin(ranks, shown)]
+    names = {key: labels(trace, key) for key in ("op", "phase", "axis")}
+    names["name"] = dict(enumerate(trace.strings))
+    columns = _times(trace, calls, step, rows) | {"kind": _kinds(trace, rows)}
+    columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
+    axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
+    axes, names = plain_in((axes, names))
+    return Timeline(step, shown, trace.attrs["world_size"], axes, columns, names, path)
+
+
+def boxes(chart):
+    """What there is to draw: {kind: (left, right, row)}, times in ms and the rows of `shown`.
+
+    A call is two boxes: its wait, and the rest.
+    """
+    events = chart.events
+    row = np.searchsorted(chart.shown, events["rank"]) + lanes(events)[0]
+    found = {}
+    for kind, number in NUMBER.items():
+        these = events["kind"] == number
+        found[kind] = [events["until"][these], events["end"][these], row[these]]
+    waited = events["until"] > events["start"]
+    waits = [events["start"][waited], events["until"][waited], row[waited]]
+    found["wait"] = [np.concatenate(parts) for parts in zip(found["wait"], waits)]
+    return {kind: parts for kind, parts in found.items() if len(parts[0])}
+
+
+def lanes(events):
+    """How far below the middle of its rank's row each event lies, and what part of a row is high:
+    the streams of a rank share its row, one under the other."""
+    streams, lane = np.unique(events["stream"], return_inverse=True)
+    return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
+
+
+def representatives(trace, calls, path, events, limit):
+    """The ranks that are shown, sorted: all, or until they have `limit` of the `events` [ranks]
+    the first one, the one most waited for, the first of each stage, those on the critical path,
+    and then others at even distances."""
+    if events.sum() <= limit:
+        return np.flatnonzero(events).tolist()
+    imposed = np.bincount(calls.by, calls.wait * calls.inside, len(events))
+    _, first = np.unique(cell_values(trace, "stage"), return_index=True)
+    stages = trace.steps["rank"][first].tolist()
+    strides = (1 << bit for bit in reversed(range(len(events).bit_length())))
+    others = (rank for stride in strides for rank in range(0, len(events), stride))
+    wanted = [0, int(imposed.argmax()), *stages, *(each.rank for each in path), *others]
+    wanted = [rank for rank in dict.fromkeys(wanted) if rank < len(events) and events[rank]]
+    fitting = np.searchsorted(np.cumsum(events[wanted]), limit, "right")
+    return sorted(wanted[: max(1, fitting)])
+
+
+def _times(trace, calls, step, rows):
+    """When each row began, had waited and ended, its meeting, and for whom it waited."""
+    start = trace.events["t_global"][rows]
+    end = start + trace.events["dur"][rows]
+    until, meeting, by = start.copy(), np.full(len(rows), -1), np.full(len(rows), -1)
+    place = np.full(len(trace.events), -1)
+    place[calls.row] = np.arange(len(calls.row))
+    mine = np.flatnonzero(place[rows] >= 0)
+    call = place[rows[mine]]
+    until[mine], meeting[mine] = start[mine] + calls.wait[call], calls.meeting[call]
+    by[mine] = np.where(calls.wait[call] > 0, calls.by[call], -1)
+    first = _begin(trace, step)
+    posted = trace.events["posted"][rows] + start - trace.events["t_start"][rows]
+    times = {"start": start, "until": until, "end": end, "posted": posted}
+    times = {key: ((value - first) * 1e-6).astype("f4") for key, value in times.items()}
+    return times | {"meeting": meeting, "by": by}
+
+
+def _begin(trace, step):
+    """The first begin of a step on any rank, in ns on rank 0's clock: a begin is moved to it as
+    the rank's first event is."""
+    rows = np.flatnonzero(trace.events["step"] == step)
+    ranks, first = np.unique(trace.events["rank"][rows], return_index=True)
+    shift = trace.events["t_global"][rows[first]] - trace.events["t_start"][rows[first]]
+    begun = trace.steps["step"] == step
+    rank, start = trace.steps["rank"][begun], trace.steps["t_start"][begun]
+    known = np.isin(rank, ranks)
+    return (start[known] + shift[np.searchsorted(ranks, rank[known])]).min()
+
+
+def _kinds(trace, rows):
+    """The number in KINDS of each row: the phase of computation, else what the category says."""
+    events = trace.events
+    phase, category = (_numbers(events.labels(key)) for key in ("phase", "category"))
+    working = labelled(events, "category", ["compute"])[rows]
+    return np.where(working, phase[events["phase"][rows]], category[events["category"][rows]])
+
+
+def _numbers(names):
+    """The kind of each code of an enumeration."""
+    kinds = {"comm": "transfer", "compute": "other", "io": "host", "marker": "host"}
+    number = np.full(256, NUMBER["other"])
+    for code, name in names.items():
+        number[code] = NUMBER.get(kinds.get(name, name), NUMBER["other"])
+    return number

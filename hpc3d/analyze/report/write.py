@@ -1,0 +1,62 @@
+"""The folder of a report: report.md, tables/, figures/, and the page that has it all."""
+
+import shutil
+
+from hpc3d.analyze.report import figure_list, html, markdown, plot_matplotlib, table_format
+from hpc3d.analyze.report.comparison_tables import OVER_RUNS, RUN
+from hpc3d.analyze.report.run_tables import OF_A_RUN
+
+FILES, FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports")
+
+
+def clear(out):
+    """Remove the report that a folder has, by the names that a report writes; and make it."""
+    if (out / "report.md").is_file():
+        for name in FILES:
+            (out / name).unlink(missing_ok=True)
+        for name in FOLDERS:
+            if (out / name).exists():
+                shutil.rmtree(out / name)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def write(report, out, tables_only=False):
+    """Write all files of a Report, or its tables only."""
+    _write_tables(report, out / "tables")
+    found = [] if tables_only else _pictures(report)
+    images = [markdown.image(name, each) for named in found for name, each in named.items()]
+    text = "\n".join([markdown.page(report), *images])
+    (out / "report.md").write_text(text, encoding="utf-8")
+    if found:
+        _draw(found, out / "figures")
+        page = html.page(report, found, out / "figures")
+        (out / "report.html").write_text(page, encoding="utf-8")
+
+
+def _draw(found, folder):
+    folder.mkdir(exist_ok=True)
+    for named in found:
+        for name, picture in named.items():
+            plot_matplotlib.save(plot_matplotlib.draw(picture.chart), folder / name)
+
+
+def _write_tables(report, folder):
+    """Every table that has rows, those of all runs in one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for sheet in OVER_RUNS:
+        if rows := report.tables[sheet.name]:
+            table_format.write(sheet, rows, folder)
+    for sheet in OF_A_RUN:
+        rows = [{"run": run.label} | row for run in report.runs for row in run.tables[sheet.name]]
+        if rows:
+            several = (RUN,) * (len(report.runs) > 1)
+            table_format.write(sheet._replace(fields=several + sheet.fields), rows, folder)
+
+
+def _pictures(report):
+    """Those over all runs and those of each run: [{name of the files: Picture}]."""
+    found = [{each.name: each for each in figure_list.of_runs(report.runs, report.tables)}]
+    for number, run in enumerate(report.runs, 1):
+        end = f"-{number}" if len(report.runs) > 1 else ""
+        found.append({each.name + end: each for each in figure_list.of_run(run)})
+    return found

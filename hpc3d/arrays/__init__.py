@@ -1,0 +1,1 @@
+"""Arrays: memory that is used again, and arrays without data."""

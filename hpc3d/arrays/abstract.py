@@ -1,0 +1,266 @@
+"""Arrays without data: the program runs on them and counts what it would do, for any size.
+
+A `Shape` has the shape and the type of an array, and lives as long: NumPy's own functions take it
+(NEP 13 and 18) and give Shapes, a view keeps the memory that it shows, and a `ShapePool` counts it
+like a `Pool` does.  Communicators of them move nothing (comm/), so one rank runs
+alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a kernel
+with a rule of its own (`rule`, hpc3d.model.shapes).
+
+Every operation is told to the `meter` of its arrays' pool, which may let time pass for it.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm.communicator import contiguous
+
+
+class Meter:
+    """Who is notified of what is computed: nobody.  Times of a machine are in simulated_clock.py.
+
+    `widest` is the widest head that the machine's fused attention takes.
+    """
+
+    widest = 128
+
+    def product(self, m, n, k, dtype, batch=1):
+        """`batch` products [m, k] [k, n]."""
+
+    def kernel(self, name, nbytes):
+        """Another operation, which reads and writes `nbytes` in all."""
+
+    def fused(self, flop, nbytes, dtype):
+        """Products whose results stay inside of a kernel, which reads and writes `nbytes`."""
+
+
+class Flags(NamedTuple):
+    """Of an array: not writeable where all members of a communicator share its memory."""
+
+    writeable: bool
+
+
+class Lease:
+    """Memory of a kind that is not there: its death gives the bytes back."""
+
+    __slots__ = ("give_back", "kind", "shared", "slot_of")
+
+    def __init__(self, kind, give_back):
+        self.kind, self.give_back, self.shared = kind, give_back, False
+
+    def __del__(self):
+        self.give_back()
+
+
+class Shape(NDArrayOperatorsMixin):
+    """An array of a `pool` with a shape and a type and no data; `lease` is the memory that it
+    shows."""
+
+    __slots__ = ("dtype", "lease", "pool", "shape")
+
+    def __init__(self, shape, dtype, pool, lease=None):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.pool, self.lease = pool, lease
+
+    def like(self, shape, dtype=None):
+        """An array of its own."""
+        return type(self)(shape, dtype or self.dtype, self.pool)
+
+    def told(self, name, *arrays):
+        """This array, which an operation made of `arrays`."""
+        self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
+        return self
+
+    @property
+    def size(self):
+        return prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.size * self.dtype.itemsize
+
+    meter = property(lambda self: self.pool.meter)
+    flags = property(lambda self: Flags(not (self.lease and self.lease.shared)))
+    itemsize = property(lambda self: self.dtype.itemsize)
+    ndim = property(lambda self: len(self.shape))
+    T = property(lambda self: self.view(self.shape[::-1]))
+
+    def view(self, shape):
+        """The same memory in another shape."""
+        return type(self)(shape, self.dtype, self.pool, self.lease)
+
+    def __repr__(self):
+        return f"Shape({self.shape}, {self.dtype})"
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, key):
+        return self.view(indexed(self.shape, key if isinstance(key, tuple) else (key,)))
+
+    def __setitem__(self, key, value):
+        self[key].told("copy", *of_shapes([value]))
+
+    def reshape(self, *shape):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        known = prod(size for size in shape if size >= 0)
+        return self.view(size if size >= 0 else self.size // known for size in shape)
+
+    def ravel(self):
+        return self.view((self.size,))
+
+    def swapaxes(self, a, b):
+        order = list(range(self.ndim))
+        order[a], order[b] = order[b], order[a]
+        return self.transpose(*order)
+
+    def transpose(self, *order):
+        return self.view(self.shape[place] for place in order)
+
+    def copy(self):
+        return self.like(self.shape).told("copy", self)
+
+    def astype(self, dtype):
+        return self.like(self.shape, dtype).told("copy", self)
+
+    def fill(self, value):
+        self.told("fill")
+
+    def sum(self, axis=None, dtype=None):
+        return self.like(reduced(self.shape, axis), dtype).told("reduction", self)
+
+    def max(self, axis=None, initial=None):
+        return self.like(reduced(self.shape, axis)).told("reduction", self)
+
+    mean = sum
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, axis=0, **options):
+        shapes = [np.shape(x) for x in inputs]
+        if ufunc is np.matmul:
+            return self.multiplied(*shapes, out)
+        if out is not None:
+            return out[0].told(ufunc.__name__, *of_shapes(inputs))
+        dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
+        dtype = bool if compares(ufunc) else dtype
+        shape = reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
+        return self.like(shape, dtype).told(ufunc.__name__, *of_shapes(inputs))
+
+    def multiplied(self, a, b, out):
+        """The product of arrays of the shapes a and b."""
+        shape = product(a, b)
+        rows = a[-2] if len(a) > 1 else 1
+        columns = b[-1] if len(b) > 1 else 1
+        self.meter.product(rows, columns, a[-1], self.dtype, prod(shape) // (rows * columns))
+        return self.like(shape) if out is None else out[0]
+
+    def __array_function__(self, function, types, arguments, options):
+        return FUNCTIONS[function](*arguments, **options)
+
+
+def compares(ufunc):
+    """Whether what comes out is true or false."""
+    return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)
+
+
+def indexed(shape, key):
+    """The shape of an array of `shape` at a key of slices, integers, None and Ellipsis."""
+    if Ellipsis in key:
+        place = key.index(Ellipsis)
+        rest = len(shape) - sum(part is not None for part in key) + 1
+        key = key[:place] + (slice(None),) * rest + key[place + 1 :]
+    sizes, found = iter(shape), []
+    for part in key:
+        if part is None:
+            found.append(1)
+        elif isinstance(part, slice):
+            found.append(len(range(*part.indices(next(sizes)))))
+        else:
+            next(sizes)
+    return (*found, *sizes)
+
+
+def reduced(shape, axis):
+    return () if axis is None else (*shape[:axis], *shape[axis:][1:])
+
+
+def product(a, b):
+    """The shape of a matrix product, as `np.matmul` has it."""
+    if a[-1] != b[-2 if len(b) > 1 else 0]:
+        raise ValueError(f"no product of {a} and {b}")
+    rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
+    return (*np.broadcast_shapes(a[:-2], b[:-2]), *rows, *columns)
+
+
+def concatenated(blocks, axis=0):
+    sizes = [sum(block.shape[axis] for block in blocks)]
+    shape = (*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :])
+    return blocks[0].like(shape).told("copy", *blocks)
+
+
+def stacked(blocks, axis=0):
+    shape = blocks[0].shape
+    return blocks[0].like((*shape[:axis], len(blocks), *shape[axis:])).told("copy", *blocks)
+
+
+def dot(a, b):
+    """0, of two vectors."""
+    a.meter.kernel("reduction", a.nbytes + b.nbytes)
+    return 0.0
+
+
+def of_shapes(arrays):
+    return [array for array in arrays if isinstance(array, Shape)]
+
+
+FUNCTIONS = {
+    np.concatenate: concatenated,
+    np.stack: stacked,
+    np.empty_like: lambda like, **_: like.like(like.shape),
+    np.zeros_like: lambda like, **_: like.like(like.shape).told("fill"),
+    np.dot: dot,
+    np.shape: lambda a: a.shape,
+}
+
+
+def rule(function):
+    """Register what follows as the rule of a kernel, whose meter is notified of the bytes of all
+    arrays."""
+
+    def register(body):
+        def counted(first, *rest):
+            result = body(first, *rest)
+            touched = of_shapes([first, *rest])
+            made = of_shapes(result if isinstance(result, tuple) else [result])
+            touched += [array for array in made if not any(array is one for one in touched)]
+            first.meter.kernel(function.__name__, sum(array.nbytes for array in touched))
+            return result
+
+        function.register(Shape)(counted)
+        return counted
+
+    return register
+
+
+contiguous.register(Shape)(lambda block: block)
+
+
+class ShapePool(Pool):
+    """Counts arrays without data as `Pool` counts others; they tell `meter` what is computed."""
+
+    kind = Shape
+
+    def __init__(self, meter=None):
+        super().__init__()
+        self.meter = meter or Meter()
+
+    def empty(self, shape, dtype, kind="activation"):
+        shape, dtype = tuple(shape), np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        self.count(kind, nbytes)
+        return self.kind(shape, dtype, self, Lease(kind, lambda: self.count(kind, -nbytes)))

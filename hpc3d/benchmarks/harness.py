@@ -1,0 +1,189 @@
+"""Paired measurements: two ways in turn on one machine, and the ratio of their medians."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from hpc3d import trace
+from hpc3d.comm.threads import meshes
+from hpc3d.plain import Problems
+from hpc3d.trace.recorder import Recorder
+from hpc3d.training.trainer import Trainer
+
+OVERSUBSCRIBE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+}
+
+
+class Noise:
+    """Batches of random tokens, for measurements that need no text."""
+
+    def __init__(self, config, vocabulary):
+        self.shape = (2, config.train.batch, config.model.sequence)
+        self.vocabulary = vocabulary
+
+    def batch(self, step):
+        return np.random.default_rng(step).integers(0, self.vocabulary, self.shape, np.int32)
+
+
+def in_turn(rounds, *functions):
+    """Seconds of every call, [function, round]; a first round is not counted."""
+    times = np.empty((rounds + 1, len(functions)))
+    for turn in times:
+        for place, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            turn[place] = time.perf_counter() - start
+    return times[1:].T
+
+
+def ratios(ours, theirs):
+    """Medians of both, and minimum, median and maximum of the ratio pair by pair."""
+    pairs = np.asarray(ours) / np.asarray(theirs)
+    return {
+        "ours_s": float(median(ours)),
+        "theirs_s": float(median(theirs)),
+        "ratio": float(median(pairs)),
+        "ratio_min": float(pairs.min()),
+        "ratio_max": float(pairs.max()),
+    }
+
+
+def serial_trainer(config, recorder=None, vocabulary=256):
+    """A trainer on one rank, without MPI."""
+    (mesh,), _ = meshes({})
+    mesh = mesh.traced(recorder) if recorder else mesh
+    return Trainer(mesh, config, vocabulary, Noise(config, vocabulary))
+
+
+def steps_of(trainer):
+    """A function that makes the next step of `trainer`."""
+    numbers = iter(range(sys.maxsize))
+    return lambda: trainer.step(next(numbers))
+
+
+def against_torch(config, rounds):
+    """Our training step and that of torch, eager, in one process with one thread each."""
+    from hpc3d.benchmarks import torch_reference
+
+    trainer = serial_trainer(config)
+    ours = trainer.parameters, trainer.shape
+    theirs = torch_reference.training_step(*ours, config.train, *Noise(config, 256).batch(0))
+    return ratios(*in_turn(rounds, steps_of(trainer), theirs))
+
+
+def tracing(config, rounds):
+    """A step on one rank with and without a recorder, and what an event costs by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
+        traced, plain = serial_trainer(config, recorder), serial_trainer(config)
+        result = ratios(*in_turn(rounds, steps_of(traced), steps_of(plain)))
+        events = recorder.count / (rounds + 1)
+        start = time.perf_counter()
+        for _ in range(10_000):
+            with recorder.span("nothing"):
+                pass
+        result["event_us"] = (time.perf_counter() - start) * 100
+    return {**result, "events": events}
+
+
+def overhead(path, options, ranks, rounds):
+    """A step on `ranks` ranks and on one rank with all cores, in turn; and the seconds of
+    processor time of all ranks together, by what they went into."""
+    many, one = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            many.append(run(ranks, [path, *options], folder))
+            serial = [path, *options, *["--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]]
+            one.append(run(1, serial, folder))
+        result = ratios([m["step_s"] for m in many], [o["step_s"] for o in one])
+        clock = ["--trace.clock", "processor"]
+        result["processor"] = run(ranks, [path, *options, *clock], folder)["seconds"]
+        result["processor_serial"] = run(1, [*serial, *clock], folder)["seconds"]
+    return {**result, "first_step_s": median(m["first_s"] for m in many)}
+
+
+def overlap(path, options, ranks, rounds):
+    """Seconds a step that a rank spends in the sums of gradients over the data axis, with and
+    without overlap, and the bytes that it receives there: the same both ways."""
+    found = {"true": [], "false": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for value, runs in found.items():
+                how = [path, *options, "--parallel.overlap", value]
+                runs.append(run(ranks, how, folder, steps=6)["data"])
+    ours, theirs = found.values()
+    result = ratios([one["seconds"] for one in ours], [one["seconds"] for one in theirs])
+    received = sorted({one["bytes"] for one in [*ours, *theirs]})
+    return {**result, "bytes": received}
+
+
+def run(ranks, arguments, folder, steps=4):
+    """Train; the median step, the seconds from the start of the launcher until the first step is
+    done, the seconds a step of every operation, what a rank spends and receives a step along the
+    data axis, and the run's folder."""
+    launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
+    command = [launcher, "-np", str(ranks), sys.executable, "-m", "hpc3d.train", *arguments]
+    command += ["--train.steps", str(steps), "--run.out", folder]
+    cores = str(len(os.sched_getaffinity(0)))
+    settings = {
+        **os.environ,
+        **OVERSUBSCRIBE,
+        **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
+    }
+    with tempfile.TemporaryFile("w+") as errors:
+        start, first = time.perf_counter(), None
+        pipe = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(command, env=settings, **pipe) as process:
+            for line in process.stdout:
+                if first is None and re.match(r" +0 ", line):
+                    first = time.perf_counter() - start
+        if process.returncode:
+            errors.seek(0)
+            raise Problems([f"{' '.join(command)} failed:", *errors.read().splitlines()])
+    where = Path(line.removeprefix("run kept in ").strip())
+    with trace.open(where / "trace.h5") as recorded:
+        return {"first_s": first, "folder": where, **times(recorded)}
+
+
+def times(recorded):
+    """The median of the steps after the first, and seconds a step summed over ranks, by op."""
+    steps, events = recorded.steps, recorded.events
+    counted = steps["step"] > 0
+    spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9
+    names = np.array(recorded.strings)[events["name"]]
+    inside, seconds = events["step"] > 0, {}
+    for name in np.unique(names[inside]):
+        total = events["dur"][inside & (names == name)].sum() * 1e-9
+        seconds[str(name)] = float(total / len(spans))
+    data = along(recorded, "d", len(spans))
+    return {"step_s": float(np.median(spans)), "seconds": seconds, "data": data}
+
+
+def along(recorded, axis, steps):
+    """Seconds and bytes a rank and step, after the first, in calls along a mesh axis."""
+    groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
+    events = recorded.events
+    calls = np.isin(events["group"], groups) & (events["step"] > 0)
+    count = steps * recorded.attrs["world_size"]
+    seconds, received = (float(events[key][calls].sum()) / count for key in ("dur", "bytes"))
+    return {"seconds": seconds * 1e-9, "bytes": received}
+
+
+def with_sizes(config, **sizes):
+    """`config` with other sizes of the model, on one rank; `batch` counts sequences."""
+    batch = sizes.pop("batch", config.train.batch)
+    model = replace(config.model, **sizes)
+    return replace(config, model=model, train=replace(config.train, batch=batch))

@@ -1,0 +1,103 @@
+"""What the code itself costs, in pairs that run one after the other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from hpc3d.shipped import shipped
+
+HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
+CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
+OVERHEAD = {
+    "hidden 512, 4 layers, 8,192 tokens, 4 x 4 x 4": HIDDEN_512,
+    "hidden 512, 4 layers, 8,192 tokens, 16 x 4 x 1": [*HIDDEN_512, *CUBOID],
+    "gpt-3d-64.toml, 4 x 4 x 4": [],
+}
+REPLICAS = ["--mesh.d", "2", "--parallel.bucket_mb", "1", "--train.batch", "32"]
+OVERLAP = {
+    "2 replicas, MPI": [*REPLICAS, "--mesh.transport", "mpi"],
+    "2 replicas, shared memory": REPLICAS,
+}
+SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
+
+
+def overhead(options):
+    from hpc3d.benchmarks import harness
+
+    results = {}
+    for label, sizes in OVERHEAD.items():
+        path = str(shipped("gpt-3d-64.toml"))
+        found = results[label] = harness.overhead(path, sizes, 64, options.rounds or 3)
+        print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {pair(found)}")
+        print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
+        print("    processor seconds a step, all ranks together     64 ranks  one rank")
+        ours, serial = found["processor"], found["processor_serial"]
+        for name in sorted(ours, key=ours.get, reverse=True)[:12]:
+            print(f"    {name:44s} {ours[name]:10.2f} {serial.get(name, 0):9.2f}")
+    return results
+
+
+def step(options):
+    from hpc3d.benchmarks import harness
+
+    results = {}
+    for label, config in serial_configs().items():
+        found = results[label] = harness.against_torch(config, options.rounds or 5)
+        print(f"{label}: hpc3d {found['ours_s']:.2f} s a step, torch eager {pair(found)}")
+    return results
+
+
+def trace(options):
+    from hpc3d.benchmarks import harness
+
+    config = serial_configs()["gpt-serial.toml"]
+    small = harness.with_sizes(config, batch=24)
+    found = harness.tracing(small, options.rounds or 20)
+    share = found["events"] * found["event_us"] / (found["theirs_s"] * 1e6)
+    print(f"traced {found['ours_s']:.3f} s a step, not traced {pair(found)}")
+    print(f"{found['events']:.0f} events of {found['event_us']:.2f} us: {share:.2%} of a step")
+    return {**found, "share": share}
+
+
+def overlap(options):
+    from hpc3d.benchmarks import harness
+
+    results = {}
+    for label, sizes in OVERLAP.items():
+        path = str(shipped("gpt-dp-vs-pp.toml"))
+        found = results[label] = harness.overlap(path, sizes, 2, options.rounds or 7)
+        times = (
+            f"{found['ours_s'] * 1e3:.1f} ms a step with overlap, {found['theirs_s'] * 1e3:.1f}"
+        )
+        spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
+        print(f"{label}: exposed {times} ms without, ratio {spread}; bytes {found['bytes']}")
+    return results
+
+
+def schemes(options):
+    from hpc3d.benchmarks import harness
+
+    folders = []
+    for name in SCHEMES:
+        done = harness.run(64, [str(shipped(f"{name}.toml"))], options.out, steps=20)
+        folders.append(str(done["folder"]))
+    report = [sys.executable, "-m", "hpc3d.report", *folders]
+    subprocess.run([*report, "--out", str(Path(options.out) / "schemes")], check=True)
+    return {"runs": folders}
+
+
+def serial_configs():
+    """The shapes of gpt-serial.toml, and those with hidden 512."""
+    from hpc3d.benchmarks import harness
+    from hpc3d.config.load import load
+    from hpc3d.config.rules import settle
+
+    config = settle(load(shipped("gpt-serial.toml"), []), 1)
+    wide = harness.with_sizes(config, hidden=512, layers=4, batch=128)
+    return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
+
+
+def pair(found):
+    """The other side of a pair and the ratio."""
+    low, high = found["ratio_min"], found["ratio_max"]
+    return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

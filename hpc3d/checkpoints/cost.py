@@ -1,0 +1,97 @@
+"""What checkpoints will take of disk and time, reported before the first step."""
+
+import hashlib
+import shutil
+import socket
+import time
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.checkpoints.sharded import shares, steps_of
+from hpc3d.plain import why
+from hpc3d.trace.segment import replacing
+
+LARGEST = 4 << 20  # bytes that are written to find out
+FILES = 2  # that a rank writes into a checkpoint
+
+
+class Probe(NamedTuple):
+    """Seconds: of a small file, and of a byte of a large one and of its SHA-256."""
+
+    file: float
+    write: float
+    digest: float
+
+
+def forecast(job, folder, trainer, keep):
+    """Lines about the checkpoints of a run in `folder`; collective over all ranks.
+
+    One rank of each node writes a few megabytes; the job is refused if it cannot.
+    """
+    share = shares(trainer.parameters, trainer.optimizer)
+    host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)
+    ranks = job.gather((host, size))
+    found = problem = None
+    if [other for other, _ in ranks].index(host) == job.rank:
+        try:
+            found = probe(folder, host, min(LARGEST, sum(size for _, size in ranks)))
+        except OSError as error:
+            problem = f"{host} cannot write to {folder}, where it is to save: {why(error)}"
+    probes, problems = zip(*job.gather((found, problem)), strict=True)
+    if any(problems):
+        job.refuse(*filter(None, problems))
+    total, fullest = sum(size for _, size in ranks), max(size for _, size in ranks)
+    told = (
+        f"checkpoints: {total / 1e6:.1f} MB each, {fullest / 1e6:.1f} MB of it on the fullest "
+        f"rank; {keep} are kept; one should take {seconds(ranks, [*filter(None, probes)]):.2g} s"
+    )
+    return [told, *filter(None, [shortage(folder, total, keep)])]
+
+
+def probe(folder, host, size):
+    """Write a small and a large file into a folder, have them on disk, and remove them."""
+    path, block = folder / f"probe-{host}", np.random.default_rng(0).bytes(size)
+    small, large = timed(written, path, block[:1]), timed(written, path, block)
+    digest = timed(hashlib.sha256, block)
+    path.unlink()
+    return Probe(small, max(0.0, large - small) / size, digest / size)
+
+
+def written(path, block):
+    with replacing(path) as temporary:
+        temporary.write_bytes(block)
+
+
+def timed(function, *arguments):
+    begin = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - begin
+
+
+def seconds(ranks, probes):
+    """Of a checkpoint: each node writes what its ranks have, then rank 0 reads all of it again.
+
+    `ranks` are (host, bytes), `probes` one a node, of which the slowest counts.
+    """
+    slowest = Probe(*map(max, zip(*probes, strict=True)))
+    count, held = Counter(host for host, _ in ranks), Counter()
+    for host, size in ranks:
+        held[host] += size
+    written = FILES * max(count.values()) * slowest.file
+    written += max(held.values()) * (slowest.write + slowest.digest)
+    return written + sum(held.values()) * slowest.digest
+
+
+def shortage(folder, size, keep):
+    """What to do where the disk will not hold those that are kept and the one that is written."""
+    present = steps_of(folder / "checkpoints")
+    has = sum(path.stat().st_size for step in present for path in step.iterdir())
+    free, wanted = shutil.disk_usage(folder).free + has, (keep + 1) * size
+    if free >= wanted:
+        return None
+    return (
+        f"checkpoints: {keep + 1} want {wanted / 1e6:.1f} MB, and {folder} has room for "
+        f"{free / 1e6:.1f} MB: make room, or lower checkpoint.keep"
+    )

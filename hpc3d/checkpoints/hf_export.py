@@ -1,0 +1,137 @@
+"""Weights as Hugging Face `transformers` has them: GPT-2's names, in safetensors.
+
+    ours                          those of GPT2LMHeadModel
+    embedding.token, .position    transformer.wte.weight, transformer.wpe.weight
+    layers.N.norm1, .norm2        transformer.h.N.ln_1, .ln_2
+    layers.N.qkv                  transformer.h.N.attn.c_attn, its columns [3, heads, D]
+    layers.N.proj                 transformer.h.N.attn.c_proj
+    layers.N.up, .down            transformer.h.N.mlp.c_fc, .c_proj
+    head.norm                     transformer.ln_f
+    head.table                    lm_head.weight; where head and embedding are tied, none
+
+Its Conv1D keeps a weight as [in, out], as we do: nothing is transposed, only the columns of qkv,
+[heads, 3, D] here, lie in another order.  A folder has config.json and model.safetensors, or
+several such files and an index of them.
+"""
+
+import json
+
+import numpy as np
+
+from hpc3d.checkpoints import safetensors
+from hpc3d.checkpoints.block_slices import whole_of
+from hpc3d.checkpoints.inspect import config_of, shapes_in
+from hpc3d.model.layers import LayerNorm
+from hpc3d.trace.segment import replacing
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+PREFIX = "transformer."
+ENDS = {
+    "embedding.token": "wte.weight",
+    "embedding.position": "wpe.weight",
+    "head.norm.gamma": "ln_f.weight",
+    "head.norm.beta": "ln_f.bias",
+    "head.table": "lm_head.weight",
+}
+LAYERS = {
+    "norm1": "ln_1",
+    "qkv": "attn.c_attn",
+    "proj": "attn.c_proj",
+    "norm2": "ln_2",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+}
+PARTS = {"gamma": "weight", "beta": "bias", "weight": "weight", "bias": "bias"}
+GELU = {"tanh": "gelu_new", "exact": "gelu"}
+SIZES = {
+    "n_layer": "layers",
+    "n_embd": "hidden",
+    "n_positions": "sequence",
+    "vocab_size": "vocabulary",
+}
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+# What a config.json may not say otherwise, because the model here has no other.
+FIXED = {
+    "model_type": "gpt2",
+    "layer_norm_epsilon": LayerNorm.EPSILON,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+
+
+def name_of(ours):
+    """GPT-2's name of a parameter, without the prefix of all but the head."""
+    if ours in ENDS:
+        return ENDS[ours]
+    _, number, layer, part = ours.split(".")
+    return f"h.{number}.{LAYERS[layer]}.{PARTS[part]}"
+
+
+def exchanged(columns, groups):
+    """An array whose columns are [*groups, D], with the two groups the other way round."""
+    parts = columns.reshape(*columns.shape[:-1], *groups, -1)
+    return parts.swapaxes(-3, -2).reshape(columns.shape)
+
+
+def written_by(target):
+    """The files that `export` writes, the weights first; ValueError if there is no place."""
+    if target.suffix == ".safetensors":
+        return [target]
+    if target.is_file():
+        raise ValueError(f"{target} is a file: name a folder, or a file NAME.safetensors")
+    return [target / WEIGHTS, target / CONFIG]
+
+
+def refuse_to_replace(target):
+    """ValueError if `export` would write over a file."""
+    for path in written_by(target):
+        if path.exists():
+            raise ValueError(f"{path} exists: name another place, or replace it with --force")
+
+
+def export(opened, target):
+    """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
+    where `target` ends in .safetensors, as that file alone; their shapes by GPT-2's names.
+    """
+    weights, *settings = written_by(target)
+    shapes, model = shapes_in(opened), config_of(opened).model
+    dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
+    arrays = {
+        prefixed(name_of(name)): value_of(opened, name, shape, dtype, model)
+        for name, shape in shapes.items()
+    }
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.write(weights, arrays)
+    for path in settings:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(settings_of(model, dtype), indent=2) + "\n")
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def prefixed(name):
+    return name if name == ENDS["head.table"] else PREFIX + name
+
+
+def value_of(opened, name, shape, dtype, model):
+    """The whole of a parameter, as GPT-2 has it."""
+    value, whole = np.empty(shape, dtype), whole_of(shape)
+    opened.fill(value.reshape(whole.bottom, whole.right), name, opened.exact, whole)
+    return exchanged(value, (model.heads, 3)) if ".qkv." in name else value
+
+
+def settings_of(model, dtype):
+    """The config.json of a model.  Its tokenizer, and so the ids of its text's ends, are unknown
+    to `transformers`."""
+    return {
+        **FIXED,
+        "architectures": ["GPT2LMHeadModel"],
+        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
+        "n_head": model.heads,
+        "activation_function": GELU[model.gelu],
+        **dict.fromkeys(DROPOUTS, model.dropout),
+        "tie_word_embeddings": model.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype.name,
+    }

@@ -1,0 +1,233 @@
+"""A GPT-2 in the files of `transformers`: what model it is, and its arrays.
+
+The files are not trusted: sizes come from arrays that are there, not from what config.json says.
+"""
+
+import json
+import re
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from hpc3d import files
+from hpc3d.checkpoints.hf_export import (
+    CONFIG,
+    DROPOUTS,
+    FIXED,
+    GELU,
+    INDEX,
+    PREFIX,
+    SIZES,
+    WEIGHTS,
+    exchanged,
+    name_of,
+)
+from hpc3d.checkpoints.inspect import shapes_of
+from hpc3d.checkpoints.safetensors import Weights
+from hpc3d.config.backend_rules import untrainable
+from hpc3d.config.input_file import ModelConfig
+from hpc3d.config.load import override, validate
+from hpc3d.config.rules import refuse, settle
+
+TABLE, POSITIONS, HEAD = map(name_of, ("embedding.token", "embedding.position", "head.table"))
+FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
+MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of older versions: no parameters
+ACTIVATIONS = {
+    **{theirs: ours for ours, theirs in GELU.items()},
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_python": "exact",
+}
+
+
+class Pretrained:
+    """The model in a folder or a file.
+
+    `model` has the keys of the section [model] that are known of it, `undecided` those that must
+    be given, each with the reason.  ValueError, in one line, if it cannot be trained here.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.places = places(weight_files(self.path))
+        told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
+        settings = read_json(told) if told.exists() else {}
+        try:
+            self.model = measured(self.entries) | told_by(settings)
+            self.model["tied"] = self.tied(settings)
+            self.undecided = undecided(settings, self.model)
+            check(self.entries, settings, self.model)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @property
+    def entries(self):
+        return {name: file.entries[stored] for name, (file, stored) in self.places.items()}
+
+    @property
+    def dtype(self):
+        """float64 if any array is so, else float32: shorter numbers are widened."""
+        stored = {entry.dtype for entry in self.entries.values()}
+        return "float64" if "F64" in stored else "float32"
+
+    def read(self, name):
+        file, stored = self.places[name]
+        return file.read(stored)
+
+    def tied(self, settings):
+        """Whether the head is the token table; a copy of that is dropped."""
+        same = HEAD not in self.places or np.array_equal(self.read(HEAD), self.read(TABLE))
+        tied = settings.get("tie_word_embeddings", True if settings else same)
+        if tied and not same:
+            raise ValueError(
+                f"{HEAD} is not {TABLE}, but {CONFIG} ties them: set tie_word_embeddings to false"
+            )
+        if tied:
+            self.places.pop(HEAD, None)
+        return tied
+
+    def parameter(self, ours, model):
+        """A parameter by our name, as the `ModelConfig` that was made of this wants it."""
+        value = self.read(name_of(ours))
+        if ours == "embedding.position":
+            return value[: model.sequence]
+        return exchanged(value, (3, model.heads)) if ".qkv." in ours else value
+
+
+def weight_files(path):
+    """The files with the weights of a folder; or that one file."""
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file or folder")
+    if (path / INDEX).exists() and not (path / WEIGHTS).exists():
+        names = read_json(path / INDEX).get("weight_map")
+        names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []
+        if not names or not all(map(FILE.fullmatch, names)):
+            raise ValueError(f"{path / INDEX}: its weight_map does not name files beside it")
+        return [Weights(path / name) for name in names]
+    file = path / WEIGHTS if path.is_dir() else path
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise ValueError(
+            f"{path}: there is no {WEIGHTS}; other files, such as pytorch_model.bin, are pickles, "
+            "which can run code: write it with model.save_pretrained(FOLDER) of transformers"
+        )
+    return [Weights(file)]
+
+
+def places(files):
+    """{GPT-2's name without prefix: (file, name in it)} of all arrays but masks."""
+    found = {}
+    for file in files:
+        for stored in file.entries:
+            name = stored.removeprefix(PREFIX)
+            if name in found:
+                raise ValueError(f"{file.path}: {name!r} is there twice")
+            if not MASKS.fullmatch(name):
+                found[name] = file, stored
+    return found
+
+
+def read_json(path):
+    """A JSON object; ValueError if a file has none."""
+    try:
+        found = json.loads(files.read(path, files.MOST_JSON))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: no JSON object")
+    return found
+
+
+def measured(entries):
+    """The sizes of a model, from the shapes of its arrays."""
+    for name in (TABLE, POSITIONS):
+        if name not in entries or len(entries[name].shape) != 2:
+            raise ValueError(f"it has no matrix {name}: it is no GPT-2")
+    vocabulary, hidden = entries[TABLE].shape
+    return {
+        "layers": len({name.split(".")[1] for name in entries if name.startswith("h.")}),
+        "hidden": hidden,
+        "sequence": entries[POSITIONS].shape[0],
+        "vocabulary": vocabulary,
+    }
+
+
+def told_by(settings):
+    """What config.json tells of a model besides its sizes; ValueError for what is not here."""
+    name = str(settings.get("activation_function", GELU["tanh"]))
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"{CONFIG}: activation_function = {name!r}: known here: {', '.join(ACTIVATIONS)}"
+        )
+    for key, value in FIXED.items():
+        if settings.get(key, value) != value:
+            raise ValueError(f"{CONFIG}: {key} = {settings[key]!r}: here it can be {value!r} only")
+    heads = settings.get("n_head", settings.get("num_attention_heads"))
+    rates = dropouts(settings)
+    return {
+        "gelu": ACTIVATIONS[name],
+        **({} if heads is None else {"heads": heads}),
+        **({"dropout": rates[0]} if rates and rates == rates[:1] * len(rates) else {}),
+    }
+
+
+def dropouts(settings):
+    return [settings[key] for key in DROPOUTS if key in settings]
+
+
+def undecided(settings, model):
+    """The keys of [model] that a user must give, each with the reason."""
+    reasons = {}
+    if "heads" not in model:
+        reasons["heads"] = f"there is no {CONFIG} that tells n_head"
+    if dropouts(settings) and "dropout" not in model:
+        rates = ", ".join(f"{key} = {settings[key]!r}" for key in DROPOUTS if key in settings)
+        reasons["dropout"] = f"{CONFIG} has {rates}, and there is one rate here"
+    return reasons
+
+
+def check(entries, settings, model):
+    """ValueError where config.json says other sizes, or the arrays are not those of a GPT-2."""
+    for theirs, ours in SIZES.items():
+        if settings.get(theirs, model[ours]) != model[ours]:
+            raise ValueError(f"{CONFIG}: {theirs} = {settings[theirs]!r}, but it is {model[ours]}")
+    if settings.get("n_inner") not in (None, 4 * model["hidden"]):
+        raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
+    sizes = {key: model[key] for key in SIZES.values()}
+    shapes = shapes_of(ModelConfig(**sizes, tied=bool(model["tied"])))
+    shapes = {name_of(ours): shape for ours, shape in shapes.items()}
+    if lacking := [name for name in shapes if name not in entries]:
+        raise ValueError(f"it lacks {listed(lacking)}")
+    if surplus := [name for name in entries if name not in shapes]:
+        raise ValueError(f"{listed(surplus)}: no part of a GPT-2")
+    for name, shape in shapes.items():
+        if entries[name].shape != shape:
+            found = list(entries[name].shape)
+            raise ValueError(f"{name} is {found}: it should be {list(shape)}")
+
+
+def listed(names):
+    """The first of some names, and how many more there are."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + rest
+
+
+def configured(pretrained, words):
+    """The configuration of a run with this model; `words` are options `--section.key value`.
+
+    The model is as it is: given may be what is undecided, the dropout, and a shorter sequence.
+    """
+    tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
+    override(tree, words)
+    config = validate(tree)
+    for key, reason in pretrained.undecided.items():
+        if key not in tree["model"]:
+            raise ValueError(f"{pretrained.path}: {reason}: give --model.{key}")
+    for key, known in pretrained.model.items():
+        asked = getattr(config.model, key)
+        shorter = key == "sequence" and asked < known
+        if asked != known and key != "dropout" and not shorter:
+            raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
+    settle(config, prod(config.mesh.sizes().values()))
+    refuse([*untrainable(config)])
+    return config

@@ -1,0 +1,167 @@
+"""What a checkpoint holds, and whether it is all there."""
+
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc3d.checkpoints.block_slices import uncovered, whole_of
+from hpc3d.checkpoints.manifest import STATES
+from hpc3d.checkpoints.sharded import Checkpoint, steps_of
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.config.load import stored
+from hpc3d.config.rules import refuse, unknown_values, wrong_parts
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import Part, build
+from hpc3d.plain import Problems, lines_of
+from hpc3d.tensor.split import Split
+from hpc3d.training.trainer import shape_of
+
+
+class Tensor(NamedTuple):
+    """A parameter of global `shape`; `kinds` are its value and what the optimiser keeps of it,
+    `bytes` those of all kinds."""
+
+    name: str
+    shape: tuple
+    dtype: str
+    kinds: tuple
+    bytes: int
+
+
+def checkpoints(path):
+    """The folders of the checkpoints that a path names, the newest first: a checkpoint, or a run
+    with several.  ValueError if it has none."""
+    path = Path(path)
+    if (path / "manifest.json").exists() or path in steps_of(path.parent):
+        return [path]
+    found = steps_of(path / "checkpoints") or steps_of(path)
+    if not found:
+        raise ValueError(
+            f"{path}: no checkpoint is there; name a run that saved (checkpoint.every), or a "
+            "folder step-00000010"
+        )
+    return found
+
+
+def latest(parent):
+    """The name of the checkpoint that was finished last; empty if that is not on record."""
+    try:
+        return (parent / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def config_of(opened):
+    """The configuration that wrote a checkpoint; ValueError if its manifest has no valid one."""
+    try:
+        config = stored(opened.header["config"])
+        refuse([*unknown_values(config), *wrong_parts(config)])
+        if config.model.vocabulary is None:
+            raise ValueError("model.vocabulary is not settled")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = "; ".join(lines_of(error))
+        raise ValueError(f"{opened.folder}: no configuration can be read: {reason}") from None
+    return config
+
+
+def shapes_of(model):
+    """{name: global shape} of the parameters of a model, in the order of the forward pass."""
+    mesh = Mesh({}, {}, {}, Self())
+    parameters = Parameters(mesh, "float32")
+    whole = Part(range(model.layers), True, True)
+    build(mesh, parameters, shape_of(model, model.vocabulary), Split(), [whole])
+    return {item.name: item.shape for item in parameters}
+
+
+def shapes_in(opened):
+    """The same of the model that a checkpoint is of; ValueError if it has other layers."""
+    model = config_of(opened).model
+    layers = {name.split(".")[1] for name, _ in opened.sources if name.startswith("layers.")}
+    if len(layers) != model.layers:
+        raise ValueError(
+            f"{opened.folder}: {len(layers)} layers are there, but its model.layers = "
+            f"{model.layers}: it is damaged"
+        )
+    return shapes_of(model)
+
+
+def tensors(opened):
+    """The `Tensor`s of a checkpoint."""
+    kinds = kinds_of(opened)
+    for name, shape in shapes_in(opened).items():
+        sources = [opened.sources[name, kind] for kind in kinds if (name, kind) in opened.sources]
+        dtypes = [parts[0][0].dtype for parts in sources]
+        nbytes = prod(shape) * sum(dtype.itemsize for dtype in dtypes)
+        yield Tensor(name, shape, dtypes[0].name if dtypes else "", kinds, nbytes)
+
+
+def kinds_of(opened):
+    """Those of the arrays in a checkpoint; the value is always one of them."""
+    found = {kind for _, kind in opened.sources} | {"value"}
+    return tuple(kind for kind in STATES if kind in found)
+
+
+def about(opened):
+    """What `show` tells of a checkpoint, as plain values."""
+    config, held = config_of(opened), [*tensors(opened)]
+    parallel, written = config.parallel, (opened.folder / "manifest.json").stat().st_mtime
+    return {
+        "folder": str(opened.folder),
+        "step": opened.header["step"],
+        "updates": opened.header["updates"],
+        "written_utc": datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
+        "files": len(opened.files),
+        "mesh": {axis: size for axis, size in config.mesh.sizes().items() if size > 1},
+        "parallel": {
+            "scheme": parallel.scheme,
+            "split": parallel.split,
+            "schedule": parallel.schedule,
+            "zero": parallel.zero,
+        },
+        "tensors": [tensor._asdict() for tensor in held],
+        "parameters": sum(prod(tensor.shape) for tensor in held),
+        "bytes": sum(file["bytes"] for file in opened.files),
+    }
+
+
+def problems(folder):
+    """A line for everything that is wrong with a checkpoint; reads all of it."""
+    try:
+        opened = Checkpoint(folder)
+        shapes = shapes_in(opened)
+    except ValueError as error:
+        return [str(error)]
+    count = len(opened.files)
+    damaged = [line for number in range(count) if (line := opened.damage(number, count))]
+    return damaged + [f"{folder}: {line}" for line in inconsistencies(opened, shapes)]
+
+
+def newest_whole(folders):
+    """The first whole one of some checkpoints, and what is wrong with those before it.
+
+    ValueError with all that is wrong if there is no whole one.
+    """
+    wrong = []
+    for folder in folders:
+        found = problems(folder)
+        if not found:
+            return Checkpoint(folder), wrong
+        wrong += found
+    raise Problems(wrong)
+
+
+def inconsistencies(opened, shapes):
+    """What cannot be in a manifest: another step than the folder's, tensors that no model of these
+    `shapes` has, and those of which there is not every element once."""
+    step = opened.header["step"]
+    if opened.folder.name.startswith("step-") and opened.folder.name != f"step-{step:08d}":
+        yield f"its manifest is of step {step}"
+    keys = [(name, kind) for kind in kinds_of(opened) for name in shapes]
+    for name, kind in opened.sources.keys() - {*keys}:
+        yield f"its model has no {name}, {kind}"
+    for name, kind in keys:
+        parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
+        if fault := uncovered(parts, whole_of(shapes[name])):
+            yield f"{name}, {kind}: {fault}"

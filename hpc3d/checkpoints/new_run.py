@@ -1,0 +1,83 @@
+"""A run that begins with given weights: its folder, with a checkpoint before the first step."""
+
+import os
+import shlex
+import shutil
+import sys
+from contextlib import contextmanager
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.checkpoints.block_slices import whole_of
+from hpc3d.checkpoints.inspect import shapes_of
+from hpc3d.checkpoints.sharded import Piece, complete, write_shard
+from hpc3d.config.load import to_toml
+from hpc3d.trace.segment import replacing, sync
+
+
+class Beginning(NamedTuple):
+    """The state of a model that has made no step: what `Snapshot` is of a run, for one rank that
+    holds all of it.  The arrays are made one after the other."""
+
+    pieces: list
+    arrays: object
+    nbytes: int
+
+
+def state(shapes, dtype, read):
+    """The `Beginning` with values `read(name)` and an optimiser that has seen nothing."""
+    pieces, offset = [], 0
+    for name, shape in shapes.items():
+        for kind in ("value", "first", "second"):
+            pieces.append(Piece(name, kind, dtype.str, offset, [whole_of(shape)]))
+            offset += prod(shape) * dtype.itemsize
+
+    def arrays():
+        for name, shape in shapes.items():
+            yield read(name).astype(dtype).ravel()
+            yield from np.zeros((2, prod(shape)), dtype)
+
+    return Beginning(pieces, arrays(), offset)
+
+
+def begin(run, config, read):
+    """Make the folder of a run that `train --resume` takes; `read(name, model)` gives the value of
+    a parameter, `model` being the section of `config`.  Returns {name: shape} of them.
+
+    It gets its name when all of it is on disk.  ValueError if it is there and not empty.  A run in
+    16 bits begins with values of 32, which its master copies keep.
+    """
+    if run.exists() and not (run.is_dir() and not any(run.iterdir())):
+        raise ValueError(f"{run} exists: a run is never written over; name another folder")
+    shapes, text = shapes_of(config.model), to_toml(config)
+    header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}
+    with becoming(run) as folder:
+        write(folder / "config.toml", text)
+        write(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
+        shard = folder / "checkpoints" / "step-00000000.tmp"
+        shard.mkdir(parents=True)
+        dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
+        write_shard(shard, 0, state(shapes, dtype, lambda name: read(name, config.model)))
+        if damage := complete(shard, 1, header, keep=1):
+            raise ValueError(damage)
+    return shapes
+
+
+def write(path, text):
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def becoming(folder):
+    """A folder with a temporary name, which it loses if the block succeeds; else it is removed."""
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

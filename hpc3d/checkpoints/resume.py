@@ -1,0 +1,191 @@
+"""Going on with a run: its folder, what changes, the state of its newest whole checkpoint."""
+
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+
+from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
+from hpc3d.config.input_file import MeshConfig
+from hpc3d.config.load import flat, load
+from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.plain import Problems, lines_of
+from hpc3d.training.optimizer import FLOOR, OPTIMIZERS, learning_rate
+
+OF_ANOTHER = "it is of another model or optimiser"
+NOTHING = "{}: no checkpoint to resume from; train anew"
+
+
+def run_to_resume(words):
+    """The folder that --resume names, which is taken out of the words; None without it."""
+    for place, word in enumerate(words):
+        if word.startswith("--resume="):
+            words[place : place + 1] = word.split("=", 1)
+    if "--resume" not in words:
+        return None
+    place = words.index("--resume")
+    run = Path((words[place + 1 : place + 2] or [""])[0])
+    del words[place : place + 2]
+    try:
+        if (run / "config.toml").is_file():
+            return run.absolute()
+        problem = "no run is there"
+    except OSError as error:
+        problem = error.strerror
+    raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
+
+
+def fitted(config, ranks):
+    """A stored configuration whose mesh gives way, where it is of another number of ranks."""
+    refuse([*unknown_values(config)])
+    mesh = config.mesh
+    if prod(mesh.sizes().values()) == ranks or None in (mesh.x, mesh.y, mesh.z):
+        return config
+    stages = mesh.p * mesh.d
+    kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}
+    mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
+    freed = {} if kept else {"schedule": None, "chunks": None, "stages": None, "zero": 0}
+    return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
+
+
+def continued(run, config):
+    """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
+
+    ValueError, before anything is changed, if it cannot go on.
+    """
+    done = check(run, config)
+    begun = load(run / "config.toml", []).train if done else config.train
+    config = laid_out(config, begun)
+    return config, [*changes(run, config), *rates(begun, config.train, done)]
+
+
+def changes(run, config):
+    """A line for each setting that is not what it was in the run; what was open is no such."""
+    before, now = flat(load(run / "config.toml", [])), flat(config)
+    return [
+        f"{key} was {before[key]}, is {now[key]}"
+        for key in now
+        if before[key] not in (None, now[key])
+    ]
+
+
+def check(run, config):
+    """How many steps are done, of the newest checkpoint that seems whole.
+
+    ValueError, before anything is changed, if there is nothing to go on from, as far as that can
+    be told without reading it all, or nothing left to do.
+    """
+    wrong = []
+    for folder in steps_of(run / "checkpoints"):
+        if not (problem := attempt(lambda folder=folder: misfit(Checkpoint(folder), config))):
+            break
+        wrong.append(problem)
+    else:
+        raise Problems([*wrong, NOTHING.format(run)])
+    if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
+        raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
+    return done
+
+
+def laid_out(config, begun=None):
+    """`config` with its `train.decay_steps` settled: where none are given those of the section
+    [train] that a run has `begun` with, so that more steps do not raise the learning rate again.
+    ValueError if the warm-up is longer than that now."""
+    steps = config.train.decay_steps or (begun or config.train).decaying()
+    config = replace(config, train=replace(config.train, decay_steps=steps))
+    refuse([*unknown_values(config)])
+    return config
+
+
+def rates(begun, train, done):
+    """Where the learning rate of a run that was `begun` with another section [train], and has
+    `done` so many steps, does not just decay on: a line each."""
+    if train.decay == "constant":
+        return
+    if train.decay_steps != begun.decaying():
+        before, after = learning_rate(begun, done - 1), learning_rate(train, done)
+        yield (
+            f"the learning rate decays over {train.decay_steps} steps now, not {begun.decaying()}:"
+            f" it was {before:.3e} in step {done - 1} and is {after:.3e} in step {done}"
+        )
+    if train.steps > train.decay_steps:
+        first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
+        yield (
+            f"the learning rate was laid out over train.decay_steps = {train.decay_steps}: from "
+            f"step {first} on it stays at {rate:.3e}, {FLOOR:.0%} of train.learning_rate; for a "
+            f"decay over all steps give --train.decay_steps {train.steps}"
+        )
+
+
+def resume(job, run, trainer, say):
+    """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
+    number of the next step.
+
+    `say(line)` is told which one that is, and what is wrong with those after it.
+    """
+    opened, wrong = newest(job, run, trainer)
+    if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
+        job.refuse(*problems)
+    trainer.optimizer.steps = opened.header["updates"]
+    trainer.scaling.restore(opened.header.get("loss_scale"))
+    for line in wrong:
+        say(f"resume: {line}")
+    say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    go_on(trainer.feed.batches, opened.header)
+    return opened.header["step"]
+
+
+def go_on(batches, header):
+    """Rank 0: let the data begin where the position in a manifest says; by itself it begins
+    behind as many steps of today's batch."""
+    match header.get("position"):
+        case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
+            batches.go_on(header["step"], sequences)
+
+
+def newest(job, run, trainer):
+    """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
+    what is wrong with those after it.  The job is refused without one."""
+    wrong = []
+    for folder in job.agree(lambda: steps_of(run / "checkpoints")):
+        opened = None
+
+        def look(folder=folder):
+            """Read this rank's part of all files; rank 0 also sees whose they are."""
+            nonlocal opened
+            opened = Checkpoint(folder)
+            damage = opened.damage(job.rank, job.size)
+            return damage or (misfit(opened, trainer.config) if job.rank == 0 else None)
+
+        problems = agreed(job, attempt(look))
+        if not problems:
+            return opened, wrong
+        wrong += problems
+    job.refuse(*wrong, NOTHING.format(run))
+
+
+def attempt(function, *arguments):
+    """What `function` says is wrong, or its OSError or ValueError does, in one line."""
+    try:
+        return function(*arguments)
+    except (OSError, ValueError) as error:
+        return "; ".join(lines_of(error))
+
+
+def agreed(job, problem):
+    """The problems of all ranks, each once."""
+    return [*dict.fromkeys(line for line in job.gather(problem) if line)]
+
+
+def misfit(opened, config):
+    """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
+    from hpc3d.checkpoints.inspect import config_of, inconsistencies, kinds_of, shapes_of
+
+    stored, asked = (asdict(each.model) for each in (config_of(opened), config))
+    for key in stored:
+        if stored[key] != asked[key] and key != "dropout":
+            return f"{opened.folder} has model.{key} = {stored[key]}: {OF_ANOTHER}"
+    needed = OPTIMIZERS[config.train.optimizer].MOMENTS
+    if lacking := {*needed} - {*kinds_of(opened)}:
+        return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {OF_ANOTHER}"
+    found = inconsistencies(opened, shapes_of(config.model))
+    return next((f"{opened.folder}: {problem}" for problem in found), None)

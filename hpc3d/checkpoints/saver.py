@@ -1,0 +1,97 @@
+"""Checkpoints of a run as it goes."""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+from hpc3d.checkpoints.sharded import Snapshot, complete, write_shard
+from hpc3d.trace.segment import sync
+
+
+class Saver:
+    """Saves the state of a trainer as `how` says: after every `every`-th step and the last one
+    (0: never), of which it keeps `keep`.
+
+    The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
+    checkpoint.  `header(done)` is plain data for the manifest; `say(line)` is told, on rank 0,
+    what was saved.
+    """
+
+    def __init__(self, folder, trainer, how, header, say):
+        self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
+        self.how, self.say, self.thread, self.saved = how, say, None, 0
+        self.told = ""  # by the thread, of what it has written
+        self.exposed = 0.0  # seconds that the rank did not go on
+
+    def after(self, number):
+        """Save if it is time to, after step `number`."""
+        if self.thread and not self.thread.is_alive():
+            self.wait()
+        done, last = number + 1, self.trainer.config.train.steps
+        if self.how.every and (done % self.how.every == 0 or done == last):
+            self.save(done)
+
+    def stop(self, number):
+        """Save after step `number` if that has not been done; whether there is anything to save.
+
+        An asynchronous schedule has passes in flight that no checkpoint holds.
+        """
+        if self.trainer.feed.asynchronous:
+            return False
+        if self.saved != number + 1:
+            self.save(number + 1)
+        return True
+
+    def save(self, done):
+        """Save the state after `done` steps; waits for the one before to be on disk."""
+        self.wait()
+        trainer, self.saved, begin = self.trainer, done, time.monotonic()
+        with trainer.mesh.trace.span("snapshot", "none"):
+            snapshot = Snapshot(trainer.parameters, trainer.optimizer)
+        self.exposed = time.monotonic() - begin
+        header = self.header(done) | {"step": done, "updates": trainer.optimizer.steps}
+        header["loss_scale"] = trainer.scaling.state()
+        self.thread = threading.Thread(target=self.try_to_write, args=(snapshot, header, begin))
+        self.thread.start()
+
+    def try_to_write(self, *arguments):
+        """`write`, whose error names a file, or the folder."""
+        try:
+            self.write(*arguments)
+        except OSError as error:
+            error.filename = error.filename or self.parent
+            raise
+
+    def write(self, snapshot, header, begin):
+        mesh = self.trainer.mesh
+        final = self.parent / f"step-{header['step']:08d}"
+        folder = final.with_suffix(".tmp")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shard(folder, mesh.rank, snapshot)
+        if mesh.rank == 0:
+            sync(self.parent.parent)
+            damage = complete(folder, mesh.ranks, header, self.how.keep)
+            size = sum(path.stat().st_size for path in final.iterdir())
+            seconds = time.monotonic() - begin
+            self.told = (
+                damage or f"checkpoint {final.name}: {size / 1e6:.1f} MB in {seconds:.2f} s"
+            )
+
+    def wait(self):
+        """Until what was begun is on disk."""
+        if not self.thread:
+            return
+        begin = time.monotonic()
+        with self.trainer.mesh.trace.span("checkpoint", "none"):
+            self.thread.join()
+        self.exposed += time.monotonic() - begin
+        if self.told:
+            self.say(f"{self.told}, {self.exposed:.2f} s of it in the way of training")
+        self.thread, self.told = None, ""
+
+
+def clear(run_dir):
+    """Remove what a killed run had begun to save."""
+    for folder in (Path(run_dir) / "checkpoints").glob("step-????????.tmp"):
+        shutil.rmtree(folder)

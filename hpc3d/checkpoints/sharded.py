@@ -1,0 +1,250 @@
+"""The state of a run on disk, in pieces that any layout can read.
+
+    checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
+
+A rank writes the parameters and optimiser states whose copy on it counts, each once: what it holds
+of a tensor is a few rectangles of it.  The manifest, written last, has the rectangles of all files
+and their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder gets its
+name when all of it is on disk: a checkpoint is whole or not there.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.arrays.pool import from_host, on_host, to_host
+from hpc3d.checkpoints.block_slices import Rectangle, rectangles
+from hpc3d.checkpoints.manifest import FORMAT, STATES, VERSION, name_of, read_manifest, type_of
+from hpc3d.plain import why
+from hpc3d.trace.segment import naming, replacing, sync
+
+
+def block_of(item, mesh):
+    """The rectangle of this rank's block of a parameter; without the padding of a table."""
+    *rows, columns = item.layout.slices(item.shape, mesh)
+    rows = rows[0] if rows else slice(0, 1)
+    end = min(rows.stop, item.rows) if item.rows else rows.stop
+    return Rectangle(rows.start, max(rows.start, end), columns.start, columns.stop)
+
+
+class Piece(NamedTuple):
+    """What a rank holds of one array of a tensor: consecutive elements, at `offset` bytes."""
+
+    name: str
+    kind: str
+    dtype: str
+    offset: int
+    rectangles: list
+
+
+class Snapshot:
+    """A copy of this rank's share of the state, on the host: `pieces` and the bytes of each."""
+
+    def __init__(self, parameters, optimizer):
+        self.pieces, self.arrays, offset = [], [], 0
+        for name, kind, parts, elements in shares(parameters, optimizer):
+            self.pieces.append(Piece(name, kind, name_of(elements.dtype), offset, parts))
+            self.arrays.append(to_host(elements).view(np.uint8))
+            offset += elements.nbytes
+
+    @property
+    def nbytes(self):
+        return sum(array.nbytes for array in self.arrays)
+
+
+def shares(parameters, optimizer):
+    """(name, kind, rectangles, their elements) of all arrays whose copy on this rank counts."""
+    for item, place in parameters.places.items():
+        if parameters.counts(item):
+            block, first = block_of(item, parameters.mesh), place.own_value.start
+            for kind, array in arrays(place, parameters, optimizer):
+                start = first - place.value.start
+                parts = rectangles(block, start, start + len(array))
+                yield item.name, kind, parts, array[: sum(part.size for part in parts)]
+
+
+def arrays(place, parameters, optimizer):
+    """(kind, this rank's own elements) of a parameter that lies at `place`."""
+    yield "value", parameters.value[place.own_value]
+    for kind in STATES[1:]:
+        state = getattr(optimizer, kind, None)
+        if state is not None:
+            yield kind, state[place.state]
+
+
+# Writing
+
+
+def write_shard(folder, rank, snapshot):
+    """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256.
+
+    The second is a message to rank 0, which may give the folder its name as soon as it sees it:
+    nothing here touches the folder afterwards.
+    """
+    path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for array in snapshot.arrays:
+            digest.update(array)
+            file.write(array)
+    index = {"file": path.name, "bytes": snapshot.nbytes, "sha256": digest.hexdigest()}
+    index["pieces"] = snapshot.pieces
+    message = path.with_suffix(".json.tmp")
+    with naming(message):
+        message.write_text(json.dumps(index), encoding="utf-8")
+    os.replace(message, path.with_suffix(".json"))
+
+
+def complete(folder, ranks, header, keep):
+    """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
+    it the latest, read it again, and remove all before it but `keep` - 1; or return what is wrong
+    with it, and remove none.
+
+    Those of later steps are what an attempt left that did not go on from them: they stay.
+    """
+    paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    header = {"format": FORMAT, "version": VERSION, **header}
+    with replacing(folder / "manifest.json") as temporary:
+        temporary.write_text(json.dumps({**header, "files": files}), encoding="utf-8")
+    for path in paths:
+        path.unlink()
+    final = folder.with_suffix("")
+    if final.exists():  # one that was not whole, or that another attempt has passed
+        discard(final)
+    os.replace(folder, final)
+    sync(final.parent)
+    with replacing(final.parent / "latest") as temporary:
+        temporary.write_text(final.name + "\n", encoding="utf-8")
+    if damage := Checkpoint(final).damage():
+        return damage
+    before = [path for path in steps_of(final.parent) if path.name < final.name]
+    for old in before[keep - 1 :]:
+        discard(old)
+    return None
+
+
+def discard(folder):
+    """Remove a checkpoint: first its manifest, so that what is left of it is not a checkpoint.  A
+    folder that someone made in it stays, and so does what NFS keeps of files that are open."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
+        if not path.is_dir():
+            path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def told(error):
+    """An error in words, with the name of its file."""
+    name = getattr(error, "filename", None)
+    return f"{Path(name).name}: {why(error)}" if name else error
+
+
+def steps_of(parent):
+    """The checkpoints of a run, the newest first."""
+    found = [path for path in Path(parent).glob("step-????????") if path.is_dir()]
+    return sorted(found, reverse=True)
+
+
+# Reading
+
+
+class Checkpoint:
+    """A checkpoint to be read from; `header` is its manifest without the files.
+
+    ValueError, which names what is wrong, if the manifest or a file's size is.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        try:
+            self.header, self.files = read_manifest(self.folder)
+            self._check_sizes()
+            self.sources = self._sources()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder} is no whole checkpoint: {told(error)}") from None
+
+    def _check_sizes(self):
+        for file in self.files:
+            path = self.folder / file["file"]
+            size = path.stat().st_size
+            if not path.is_file() or size != file["bytes"]:
+                raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
+
+    def _sources(self):
+        """(name, kind) -> [(array of elements, rectangle)]."""
+        sources = {}
+        for file in self.files:
+            data = np.memmap(self.folder / file["file"], "u1", "r") if file["bytes"] else None
+            for name, kind, stored, offset, parts in file["pieces"]:
+                dtype = type_of(stored)
+                for part in itertools.starmap(Rectangle, parts):
+                    nbytes = part.size * dtype.itemsize
+                    elements = data[offset : offset + nbytes].view(dtype)
+                    shape = part.bottom - part.top, part.right - part.left
+                    found = elements.reshape(shape), part
+                    sources.setdefault((name, kind), []).append(found)
+                    offset += nbytes
+        return sources
+
+    @property
+    def exact(self):
+        """The kind that has the values in full: their master copies, where there are any."""
+        return "master" if any(kind == "master" for _, kind in self.sources) else "value"
+
+    def damage(self, number=0, of=1):
+        """What is wrong with the first bad file of every `of`-th from `number` on; None if none
+        was changed."""
+        for file in self.files[number::of]:
+            with (self.folder / file["file"]).open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != file["sha256"]:
+                return f"{self.folder}: {file['file']} was changed or damaged on disk"
+        return None
+
+    def fill(self, array, name, kind, rectangle):
+        """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""
+        absent = np.ones(array.shape, bool)
+        for elements, part in self.sources.get((name, kind), ()):
+            both = part.within(rectangle)
+            if both.size:
+                array[both.of(rectangle)] = elements[both.of(part)]
+                absent[both.of(rectangle)] = False
+        if missing := np.count_nonzero(absent):
+            raise ValueError(
+                f"{self.folder} lacks {missing} of {rectangle.size} elements of {name}, {kind}: "
+                "it is of another model or optimiser"
+            )
+
+
+def restore(checkpoint, parameters, optimizer):
+    """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint and
+    in whatever type: values and their master copies come from those that are there in full."""
+    exact = checkpoint.exact
+    for item, place in parameters.places.items():
+        block = block_of(item, parameters.mesh)
+        fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
+        first = place.own_value.start - place.value.start
+        for kind in STATES[1:]:
+            state = getattr(optimizer, kind, None)
+            if state is not None:
+                stored = exact if kind == "master" else kind
+                fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
+
+
+def fill_flat(checkpoint, flat, name, kind, block, first):
+    """Fill consecutive elements of a block, from its element `first` on; padding stays."""
+    host, done = on_host(flat), 0
+    for part in rectangles(block, first, first + len(flat)):
+        shape = part.bottom - part.top, part.right - part.left
+        checkpoint.fill(host[done : done + part.size].reshape(shape), name, kind, part)
+        done += part.size
+    if host is not flat:
+        from_host(flat, host)

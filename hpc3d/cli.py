@@ -1,0 +1,74 @@
+"""What the commands have in common that need no launcher: their parser, and how they end."""
+
+import argparse
+import os
+import sys
+
+from hpc3d.limits import INT32, MOST_RANKS
+from hpc3d.patience import patience
+from hpc3d.plain import lines_of, plain, plain_streams
+from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED
+
+EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of `python -m hpc3d.<verb>`: keeps the lines of its description, takes no
+    abbreviations, and says in one line what is wrong."""
+
+    def __init__(self, verb, description, epilog=EXITS, **how):
+        super().__init__(
+            f"python -m hpc3d.{verb}",
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **how,
+        )
+        self.verb = verb.split()[0]
+
+    def error(self, message):
+        self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
+
+
+def run(verb, body):
+    """The exit code of `body()`, 0 if it returns none; for bad input lines and its code."""
+    with plain_streams():
+        try:
+            with patience(verb):
+                return body() or 0
+        except BrokenPipeError:
+            read_no_more()
+            return 0
+        except REFUSED as error:
+            complain(verb, lines_of(error))
+            return BAD_INPUT
+
+
+def complain(verb, lines):
+    """Say what is wrong."""
+    for line in lines:
+        print(f"hpc3d.{verb}: {plain(line)}", file=sys.stderr)
+
+
+def read_no_more():
+    """Who reads our output has enough, also of what Python flushes when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def whole(least, most):
+    """The type of an option that takes whole numbers between two."""
+
+    def number(text):
+        digits = text.strip()
+        sound = digits.isascii() and digits.isdecimal() and len(digits) <= len(str(most))
+        if not (sound and least <= int(digits) <= most):
+            wanted = f"must be a whole number, {least} or more and {most} at most"
+            raise argparse.ArgumentTypeError(f"{text:.40}: {wanted}")
+        return int(digits)
+
+    return number
+
+
+positive = whole(1, INT32)
+number_of_ranks = whole(1, MOST_RANKS)

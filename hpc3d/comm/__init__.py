@@ -1,0 +1,1 @@
+"""What ranks say to each other: the mesh and its communicators."""

@@ -1,0 +1,1 @@
+"""Algorithm-based fault tolerance: checksums of products and of messages."""

@@ -1,0 +1,240 @@
+"""A communicator that notes what it was given and what came, and compares notes with its peers."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.abft.checksum import largest, norm, quiet, slack, terms, words
+from hpc3d.comm.communicator import Communicator
+from hpc3d.comm.mesh import along
+
+ROWS = 64  # of a fresh table of notes
+
+
+class Note(NamedTuple):
+    """A call: its name, number of elements and type, and where in the program it was made."""
+
+    op: str
+    size: int
+    dtype: np.dtype
+    step: int
+    layer: int
+    phase: str
+
+    def __str__(self):
+        return f"{place(self)}: {self.op} of {self.size} elements of {self.dtype}"
+
+
+def place(where):
+    """The step, layer and phase of a trace or a note, in words."""
+    layer = f"layer {where.layer}, " if where.layer >= 0 else ""
+    return f"step {where.step}, {layer}{where.phase}"
+
+
+class Checked(Communicator):
+    """A communicator whose calls are noted in a ledger while it is active.
+
+    A row of `rows` is a call: for each member what was given to it, then what came from it.  Of a
+    sum only one number comes; behind it stands the norm of the sums of the rows that were given.
+    """
+
+    def __init__(self, comm, ledger, axis):
+        super().__init__(comm.rank, comm.size, comm.members, comm.pool)
+        self.comm, self.ledger, self.axis = comm, ledger, axis
+        self.buffer, self.together = comm.buffer, comm.together
+        self.rows, self.notes = np.zeros((ROWS, 2 * self.size), np.uint64), []
+        self.came = np.zeros((ROWS, self.size), bool)
+        self.sums, self.maxima = {}, []
+        self.posted, self.awaited = Counter(), Counter()
+        self.sent, self.arrived = {}, {}
+
+    def gather_rows(self, block):
+        pending = self.comm.gather_rows(block)
+        return self.moving("all_gather", block, pending, 1, [*range(self.size)])
+
+    def spread(self, block, root):
+        return self.moving("broadcast", block, self.comm.spread(block, root), 1, [root])
+
+    def exchange(self, block):
+        pending = self.comm.exchange(block)
+        return self.moving("all_to_all", block, pending, self.size, [*range(self.size)])
+
+    def scatter_rows(self, block):
+        pending = self.comm.scatter_rows(block)
+        return self.adding("reduce_scatter", block, pending, self.size)
+
+    def collect(self, block, root):
+        return self.adding("reduce", block, self.comm.collect(block, root), 1, self.rank == root)
+
+    def sum_all(self, block, op):
+        pending = self.comm.sum_all(block, op)
+        if op == "sum":
+            return self.adding("all_reduce", block, pending, 1)
+        if not self.ledger.active:
+            return pending
+        row = self.open("all_reduce", block)
+        self.maxima.append(row)
+        return pending.then(lambda total: self.same(row, total))
+
+    def open(self, op, block):
+        """A new row; its number."""
+        if len(self.notes) == len(self.rows):
+            self.rows, self.came = (
+                np.concatenate([table, np.zeros_like(table)]) for table in (self.rows, self.came)
+            )
+        self.notes.append(self.note(op, block))
+        return len(self.notes) - 1
+
+    def note(self, op, block):
+        trace = self.ledger.trace
+        return Note(op, block.size, block.dtype, trace.step, trace.layer, trace.phase)
+
+    def moving(self, op, block, pending, parts, givers):
+        """Note a call in which a member gives `parts` parts, and gets one of each of `givers`."""
+        if not self.ledger.active:
+            return pending
+        row = self.open(op, block)
+        self.rows[row, : self.size] = words(block, parts)
+
+        def check(whole):
+            at = self.watched(whole, givers)
+            parts = whole.reshape(len(givers), -1)
+            for giver in at:
+                self.rows[row, self.size + giver] = words(parts[givers.index(giver)])[0]
+            self.came[row, at] = True
+            return whole
+
+        return pending.then(check)
+
+    def watched(self, whole, givers):
+        """Whose parts this member looks at: where all see one memory, one of them each."""
+        if whole.flags.writeable:
+            return givers
+        number, readers = self.comm.readers
+        return givers[(number + 1) % min(readers, len(givers)) :: readers]
+
+    def same(self, row, total):
+        self.rows[row, self.size] = words(total)[0]
+        return total
+
+    def adding(self, op, block, pending, parts, gets=True):
+        """Note a call that sums `parts` parts over the members; this one `gets` one of them."""
+        if not self.ledger.active:
+            return pending
+        row, signs = self.open(op, block), self.ledger.signs
+        numbers, sums = self.rows[row].view(np.float64), self.ledger.rows(block, parts)
+        numbers[: self.size] = signs.total(sums)
+        numbers[self.size + 1] = norm(sums)
+        share = slack(block.dtype, terms(block), self.size)
+
+        def check(total):
+            if gets:
+                self.sums[row] = share, norm(total)
+                self.rows[row].view(np.float64)[self.size] = signs.total(signs.rows(total))[0]
+            return total
+
+        return pending.then(check)
+
+    def post(self, block, peer):
+        key = peer, self.posted[peer]
+        self.posted[peer] += 1
+        if self.ledger.active:
+            self.sent[key] = words(block)[0], None
+        return self.comm.post(block, peer)
+
+    def take(self, shape, dtype, peer):
+        key = peer, self.awaited[peer]
+        self.awaited[peer] += 1
+        pending = self.comm.take(shape, dtype, peer)
+        if not self.ledger.active:
+            return pending
+
+        def check(block):
+            self.arrived[key] = words(block)[0], self.note("recv", block)
+            return block
+
+        return pending.then(check)
+
+    @quiet  # and its generators, which run here
+    def compare(self):
+        """Exchange the notes with all members; lines about what is wrong in what this one got."""
+        count = len(self.notes)
+        mine = np.zeros((1, count + 1, 2 * self.size), np.uint64)
+        mine[0, :count], mine[0, count, 0] = (
+            self.rows[:count],
+            max(len(self.sent), len(self.arrived)),
+        )
+        everyone = self.all_gather(mine).wait()
+        found = [*self.moves(everyone), *self.totals(everyone), *self.peaks(everyone)]
+        letters = int(everyone[:, count, 0].max())
+        found += self.letters(letters) if letters else []
+        self.rows[:count], self.came[:count] = 0, False
+        self.notes, self.sums, self.maxima = [], {}, []
+        return found
+
+    def moves(self, everyone):
+        """Blocks whose bits are not those that were given."""
+        count = len(self.notes)
+        given = everyone[:, :count, self.rank].T
+        wrong = self.came[:count] & (given != self.rows[:count, self.size :])
+        for row, giver in np.argwhere(wrong).tolist():
+            yield self.line(
+                self.notes[row], f"what came from rank {self.members[giver]} is not what it gave"
+            )
+
+    def totals(self, everyone):
+        """Sums that are not those of what was given; nothing is said where that overflows."""
+        for row, (share, size) in self.sums.items():
+            given, note = everyone[:, row].view(np.float64), self.notes[row]
+            off = abs(given[self.rank, self.size] - given[:, self.rank].sum())
+            norms = given[:, self.size + 1].sum()
+            limit = share * (norms + (size if size < np.inf else 0.0))
+            if norms < largest(note.dtype) and not off <= limit:
+                what = f"the sum is off by {off:.3g}, rounding is at most {limit:.3g}"
+                yield self.line(note, what)
+
+    def peaks(self, everyone):
+        """Maxima that are not the same everywhere, said by the members of a minority."""
+        for row in self.maxima:
+            got = everyone[:, row, self.size].tolist()
+            if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
+                yield self.line(self.notes[row], "the maximum is not that of the other ranks")
+
+    def letters(self, count):
+        """Messages whose bits are not those that were sent.
+
+        Those that the other end has not noted yet stay for the next time.
+        """
+        table = np.zeros((count, 6), np.uint64)
+        for column, notes in ((0, self.sent), (3, self.arrived)):
+            for row, ((peer, number), (bits, _)) in enumerate(notes.items()):
+                table[row, column : column + 3] = peer + 1, number, bits
+        everyone = self.all_gather(table[None]).wait().tolist()
+        sent = {
+            (peer, row[1]): row[2]
+            for peer, rows in enumerate(everyone)
+            for row in rows
+            if row[0] == self.rank + 1
+        }
+        seen = {
+            (peer, row[4])
+            for peer, rows in enumerate(everyone)
+            for row in rows
+            if row[3] == self.rank + 1
+        }
+        for key in [*self.arrived]:
+            if key in sent:
+                bits, note = self.arrived.pop(key)
+                if bits != sent[key]:
+                    yield self.line(
+                        note, f"what came from rank {self.members[key[0]]} is not what it sent"
+                    )
+        self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
+
+    def forget(self):
+        """Drop messages whose other end was not noted."""
+        self.sent, self.arrived = {}, {}
+
+    def line(self, note, what):
+        return f"rank {self.members[self.rank]}: {note} {along(self.axis)}: {what}"

@@ -1,0 +1,87 @@
+"""Every product and message of a step is noted, and the notes are compared before the update.
+
+    product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
+    all_gather, broadcast,         the sum of the bits that a member gave = the sum of those that
+    all_to_all, send and recv      came from it, exactly
+    reduce_scatter, all_reduce,    the signed sums of what all members gave for a part add up to
+    reduce                         that of the part, up to rounding
+    all_reduce of the maximum      all members got the same bits
+
+Nothing is sent at the time.  When the step has its gradients the members of each axis exchange
+their notes, one row per call, in one all-gather; what comes later, such as values that ZeRO
+gathers after the update, is compared in the next step that is checked.  Products inside attention,
+and what is computed element by element, are not checked.
+"""
+
+import weakref
+
+import numpy as np
+
+from hpc3d.comm.abft.checked_communicator import Checked, place
+from hpc3d.comm.abft.checksum import Signs, quiet, wrong_row
+
+
+class Ledger:
+    """The notes of a rank, for every `every`-th step; `found` says what is wrong here."""
+
+    def __init__(self, rank, every=1):
+        self.rank, self.every = rank, every
+        self.comms, self.found, self.signs = [], [], Signs()
+        self.trace, self.active, self.latest = None, False, (lambda: None, None)
+
+    def wrap(self, comm, axis):
+        """`comm` with every call noted."""
+        self.comms.append(Checked(comm, self, axis))
+        return self.comms[-1]
+
+    def begin(self, number, trace):
+        """Step `number` begins; `trace` knows what runs."""
+        self.trace, self.active = trace, number % self.every == 0
+        if self.every > 1:
+            for comm in self.comms:
+                comm.forget()
+
+    def end(self):
+        """What is said between steps is not noted."""
+        self.active = False
+
+    @quiet
+    def product(self, a, b, c):
+        """Check that C = A B."""
+        if not self.active or not c.size:
+            return
+        signs = self.signs(c.shape[1], c.dtype)
+        sums, difference = c @ signs, a @ (b @ signs)
+        difference -= sums
+        row = wrong_row(a, b, sums, np.abs(difference, out=difference))
+        if row is not None:
+            self.found.append(self.product_line(a, b, c, row))
+        self.latest = weakref.ref(c), sums
+
+    def product_line(self, a, b, c, row):
+        """What to say of a product with a wrong row: the column is that which is farthest off."""
+        again = a[row] @ b
+        off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
+        column = int(off.argmax())
+        shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]"
+        return (
+            f"rank {self.rank}: {place(self.trace)}: product {shape}: row {row}, column {column} "
+            f"is {c[row, column]:.6g}, not {again[column]:.6g}"
+        )
+
+    def rows(self, block, parts=1):
+        """The signed sums of the rows of a block: those that `product` has made of it already."""
+        product, sums = self.latest
+        return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
+
+    def settle(self):
+        """Compare the notes of all members of every axis; how many were found wrong on this rank.
+
+        Collective: all ranks call it at the same place of a step.
+        """
+        if self.active:
+            self.active = False  # the exchange itself is not noted
+            for comm in self.comms:
+                self.found += comm.compare()
+            self.active = True
+        return len(self.found)

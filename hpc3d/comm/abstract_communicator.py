@@ -1,0 +1,97 @@
+"""Communicators of arrays without data: they move nothing, and give blocks of the right shape."""
+
+from math import prod
+
+import numpy as np
+
+from hpc3d.arrays.abstract import Shape, ShapePool
+from hpc3d.comm.communicator import SMALL_SUM, Communicator, Pending, ready
+from hpc3d.comm.mesh import Mesh
+
+
+class Counted(Communicator):
+    """Takes the memory that the communicators of real ranks take; arrays with data go through.
+
+    That is the whole of what is gathered.  Ranks of one node (comm/shared_memory.py) also copy
+    what is reduced, unless it lies in a `buffer`, and read one total of large sums; devices
+    (hpc3d.comm.nccl) do neither.
+    """
+
+    @property
+    def of_node(self):
+        """Whether its members are ranks of a node, not devices."""
+        return not self.pool.fused
+
+    def buffer(self, shape, dtype):
+        block = super().buffer(shape, dtype)
+        block.lease.slot_of = self
+        return block
+
+    def placed(self, block):
+        ours = getattr(block, "lease", None) and getattr(block.lease, "slot_of", None) is self
+        return self.like(block, block.shape) if self.of_node and not ours else block
+
+    def like(self, block, shape, kind="communication"):
+        """A block of another shape that came from elsewhere."""
+        if isinstance(block, Shape):
+            return self.pool.empty(shape, block.dtype, kind)
+        return np.resize(block, shape)
+
+    def gather_rows(self, block):
+        return ready(self.like(block, (self.size * block.shape[0], *block.shape[1:])))
+
+    def scatter_rows(self, block):
+        copy, rows = self.placed(block), block.shape[0] // self.size
+        part = self.like(block, (rows, *block.shape[1:]), "activation")
+        return Pending(lambda copy=copy: part)
+
+    def sum_all(self, block, op):
+        copy, total = self.placed(block), self.like(block, block.shape)
+        large = isinstance(total, Shape) and block.nbytes > SMALL_SUM and block.size >= self.size
+        if large and self.of_node:
+            total.lease.shared = True  # all members read one total
+        return Pending(lambda copy=copy: total)
+
+    def spread(self, block, root):
+        if not block.shape[0]:
+            raise ValueError("a block whose owner is elsewhere has no shape here")
+        return ready(self.like(block, block.shape))
+
+    def collect(self, block, root):
+        copy, rows = self.placed(block), block.shape[0] * (self.rank == root)
+        return Pending(lambda copy=copy: self.like(block, (rows, *block.shape[1:])))
+
+    def exchange(self, block):
+        return ready(self.like(block, block.shape))
+
+    def post(self, block, peer):
+        return Pending(lambda block=block: block)
+
+    def take(self, shape, dtype, peer):
+        return ready(self.pool.empty(shape, dtype, "communication"))
+
+
+def rank_of(sizes, coords, pool=None):
+    """The mesh of one rank of `sizes` at `coords`, alone and without data."""
+    pool, place = pool or ShapePool(), 0
+    for axis, size in sizes.items():
+        place = place * size + coords[axis]
+    world = Counted(place, prod(sizes.values()), None, pool)
+    comms = {
+        axis: Counted(coords[axis], size, line(sizes, coords, axis), pool)
+        for axis, size in sizes.items()
+        if size > 1
+    }
+    return Mesh(sizes, coords, comms, world)
+
+
+def line(sizes, coords, axis):
+    """The ranks along an axis."""
+    first, apart, stride = 0, 1, 1
+    for name, size in reversed(sizes.items()):
+        if name == axis:
+            apart = stride
+        else:
+            first += stride * coords[name]
+        stride *= size
+    return [first + place * apart for place in range(sizes[axis])]

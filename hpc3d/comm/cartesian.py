@@ -1,0 +1,66 @@
+"""The mesh of an MPI job: one Cartesian communicator, one sub-communicator an axis."""
+
+from collections import Counter
+
+from mpi4py import MPI
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.mpi import Mpi
+from hpc3d.comm.shared_memory import Node, usable
+from hpc3d.comm.two_level import Hosts
+
+
+def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
+    """The mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
+
+    Groups of ranks that share a node talk through shared memory, those with equally many on each
+    of several hosts through that and MPI, the others through MPI; `transport="mpi"` lets all of
+    them use MPI.  With a `device` (hpc3d.cuda.device) blocks are there, and `transport` is one of
+    hpc3d.comm.transport; the world's are on the host.
+    Collective: all ranks make the same calls.
+    """
+    cart = comm.Create_cart(list(sizes.values()), reorder=False)
+    pool = Pool()
+    nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
+
+    def talk(line, members):
+        """The communicator of the ranks of `line`, named by their ranks in the mesh."""
+        if line.size == 1:
+            return Self(pool, cart.rank)
+        return together(line, members, pool, [nodes[rank] for rank in members])
+
+    lines = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
+    lines = {name: (line, ranks(line, cart)) for name, line in lines.items() if line.size > 1}
+    coords = dict(zip(sizes, cart.Get_coords(cart.rank), strict=True))
+    if device is None:
+        comms, blocks = {name: talk(*line) for name, line in lines.items()}, pool
+    else:
+        from hpc3d.comm.device_communicators import communicators
+        from hpc3d.cuda.device import DevicePool
+
+        blocks = DevicePool(device)
+        comms = communicators(transport, cart, lines, blocks)
+    return Mesh(dict(sizes), coords, comms, talk(cart, ranks(cart, cart)), pool=blocks)
+
+
+def together(line, members, pool, hosts):
+    """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
+    numbers = set(Counter(hosts).values())
+    if None in hosts or len(numbers) > 1 or numbers == {1}:
+        return Mpi(line, members, pool)
+    return Hosts(line, members, pool, hosts) if len({*hosts}) > 1 else Node(line, members, pool)
+
+
+def ranks(line, cart):
+    """The ranks in `cart` of the members of a part of it."""
+    return MPI.Group.Translate_ranks(line.group, list(range(line.size)), cart.group)
+
+
+def node_of_rank(comm):
+    """The first rank of each rank's node, or None where the node cannot share memory."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    can_share = node.allreduce(usable(node.size), MPI.LAND)
+    first = node.bcast(comm.rank)
+    return comm.allgather(first if can_share else None)

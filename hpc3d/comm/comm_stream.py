@@ -1,0 +1,81 @@
+"""The streams of a device: what it computes and what it sends, each in the order of the program,
+and what one has to wait for of the other.
+
+A call on a stream of communication follows all that was computed before it, and what is computed
+after its wait follows it.  The host waits for neither.  An array that a call reads or writes lives
+until something follows the call, whenever Python drops it: memory that is freed is handed out
+again for the next thing to be computed, which must not run beside a call that still reads it.
+
+    computation     x = ...  |record a             |wait b   y + ...
+    communication            |wait a   all-gather  |record b
+"""
+
+from collections import deque
+from contextlib import contextmanager
+
+
+class Flight:
+    """Calls that are under way together: their `arrays` on the device, those that the host has
+    `lent` them, and the event at their end."""
+
+    def __init__(self):
+        self.arrays, self.lent, self.done = [], [], None
+
+
+class Traffic:
+    """The calls of a rank's communicators in one queue (hpc3d.comm.mesh), in program order on
+    one stream: they must not overtake each other in another order on another rank.
+
+    `device` has the stream `compute` and those of its `queues`; `group` is NCCL's context in which
+    calls are posted together.
+    """
+
+    def __init__(self, device, group, queue="blocks"):
+        self.compute, self.sending, self.group = device.compute, device.queues[queue], group
+        self.flights, self.open = deque(), None
+
+    def post(self, call, *arrays, lent=()):
+        """Make `call(stream=...)`, which reads and writes `arrays` of the device and those that
+        are `lent` by the host; its Flight."""
+        if self.open:
+            return self.add(self.open, call, arrays, lent)
+        flight = self.add(self.begin(), call, arrays, lent)
+        self.end(flight)
+        return flight
+
+    @contextmanager
+    def together(self):
+        """The calls in this context are one: none waits for another."""
+        self.open = flight = self.begin()
+        try:
+            with self.group():
+                yield
+        finally:
+            self.open = None
+        self.end(flight)
+
+    def land(self, flight):
+        """Let all that is computed from now on follow a flight: memory of the device, which is
+        used again in that order only, may be free now; what the host lent is not."""
+        self.compute.wait_event(flight.done)
+        flight.arrays.clear()
+
+    def begin(self):
+        self.sending.wait_event(self.compute.record())
+        return Flight()
+
+    def add(self, flight, call, arrays, lent):
+        flight.arrays += arrays
+        flight.lent += lent
+        call(stream=self.sending)
+        return flight
+
+    def end(self, flight):
+        """Nobody may ask for the events of a graph that is being captured; all of its calls must
+        be waited for."""
+        flight.done = self.sending.record()
+        if self.sending.is_capturing():
+            return
+        self.flights.append(flight)
+        while self.flights and self.flights[0].done.done:
+            self.flights.popleft()

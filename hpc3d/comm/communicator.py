@@ -1,0 +1,172 @@
+"""What ranks along one mesh axis say to each other.
+
+Every call returns a `Pending`; its `wait()` gives the block, so overlap is only a question of
+where `wait()` stands.  This module settles dims and contiguity once: an implementation moves
+contiguous blocks along dim 0 and nothing else.  Blocks that come out of a call may lie in memory
+that all members share: read them, do not write into them.
+
+    all_gather       [n, ...]   -> [g*n, ...]    the blocks of the g members, in order
+    reduce_scatter   [g*n, ...] -> [n, ...]      this member's part of the sum
+    all_reduce       [...]      -> [...]         the sum (or maximum)
+    broadcast        [n, ...]   -> [n, ...]      the root's block; the others bring zero rows of it
+    reduce           [n, ...]   -> [n, ...]      the sum at the root, zero rows elsewhere
+    all_to_all       [g*n, ...] -> [g*n, ...]    part j goes to member j
+"""
+
+from contextlib import nullcontext
+from math import prod
+
+import numpy as np
+
+from hpc3d.arrays.pool import Pool, kernel
+
+# In memory that they share, members sum all of an all-reduce up to this size each; above, a slice.
+SMALL_SUM = 1 << 14
+
+
+class Pending:
+    """A block that is in flight."""
+
+    def __init__(self, finish):
+        self.finish = finish
+
+    def wait(self):
+        """The block; call it once."""
+        return self.finish()
+
+    def then(self, function):
+        """The pending result of `function` applied to the block."""
+        return Pending(lambda: function(self.wait()))
+
+
+def ready(block):
+    """A `Pending` that has arrived."""
+    return Pending(lambda: block)
+
+
+class Communicator:
+    """`size` members along one axis, of which this is number `rank`.
+
+    `members` are their ranks in the mesh.  A subclass moves contiguous blocks along dim 0 in
+    `gather_rows`, `scatter_rows`, `sum_all`, `spread`, `collect`, `exchange`, `post` and `take`.
+
+    A watchdog looks at how many `calls` were made and how many are `done`, and at the call (op,
+    number, bytes, peer) that this rank is `waiting` in.
+    """
+
+    calls = done = 0
+    waiting = None
+
+    def __init__(self, rank, size, members=None, pool=None):
+        self.rank, self.size = rank, size
+        self.members = tuple(members if members is not None else range(size))
+        self.pool = pool or Pool()
+
+    @property
+    def readers(self):
+        """This member's number among those that read a gathered block in one memory, where it is
+        not writeable, and how many they are."""
+        return self.rank, self.size
+
+    def buffer(self, shape, dtype):
+        """An array that this communicator reduces without copying it first."""
+        return self.pool.empty(shape, dtype, "communication")
+
+    def all_gather(self, block, dim=0):
+        block = contiguous(rows_first(block, dim))
+        pending = self.call("all_gather", block.nbytes, None, self.gather_rows, block)
+        return (
+            pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
+        )
+
+    def reduce_scatter(self, block, dim=0):
+        if block.shape[dim] % self.size:
+            raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
+        block = contiguous(rows_first(block, dim))
+        pending = self.call("reduce_scatter", block.nbytes, None, self.scatter_rows, block)
+        return (
+            pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
+        )
+
+    def all_reduce(self, block, op="sum"):
+        return self.call("all_reduce", block.nbytes, None, self.sum_all, contiguous(block), op)
+
+    def broadcast(self, block, root):
+        return self.call("broadcast", block.nbytes, root, self.spread, contiguous(block), root)
+
+    def reduce(self, block, root):
+        return self.call("reduce", block.nbytes, root, self.collect, contiguous(block), root)
+
+    def all_to_all(self, block):
+        return self.call("all_to_all", block.nbytes, None, self.exchange, contiguous(block))
+
+    def together(self):
+        """A context whose messages are posted together, so that no one waits for another."""
+        return nullcontext()
+
+    def send(self, block, peer):
+        return self.call("send", block.nbytes, peer, self.post, contiguous(block), peer)
+
+    def recv(self, shape, dtype, peer):
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        return self.call("recv", nbytes, peer, self.take, shape, dtype, peer)
+
+    def call(self, op, nbytes, peer, move, *arguments):
+        """The pending block of a move; `peer` is the root or the other member, if there is one."""
+        self.calls += 1
+        waiting = self.waiting = op, self.calls, nbytes, peer
+        finish, self.waiting = move(*arguments).finish, None
+
+        def counted():
+            self.waiting = waiting
+            block = finish()
+            self.done, self.waiting = self.done + 1, None
+            return block
+
+        return Pending(counted)
+
+
+class Self(Communicator):
+    """The communicator of an axis of size 1: every block is already where it should be."""
+
+    def __init__(self, pool=None, member=0):
+        super().__init__(0, 1, (member,), pool)
+
+    def gather_rows(self, block):
+        return ready(block)
+
+    def scatter_rows(self, block):
+        return ready(block)
+
+    def sum_all(self, block, op):
+        return ready(block)
+
+    def spread(self, block, root):
+        return ready(block)
+
+    def collect(self, block, root):
+        return ready(block)
+
+    def exchange(self, block):
+        return ready(block)
+
+
+@kernel
+def contiguous(block):
+    """The block in one piece of memory, row by row."""
+    return np.ascontiguousarray(block)
+
+
+def rows_first(block, dim):
+    """`block` with `dim` exchanged with dim 0 (its own inverse)."""
+    return block if dim == 0 else block.swapaxes(0, dim)
+
+
+REDUCTIONS = {"sum": np.add, "max": np.maximum}
+
+
+def fold(operation, blocks, out):
+    """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two."""
+    operation(blocks[0], blocks[1], out=out)
+    for block in blocks[2:]:
+        operation(out, block, out=out)

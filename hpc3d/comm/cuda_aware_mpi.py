@@ -1,0 +1,80 @@
+"""MPI on the memory of devices, where MPI takes it (hpc3d.comm.cuda_aware_probe finds that out).
+
+MPI knows nothing of streams: before each call the host waits until all is computed.  So what MPI
+reads is there, and what it writes nobody reads any more.  After the wait the block is there for
+whatever is computed next.
+
+Blocks of 16 bits are moved as integers, which every MPI knows, and summed in float32.  A sum is
+there when it is posted, for an MPI that takes memory of devices need not do so in the background
+(Open MPI 5.0: CUDA with UCX, non-blocking reductions).
+"""
+
+from math import inf
+
+import numpy as np
+
+from hpc3d.comm.communicator import ready
+from hpc3d.comm.host_staged import Staged, integers, narrowed, widened
+from hpc3d.comm.mpi import OPERATIONS, Mpi
+
+
+class Direct(Mpi):
+    """The members of one MPI communicator `comm`, whose blocks are on `device`."""
+
+    long = inf  # MPI knows better how memory of devices goes over the wire
+
+    def __init__(self, comm, device, members, pool):
+        super().__init__(comm, members, pool)
+        self.device = device
+
+    def gather_rows(self, block):
+        return self.moved(super().gather_rows, block)
+
+    def scatter_rows(self, block):
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        return self.summed(self.comm.Reduce_scatter_block, block, part)
+
+    def sum_all(self, block, op):
+        total = self.empty(block.shape, block.dtype)
+        return self.summed(self.comm.Allreduce, block, total, OPERATIONS[op])
+
+    def spread(self, block, root):
+        return self.moved(super().spread, block, root)
+
+    def collect(self, block, root):
+        rows = block.shape[0] if self.rank == root else 0
+        total = self.empty((rows, *block.shape[1:]), block.dtype)
+        return self.summed(self.comm.Reduce, block, total, OPERATIONS["sum"], root)
+
+    def exchange(self, block):
+        return self.moved(super().exchange, block)
+
+    def post(self, block, peer):
+        return self.moved(super().post, block, peer)
+
+    def take(self, shape, dtype, peer):
+        carried = integers(np.empty(0, dtype)).dtype
+        self.device.synchronize()
+        return super().take(shape, carried, peer).then(lambda block: block.view(dtype))
+
+    def moved(self, call, block, *how):
+        """The pending result of a call that only moves a block."""
+        self.device.synchronize()
+        return call(integers(block), *how).then(lambda result: result.view(block.dtype))
+
+    def summed(self, call, block, result, *how):
+        """The pending result of a call of MPI that computes."""
+        wide = widened(block)
+        total = result if wide is block else self.empty(result.shape, wide.dtype)
+        self.device.synchronize()
+        call(wide, total, *how)
+        return ready(narrowed(total, result))
+
+
+class Passing(Staged):
+    """The same for messages only: all else goes through the hosts, for an MPI that takes memory of
+    devices in `direct`'s messages."""
+
+    def __init__(self, direct, *staged):
+        super().__init__(*staged)
+        self.post, self.take = direct.post, direct.take

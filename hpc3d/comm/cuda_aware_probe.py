@@ -1,0 +1,257 @@
+"""CUDA devices as CuPy finds them, and whether MPI may be given their memory.
+
+No device pointer goes to an MPI that does not say that it takes them, for that ends the process;
+one that says so is tried in a process of its own: `python -m hpc3d.comm.cuda_aware_probe`.
+"""
+
+import ctypes
+import os
+import sys
+import warnings
+from importlib.util import find_spec
+
+from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, installed, outcome
+from hpc3d.runtime import mpi_library as library
+
+DRIVER = "/proc/driver/nvidia/version"
+EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
+WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
+# What a launcher tells its processes begins so; what the user tells MPI has the endings, too.
+LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
+SIZES = 2, 1 << 18  # rows of blocks that are tried
+KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
+
+
+def devices():
+    """The devices of this process, with driver, runtime and NCCL; a note where CuPy is not."""
+    if find_spec("cupy") is None:
+        here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(DRIVER) else "no CuPy"
+        yield Finding(OK, "GPU", f"{here}, so no GPU backend: {EXTRAS}")
+        return
+    wheels = [name for name in WHEELS if installed(name)]
+    if len(wheels) > 1:
+        remedy = f"python -m pip uninstall {' '.join(wheels)}, then install one of them"
+        yield Finding(FAIL, "CuPy", f"{' and '.join(wheels)} overwrite each other", remedy)
+    import cupy
+
+    if not cupy.cuda.is_available():
+        text = f"CuPy {cupy.__version__} finds no device"
+        yield Finding(
+            WARN, "GPU", text, "nvidia-smi tells why; or ask the job for --gpus-per-node"
+        )
+        return
+    yield from versions(cupy.cuda.runtime)
+    for number in range(cupy.cuda.runtime.getDeviceCount()):
+        yield described(number, cupy.cuda.runtime.getDeviceProperties(number))
+    yield from nccl()
+
+
+def present():
+    """Whether CuPy is here and finds a device."""
+    if find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return cupy.cuda.is_available()
+
+
+def versions(runtime):
+    """CUDA's driver must not be older than its runtime by a major version."""
+    driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    text = f"driver for {dotted(driver)}, runtime {dotted(needed)}"
+    if driver // 1000 < needed // 1000:
+        remedy = f"a newer driver, or the wheel cupy-cuda{driver // 1000}x"
+        yield Finding(FAIL, "CUDA", text, remedy)
+    else:
+        yield Finding(OK, "CUDA", text)
+
+
+def dotted(version):
+    """12090 is CUDA 12.9."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def described(number, properties):
+    name = properties["name"].decode()
+    capability = f"{properties['major']}.{properties['minor']}"
+    memory = properties["totalGlobalMem"] / 1e9
+    text = f"{name}, compute capability {capability}, {memory:.0f} GB"
+    return Finding(OK, f"device {number}", text)
+
+
+def nccl_version():
+    """NCCL's version as a number, 0 without NCCL; CuPy would warn of that in five lines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from cupy.cuda import nccl as library
+        except ImportError:
+            return 0
+    return library.get_version() if getattr(library, "available", False) else 0
+
+
+def release_of(whole):
+    """23203 is NCCL 2.32.3."""
+    return f"{whole // 10000}.{whole // 100 % 100}.{whole % 100}"
+
+
+def nccl():
+    """NCCL and the type bfloat16, which CuPy's wheels do not bring."""
+    if found := nccl_version():
+        yield Finding(OK, "NCCL", release_of(found))
+    else:
+        yield Finding(WARN, "NCCL", "not installed: ranks use MPI", EXTRAS)
+    if find_spec("ml_dtypes") is None:
+        yield Finding(WARN, "ml_dtypes", "not installed: no bfloat16", EXTRAS)
+
+
+def device_map(job):
+    """Which device each rank of a node takes: its number there, modulo the devices."""
+    place, taken = job.place(), None
+    if present():
+        import cupy
+
+        taken = place["local_rank"] % cupy.cuda.runtime.getDeviceCount()
+    hosts, devices = job.gather(place["host"]), job.gather(taken)
+    if devices == [None] * job.size:
+        return
+    pairs = list(zip(hosts, devices, strict=True))
+    listed = ", ".join(f"{rank}:{device}" for rank, device in enumerate(devices))
+    if None in devices:
+        remedy = "ask for --gpus-per-node; or train.backend = numpy"
+        yield Finding(WARN, "devices of ranks", f"{listed}: some have none", remedy)
+    elif len(set(pairs)) < len(pairs):
+        remedy = "as many ranks as devices on each node; --gpus-per-node, not --gpus-per-task"
+        yield Finding(WARN, "devices of ranks", f"{listed}: some share one", remedy)
+    else:
+        yield Finding(OK, "devices of ranks", listed)
+
+
+def missing(asked, dtype):
+    """What this process lacks for train.backend = cupy, in a line with the remedy; None if
+    nothing.  `asked` is mesh.transport, `dtype` train.dtype."""
+    what, remedy = next(lacks(asked, dtype), (None, None))
+    return what and f"train.backend = cupy: {what}: {remedy}; or use train.backend = numpy"
+
+
+def lacks(asked, dtype):
+    """What is missing, and the remedy, the first thing first: the next one may not be asked."""
+    if find_spec("cupy") is None:
+        yield "CuPy is not installed here", EXTRAS
+    from hpc3d.cuda.device import imported
+
+    try:
+        cupy = imported()
+    except Exception as error:  # an ImportError, or what a library of CUDA raises
+        yield f"CuPy cannot be imported ({f'{error}'.strip().partition(chr(10))[0]})", EXTRAS
+    if int(cupy.__version__.partition(".")[0]) < 14:
+        yield f"CuPy {cupy.__version__} is older than 14", EXTRAS
+    runtime = cupy.cuda.runtime
+    driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if driver == 0:
+        yield "there is no NVIDIA driver here", "start on a machine with a GPU"
+    if driver // 1000 < needed // 1000:
+        text = f"the driver is for CUDA {dotted(driver)}, CuPy for {dotted(needed)}"
+        yield text, f"a newer driver, or the wheel cupy-cuda{driver // 1000}x"
+    if not cupy.cuda.is_available():
+        yield "CuPy finds no device", "nvidia-smi tells why; or ask the job for --gpus-per-node"
+    if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
+        yield "bfloat16 needs ml_dtypes", EXTRAS
+    major = runtime.getDeviceProperties(0)["major"]
+    if dtype == "bfloat16" and major < 8:
+        yield f"a device of compute capability {major} has no bfloat16", "train.dtype = float16"
+    if asked == "nccl" and not nccl_version():
+        yield "mesh.transport = nccl, but there is no NCCL", EXTRAS
+
+
+def aware(mpirun, seconds, environment):
+    """Whether MPI takes device memory: what it says, and two ranks that try it if it says so."""
+    answer, problem = tried(mpirun, seconds, environment)
+    if answer == STAGED:
+        yield Finding(OK, "CUDA-aware MPI", "no: messages go through the host's memory")
+    elif answer == TAKEN:
+        yield Finding(OK, "CUDA-aware MPI", "yes: sums, gathers and messages came out right")
+    else:
+        remedy = "let messages go through the host's memory, or repair MPI (UCX with CUDA)"
+        yield Finding(FAIL, "CUDA-aware MPI", f"MPI says yes, but {problem}", remedy)
+
+
+def tried(mpirun, seconds, environment):
+    """What two ranks say of MPI and the memory of devices (TAKEN, STAGED, WRONG), and what was
+    wrong.  They are a job of their own, whatever job this process is in."""
+    forgotten = [word for name in os.environ if told_by_launcher(name) for word in ("-u", name)]
+    words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
+    code, printed = outcome(["env", *forgotten, *words], seconds, **environment)
+    said = set(printed.split()) & {TAKEN, STAGED, WRONG}
+    if code == 0 and said in ({TAKEN}, {STAGED}):
+        return said.pop(), ""
+    what = {0: "gives wrong results", None: "hangs"}.get(code, f"ends with exit code {code}")
+    return WRONG, f"with it {what}"
+
+
+def told_by_launcher(name):
+    """Whether a variable of the environment says that this process is one of a job."""
+    return name.startswith(LAUNCHED) and not name.startswith(KEPT)
+
+
+def surroundings():
+    """What two ranks of our own need besides what the user has set; `library` says the same."""
+    return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
+        library.CROWD_5: "slot:oversubscribe"
+    }
+
+
+def says_yes(path):
+    """Whether the library at `path`, which is started, says that it takes device memory."""
+    query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+    return bool(query and query())
+
+
+def attempt():
+    """One of two ranks: every call of a Direct communicator from device memory, with results that
+    are known."""
+    from mpi4py import MPI
+
+    if not says_yes(library.library_file()):
+        return STAGED
+    from hpc3d.comm.cuda_aware_mpi import Direct
+    from hpc3d.cuda.device import DevicePool, bound
+
+    comm = MPI.COMM_WORLD
+    pool = DevicePool(bound(comm.rank))
+    return TAKEN if right(Direct(comm, pool.device, range(comm.size), pool)) else WRONG
+
+
+def right(comm):
+    """Whether two members get what they must, in few bytes and in many, of 4 and of 2 each."""
+    return all(
+        right_blocks(comm, rows, dtype) for rows in SIZES for dtype in ("float32", "float16")
+    )
+
+
+def right_blocks(comm, rows, dtype):
+    import numpy as np
+
+    values = np.arange(2 * rows).reshape(rows, 2) % 100
+    ours = [(values + member).astype(dtype) for member in range(comm.size)]
+    total, whole = ours[0] + ours[1], np.concatenate(ours)
+    mine, other = comm.pool.bring(ours[comm.rank]), 1 - comm.rank
+    sent, came = comm.send(mine, other), comm.recv((rows, 2), dtype, other)
+    results = [
+        (came, ours[other]),
+        (sent, ours[comm.rank]),
+        (comm.all_gather(mine), whole),
+        (comm.all_reduce(mine), total),
+        (comm.reduce_scatter(mine), np.split(total, 2)[comm.rank]),
+        (comm.broadcast(mine if comm.rank else mine[:0], 1), ours[1]),
+        (comm.reduce(mine, 0), total if comm.rank == 0 else total[:0]),
+        (comm.all_to_all(mine), np.concatenate([np.split(b, 2)[comm.rank] for b in ours])),
+    ]
+    return all(
+        np.array_equal(comm.device.download(found.wait()), wanted) for found, wanted in results
+    )
+
+
+if __name__ == "__main__":
+    print(attempt(), flush=True)

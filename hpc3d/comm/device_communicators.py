@@ -1,0 +1,72 @@
+"""The communicators along the axes of a mesh of devices, by each way of cluster.transport."""
+
+from contextlib import nullcontext
+
+from mpi4py import MPI
+
+from hpc3d.comm.comm_stream import Traffic
+from hpc3d.comm.cuda_aware_mpi import Direct, Passing
+from hpc3d.comm.host_staged import Staged
+from hpc3d.comm.mesh import QUEUES, queue_of
+from hpc3d.comm.mpi import Mpi
+from hpc3d.comm.nccl import Nccl, grouped, split
+
+
+def communicators(transport, cart, lines, pool):
+    """{axis: communicator} for `lines`, {axis: (part of `cart`, ranks of its members)}, with their
+    blocks in `pool` on a device.  Collective over `cart`, for the same axes in the same order."""
+    pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
+    return MAKERS[transport](cart, lines, pool)
+
+
+def by_nccl(cart, lines, pool):
+    from cupy.cuda import nccl as library
+
+    device = pool.device
+    places = {axis: (members[0], line.rank) for axis, (line, members) in lines.items()}
+    world, parts = split(library, cart, places)
+    device.meanwhile += [part.check_async_error for part in parts.values()]
+    device.aborts += [comm.abort for comm in (*parts.values(), world)]
+    traffic = traffics(device, grouped(library))
+    return {
+        axis: Nccl(parts[axis], line, traffic[queue_of(axis)], members, pool)
+        for axis, (line, members) in lines.items()
+    }
+
+
+def by_mpi(cart, lines, pool):
+    return {
+        axis: Direct(line, pool.device, members, pool) for axis, (line, members) in lines.items()
+    }
+
+
+def by_hosts(cart, lines, pool):
+    return {axis: Staged(*how) for axis, how in through_hosts(lines, pool).items()}
+
+
+def by_messages(cart, lines, pool):
+    direct = by_mpi(cart, lines, pool)
+    return {axis: Passing(direct[axis], *how) for axis, how in through_hosts(lines, pool).items()}
+
+
+def through_hosts(lines, pool):
+    """{axis: what a Staged is made of}; hosts receive in memory that devices copy themselves."""
+    pinned, traffic = pool.device.pinned, traffics(pool.device, nullcontext)
+    return {
+        axis: (Mpi(line, members, pinned), traffic[queue_of(axis)], pinned, pool)
+        for axis, (line, members) in lines.items()
+    }
+
+
+def traffics(device, group):
+    """The Traffic of each queue."""
+    return {queue: Traffic(device, group, queue) for queue in QUEUES}
+
+
+MAKERS = {
+    "nccl": by_nccl,
+    "mpi": by_mpi,
+    "mpi-messages": by_messages,
+    "staged": by_hosts,
+    "none": lambda cart, lines, pool: {},
+}

@@ -1,0 +1,38 @@
+"""What a rank computes on and how ranks talk: settled once, the same way on all ranks."""
+
+from typing import NamedTuple
+
+RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
+
+
+class Hardware(NamedTuple):
+    """The `device` of a rank (None: its processor), the way of hpc3d.comm.transport that its
+    blocks go, the `lines` that say so, and the Homes of all ranks."""
+
+    device: object
+    transport: str
+    lines: tuple = ()
+    homes: object = None
+
+    def with_line(self, line):
+        return self._replace(lines=(*self.lines, line))
+
+
+def hardware(job, config):
+    """The Hardware of this rank that a Config asks for.
+
+    With a backend cupy the device is the current one from here on, and the job is refused on all
+    ranks where one of them lacks something.
+    """
+    train, asked = config.train, config.mesh.transport
+    if train.backend == "numpy":
+        return Hardware(None, asked)
+    from hpc3d.comm import transport
+
+    found = Hardware(*transport.settled(job, asked, train.dtype))
+    if train.graph and found.transport not in RECORDED:
+        job.refuse(
+            f"train.graph = true: transport {found.transport} needs the host in every step; use "
+            "train.graph = false, or mesh.transport = nccl with a device for each rank"
+        )
+    return found

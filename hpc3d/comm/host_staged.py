@@ -1,0 +1,144 @@
+"""Blocks of a device through the memory of its host, for an MPI that reads no device memory.
+
+A block goes in chunks: while one is in flight between hosts, the next one leaves its device.
+
+    device    |0 out|1 out|2 out|         |0 in|1 in|2 in|
+    hosts           |  0  |  1  |  2  |
+
+Blocks of 16 bits are moved as integers, which every MPI knows, and summed in float32.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from hpc3d.comm.communicator import Communicator, Pending, contiguous
+
+CHUNK = 4 << 20  # bytes of what a block has of each member
+INTEGERS = np.dtype(np.uint16)
+
+
+class Staged(Communicator):
+    """The members of the communicator `comm` of hosts, all with devices; it may not ask that its
+    arrays die in an order (as Node does), for here they live until a device has read them.
+
+    Copies run on the stream of communication of `traffic`, from and to arrays of `pinned`, a pool
+    of memory that the device copies by itself.
+    """
+
+    def __init__(self, comm, traffic, pinned, pool):
+        super().__init__(comm.rank, comm.size, comm.members, pool)
+        self.comm, self.traffic, self.pinned = comm, traffic, pinned
+
+    def gather_rows(self, block):
+        whole = self.buffer((self.size * block.shape[0], *block.shape[1:]), block.dtype)
+        return self.moved(self.comm.gather_rows, block, whole, 1, self.size)
+
+    def scatter_rows(self, block):
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        return self.summed(self.comm.scatter_rows, block, part, self.size, 1)
+
+    def sum_all(self, block, op):
+        total = self.buffer(block.shape, block.dtype)
+        return self.summed(partial(self.comm.sum_all, op=op), block, total, 1, 1)
+
+    def spread(self, block, root):
+        mine = self.rank == root
+        rows = self.comm.spread(np.array([[block.shape[0]]])[:mine], root).wait()
+        call = partial(self.comm.spread, root=root)
+        if mine:
+            return self.moved(call, block, block[:0], 1, 1).then(lambda _: block)
+        whole = self.buffer((int(rows[0, 0]), *block.shape[1:]), block.dtype)
+        return self.moved(call, whole, whole, 1, 1)
+
+    def collect(self, block, root):
+        mine = self.rank == root
+        total = self.buffer(block.shape, block.dtype) if mine else block[:0]
+        return self.summed(partial(self.comm.collect, root=root), block, total, 1, 1)
+
+    def exchange(self, block):
+        mixed = self.buffer(block.shape, block.dtype)
+        return self.moved(self.comm.exchange, block, mixed, self.size, self.size)
+
+    def post(self, block, peer):
+        sent = [self.comm.post(chunk, peer) for chunk in self.out(integers(block), 1)]
+        return Pending(lambda: [each.wait() for each in sent] and block)
+
+    def take(self, shape, dtype, peer):
+        block = self.buffer(shape, dtype)
+        flat = integers(block).reshape(1, -1)
+        shapes = [flat[:, columns].shape for columns in chunks_of(flat)]
+        coming = [self.comm.take(shape, flat.dtype, peer) for shape in shapes]
+        return self.arriving(coming, flat, 1, block)
+
+    def moved(self, call, block, result, given, taken):
+        """The pending result of a call of hosts that only moves; `given` and `taken` are the
+        numbers of members whose parts a block and a result have."""
+        return self.staged(call, integers(block), integers(result), given, taken, result)
+
+    def summed(self, call, block, result, given, taken):
+        """The same, of one that computes."""
+        wide = widened(block)
+        total = result if wide is block else self.buffer(result.shape, wide.dtype)
+        pending = self.staged(call, wide, total, given, taken, total)
+        return pending.then(lambda total: narrowed(total, result))
+
+    def staged(self, call, block, target, given, taken, result):
+        coming = [call(chunk) for chunk in self.out(block, given)]
+        return self.arriving(coming, target, taken, result)
+
+    def out(self, block, parts):
+        """The chunks of a block of as many parts, on the host one after the other; all of them
+        have begun to leave the device when the first one is there."""
+        flat, leaving = block.reshape(parts, -1), []
+        for columns in chunks_of(flat):
+            chunk = contiguous(flat[:, columns])
+            host = self.pinned.empty(chunk.shape, chunk.dtype, "communication")
+            copy = partial(chunk.get, out=host, blocking=False)
+            leaving.append((self.traffic.post(copy, chunk, lent=[host]), host))
+        for flight, host in leaving:
+            flight.done.synchronize()
+            yield host
+
+    def arriving(self, coming, target, parts, result):
+        """The pending result, of which `target` shows the memory and hosts have the chunks."""
+
+        def finish():
+            chunks = [pending.wait() for pending in coming]
+            if target.size:
+                flat = target.reshape(parts, -1)
+                for columns, chunk in zip(chunks_of(flat), chunks, strict=True):
+                    self.bring(chunk, flat[:, columns])
+            return result
+
+        return Pending(finish)
+
+    def bring(self, host, place):
+        """Copy an array of the host to its place, before what is computed next."""
+        chunk = place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
+        self.traffic.land(self.traffic.post(partial(chunk.set, host), chunk, lent=[host]))
+        if chunk is not place:
+            place[...] = chunk
+
+
+def chunks_of(flat):
+    """Slices of the columns of [parts, n], CHUNK bytes of each part."""
+    step = CHUNK // flat.itemsize
+    return [slice(start, start + step) for start in range(0, flat.shape[1], step)]
+
+
+def integers(block):
+    """A block of 16 bits as integers, any other as it is."""
+    return block.view(INTEGERS) if block.dtype.itemsize == INTEGERS.itemsize else block
+
+
+def widened(block):
+    """What sums of a block are made of: float32 for 16 bits."""
+    return block.astype(np.float32) if block.dtype.itemsize == INTEGERS.itemsize else block
+
+
+def narrowed(total, result):
+    """A sum in the type of `result`, and there."""
+    if total is not result:
+        result[...] = total.astype(result.dtype)
+    return result

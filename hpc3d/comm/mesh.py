@@ -1,0 +1,129 @@
+"""Where a rank stands: named axes, a coordinate on each, a communicator along each."""
+
+from hpc3d.comm.communicator import Self
+
+AXES = ("p", "d", "c", "e", "x", "y", "z")
+DATA = "d"
+WORLD = "world"  # what the group of all ranks lies along
+QUEUES = ("blocks", "replicas")
+
+
+def queue_of(axis):
+    """The queue of the calls along an axis.  A queue runs its calls in the order of the program,
+    beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
+    waits for stands behind it."""
+    return "replicas" if axis == DATA else "blocks"
+
+
+def along(axis):
+    """Where a call goes, in words."""
+    return "over all ranks" if axis == WORLD else f"along {axis}"
+
+
+class Silent:
+    """The recorder of a mesh that nobody traces."""
+
+    step = layer = -1
+    phase = "other"
+    communication = 0
+
+    def span(self, name, op="elementwise", flops=0):
+        return self
+
+    def at(self, stage, chunk, microbatch):
+        pass
+
+    def synchronise(self):
+        pass
+
+    def mark(self, name):
+        pass
+
+    def begin_step(self, number):
+        self.step = number
+
+    def end_step(self, *results):
+        self.step = -1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return False
+
+
+class Trusting:
+    """The guard of a mesh whose products and messages nobody checks."""
+
+    found = ()
+
+    def begin(self, number, trace):
+        pass
+
+    def end(self):
+        pass
+
+    def product(self, a, b, c):
+        pass
+
+    def settle(self):
+        return 0
+
+
+class Mesh:
+    """Axes with sizes, this rank's coordinates, one communicator an axis and one for all ranks.
+
+    An absent axis has size 1, coordinate 0 and the `Self` communicator.  The last axis varies
+    fastest, so its ranks lie next to each other on a node.  Blocks are in the memory of `pool`,
+    which may be a device's; the world speaks of arrays of the host.
+    """
+
+    def __init__(self, sizes, coords, comms, world, trace=None, guard=None, pool=None):
+        self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
+        self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
+        self.alone = Self(self.pool, world.rank)
+        self.trace, self.guard = trace or Silent(), guard or Trusting()
+
+    def size(self, axis):
+        return self.sizes.get(axis, 1)
+
+    def coord(self, axis):
+        return self.coords.get(axis, 0)
+
+    def comm(self, axis):
+        return self.comms.get(axis, self.alone)
+
+    def count(self, axes):
+        """The number of ranks in the plane that `axes` span."""
+        total = 1
+        for axis in axes:
+            total *= self.size(axis)
+        return total
+
+    def index(self, axes):
+        """This rank's place in that plane, the last axis varying fastest."""
+        place = 0
+        for axis in axes:
+            place = place * self.size(axis) + self.coord(axis)
+        return place
+
+    def empty(self, shape, dtype, kind="activation"):
+        return self.pool.empty(shape, dtype, kind)
+
+    def zeros(self, shape, dtype, kind="activation"):
+        return self.pool.zeros(shape, dtype, kind)
+
+    def traced(self, recorder):
+        """This mesh with every collective and every span written to `recorder`."""
+        comms = self.wrapped(recorder)
+        return Mesh(self.sizes, self.coords, *comms, recorder, self.guard, self.pool)
+
+    def guarded(self, ledger):
+        """This mesh with every product and every call checked by `ledger`; below the trace."""
+        comms = self.wrapped(ledger)
+        return Mesh(self.sizes, self.coords, *comms, self.trace, ledger, self.pool)
+
+    def wrapped(self, keeper):
+        """The communicators of all axes and that of all ranks, as `keeper` wraps them."""
+        comms = {axis: keeper.wrap(comm, axis) for axis, comm in self.comms.items()}
+        return comms, keeper.wrap(self.world, WORLD) if self.ranks > 1 else self.world

@@ -1,0 +1,175 @@
+"""MPI as the communicator: host buffers, non-blocking calls, any hosts.
+
+MPI asks before it sends a long message, and over TCP the answer waits behind what the peer sends.
+Members that receive before they send, as in collectives of Open MPI, so use one direction of the
+wire at a time in about half of all calls.  Hence collectives of long messages are made here, of
+messages that are sent first; each member sends a peer no more than the field's formula says:
+
+    reduce_scatter        each sends part j to member j, and sums what comes
+    all_gather            each sends its block to all (up to 8 members)
+    all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
+"""
+
+import os
+from itertools import pairwise
+from time import sleep
+
+import numpy as np
+from mpi4py import MPI
+
+from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, fold
+
+OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
+MESSAGE, PART = 0, 1  # tags: of a message between members, and of the first part of a collective
+CALLS = 1 << 13  # whose parts have different tags; the largest tag may be 2 ** 15 - 1
+# Members.  Of more, MPI's rings are as good for sums; and where several gather on a host, a ring
+# brings them each block over the wire once.
+MOST = {"all_gather": 8, "all_reduce": 3}
+# While it waits a rank yields its core, and now and then it sleeps, so that the waiting do not
+# keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
+# takes 3 s, and 10 s with yields alone.  Naps get longer with the wait, up to ten times: stages of
+# a pipeline wait for long.
+YIELDS, NAP = 8, 200e-6
+
+
+def wait_until(done):
+    """Return when `done()` is true.
+
+    Now and then MPI gets its turn to move the messages of this rank: a peer may wait for one of
+    them before it does what `done` waits for.
+    """
+    tries = 0
+    while not done():
+        tries += 1
+        if tries % YIELDS:
+            os.sched_yield()
+        else:
+            MPI.COMM_SELF.Iprobe()
+            sleep(NAP * min(10, 1 + tries / 64))
+
+
+class Mpi(Communicator):
+    """The members of one MPI communicator.  All of them wait for their collectives in one order.
+
+    Messages of `long` bytes and more are those that MPI asks for.
+    """
+
+    long = 1 << 16
+
+    def __init__(self, comm, members, pool):
+        super().__init__(comm.rank, comm.size, members, pool)
+        self.comm, self.in_parts = comm, 0
+
+    def empty(self, shape, dtype):
+        return self.pool.empty(shape, dtype, "communication")
+
+    def gather_rows(self, block):
+        whole = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
+        if block.nbytes < self.long or self.size > MOST["all_gather"]:
+            return arriving(self.comm.Iallgather(block, whole).Test, whole, block)
+        places = whole.reshape(self.size, *block.shape)
+        places[self.rank] = block
+        return self.swapped([block] * self.size, places, self.tag()).then(lambda _: whole)
+
+    def scatter_rows(self, block):
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        if part.nbytes < self.long:
+            return arriving(self.comm.Ireduce_scatter_block(block, part).Test, part, block)
+        parts, flat = block.reshape(self.size, -1), part.reshape(-1)
+        return self.summed(np.add, parts, flat, self.tag()).then(lambda _: part)
+
+    def sum_all(self, block, op):
+        total = self.empty(block.shape, block.dtype)
+        return self.sum_into(block, total, op).then(lambda _: total)
+
+    def sum_into(self, block, total, op):
+        """The pending sum (or maximum) of all blocks, in the memory of `total`."""
+        few = self.size <= MOST["all_reduce"]
+        if not few or block.nbytes // self.size < self.long:
+            return arriving(self.comm.Iallreduce(block, total, OPERATIONS[op]).Test, total, block)
+        flat, into, tag = block.reshape(-1), total.reshape(-1), self.tag()
+        if self.size == 2:
+            return self.summed(REDUCTIONS[op], [flat, flat], into, tag)
+        slices = slices_of(flat.size, self.size)
+        totals = [into[each] for each in slices]
+        mine = totals[self.rank]
+        summed = self.summed(REDUCTIONS[op], [flat[each] for each in slices], mine, tag)
+
+        def finish():
+            summed.wait()
+            self.swapped([mine] * self.size, totals, tag + 1).wait()
+            return into
+
+        return Pending(finish)
+
+    def summed(self, operation, parts, out, tag):
+        """The pending sum of what all members have for this one, in `out`; parts[j] is what this
+        one has for member j.  Blocks are added in the order of the members."""
+        first = 0 if self.rank else 1
+        others = iter(self.empty((self.size - 2, *out.shape), out.dtype))
+        blocks = [out if peer == first else None for peer in range(self.size)]
+        blocks[self.rank] = parts[self.rank]
+        blocks = [next(others) if block is None else block for block in blocks]
+
+        def add(blocks):
+            fold(operation, blocks, out)
+            return out
+
+        return self.swapped(parts, blocks, tag).then(add)
+
+    def swapped(self, sent, received, tag):
+        """The pending blocks received[j] of all peers j, which get sent[j]: see the module."""
+        peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
+        requests = [self.comm.Isend(sent[peer], peer, tag) for peer in peers]
+        requests += [self.comm.Irecv(received[peer], peer, tag) for peer in reversed(peers)]
+        return arriving(lambda: MPI.Request.Testall(requests), received, sent)
+
+    def tag(self):
+        """The tag of the parts of a collective; the next one is that of its second stage, which
+        begins when the call is waited for, perhaps after later calls."""
+        self.in_parts += 1
+        return PART + 2 * (self.in_parts % CALLS)
+
+    def spread(self, block, root):
+        rows = np.array([block.shape[0]])
+        self.comm.Bcast(rows, root)
+        return self.spread_rows(block, root, int(rows[0]))
+
+    def spread_rows(self, block, root, rows):
+        """The pending block of the root, which has so many rows."""
+        mine = self.rank == root
+        whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
+        return arriving(self.comm.Ibcast(whole, root).Test, whole)
+
+    def collect(self, block, root):
+        mine = self.rank == root
+        total = self.empty(block.shape, block.dtype) if mine else None
+        request = self.comm.Ireduce(block, total, MPI.SUM, root)
+        return arriving(request.Test, total if mine else block[:0].copy(), block)
+
+    def exchange(self, block):
+        mixed = self.empty(block.shape, block.dtype)
+        return arriving(self.comm.Ialltoall(block, mixed).Test, mixed, block)
+
+    def post(self, block, peer):
+        return arriving(self.comm.Isend(block, peer, MESSAGE).Test, block)
+
+    def take(self, shape, dtype, peer):
+        block = self.empty(shape, dtype)
+        return arriving(self.comm.Irecv(block, peer, MESSAGE).Test, block)
+
+
+def arriving(done, result, source=None):
+    """A pending `result`, there when `done()`; `source`, which MPI reads, lives until then."""
+
+    def finish(source=source):
+        wait_until(done)
+        return result
+
+    return Pending(finish)
+
+
+def slices_of(count, size):
+    """The slice of `count` elements that each of `size` members has."""
+    bounds = [count * member // size for member in range(size + 1)]
+    return [slice(*pair) for pair in pairwise(bounds)]

@@ -1,0 +1,154 @@
+"""NCCL as the communicator: arrays on devices, calls on streams of their own (Traffic).
+
+The host posts a call and goes on; `wait()` lets the device wait, not the host.  Communicators on
+two streams may wait for each other for ever, where one rank begins with the calls of one and
+another with those of the other (NVIDIA/nccl issues 195 and 592); since release 2.26 NCCL begins
+them in the order of the host (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
+"""
+
+import os
+from contextlib import contextmanager
+
+import numpy as np
+
+from hpc3d.comm.communicator import Communicator, Pending, ready
+
+# NCCL's numbers of types and operations (nccl.h).
+TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+OPERATIONS = {"sum": 0, "max": 2}
+OLDEST, IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+def split(library, comm, lines):
+    """NCCL's communicator of all ranks of `comm`, which is MPI's, and {axis: part of it} for the
+    `lines`, {axis: (number of this rank's line, place in it)}, in the same order on all ranks.
+
+    `library` is CuPy's module.  Nothing is in flight meanwhile, and no rank is in no line.
+    """
+    os.environ[IN_ORDER] = "1"
+    name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
+    try:
+        world = library.NcclCommunicator(comm.size, name, comm.rank)
+        return world, {axis: world.commSplit(*line) for axis, line in lines.items()}
+    except library.NcclError as error:
+        raise RuntimeError(
+            f"NCCL does not start ({error}): NCCL_DEBUG=WARN says why; "
+            "--mesh.transport staged goes without it"
+        ) from error
+
+
+def grouped(library):
+    """The context in which NCCL's calls are posted together."""
+
+    @contextmanager
+    def group():
+        library.groupStart()
+        try:
+            yield
+        finally:
+            library.groupEnd()
+
+    return group
+
+
+class Nccl(Communicator):
+    """The members of one NCCL communicator `nccl`, all with devices.
+
+    `host` is the MPI communicator of the same members: it tells how many rows a block has that
+    only its root knows.
+    """
+
+    def __init__(self, nccl, host, traffic, members, pool):
+        super().__init__(nccl.rank_id(), nccl.size(), members, pool)
+        self.nccl, self.host, self.traffic = nccl, host, traffic
+
+    def gather_rows(self, block):
+        whole = self.buffer((self.size * block.shape[0], *block.shape[1:]), block.dtype)
+        return self.launch(self.nccl.allGather, block, whole, block)
+
+    def scatter_rows(self, block):
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        return self.launch(self.nccl.reduceScatter, block, part, part, OPERATIONS["sum"])
+
+    def sum_all(self, block, op):
+        total = self.buffer(block.shape, block.dtype)
+        return self.launch(self.nccl.allReduce, block, total, block, OPERATIONS[op])
+
+    def spread(self, block, root):
+        rows = self.host.bcast(block.shape[0], root)
+        whole = self.buffer((rows, *block.shape[1:]), block.dtype)
+        source = block if self.rank == root else whole
+        return self.launch(self.nccl.broadcast, source, whole, whole, root)
+
+    def collect(self, block, root):
+        mine = self.rank == root
+        total = self.buffer(block.shape if mine else (0, *block.shape[1:]), block.dtype)
+        how = OPERATIONS["sum"], root
+        return self.launch(
+            self.nccl.reduce, block, total if mine else block, block, *how, of=total
+        )
+
+    def exchange(self, block):
+        """All-to-all, of sends and receives that are posted together: NCCL has none of its own."""
+        mixed = self.buffer(block.shape, block.dtype)
+        count = block.shape[0] // self.size
+        with self.together():
+            for peer in range(self.size):
+                part = slice(peer * count, (peer + 1) * count)
+                self.message(self.nccl.send, block[part], peer)
+                last = self.message(self.nccl.recv, mixed[part], peer)
+        return self.landing(last, mixed)
+
+    def launch(self, function, source, target, counted, *how, of=None):
+        """Call `function` from `source` to `target`; the pending target, or `of`.
+
+        It has as many elements as `counted`, and there is no call of none.
+        """
+        result = target if of is None else of
+        if not counted.size:
+            return ready(result)
+
+        def begin(stream):
+            ends = source.data.ptr, target.data.ptr
+            function(*ends, counted.size, number_of(counted.dtype), *how, stream.ptr)
+
+        return self.landing(self.traffic.post(begin, source, target), result)
+
+    def post(self, block, peer):
+        return self.landing(self.message(self.nccl.send, block, peer), block)
+
+    def take(self, shape, dtype, peer):
+        block = self.buffer(shape, dtype)
+        return self.landing(self.message(self.nccl.recv, block, peer), block)
+
+    def message(self, function, block, peer):
+        def begin(stream):
+            function(block.data.ptr, block.size, number_of(block.dtype), peer, stream.ptr)
+
+        return self.traffic.post(begin, block)
+
+    def together(self):
+        return self.traffic.together()
+
+    def landing(self, flight, result):
+        def finish():
+            self.traffic.land(flight)
+            self.nccl.check_async_error()
+            return result
+
+        return Pending(finish)
+
+
+def number_of(dtype):
+    return TYPES[np.dtype(dtype).name]

@@ -1,0 +1,251 @@
+"""Ranks of one node: collectives in memory that they share, without a copy that is not needed.
+
+A gathered block exists once a group, not once a rank: each member writes its part, raises its
+flag and reads the whole.  A product is written where its peers can read it, and each member sums
+its own slice of all partial blocks.  Nothing is copied through a message queue.
+
+Contract.  All members make the same calls in the same order and drop the arrays they got from here
+at the same points of the program, as reference counting does by itself.  Hence the members'
+allocators agree without talking, and memory dropped before a member's post number t may be written
+again by whoever has seen post t+1 of all members.  The posts carry the region's number: members
+that disagree stop with an error.
+"""
+
+import mmap
+import os
+import platform
+from collections import defaultdict, deque
+from math import prod
+
+import numpy as np
+
+from hpc3d.arrays.pool import Lease, lease_of, size_class
+from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
+from hpc3d.comm.mpi import Mpi, wait_until
+
+SHARED = "/dev/shm"
+SEGMENT = 1 << 20
+# A member's line in the flag page, in 8-byte words: its last post, then what its last RING posts
+# were about: region, and a value.
+RING = 63
+LINE = 1 + 2 * RING
+
+
+def usable(node_ranks):
+    """Whether this node can share memory between its `node_ranks` ranks.
+
+    Flags and blocks are ordered by x86's stores; another processor would need fences here.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED):
+        return False
+    free = os.statvfs(SHARED)
+    return free.f_bavail * free.f_frsize > node_ranks * (16 << 20)
+
+
+class Region:
+    """`size` slots of shared memory, one a member."""
+
+    def __init__(self, number, memory, size):
+        self.memory, self.slot = memory, memory.size // size
+        self.signature = number << 40 | memory.size
+        self.freed_at = -1
+
+    def blocks(self, count, dtype):
+        """The first `count` elements of every slot, [size, count]."""
+        whole = self.memory.view(dtype)
+        return whole.reshape(-1, self.slot // whole.itemsize)[:, :count]
+
+
+class SharedLease(Lease):
+    """A lease on part of a region; `slot_of` is the communicator whose own slot it is, if any."""
+
+    __slots__ = ("region", "slot_of")
+
+    def __init__(self, region, memory, shape, dtype, give_back):
+        super().__init__(memory, shape, np.dtype(dtype), give_back)
+        self.region, self.slot_of = region, None
+
+
+class Node(Mpi):
+    """The members of one MPI communicator that all live on this node."""
+
+    def __init__(self, comm, members, pool):
+        super().__init__(comm, members, pool)
+        self.flags = memoryview(self.segment(self.size * LINE * 8)).cast("q")
+        self.regions, self.free = [], defaultdict(deque)
+        self.unused = np.empty(0, np.uint8)
+        self.posted = self.seen = 0
+
+    def segment(self, size):
+        """`size` bytes that all members map, in a file that has no name and so cannot be left."""
+        handle = path = None
+        if self.rank == 0:
+            handle = os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600)
+            os.posix_fallocate(handle, 0, size)
+            path = f"/proc/{os.getpid()}/fd/{handle}"
+        path = self.comm.bcast(path)
+        handle = os.open(path, os.O_RDWR) if handle is None else handle
+        memory = np.frombuffer(mmap.mmap(handle, size), np.uint8)
+        self.comm.Barrier()
+        os.close(handle)
+        return memory
+
+    def region(self, nbytes):
+        """A region with slots of at least `nbytes`; the same one on all members."""
+        size = self.size * size_class(nbytes)
+        stock = self.free[size]
+        if stock and stock[0].freed_at < self.seen:
+            return stock.popleft()
+        if self.unused.size < size:
+            self.unused = self.segment(max(size, SEGMENT))
+        memory, self.unused = self.unused[:size], self.unused[size:]
+        self.regions.append(Region(len(self.regions), memory, self.size))
+        return self.regions[-1]
+
+    def lend(self, region, memory, shape, dtype):
+        """An array on `memory` of `region`, free again when the views are dead."""
+        shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
+        self.pool.count("communication", booked)
+
+        def give_back(_):
+            self.pool.count("communication", -booked)
+            self.release(region)
+
+        return np.asarray(SharedLease(region, memory, shape, dtype, give_back))
+
+    def release(self, region):
+        region.freed_at = self.posted
+        self.free[region.memory.size].append(region)
+
+    def announce(self, region=None, value=0):
+        """Raise this member's flag: what it wrote so far may be read.  The number of the post."""
+        self.posted += 1
+        if self.posted - self.seen >= RING:
+            self.meet(self.posted - RING + 1)
+        line, place = self.rank * LINE, 1 + self.posted % RING
+        self.flags[line + place] = region.signature if region else -1
+        self.flags[line + RING + place] = value
+        self.flags[line] = self.posted
+        return self.posted
+
+    def meet(self, post):
+        """Wait until every member has made this post."""
+        if post <= self.seen:
+            return
+        flags, place = self.flags, 1 + post % RING
+        region = flags[self.rank * LINE + place]
+        for line in range(0, self.size * LINE, LINE):
+            if flags[line] < post:
+                wait_until(lambda line=line: flags[line] >= post)
+            # A member that is RING - 1 posts ahead may be writing over its note of this one.
+            if flags[line + place] != region and flags[line] < post + RING - 1:
+                raise RuntimeError(
+                    f"members {self.members} no longer agree on their shared memory: they made "
+                    "different calls, or one kept an array that the others dropped"
+                )
+        self.seen = max(self.seen, post)
+
+    def buffer(self, shape, dtype):
+        region = self.region(prod(shape) * np.dtype(dtype).itemsize)
+        memory = region.memory[self.rank * region.slot : (self.rank + 1) * region.slot]
+        array = self.lend(region, memory, shape, dtype)
+        array.base.slot_of = self
+        return array
+
+    def placed(self, block):
+        """`block` in a `buffer` of this communicator, and the region: itself, or a copy."""
+        lease = lease_of(block)
+        ours = isinstance(lease, SharedLease) and lease.slot_of is self
+        if ours and block.ctypes.data == lease.memory.ctypes.data:
+            return block, lease.region
+        copy = self.buffer(block.shape, block.dtype)
+        copy[...] = block
+        return copy, copy.base.region
+
+    def gather_rows(self, block):
+        region = self.region(block.nbytes) if block.nbytes else None
+        shape = (self.size * block.shape[0], *block.shape[1:])
+        if region is None:
+            return self.after(self.announce(), lambda: np.empty(shape, block.dtype))
+        packed = region.memory[: self.size * block.nbytes]
+        whole = self.lend(region, packed, shape, block.dtype)
+        rows = block.shape[0]
+        whole[self.rank * rows : (self.rank + 1) * rows] = block
+        whole.flags.writeable = False
+        return self.after(self.announce(region), lambda: whole)
+
+    def scatter_rows(self, block):
+        block, region = self.placed(block)
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        mine = slice(self.rank * part.size, (self.rank + 1) * part.size)
+
+        def finish(block=block):
+            blocks = region.blocks(block.size, block.dtype)[:, mine]
+            fold(np.add, blocks, part.reshape(-1))
+            return part
+
+        return self.after(self.announce(region), finish)
+
+    def sum_all(self, block, op):
+        if block.nbytes > SMALL_SUM and block.size >= self.size:
+            return self.sum_by_slices(block, op)
+        block, region = self.placed(block)
+        total = self.empty(block.shape, block.dtype)
+
+        def finish(block=block):
+            blocks = region.blocks(block.size, block.dtype)
+            REDUCTIONS[op].reduce(blocks, axis=0, out=total.reshape(-1))
+            return total
+
+        return self.after(self.announce(region), finish)
+
+    def sum_by_slices(self, block, op):
+        """Each member sums a slice of all blocks into one shared total, which all then read."""
+        block, region = self.placed(block)
+        result = self.region(-(-block.nbytes // self.size))
+        total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)
+        bounds = [block.size * i // self.size for i in (self.rank, self.rank + 1)]
+
+        def finish(block=block, total=total):
+            mine = slice(*bounds)
+            blocks = region.blocks(block.size, block.dtype)[:, mine]
+            fold(REDUCTIONS[op], blocks, total.reshape(-1)[mine])
+            total.flags.writeable = False
+            self.meet(self.announce(result))
+            return total
+
+        return self.after(self.announce(region), finish)
+
+    def spread(self, block, root):
+        self.meet(header := self.announce(value=block.shape[0]))
+        rows = self.flags[root * LINE + RING + 1 + header % RING]
+        shape = (rows, *block.shape[1:])
+        region = self.region(max(1, prod(shape) * block.itemsize) // self.size + 64)
+        packed = region.memory[: max(1, prod(shape) * block.itemsize)]
+        whole = self.lend(region, packed, shape, block.dtype)
+        if self.rank == root:
+            whole[...] = block
+        whole.flags.writeable = False
+        return self.after(self.announce(region), lambda: whole)
+
+    def collect(self, block, root):
+        block, region = self.placed(block)
+        mine = self.rank == root
+        total = self.empty(block.shape if mine else (0, *block.shape[1:]), block.dtype)
+
+        def finish(block=block):
+            if mine:
+                blocks = region.blocks(block.size, block.dtype)
+                fold(np.add, blocks, total.reshape(-1))
+            return total
+
+        return self.after(self.announce(region), finish)
+
+    def after(self, post, finish):
+        """The pending result of `finish`, once all members have made this post."""
+
+        def meet_and_finish():
+            self.meet(post)
+            return finish()
+
+        return Pending(meet_and_finish)

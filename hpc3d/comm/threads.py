@@ -1,0 +1,149 @@
+"""Threads as ranks: the whole program under plain pytest, without MPI."""
+
+import itertools
+import threading
+from collections import Counter
+
+import numpy as np
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, ready
+from hpc3d.comm.mesh import Mesh
+
+
+class Group:
+    """What the members of one communicator share: a slot each, a barrier, and the mail."""
+
+    def __init__(self, members):
+        self.members = members
+        self.barrier = threading.Barrier(len(members))
+        self.slots = [None] * len(members)
+        self.mail = {}
+        self.arrived = threading.Condition()
+
+
+class Threads(Communicator):
+    """Members are threads of this process.  Results are copies, never a peer's memory."""
+
+    def __init__(self, group, rank, pool):
+        super().__init__(rank, len(group.members), group.members, pool)
+        self.group, self.sent, self.awaited = group, Counter(), Counter()
+
+    def share(self, block):
+        """The blocks of all members; they stay valid until `leave`."""
+        self.group.slots[self.rank] = block
+        self.group.barrier.wait()
+        return self.group.slots
+
+    def leave(self, result):
+        self.group.barrier.wait()
+        return ready(result)
+
+    def gather_rows(self, block):
+        return self.leave(np.concatenate(self.share(block)))
+
+    def scatter_rows(self, block):
+        rows = block.shape[0] // self.size
+        part = slice(self.rank * rows, (self.rank + 1) * rows)
+        return self.leave(sum_of([peer[part] for peer in self.share(block)]))
+
+    def sum_all(self, block, op):
+        return self.leave(sum_of(self.share(block), op))
+
+    def spread(self, block, root):
+        return self.leave(self.share(block)[root].copy())
+
+    def collect(self, block, root):
+        blocks = self.share(block)
+        return self.leave(sum_of(blocks) if self.rank == root else block[:0].copy())
+
+    def exchange(self, block):
+        parts = [np.split(peer, self.size)[self.rank] for peer in self.share(block)]
+        return self.leave(np.concatenate(parts))
+
+    def post(self, block, peer):
+        letter = (self.rank, peer, self.sent[peer])
+        self.sent[peer] += 1
+        with self.group.arrived:
+            self.group.mail[letter] = block.copy()
+            self.group.arrived.notify_all()
+        return ready(block)
+
+    def take(self, shape, dtype, peer):
+        letter = (peer, self.rank, self.awaited[peer])
+        self.awaited[peer] += 1
+        return Pending(lambda: self.pick_up(letter))
+
+    def pick_up(self, letter):
+        with self.group.arrived:
+            here = self.group.mail
+            self.group.arrived.wait_for(lambda: letter in here or self.group.barrier.broken)
+            if letter not in here:
+                raise threading.BrokenBarrierError
+            return here.pop(letter)
+
+
+def sum_of(blocks, op="sum"):
+    """The blocks summed (or maximised) in the order of the members."""
+    total = blocks[0].copy()
+    for block in blocks[1:]:
+        REDUCTIONS[op](total, block, out=total)
+    return total
+
+
+def meshes(shape, pool_of=Pool):
+    """One `Mesh` a rank of `shape`, in rank order, and the groups behind them."""
+    names, sizes = list(shape), list(shape.values())
+    coords = list(itertools.product(*map(range, sizes)))
+    ranks = {coord: rank for rank, coord in enumerate(coords)}
+    world, groups = Group(tuple(range(len(coords)))), {}
+
+    def line(axis, coord):
+        """The group of the ranks that differ from `coord` along `axis` only."""
+        along = [(*coord[:axis], i, *coord[axis + 1 :]) for i in range(sizes[axis])]
+        return groups.setdefault((axis, along[0]), Group(tuple(ranks[place] for place in along)))
+
+    def mesh(rank, coord):
+        pool = pool_of()
+        comms = {
+            name: Threads(line(axis, coord), coord[axis], pool)
+            for axis, name in enumerate(names)
+            if sizes[axis] > 1
+        }
+        everyone = Threads(world, rank, pool) if len(coords) > 1 else Self(pool)
+        return Mesh(dict(shape), dict(zip(names, coord, strict=True)), comms, everyone)
+
+    return [mesh(rank, coord) for rank, coord in enumerate(coords)], [world, *groups.values()]
+
+
+def run(shape, function, pool_of=Pool):
+    """Call `function(mesh)` once a rank, on threads; the results in rank order.
+
+    `shape` names the axes and their sizes, the last varies fastest; `pool_of` makes the pool of a
+    rank.  The first exception of any
+    rank is raised here; the other ranks are woken up and end.
+    """
+    ranks, groups = meshes(shape, pool_of)
+    results, errors = [None] * len(ranks), []
+
+    def work(mesh):
+        try:
+            results[mesh.rank] = function(mesh)
+        except BaseException as error:
+            errors.append(error)
+            for group in groups:
+                group.barrier.abort()
+                with group.arrived:
+                    group.arrived.notify_all()
+
+    # Ranks that wait for each other for ever do not keep the process.
+    threads = [threading.Thread(target=work, args=(mesh,), daemon=True) for mesh in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
+    return results

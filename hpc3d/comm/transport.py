@@ -1,0 +1,155 @@
+"""How ranks with devices talk to each other: the ways there are, and the one that a job takes.
+
+    nccl            NCCL, where each rank has a device of its own
+    mpi             MPI on the memory of devices, where it takes that (Direct)
+    mpi-messages    the same for messages, the rest by the hosts (Passing)
+    staged          MPI through the memory of the hosts (Staged)
+    none            one rank, which talks to nobody
+
+Nothing is tried that might end the job: see hpc3d.comm.cuda_aware_probe.
+"""
+
+import os
+import shutil
+from typing import NamedTuple
+
+from hpc3d.comm import cuda_aware_probe
+from hpc3d.comm.nccl import OLDEST
+from hpc3d.diagnose.node_checks import OK, Finding
+from hpc3d.runtime.host_map import spans
+from hpc3d.runtime.mpi_library import library_file
+
+OVERRIDE = "HPC3D_MPI_DEVICE"
+WAYS = {"none": "staged", "p2p": "mpi-messages", "full": "mpi"}  # by what MPI takes of devices
+SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
+PATIENCE = 60  # seconds for two ranks that try MPI
+
+
+class Seat(NamedTuple):
+    """What a rank has: its host, the device (as all see it, and by name), NCCL's version (0: no
+    NCCL), whether that may share a device, and whether MPI says that it takes their memory."""
+
+    host: str
+    device: str
+    name: str
+    nccl: int
+    several: bool
+    aware: bool
+
+
+def settled(job, asked, dtype):
+    """The device of this rank, bound, the way of all ranks, and the lines that say so, for
+    mesh.transport = `asked` and train.dtype = `dtype`; the job is refused where that cannot be."""
+    refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
+    device, seats = seated(job)
+    way, why = job.agree(lambda: choose(asked, seats, lambda: taken(seats)))
+    names = ", ".join(sorted({seat.name for seat in seats}))
+    return device, way, (f"on {names}; transport {way}: {why}", *sharing(seats))
+
+
+def seated(job):
+    """The device of this rank, bound, and the Seats of all ranks."""
+    from hpc3d.cuda.device import bound
+
+    place = job.place()
+    device = bound(place["local_rank"])
+    return device, job.gather(seat(place["host"], device))
+
+
+def explained(job):
+    """The way that ranks would take here, where all of them have devices: for the doctor."""
+    if all(job.gather(cuda_aware_probe.present())):
+        _, seats = seated(job)
+        way, why = job.agree(lambda: choose("auto", seats, lambda: taken(seats)))
+        yield Finding(OK, "transport", f"mesh.transport = auto is {way} here: {why}")
+
+
+def refuse(job, problems):
+    """Refuse the job for what ranks lack (None: nothing): a line for each thing."""
+    ranks = {}
+    for rank, problem in enumerate(problems):
+        ranks.setdefault(problem, []).append(rank)
+    found = ranks.pop(None, None)
+    where = [f" (ranks {spans(who)})" if found or len(ranks) > 1 else "" for who in ranks.values()]
+    if ranks:
+        job.refuse(*map("".join, zip(ranks, where, strict=True)))
+
+
+def seat(host, device):
+    """The Seat of a rank on its `device`."""
+    there = f"{device.bus} {device.uuid}"  # parts of one device have the same bus
+    several = os.environ.get(SEVERAL) == "1"
+    aware = cuda_aware_probe.says_yes(library_file())
+    return Seat(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
+
+
+def choose(asked, seats, taken):
+    """The way of ranks with these `seats`, and why; `asked` is mesh.transport.  `taken()` is what
+    MPI takes of devices ("none", "p2p" or "full"), and how that is known.
+
+    ValueError where it cannot be as asked.
+    """
+    if len(seats) == 1:
+        return "none", "there is one rank"
+    reasons = []
+    if asked in ("auto", "nccl"):
+        problem = against_nccl(asked, seats)
+        if problem is None:
+            return "nccl", f"NCCL {cuda_aware_probe.release_of(seats[0].nccl)}"
+        refuse_if(asked == "nccl", asked, problem)
+        reasons.append(problem)
+    if asked in ("auto", "mpi"):
+        what, how = taken()
+        if what != "none":
+            return WAYS[what], "; ".join([*reasons, how])
+        refuse_if(asked == "mpi", asked, f"{how}; or set {OVERRIDE}=full where it does")
+        reasons.append(how)
+    return "staged", "; ".join(reasons) or "as asked for"
+
+
+def refuse_if(wrong, asked, problem):
+    if wrong:
+        raise ValueError(f"mesh.transport = {asked}: {problem}; or use mesh.transport = auto")
+
+
+def against_nccl(asked, seats):
+    """Why these ranks cannot use NCCL; None if they can."""
+    without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
+    if without:
+        return f"no NCCL on ranks {spans(without)}"
+    if (oldest := min(seat.nccl for seat in seats)) < OLDEST:
+        found, needed = map(cuda_aware_probe.release_of, (oldest, OLDEST))
+        return f"NCCL {found} is older than {needed}: {cuda_aware_probe.EXTRAS}"
+    allowed = asked == "nccl" and all(seat.several and seat.nccl >= 23000 for seat in seats)
+    return None if allowed else next(iter(sharing(seats)), None)
+
+
+def sharing(seats):
+    """A line for each device that several ranks share."""
+    there = {}
+    for rank, seat in enumerate(seats):
+        there.setdefault((seat.host, seat.device, seat.name), []).append(rank)
+    return [
+        f"ranks {spans(ranks)} share device {name} of {host}, which works for one at a time"
+        for (host, _, name), ranks in there.items()
+        if len(ranks) > 1
+    ]
+
+
+def taken(seats):
+    """What MPI takes of devices, and how that is known: the user says so, or MPI does and two
+    ranks in processes of their own have tried it.  Rank 0 asks for all."""
+    said = os.environ.get(OVERRIDE)
+    if said is not None and said not in WAYS:
+        raise ValueError(f"{OVERRIDE}={said}: use none, p2p or full, or unset it")
+    if said is not None:
+        return said, f"{OVERRIDE}={said}"
+    if not all(seat.aware for seat in seats):
+        return "none", "MPI does not say that it takes memory of devices"
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return "none", "MPI says that it takes memory of devices, but no mpirun is here to try it"
+    answer, problem = cuda_aware_probe.tried(mpirun, PATIENCE, cuda_aware_probe.surroundings())
+    if answer == cuda_aware_probe.TAKEN:
+        return "full", "MPI takes memory of devices, as two ranks have tried"
+    return "none", f"MPI says that it takes memory of devices, but {problem or 'not in a trial'}"

@@ -1,0 +1,153 @@
+"""Ranks of several hosts, equally many on each: shared memory inside a host, the wire between.
+
+A lane has one member of each host.  What crosses the wire does so once a host, and each lane
+brings its share; all members of a host read the result in the memory that they share.
+
+                    in a host                          on the wire, by lanes
+    all_gather                                         blocks, into shared memory
+    reduce_scatter  sum the parts of this lane     ->  reduce_scatter of them
+    all_reduce      sum this lane's slice          ->  all_reduce of it, into shared memory
+    broadcast       the root's block is shared     ->  broadcast of this lane's slice
+    reduce          sum this lane's slice          ->  reduce of it, to the root's host
+
+Short blocks, messages and all_to_all go as MPI has them.
+"""
+
+from math import prod
+
+import numpy as np
+
+from hpc3d.comm.communicator import REDUCTIONS, fold
+from hpc3d.comm.mpi import Mpi, arriving, slices_of
+from hpc3d.comm.shared_memory import Node
+
+
+class Hosts(Mpi):
+    """The members of one MPI communicator, of which member j is on host `hosts[j]`."""
+
+    def __init__(self, comm, members, pool, hosts):
+        super().__init__(comm, members, pool)
+        names = list(dict.fromkeys(hosts))
+        self.table = np.array(
+            [[j for j, host in enumerate(hosts) if host == name] for name in names]
+        )
+        self.host = names.index(hosts[self.rank])
+        self.lane = self.table[self.host].tolist().index(self.rank)
+        self.peers = self.table[:, self.lane]
+        part = comm.Split(self.host, self.lane), comm.Split(self.lane, self.host)
+        here, there = ([members[j] for j in own] for own in (self.table[self.host], self.peers))
+        self.node, self.wire = Node(part[0], here, pool), Mpi(part[1], there, pool)
+
+    @property
+    def readers(self):
+        return self.node.readers
+
+    def buffer(self, shape, dtype):
+        short = prod(shape) * np.dtype(dtype).itemsize < self.long
+        return (super() if short else self.node).buffer(shape, dtype)
+
+    def shared(self, shape, dtype):
+        """An array that the members on this host share, and its region."""
+        nbytes = prod(shape) * dtype.itemsize
+        region = self.node.region(-(-nbytes // self.node.size))
+        return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
+
+    def seen(self, whole, region=None):
+        """`whole`, once all members on this host have written their share of it."""
+        whole.flags.writeable = False
+        self.node.meet(self.node.announce(region))
+        return whole
+
+    def gather_rows(self, block):
+        if block.nbytes * self.size < self.long:
+            return super().gather_rows(block)
+        shape = self.size * block.shape[0], *block.shape[1:]
+        whole, region = self.shared(shape, block.dtype)
+        places = whole.reshape(self.size, *block.shape)
+        places[self.rank] = block
+        sent, received = [block] * self.wire.size, [places[peer] for peer in self.peers]
+        coming = self.wire.swapped(sent, received, self.wire.tag())
+        return coming.then(lambda _: self.seen(whole, region))
+
+    def scatter_rows(self, block):
+        if block.nbytes < self.long:
+            return super().scatter_rows(block)
+        block, region = self.node.placed(block)
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        sums = self.empty((self.wire.size, part.size), block.dtype)
+
+        def finish(block=block):
+            blocks = region.blocks(block.size, block.dtype)
+            blocks = blocks.reshape(self.node.size, self.size, part.size)
+            for peer, total in zip(self.peers, sums, strict=True):
+                fold(np.add, blocks[:, peer], total)
+            self.wire.summed(np.add, sums, part.reshape(-1), self.wire.tag()).wait()
+            return part
+
+        return self.node.after(self.node.announce(region), finish)
+
+    def sum_all(self, block, op):
+        if block.nbytes < self.long:
+            return super().sum_all(block, op)
+        block, region = self.node.placed(block)
+        total, common = self.shared(block.shape, block.dtype)
+
+        def finish(block=block, total=total):
+            mine = total.reshape(-1)[self.slice_of(block.size)]
+            self.wire.sum_into(self.summed_here(region, block, REDUCTIONS[op]), mine, op).wait()
+            return self.seen(total, common)
+
+        return self.node.after(self.node.announce(region), finish)
+
+    def spread_rows(self, block, root, rows):
+        shape = rows, *block.shape[1:]
+        if prod(shape) * block.itemsize < self.long:
+            return super().spread_rows(block, root, rows)
+        whole, region = self.shared(shape, block.dtype)
+        if self.rank == root:
+            whole[...] = block
+
+        def finish(whole=whole):
+            mine = whole.reshape(-1)[self.slice_of(whole.size)]
+            arriving(self.wire.comm.Ibcast(mine, self.host_of(root)).Test, mine).wait()
+            return self.seen(whole, region)
+
+        return self.node.after(self.node.announce(region), finish)
+
+    def collect(self, block, root):
+        if block.nbytes < self.long:
+            return super().collect(block, root)
+        block, region = self.node.placed(block)
+        result = self.empty(
+            block.shape if self.rank == root else (0, *block.shape[1:]), block.dtype
+        )
+        there = self.host_of(root)
+        total, common = (
+            self.shared(block.shape, block.dtype) if self.host == there else (None, None)
+        )
+
+        def finish(block=block, total=total):
+            coming = self.wire.collect(self.summed_here(region, block, np.add), there).wait()
+            if total is not None:
+                total.reshape(-1)[self.slice_of(block.size)] = coming
+                total = self.seen(total, common)
+            if self.rank == root:
+                result[...] = total
+            return result
+
+        return self.node.after(self.node.announce(region), finish)
+
+    def slice_of(self, count):
+        """This lane's share of `count` elements."""
+        return slices_of(count, self.node.size)[self.lane]
+
+    def summed_here(self, region, block, operation):
+        """This lane's slice of the sum of the blocks of this host, which lie in `region`."""
+        mine = self.slice_of(block.size)
+        total = self.empty((mine.stop - mine.start,), block.dtype)
+        fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
+        return total
+
+    def host_of(self, member):
+        """The number of a member's host, which is its place in a lane."""
+        return int(np.argwhere(self.table == member)[0, 0])

@@ -1,0 +1,240 @@
+"""A job in which nothing moves any more ends, and every rank that still can says where it is.
+
+    RUN/watchdog/rank-00003.txt    the call that rank 3 waits in, the calls of all its groups, and
+                                   the stacks of its threads
+    RUN/watchdog/summary.txt       the line that one of them printed
+
+A thread on every rank looks, a few times in `run.watchdog_s`, whether a call was completed, a step
+began or memory was lent.  It reads what is counted anyway: the rank that works pays nothing.
+"""
+
+import faulthandler
+import os
+import signal
+import time
+from contextlib import suppress
+from threading import Event, Thread
+
+from hpc3d.comm.mesh import WORLD, along
+from hpc3d.runtime.exit_codes import STALLED
+from hpc3d.runtime.host_map import spans
+from hpc3d.runtime.launch import leave, save_in_child
+from hpc3d.runtime.launcher import end_later
+
+LOOKS = 20  # in the seconds that are allowed, but one a second at least
+GRACE = 6  # looks more, in which the others speak, too
+LATER = 6  # and more, in which the ranks of rank 0's node end the job: what they say is heard
+TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have gone
+SILENT = "silent: stopped, or gone"
+ANSWER = 2  # seconds that a file system has: one may have been lost with the link to its server
+SHOWN = 6  # groups of ranks in the line that is printed
+
+
+class Watchdog:
+    """Ends a job with STALLED when nothing moved for `seconds` on this rank.
+
+    `mesh` is that below the trace, whose communicators count their calls; `homes` has the nodes of
+    the ranks.  After SIGTERM a rank that waits for others in vain leaves sooner, alone.
+    """
+
+    def __init__(self, job, mesh, run_dir, seconds, homes):
+        self.job, self.pool = job, mesh.pool
+        self.place = Place({**mesh.comms, WORLD: mesh.world})
+        self.reports = Reports(job, run_dir / "watchdog", homes)
+        self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
+        self.leads = homes.nodes[job.rank] == job.rank
+        self.seconds, self.period = seconds, min(1.0, seconds / LOOKS)
+        self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
+        self.moved, self.looked = None, time.monotonic()
+        self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
+
+    def step(self, number):
+        """Step `number` begins; from the first one on, this rank is watched."""
+        self.place.step = number
+        if not self.thread.ident:
+            self.thread.start()
+
+    def stop(self):
+        self.over.set()
+
+    def watch(self):
+        while not self.over.wait(self.period):
+            self.look()
+            self.act()
+
+    def look(self):
+        """Count the seconds of silence.  Those in which this thread did not get to look do not
+        count: the whole rank was stopped then, or waited for a core."""
+        before, self.moved = self.moved, self.movement()
+        gap, self.looked = time.monotonic() - self.looked, time.monotonic()
+        if self.moved == before:
+            self.silence += min(gap, 2 * self.period)
+        else:
+            self.silence, self.longest = 0.0, max(self.longest, self.silence)
+
+    def movement(self):
+        """What is another from look to look while the rank works."""
+        return self.place.done(), self.pool.live["activation"], len(self.job.told)
+
+    def act(self):
+        """Speak where this rank was silent for too long, or another was and this one for half of
+        it; end the job when the others had the time to speak."""
+        if self.deserted():
+            self.leave()
+        elif self.silence > self.seconds + self.grace * self.period:
+            self.end()
+        elif self.silence > self.seconds or self.suspected():
+            self.reports.speak(self.place, self.silence)
+        elif self.silence == 0:
+            self.reports.take_back()
+
+    def suspected(self):
+        return self.silence > self.seconds / 2 and self.reports.begun()
+
+    def deserted(self):
+        """Whether this rank was asked to end, and waits for others that may have ended."""
+        told = signal.SIGTERM in self.job.told and self.place.waiting()
+        return told and self.silence > max(TOLD, 2 * self.longest)
+
+    def leave(self):
+        """End this rank alone."""
+        if self.job.first_to_fail():
+            what = f"told to end and left: nothing moved for {self.silence:.0f} s"
+            self.job.complain(f"rank {self.job.rank} was {what}, {self.place}")
+        leave(self.job)
+
+    def end(self):
+        """Save what can be saved and end the job, unless it is ending; one rank says why."""
+        if self.job.ending.acquire(blocking=False):
+            save_in_child(self.job)
+            if self.reports.sum_up(self.seconds):
+                self.job.abort(STALLED)
+            if self.leads:
+                end_later(self.job.launcher)
+            time.sleep(3)
+            os._exit(STALLED)
+
+
+class Place:
+    """Where a rank is: in a call along one of the axes of `comms`, or in none, of `step`."""
+
+    def __init__(self, comms):
+        self.comms, self.step = comms, -1
+
+    def done(self):
+        return self.step, *(comm.done for comm in self.comms.values())
+
+    def waiting(self):
+        """The axis and the call that this rank waits in; None if it is in none."""
+        calls = ((axis, comm.waiting) for axis, comm in self.comms.items())
+        return next((call for call in calls if call[1]), None)
+
+    def __str__(self):
+        call = self.waiting()
+        if not call:
+            return f"in no call of step {self.step}: it computes, or waits for a device or file"
+        axis, (op, number, nbytes, peer) = call
+        other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
+        size = f", {nbytes} bytes" if nbytes else ""
+        return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
+
+    def groups(self):
+        """A line for each group that this rank is in."""
+        for axis, comm in self.comms.items():
+            calls = f"{comm.calls} calls, {comm.done} done"
+            yield f"{axis}: ranks {spans(comm.members)}: {calls}"
+
+
+class Reports:
+    """What the ranks of a job say in `folder`, one file per rank."""
+
+    def __init__(self, job, folder, homes):
+        self.job, self.folder, self.homes, self.spoken = job, folder, homes, False
+        self.summary, self.asked = folder / "summary.txt", None
+
+    def promptly(self, ask, otherwise):
+        """What `ask()` finds in the folder, `otherwise` where that does not answer."""
+        if self.asked and self.asked.is_alive():
+            return otherwise
+        found = [otherwise]
+        self.asked = Thread(target=lambda: found.insert(0, ask()), daemon=True)
+        self.asked.start()
+        self.asked.join(ANSWER)
+        return found[0]
+
+    def path(self, rank):
+        return self.folder / f"rank-{rank:05d}.txt"
+
+    def begun(self):
+        """Whether any rank has spoken."""
+        return self.promptly(self.folder.is_dir, False)
+
+    def speak(self, place, silence):
+        """Say where this rank is, once."""
+        if not self.spoken:
+            self.spoken = True
+            self.promptly(lambda: self.write(place, silence), None)
+
+    def write(self, place, silence):
+        with suppress(OSError):  # a full disk does not keep the job from its end
+            self.folder.mkdir(exist_ok=True)
+            with self.path(self.job.rank).open("w") as file:
+                lines = [place, f"for {silence:.1f} s", *place.groups(), ""]
+                print(*lines, sep="\n", file=file, flush=True)
+                faulthandler.dump_traceback(file)
+
+    def take_back(self):
+        """This rank was but slow; unless the job ends, and those that were stopped are woken."""
+        if self.spoken and self.promptly(lambda: not self.summary.exists(), False):
+            self.spoken = False
+            with suppress(OSError):
+                self.path(self.job.rank).unlink()
+                self.folder.rmdir()
+
+    def sum_up(self, seconds):
+        """Print which ranks are where after `seconds`, unless another rank did; whether it did
+        not."""
+        line = f"nothing moved for {seconds:g} s: "
+        if places := self.promptly(self.places, None):
+            line += f"{places}; stacks in {self.folder}"
+        else:
+            line += f"{self.folder} does not answer, either"
+        if not self.promptly(lambda: self.noted(line), True):
+            return False
+        self.job.first_to_fail()  # the others need not say that they ended
+        self.job.complain(line)
+        return True
+
+    def noted(self, line):
+        """Whether no rank had summed up before; better twice than never."""
+        try:
+            with self.summary.open("x") as file:
+                print(line, file=file)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def places(self):
+        """Which ranks are where: first those that the others may be waiting for."""
+        places = {}
+        for rank in range(self.job.size):
+            places.setdefault(self.said(rank), []).append(rank)
+        found = sorted(places.items(), key=lambda item: (suspicion(item[0]), -len(item[1])))
+        parts = [f"{self.homes.named(ranks)} {where}" for where, ranks in found]
+        if len(parts) > SHOWN:
+            parts[SHOWN - 1 :] = [f"{len(parts) - SHOWN + 1} other places"]
+        return "; ".join(parts)
+
+    def said(self, rank):
+        """Where a rank says that it is."""
+        try:
+            return self.path(rank).read_text().partition("\n")[0]
+        except OSError:
+            return SILENT
+
+
+def suspicion(where):
+    """0 for ranks that said nothing, 1 for those in no call, 2 for those that wait for others."""
+    return 0 if where == SILENT else 1 + ("(call" in where)

@@ -1,0 +1,1 @@
+"""The input file as typed, frozen values, and every rule about sizes."""

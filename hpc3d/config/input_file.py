@@ -1,0 +1,266 @@
+"""The input file as typed, frozen values: config/load.py reads them, config/rules.py has their
+rules.
+
+The text below a key is its meaning, which `hpc3d train --help` prints.  Plain dataclasses, so that
+ranks get them by broadcast and need no parser.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from hpc3d.tensor.split import SCHEMES, Split
+
+AXES = ("p", "d", "c", "e", "x", "y", "z")
+STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Ranks along each axis; their product is the number of ranks."""
+
+    __pydantic_config__ = STRICT
+    p: int = 1
+    """stages of the pipeline"""
+    d: int = 1
+    """replicas of the model, which share out a batch"""
+    c: int = 1
+    """context parallelism, which is not there yet"""
+    e: int = 1
+    """expert parallelism, which is not there yet"""
+    x: int | None = None
+    """tensor parallelism (absent: 1, or the best cuboid where y and z are absent, too)"""
+    y: int | None = None
+    """tensor parallelism, as x (absent: as x)"""
+    z: int | None = None
+    """tensor parallelism, as x (absent: as x)"""
+    order: str = "p d c e x y z"
+    """the axes, outermost first: neighbouring ranks differ along the last one"""
+    transport: Literal["auto", "mpi", "nccl", "staged"] = "auto"
+    """how ranks talk: auto takes memory that those of a node share, or NCCL where each has a
+    GPU; mpi is MPI alone; nccl, and staged by way of the hosts' memory, are for GPUs"""
+
+    def sizes(self):
+        """Axis -> number of ranks, in the order of the ranks."""
+        return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Which loop each axis splits, what is kept, and in which order microbatches run."""
+
+    __pydantic_config__ = STRICT
+    scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
+    """which tensor axes split which loop of a product, and how blocks are stored (README)"""
+    split: dict[str, str] | None = None
+    """a scheme of your own, as { m = "x", n = "y", k = "z" }; replicate, own and panels take
+    axes, too (absent: that of scheme)"""
+    keep_gathered: bool = True
+    """keep gathered blocks for backward, which otherwise gathers them again"""
+    zero: Literal[0, 1, 2, 3] = 0
+    """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
+    bucket_mb: float = 25.0
+    """megabytes of gradients that one call sums along d"""
+    overlap: bool = True
+    """sum gradients along d while backward still runs"""
+    microbatches: int = 1
+    """parts of a batch that run one after the other; their gradients accumulate"""
+    chunks: int | None = None
+    """parts of the model that a stage has (absent: what the schedule wants)"""
+    stages: tuple[int, ...] | None = None
+    """the layers of each part of the pipeline in model order, as [3, 2, 2, 1] (absent: even)"""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """what backward computes again instead of keeping it: selective the scores and softmax of
+    attention, full whole blocks"""
+    schedule: str | None = None
+    """the order of microbatches: none, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream,
+    pipedream-2bw or csv:FILE (absent: none on one stage, else 1f1b)"""
+
+    @property
+    def way(self):
+        """What says how products are split, for messages."""
+        return f"scheme {self.scheme}" if self.split is None else "parallel.split"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Transformer."""
+
+    __pydantic_config__ = STRICT
+    kind: Literal["gpt2"] = "gpt2"
+    """the family of models"""
+    layers: int = 2
+    """Transformer blocks"""
+    hidden: int = 384
+    """features of a token, a multiple of heads"""
+    heads: int = 64
+    """heads of attention"""
+    sequence: int = 64
+    """tokens of a sequence"""
+    vocabulary: int | None = None
+    """tokens that there are (absent: those of the tokenizer)"""
+    tied: bool = True
+    """the table of tokens is also the matrix of the head"""
+    gelu: Literal["tanh", "exact"] = "tanh"
+    """by tanh, an approximation, or by the error function (on processors: extra exact)"""
+    dropout: float = 0.0
+    """the share of activations that is dropped, from 0 to below 1"""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text."""
+
+    __pydantic_config__ = STRICT
+    path: str = "inputs/corpus"
+    """a text file, a folder of *.txt, or a token file of `hpc3d prepare`"""
+    tokenizer: Literal["byte", "bpe"] | None = None
+    """byte has 256 tokens, bpe is for a token file that was made with it (absent: what the token
+    file says, byte for text)"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation."""
+
+    __pydantic_config__ = STRICT
+    steps: int = 20
+    """training steps"""
+    max_minutes: float = 0.0
+    """save and stop after the step in which they have passed (0: no limit)"""
+    batch: int = 192
+    """sequences of a step, over all replicas and microbatches"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """both with decoupled weight decay"""
+    learning_rate: float = 3e-3
+    """the highest, at the end of the warm-up"""
+    warmup: int = 2
+    """steps in which the learning rate rises to it, linearly"""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """how the learning rate falls to a tenth while it decays, or that it does not"""
+    decay_steps: int | None = None
+    """the steps until the learning rate has decayed, after which it stays (absent: the `steps`
+    that the run is begun with, also where it is extended later)"""
+    weight_decay: float = 0.1
+    """the share of a matrix that a step takes off, times the learning rate"""
+    clip: float = 1.0
+    """the largest norm of the whole gradient, to which it is scaled down (0: none)"""
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
+    """of parameters and activations; those of 16 bits are for GPUs"""
+    backend: Literal["numpy", "cupy"] = "numpy"
+    """numpy computes on processors, cupy on GPUs"""
+    tf32: bool = False
+    """GPUs round the factors of float32 products to 10 bits"""
+    graph: bool = False
+    """GPUs run a step as one launch, a CUDA graph"""
+    fused_gelu: bool = False
+    """GPUs do GELU within products, by cuBLASLt"""
+
+    def decaying(self):
+        """The steps, warm-up and all, after which the learning rate has decayed."""
+        return self.decay_steps or max(self.steps, self.warmup)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often the state is saved."""
+
+    __pydantic_config__ = STRICT
+    every: int = 0
+    """save after every so many steps, and after the last (0: never, unless asked to stop)"""
+    keep: int = 2
+    """checkpoints that are kept, the newest ones"""
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What is checked as a run goes."""
+
+    __pydantic_config__ = STRICT
+    replicas_every: int = 100
+    """after every so many steps compare the parameters that ranks hold in common (0: never)"""
+    products_every: int = 0
+    """every so many steps check all products and messages of one (0: never)"""
+    spike: float = 6.0
+    """a line in the log for losses so many standard deviations above those before (0: none)"""
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What is recorded as a run goes."""
+
+    __pydantic_config__ = STRICT
+    enabled: bool = True
+    """whether there is a trace"""
+    sync_every: int = 100
+    """steps from one comparison of several hosts' clocks to the next"""
+    clock: Literal["wall", "processor"] = "wall"
+    """with processor each rank counts its own processor time: where ranks outnumber cores, that is
+    what an operation costs"""
+    nvtx: bool = False
+    """NVIDIA's profilers show the names of what a GPU computes"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run is kept, and how it is ended."""
+
+    __pydantic_config__ = STRICT
+    out: str = "results"
+    """the folder in which the run makes its own"""
+    signal: Literal["USR1", "USR2"] = "USR1"
+    """asks the run to save and stop, as SIGTERM does"""
+    watchdog_s: float = 300.0
+    """the run is given up after so many seconds in which nothing moved"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    __pydantic_config__ = STRICT
+    name: str = "gpt"
+    """begins the name of the run's folder"""
+    seed: int = 1234
+    """of the initial weights, of dropout and of the order of the text"""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def split(self):
+        """The split of the first product of a block, over the data axis where there is one."""
+        letters = self.parallel.split
+        split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
+        return split.over_data("d", self.parallel.zero) if self.mesh.d > 1 else split
+
+    @property
+    def alone(self):
+        """Whether every microbatch is a minibatch with an update of its own."""
+        return self.parallel.schedule == "pipedream"
+
+    def updates(self):
+        """Updates in a training step."""
+        return self.parallel.microbatches if self.alone else 1
+
+    def keep(self):
+        """The operands of products whose working blocks are kept for backward.
+
+        ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
+        """
+        kept = "x" if self.parallel.zero == 3 and self.mesh.d > 1 else "xw"
+        return kept if self.parallel.keep_gathered else ""
+
+    def layers(self):
+        """The blocks of each part of the pipeline, in model order, as ranges."""
+        parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
+        counts = self.parallel.stages or [
+            layers * (part + 1) // parts - layers * part // parts for part in range(parts)
+        ]
+        ends = [*accumulate(counts, initial=0)]
+        return [range(*ends) for ends in pairwise(ends)]

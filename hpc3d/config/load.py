@@ -1,0 +1,161 @@
+"""Input files and the options of a command line as a Config, and a Config as the text of a file.
+
+Only the rank that reads a file imports pydantic.
+"""
+
+from dataclasses import asdict, is_dataclass
+from difflib import get_close_matches
+
+from hpc3d.config.input_file import Config
+from hpc3d.plain import Problems, plain
+from hpc3d.shipped import INPUT, find
+
+
+def load(path, overrides):
+    """The values of the input `path` (a file, or a name of hpc3d.shipped; None: the default) and
+    of `--section.key value` overrides.
+
+    Raises ValueError with one line for every error, each with its key and the remedy.
+    """
+    tree = {} if path is None else read(find(path, INPUT))
+    override(tree, overrides)
+    return validate(tree)
+
+
+def read(path):
+    from hpc3d import files
+
+    content = files.read(path, remedy="name a file that can be read")
+    try:
+        return files.toml(content.decode())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def override(tree, words):
+    """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables."""
+    for option, text in options(words):
+        if option.count(".") > 2:  # as in --parallel.split.m
+            raise ValueError(f"{option:.60}: no key has {option.count('.') + 1} parts")
+        *sections, key = option[2:].split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"{option}: {section} is a value and holds no keys")
+        table[key] = toml_value(text)
+
+
+def options(words):
+    """Each option of the command line with the text of its value."""
+    words = iter(words)
+    for word in words:
+        if not word.startswith("--"):
+            raise ValueError(f"{word}: not understood; write INPUT.toml --section.key VALUE ...")
+        option, equals, text = word.partition("=")
+        if not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise ValueError(f"{option}: no value; write {option} VALUE")
+        if not_text(option + text):
+            raise ValueError(f"{option} {text}: not UTF-8; give a name that is")
+        yield option, text
+
+
+def not_text(word):
+    """Whether a word of the command line has bytes that are no UTF-8."""
+    return any("\ud800" <= letter <= "\udfff" for letter in word)
+
+
+def toml_value(text):
+    from hpc3d.files import toml
+
+    try:
+        return toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def stored(text):
+    """The Config of a text that a checkpoint or a trace keeps, whose whole numbers are within
+    bounds; ValueError if it has none."""
+    from hpc3d import files, limits
+
+    config = validate(files.toml(text))
+    for line in (*limits.out_of_bounds(config), *limits.too_large(config)):
+        raise ValueError(line)
+    return config
+
+
+def validate(tree):
+    """A tree of tables as a `Config`; all errors at once."""
+    import json
+
+    from pydantic import TypeAdapter, ValidationError
+
+    # As JSON a table may stand for a dataclass although types are strict: true is no number.
+    text = json.dumps(tree, default=str)
+    try:
+        return TypeAdapter(Config).validate_json(text, strict=True)
+    except ValidationError as errors:
+        raise Problems(map(explain, errors.errors())) from None
+
+
+def explain(error):
+    """One line for one of pydantic's errors."""
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{key}: unknown key; {hint(path[:-1], path[-1])}"
+    found = repr(error["input"])
+    found = found if len(found) < 100 else f"{found[:100]} ..."
+    reason = error["msg"][0].lower() + error["msg"][1:]
+    return f"{key}: {reason}, not {found}; correct the value"
+
+
+def hint(sections, name):
+    """The key that an unknown one may stand for, here or in another table; or those known here."""
+    here = [key for key in known_keys() if key.split(".")[:-1] == sections]
+    for keys in (here, known_keys()):
+        names = {key.split(".")[-1]: key for key in keys}
+        if near := get_close_matches(name, names, 1):
+            return f"did you mean {names[near[0]]}?"
+    return f"known here: {', '.join(here)}"
+
+
+def known_keys():
+    """Every key of an input file, with its section, and the sections."""
+    return [*asdict(Config()), *(key for key in flat(Config()) if "." in key)]
+
+
+def flat(config):
+    """{key: value} of a configuration, keys with their section."""
+    tree = asdict(config)
+    tables = {key: tree.pop(key) for key in [*tree] if is_section(key)}
+    nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}
+    return {**tree, **nested}
+
+
+def is_section(key):
+    return is_dataclass(getattr(Config(), key))
+
+
+def to_toml(config):
+    """The configuration as the text of an input file."""
+    top, tables = [], []
+    for key, value in asdict(config).items():
+        if isinstance(value, dict):
+            lines = [f"{name} = {literal(v)}" for name, v in value.items() if v is not None]
+            tables.append("\n".join([f"[{key}]", *lines]))
+        else:
+            top.append(f"{key} = {literal(value)}")
+    return "\n\n".join(["\n".join(top), *tables]) + "\n"
+
+
+def literal(value):
+    """A value as TOML writes it."""
+    import json
+
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
+    return plain(json.dumps(value, ensure_ascii=False))

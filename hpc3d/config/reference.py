@@ -1,0 +1,94 @@
+"""Every key of an input file with its default, its choices and its meaning: for `train --help`,
+and as the page docs/configuration.md: python -m hpc3d.config.reference > docs/configuration.md.
+
+Keys and meanings are those of input_file.py, whose source is read for the texts below the keys.
+"""
+
+import ast
+from dataclasses import fields, is_dataclass
+from inspect import getsource
+from itertools import pairwise
+from textwrap import wrap
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import literal
+
+COLUMN, WIDTH = 28, 99
+HEAD = """\
+# Configuration
+
+An input file is TOML: a few keys, then the sections below. All of them have defaults, and any is
+an option on the command line: `--parallel.scheme 1d`, `--mesh.x 4`. The resolved configuration
+is in the run's folder, its trace and its checkpoints. Wrong input is one line each, with the key
+and what to do, before anything starts; [limits.md](limits.md) has the bounds. `python -m
+hpc3d.train --help` prints the same keys. This page is written by `python -m
+hpc3d.config.reference > docs/configuration.md`, and a test compares the two.
+"""
+
+
+def manual(table=Config):
+    """An input file with the defaults of a table; keys that are absent by default are comments."""
+    types, texts = get_type_hints(table), meanings(table)
+    sections = [key for key in types if is_dataclass(types[key])]
+    lines = [
+        line
+        for item in fields(table)
+        if item.name not in sections
+        for line in entry(item.name, item.default, types[item.name], texts[item.name])
+    ]
+    for key in sections:
+        lines += ["", *beside(f"[{key}]", types[key].__doc__), manual(types[key])]
+    return "\n".join(lines)
+
+
+def page():
+    """The text of docs/configuration.md."""
+    sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
+    parts = [HEAD, *rows(Config, skip=sections)]
+    for key, kind in sections.items():
+        parts += [f"\n## [{key}]\n\n{kind.__doc__}\n", *rows(kind)]
+    return "\n".join(parts) + "\n"
+
+
+def rows(table, skip=()):
+    """The lines of a Markdown table with one row per key of a dataclass."""
+    types, texts = get_type_hints(table), meanings(table)
+    yield from ("| key | default | meaning |", "|---|---|---|")
+    for item in fields(table):
+        if item.name not in skip:
+            default = "absent" if item.default is None else f"`{literal(item.default)}`"
+            meaning, kind = texts[item.name], types[item.name]
+            if get_origin(kind) is Literal:
+                meaning = (
+                    f"{', '.join(f'`{literal(each)}`' for each in get_args(kind))}: {meaning}"
+                )
+            yield f"| `{item.name}` | {default} | {meaning} |"
+
+
+def entry(key, value, kind, meaning):
+    """The lines of a key: with its default, and beside it the choices and what it means."""
+    if value is None:
+        return beside(f"# {key} =", meaning)
+    choices = " | ".join(map(literal, get_args(kind)))
+    return beside(f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning)
+
+
+def beside(words, text):
+    """The lines of `text` as comments to the right of `words`."""
+    first, *more = wrap(text, WIDTH - COLUMN - 2)
+    return [f"{words:{COLUMN}}# {first}", *(" " * COLUMN + f"# {line}" for line in more)]
+
+
+def meanings(table):
+    """{key: the text below it} of a dataclass."""
+    (tree,) = ast.parse(getsource(table)).body
+    return {
+        key.target.id: " ".join(ast.literal_eval(text.value).split())
+        for key, text in pairwise(tree.body)
+        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,317 @@
+"""Every rule about sizes, once, and the mesh that a file leaves open: the best cuboid."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from math import inf, isqrt, prod
+
+from hpc3d import limits
+from hpc3d.config.backend_rules import wrong_backend
+from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
+from hpc3d.config.load import flat
+from hpc3d.pipeline.schedule import find
+from hpc3d.plain import Problems
+from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
+
+MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
+
+
+def settle(config, ranks, default=False):
+    """`config` with its mesh settled for `ranks`; a `default` model may grow to fit them.
+
+    Raises ValueError with one line for every rule that is broken, each with key and remedy.
+    """
+    refuse([*unknown_values(config), *not_there_yet(config)])
+    config = with_schedule(config)
+    refuse([*wrong_parts(config), *wrong_pipeline(config)])
+    if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
+        config = grown(config, ranks)
+    config = with_cuboid(config, ranks)
+    refuse(misfits(config, ranks))
+    return config
+
+
+def refuse(problems):
+    if problems:
+        raise Problems(problems)
+
+
+def with_schedule(config):
+    """`config` with its schedule and the number of chunks settled."""
+    name = config.parallel.schedule or ("none" if config.mesh.p == 1 else "1f1b")
+    usual = find(name).chunks or 2
+    chunks = usual if config.parallel.chunks is None else config.parallel.chunks
+    return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
+
+
+def misfits(config, ranks):
+    return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
+
+
+def unknown_values(config):
+    """Numbers out of range, names that do not exist, or not here."""
+    yield from limits.out_of_bounds(config)
+    yield from out_of_range(config)
+    yield from wrong_backend(config)
+    yield from wrong_decay(config.train)
+    if not re.fullmatch(r"[\w .+-]+", config.name):
+        yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
+    yield from not_of_names(config)
+    order = config.mesh.order
+    if sorted(order.split()) != sorted(AXES):
+        yield f"mesh.order = {order!r:.60}: must name each of {' '.join(AXES)} once"
+    yield from unknown_letters(config.parallel.split or {})
+
+
+def not_of_names(config):
+    """Texts with the one character that no file can have in its name."""
+    for key, value in flat(config).items():
+        if isinstance(value, str) and "\0" in value:
+            yield f"{key} = {value!r}: holds a NUL character; take it out"
+
+
+def out_of_range(config):
+    model, train = config.model, config.train
+    ranges = {
+        "seed": (config.seed, 0, 2**64),
+        "parallel.bucket_mb": (config.parallel.bucket_mb, 0, inf),
+        "model.dropout": (model.dropout, 0, 1),
+        "train.learning_rate": (train.learning_rate, 0, inf),
+        "train.weight_decay": (train.weight_decay, 0, inf),
+        "train.clip": (train.clip, 0, inf),
+        "train.max_minutes": (train.max_minutes, 0, inf),
+        "guard.spike": (config.guard.spike, 0, inf),
+        "run.watchdog_s": (config.run.watchdog_s, 0.1, 1e9),
+    }
+    for key, (value, lowest, limit) in ranges.items():
+        if not lowest <= value < limit:
+            found = limits.shown(value)
+            yield f"{key} = {found}: must be at least {lowest} and below {limit}"
+
+
+def wrong_decay(train):
+    if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
+        yield (
+            f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "
+            f"train.warmup = {train.warmup}"
+        )
+
+
+def unknown_letters(letters):
+    """Keys of parallel.split that are no part of a split, axes that do not exist or do not go
+    together."""
+    for key, axes in letters.items():
+        if key not in LOOPS + STORAGE:
+            yield f"parallel.split.{key}: unknown key; known here: {', '.join(LOOPS + STORAGE)}"
+        for axis in sorted({*axes.split()} - {"x", "y", "z"}):
+            yield f"parallel.split.{key}: no tensor axis {axis!r}; there are x, y and z"
+    yield from misplaced(letters)
+
+
+def not_there_yet(config):
+    """Values of the input format that this version does not run."""
+    fixed = {
+        "mesh.c": (config.mesh.c, 1),
+        "mesh.e": (config.mesh.e, 1),
+    }
+    for key, (value, only) in fixed.items():
+        if value != only:
+            yield f"{key} = {value!r}: not there yet; use {only!r}"
+
+
+def wrong_ranks(config, ranks):
+    sizes = config.mesh.sizes()
+    total = prod(sizes.values())
+    if total != ranks:
+        factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        yield (
+            f"mesh: {factors or 'one rank'} = {total} ranks, but {ranks} were started: "
+            f"change [mesh] or start {total}"
+        )
+    axes = " ".join(getattr(config.split(), letter) for letter in "mnk").split()
+    for axis in ("x", "y", "z"):
+        if sizes[axis] > 1 and axis not in axes:
+            yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
+
+
+def wrong_parts(config):
+    """Sizes that do not divide on any mesh."""
+    yield from limits.too_large(config)
+    model, sequences = config.model, config.train.batch
+    micros = config.parallel.microbatches
+    if model.hidden % model.heads:
+        yield (
+            f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
+            "change one of them"
+        )
+    if sequences % micros:
+        yield (
+            f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
+            f"use a multiple of {micros}, or other parallel.microbatches"
+        )
+
+
+def wrong_sizes(config):
+    """Sizes of the model that do not divide over the axes that split them."""
+    model, split = config.model, config.split()
+    turned, outer = split.next(), split.whole()
+    sequences, micros = config.train.batch, config.parallel.microbatches
+    batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
+    sizes = config.mesh.sizes()
+
+    def used(*places):
+        return {tuple(axis for axis in axes if sizes[axis] > 1) for axes in places}
+
+    whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
+    rows = sequences // micros * model.sequence
+    inputs, outputs = (split.sharded.w[0], turned.sharded.w[0]), (turned.w[1], outer.next().w[1])
+    needs = {
+        (batch, sequences // micros): whole,
+        (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
+        ("model.heads", model.heads): used(split.y[1], turned.x[1]),
+        ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
+    }
+    for (key, value), places in needs.items():
+        for axes in sorted(places):
+            yield from indivisible(key, value, axes, sizes)
+
+
+def wrong_pipeline(config):
+    """Schedules, parts of the model and data parallelism that do not go together."""
+    parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
+    parts *= parallel.chunks
+    split = config.split()
+    if parts > layers:
+        chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
+        yield (
+            f"mesh.p = {config.mesh.p}{chunks}: {parts} parts, but model.layers = {layers}: "
+            f"use at most {layers} parts or more layers"
+        )
+    elif parallel.stages is not None:
+        yield from wrong_stages(parallel.stages, parts, layers)
+    schedule = find(parallel.schedule)
+    problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
+    yield from [problem] if problem else wrong_updates(config)
+    yield from limits.too_many_passes(parallel, config.mesh.p)
+    passes = config.train.steps * config.mesh.p * parallel.microbatches
+    if schedule.asynchronous and passes > MOST_PASSES:
+        yield (
+            f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
+            f"whole run, here {passes} forward passes; use at most "
+            f"{MOST_PASSES // (config.mesh.p * parallel.microbatches)} steps"
+        )
+    if schedule.asynchronous and config.checkpoint.every:
+        yield (
+            f"checkpoint.every = {config.checkpoint.every}: schedule {schedule.name} has passes "
+            "in flight whenever a step ends; use 0, or a schedule that is synchronous"
+        )
+    if schedule.asynchronous and config.train.dtype == "float16":
+        yield (
+            f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
+            "its gradient overflows; use bfloat16, or a schedule that is synchronous"
+        )
+    if parallel.zero == 2 and config.mesh.d > 1 and {*split.own.split()} & {*split.m.split()}:
+        yield (
+            f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
+            "parallel.zero = 1 or 3, or scheme 3d"
+        )
+
+
+def wrong_stages(stages, parts, layers):
+    """An uneven distribution of the layers that is invalid."""
+    if len(stages) != parts:
+        yield f"parallel.stages has {len(stages)} numbers for {parts} parts: give one a part"
+    elif min(stages) < 0:
+        yield f"parallel.stages = {list(stages)}: a part with {min(stages)} layers; use 0 or more"
+    elif sum(stages) != layers:
+        yield (
+            f"parallel.stages = {list(stages)}: {sum(stages)} layers, but model.layers = "
+            f"{layers}: give each part its layers"
+        )
+
+
+def wrong_updates(config):
+    """What needs all stages at one time, under a schedule where each updates on its own."""
+    if config.parallel.schedule != "pipedream":
+        return
+    if config.train.clip:
+        yield (
+            f"train.clip = {config.train.clip}: under schedule pipedream every stage updates on "
+            "its own, and no stage knows the norm of the whole gradient; use train.clip = 0"
+        )
+    if config.model.tied and config.mesh.p > 1:
+        yield (
+            "model.tied = true: under schedule pipedream the two copies of the table would part; "
+            "use model.tied = false"
+        )
+
+
+def indivisible(key, value, axes, sizes):
+    count = prod(sizes[axis] for axis in axes)
+    if value % count:
+        names = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+        yield (
+            f"{key} = {value} does not divide over mesh axes {names} = {count}: "
+            f"use a multiple of {count}, or other [mesh] sizes"
+        )
+
+
+def with_cuboid(config, ranks):
+    """`config` with x, y and z: those given, or the best that its sizes allow."""
+    given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
+    others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
+    if given or others < 1 or ranks % others:
+        sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz" if axis not in given}
+        return replace(config, mesh=replace(config.mesh, **sizes))
+    if ranks == others:
+        return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
+    best = min(cuboids(config, ranks // others), key=words, default=None)
+    if best is None:
+        raise ValueError(
+            f"mesh: no cuboid of {ranks // others} ranks divides this model under "
+            f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z, or change [model] or batch"
+        )
+    return best
+
+
+def divisors(number):
+    """The divisors of a number, ascending."""
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
+
+
+def cuboids(config, ranks):
+    """`config` on every x * y * z = ranks that breaks no rule."""
+    for x, y in product(divisors(ranks), repeat=2):
+        if ranks % (x * y) == 0:
+            mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
+            found = replace(config, mesh=mesh)
+            total = prod(mesh.sizes().values())
+            if not misfits(found, total):
+                yield found
+
+
+def words(config):
+    """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
+    split, sizes, hidden = config.split(), config.mesh.sizes(), config.model.hidden
+    rows = config.train.batch * config.model.sequence
+    m, n, k = (
+        prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)
+    )
+    total = 0
+    for inner, outer, turned in ((1, 3, False), (1, 1, True), (1, 4, False), (4, 1, True)):
+        across, along = (k, n) if turned else (n, k)
+        total += rows * hidden * (inner * (across - 1) + outer * (along - 1))
+        total += hidden * hidden * inner * outer * (m - 1)
+    return total / (m * n * k)
+
+
+def grown(config, ranks):
+    """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
+    try:
+        with_cuboid(config, ranks)
+        return config
+    except ValueError:
+        heads, batch = (-(-size // ranks) * ranks for size in (64, config.train.batch))
+        model = replace(config.model, heads=heads, hidden=6 * heads)
+        return replace(config, model=model, train=replace(config.train, batch=batch))

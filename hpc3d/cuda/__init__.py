@@ -1,0 +1,1 @@
+"""CUDA: streams, graphs, cuBLASLt, cuDNN and our own kernels."""

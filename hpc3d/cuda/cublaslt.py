@@ -1,0 +1,143 @@
+"""Products of matrices on a GPU, with what is fused to them, by cuBLASLt.
+
+It takes the stream and the workspace of every call, so a product can be captured in a CUDA graph.
+"""
+
+from ctypes import byref, c_float, c_int
+
+import numpy as np
+
+from hpc3d.cuda.cublaslt_library import (
+    REFUSALS,
+    SUCCESS,
+    Heuristic,
+    Library,
+    Unsupported,
+    load,
+)
+from hpc3d.cuda.cublaslt_plan import Plan, operand_of
+
+# How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
+ANY_REDUCTION, COMPUTE_TYPE_REDUCTION = 7, 2
+
+
+class Lt:
+    """cuBLASLt on one stream of the current device.
+
+    `workspace` is the address of memory that nothing else uses, a multiple of 256, and its bytes.
+    With `tf32` the factors of products of float32 are rounded to TF32; sums never are.
+    """
+
+    def __init__(self, stream_ptr, workspace, tf32=False, library=None):
+        self.stream, (self.workspace, self.bytes), self.tf32 = stream_ptr, workspace, tf32
+        assert self.workspace % 256 == 0, self.workspace
+        self.library = Library(library or load())
+        self.handle = self.library.create("")
+        self.preference = self.library.create("MatmulPreference")
+        self.prefer("MAX_WORKSPACE_BYTES", self.bytes)
+        self.plans = {}
+
+    def product(
+        self,
+        a,
+        b,
+        out,
+        bias=None,
+        add=None,
+        bias_grad=None,
+        gelu_input=None,
+        gelu_at=None,
+        scale=1.0,
+    ):
+        """out[m, n] = scale a[m, k] b[k, n] + add[m, n] + bias[n], summed in float32.
+
+        Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`: a and b are both float32,
+        float16 or bfloat16, out is so or float32, all others are as out.  `add` may be out itself.
+        Of a and b either stride may be one element: a transposed view.  All matrices may be
+        batches, [g, m, k], which share the bias.
+
+        `bias_grad[n]` becomes the sum of the rows of b: what X' dY, a weight's gradient, wants.
+        `gelu_input[m, n]` becomes what out would have been, and out the tanh-GELU of it.
+        With `gelu_at[m, n]` out is what it would have been times the slope of that GELU there.
+
+        The host does not wait.  Where k is 0, out is written by the operators of the arrays, so
+        the stream must be the current one.
+
+        Raises Unsupported, before anything is written, where cuBLASLt has no kernel that does all
+        of it: the product is then to be had with less fused to it.
+        """
+        vector = bias if bias_grad is None else bias_grad
+        matrix = gelu_input if gelu_at is None else gelu_at
+        if bias_grad is not None and scale != 1:
+            raise Unsupported("cuBLASLt does not say whether it scales bias_grad as well")
+        if not (a.size and b.size):
+            return without_terms(b, out, bias, add, bias_grad, matrix)
+        key = tuple(map(operand_of, (a, b, out, add, bias, bias_grad, gelu_input, gelu_at)))
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = self.planned(key, vector, matrix)
+        plan.point(vector, matrix)
+        self.run(plan, a, b, out, add, scale)
+
+    def planned(self, key, vector, matrix):
+        """A new plan with its algorithm, for which the alignment of every address matters."""
+        plan = Plan(self.library, key, self.tf32)
+        plan.point(vector, matrix)
+        for name, operand in plan.operands.items():
+            self.prefer(f"MIN_ALIGNMENT_{name}_BYTES", operand.alignment)
+        wide = plan.operands["D"].dtype == np.float32
+        self.prefer("REDUCTION_SCHEME_MASK", ANY_REDUCTION if wide else COMPUTE_TYPE_REDUCTION)
+        plan.algorithm = self.fastest(plan)
+        return plan
+
+    def prefer(self, attribute, value):
+        self.library.set("MatmulPreference", self.preference, attribute, value)
+
+    def fastest(self, plan):
+        """The algorithm that the heuristics of cuBLASLt propose."""
+        found, count = Heuristic(), c_int()
+        told = self.handle, plan.operation, *plan.layouts.values(), self.preference
+        answer = 1, byref(found), byref(count)
+        self.library.call("cublasLtMatmulAlgoGetHeuristic", *told, *answer, refusals=REFUSALS)
+        if count.value == 0 or found.state != SUCCESS:
+            raise Unsupported(f"cuBLASLt has no algorithm for {plan}")
+        return found.algorithm
+
+    def run(self, plan, a, b, out, add, scale):
+        layouts = plan.layouts
+        self.library.call(
+            "cublasLtMatmul",
+            self.handle,
+            plan.operation,
+            byref(c_float(scale)),
+            b.data.ptr,
+            layouts["A"],
+            a.data.ptr,
+            layouts["B"],
+            byref(c_float(add is not None)),
+            (out if add is None else add).data.ptr,
+            layouts["C"],
+            out.data.ptr,
+            layouts["D"],
+            byref(plan.algorithm),
+            self.workspace,
+            self.bytes,
+            self.stream,
+            refusals=REFUSALS,
+        )
+
+
+def without_terms(b, out, bias, add, bias_grad, gelu):
+    """The product where a or b is empty: sums of no terms, or nothing at all to write."""
+    if bias_grad is not None and b.size:
+        raise Unsupported("cuBLASLt has no bias_grad of a product without rows")
+    if gelu is not None and out.size:
+        raise Unsupported("cuBLASLt has no GELU of sums of no terms")
+    if bias_grad is not None:
+        bias_grad.fill(0)
+    if add is None:
+        out.fill(0)
+    elif add is not out:
+        out[...] = add
+    if bias is not None:
+        out += bias

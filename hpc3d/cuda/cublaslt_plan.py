@@ -1,0 +1,174 @@
+"""One kind of product as it is described to cuBLASLt.
+
+cuBLASLt is column-major: D = alpha op(A) op(B) + beta C.  A row-major matrix is its own transpose
+there, so out = a b is computed as out' = b' a': A is b, B is a, C is what is added, D is out, and
+what is said of a row of D holds for a column of out.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.cuda.cublaslt_library import Unsupported
+
+TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
+
+ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
+FUSED = ROLES[4:]
+EPILOGUES = {
+    (): 1,
+    ("bias",): 4,
+    ("gelu_input",): 160,  # GELU_AUX
+    ("bias", "gelu_input"): 164,  # GELU_AUX_BIAS
+    ("gelu_at",): 192,  # DGELU
+    ("bias_grad",): 256,  # BGRADA: the sum of op(A) = b' over k, as long as D has rows
+}
+
+
+class Operand(NamedTuple):
+    """What a plan depends on of an array; `alignment` of its address in bytes, at most 256."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    alignment: int
+
+    @property
+    def type(self):
+        return TYPES[self.dtype.name]
+
+    @property
+    def steps(self):
+        """The strides in elements."""
+        return [stride // self.dtype.itemsize for stride in self.strides]
+
+    @property
+    def batches(self):
+        """How many matrices, and the step from one to the next."""
+        return (self.shape[0], self.steps[0]) if len(self.shape) == 3 else (1, 0)
+
+    def columns(self):
+        """Whether it is transposed once more in column-major order, its rows and columns there,
+        and the step from one of these columns to the next."""
+        (rows, columns), (down, across) = self.shape[-2:], self.steps[-2:]
+        if (columns == 1 or across == 1) and (rows == 1 or down >= columns):
+            return False, columns, rows, down if rows > 1 else columns
+        if (rows == 1 or down == 1) and across >= rows:
+            return True, rows, columns, across
+        raise ValueError(
+            f"a matrix of shape {self.shape} with steps of {tuple(self.steps)} elements has"
+            " neither its rows nor its columns in one piece: copy it first"
+        )
+
+
+def operand_of(array):
+    """An Operand as a tuple, None of None."""
+    if array is None:
+        return None
+    address = array.data.ptr | 256
+    return array.shape, array.strides, array.dtype, address & -address
+
+
+class Plan:
+    """Descriptor, layouts and, once it is asked for, algorithm: all but the addresses."""
+
+    def __init__(self, library, key, tf32=False):
+        """`key` has an Operand as a tuple, or None, for each of ROLES."""
+        named = zip(ROLES, key, strict=True)
+        given = {role: Operand(*operand) for role, operand in named if operand is not None}
+        self.library, self.fused = library, tuple(role for role in FUSED if role in given)
+        check_shapes(given)
+        check_types(given)
+        check_fused(given, self.fused)
+        a, b, out = given["a"], given["b"], given["out"]
+        self.operands = {"A": b, "B": a, "C": given.get("add", out), "D": out}
+        fast = tf32 and a.dtype == np.float32
+        compute = COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F
+        self.operation = library.create("MatmulDesc", compute, TYPES["float32"])
+        self.layouts = {name: self.layout(name) for name in self.operands}
+        self.describe_fused(given)
+        self.algorithm = None
+
+    def __str__(self):
+        a, b, out = (self.operands[name] for name in "BAD")
+        fused = f" with {' and '.join(self.fused)}" if self.fused else ""
+        return f"{out.dtype} {out.shape} = {a.dtype} {a.shape} x {b.shape}{fused}"
+
+    def layout(self, name):
+        """The layout of a matrix; the operation says whether to transpose it."""
+        operand = self.operands[name]
+        transposed, *sizes = operand.columns()
+        if name in "AB":
+            self.set(f"TRANS{name}", transposed)
+        elif transposed:
+            raise ValueError(f"out and add must be row-major: {operand.shape}, {operand.strides}")
+        made = self.library.create("MatrixLayout", operand.type, *sizes)
+        count, step = operand.batches
+        self.library.set("MatrixLayout", made, "BATCH_COUNT", count)
+        self.library.set("MatrixLayout", made, "STRIDED_BATCH_OFFSET", step)
+        return made
+
+    def describe_fused(self, given):
+        self.set("EPILOGUE", EPILOGUES[self.fused])
+        for role in self.fused:
+            if role in ("bias", "bias_grad"):
+                self.set("BIAS_DATA_TYPE", given[role].type)
+            else:
+                self.set("EPILOGUE_AUX_LD", given[role].columns()[-1])
+                self.set("EPILOGUE_AUX_BATCH_STRIDE", given[role].batches[1])
+
+    def point(self, vector, matrix):
+        """Give the addresses of what is fused: bias or bias_grad, gelu_input or gelu_at."""
+        if vector is not None:
+            self.set("BIAS_POINTER", vector.data.ptr)
+        if matrix is not None:
+            self.set("EPILOGUE_AUX_POINTER", matrix.data.ptr)
+
+    def set(self, attribute, value):
+        self.library.set("MatmulDesc", self.operation, attribute, value)
+
+
+def check_shapes(given):
+    """out[.., m, n] = a[.., m, k] b[.., k, n]."""
+    a, b, out = (given[role].shape for role in ("a", "b", "out"))
+    assert len(a) in (2, 3) and a[-1] == b[-2] and a[:-2] == b[:-2] == out[:-2], (a, b, out)
+    assert out[-2:] == (a[-2], b[-1]), (a, b, out)
+    for role in given.keys() & {"add", "gelu_input", "gelu_at"}:
+        assert given[role].shape == out, role
+    for role in given.keys() & {"bias", "bias_grad"}:
+        vector = given[role]
+        assert vector.shape == out[-1:] and (out[-1] == 1 or vector.steps == [1]), role
+
+
+def check_types(given):
+    a, b, out = (given[role].dtype.name for role in ("a", "b", "out"))
+    if a != b or a not in TYPES or out not in (a, "float32"):
+        raise ValueError(
+            f"{out} = {a} x {b}: both factors are {' or '.join(TYPES)}, out is so or float32"
+        )
+
+
+def check_fused(given, fused):
+    """Refuse what cuBLASLt is documented, or known, not to do: its heuristics do not always tell.
+
+    Known are from NVIDIA's nvmath-python (epilog_protocol.py) that the slope of GELU and the sum
+    want k > 1, and the sum an A that is not transposed, and from PyTorch (pull request 194497)
+    that some kernels fault where what is fused does not lie at a multiple of 16 bytes.
+    """
+    if fused not in EPILOGUES:
+        raise Unsupported(f"no epilogue of cuBLASLt has {' and '.join(fused)} together")
+    for role in given.keys() - {"a", "b", "out"}:
+        if given[role].dtype != given["out"].dtype:
+            raise Unsupported(f"cuBLASLt takes {role} only in the type of out")
+    for role in fused:
+        if given[role].alignment < 16:
+            raise Unsupported(f"cuBLASLt wants {role} at a multiple of 16 bytes")
+    if given["a"].shape[-1] == 1 and given.keys() & {"bias_grad", "gelu_at"}:
+        raise Unsupported(f"cuBLASLt has no {fused[0]} where k is 1")
+    if "bias_grad" in given and (len(given["b"].shape) == 3 or given["b"].columns()[0]):
+        raise Unsupported("cuBLASLt sums no bias_grad of batches, nor of a transposed b")
+    for role in given.keys() & {"gelu_input", "gelu_at"}:
+        transposed, *_, step = given[role].columns()
+        if transposed or step % 8 or given[role].batches[1] % 8:
+            raise Unsupported(f"cuBLASLt wants {role} with rows of a multiple of 8 elements")

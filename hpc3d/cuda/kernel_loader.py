@@ -1,0 +1,68 @@
+"""Loads the CUDA kernels of `kernels/*.cu` onto this process's device, by CuPy's NVRTC.
+
+They are compiled when a kernel of their text is launched for the first time, and kept on disk by
+CuPy, so that the ranks of a node compile once.
+"""
+
+from hashlib import sha256
+
+import cupy
+import numpy as np
+
+from hpc3d.cuda import launch_table
+
+ADDED = "--device-as-default-execution-space"  # by CuPy itself; NVRTC refuses it twice
+NULL = np.uint64(0)
+BFLOAT16 = 80  # the compute capability from which there is bfloat16
+
+
+class Kernels:
+    """Called as (name, rows, columns, **parameters), like launches.Kernel.launch and .bind."""
+
+    def __init__(self):
+        self.functions = {}
+        self.reals = [*launch_table.REALS]
+        if int(cupy.cuda.Device().compute_capability) < BFLOAT16:
+            self.reals.remove("bfloat16")
+
+    def __call__(self, name, rows, columns, /, **given):
+        """Launch a kernel on work of that size, on the current stream."""
+        kernel = launch_table.kernels()[name]
+        real, values = kernel.bind(lambda array: array.dtype.name, given)
+        launch = kernel.launch(real, rows, columns)
+        if launch.grid[0]:
+            self.function(kernel, real)(*launch, tuple(map(in_register, values)))
+
+    def function(self, kernel, real):
+        expression = kernel.expression(real)
+        if expression not in self.functions:
+            self.load(kernel.source)
+        return self.functions[expression]
+
+    def load(self, source):
+        """Compile all kernels of a text."""
+        ours = [kernel for kernel in launch_table.kernels().values() if kernel.source == source]
+        names = [*dict.fromkeys(k.expression(real) for k in ours for real in self.reals)]
+        module = cupy.RawModule(
+            code=launch_table.text(source), options=options(), name_expressions=names
+        )
+        self.functions |= {name: module.get_function(name) for name in names}
+
+
+def options():
+    """Those of the compiler.  CuPy knows a compiled text by the text and the options, and does not
+    look into the headers: the digest of ours is an option."""
+    headers = "".join(path.read_text() for path in sorted(launch_table.FOLDER.glob("*.cuh")))
+    digest = sha256(headers.encode()).hexdigest()
+    ours = [option for option in launch_table.OPTIONS if option != ADDED]
+    return (*ours, f"-I{launch_table.FOLDER}", f"-DHEADERS_{digest}")
+
+
+def in_register(value):
+    """What is handed to a kernel: a number of the parameter's type, or an address."""
+    if isinstance(value, np.generic):
+        return value
+    if value is None:
+        return NULL
+    assert value.flags.c_contiguous
+    return np.uint64(value.data.ptr)

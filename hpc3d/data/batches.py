@@ -1,0 +1,62 @@
+"""Which tokens a training step sees: every window once an epoch, in an order of its own."""
+
+import numpy as np
+
+from hpc3d.data.token_file import Tokens
+
+
+class Batches:
+    """The batches of a run.  Each depends on the tokens, the sizes, `seed` and its step only.
+
+    A window is `sequence` inputs and the token after the last; windows start every `sequence`
+    tokens, so that each token is a target once an epoch (the first never, nor a last part of a
+    window).  An epoch is a permutation of the windows.  A batch that reaches the end of an epoch
+    goes on in the next one.
+
+    `windows` is their number.  Raises ValueError where the tokens do not fill one window.
+    """
+
+    def __init__(self, tokens: Tokens, sequence: int, batch: int, seed: int) -> None:
+        assert sequence > 0 and batch > 0 and 0 <= seed < 2**64
+        if len(tokens) < sequence + 1:
+            raise ValueError(
+                f"data.path: {len(tokens)} tokens, but model.sequence = {sequence} takes at least "
+                f"{sequence + 1}; give more text or lower model.sequence"
+            )
+        self.windows = (len(tokens) - 1) // sequence
+        self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
+        self._epoch, self._order = 0, permutation(self.windows, seed, 0)
+        self._skipped = 0  # sequences beyond step * batch that were seen before a step
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous."""
+        starts = [window * self._sequence for window in self._windows(step)]
+        reads = [self._tokens.read(start, start + self._sequence + 1) for start in starts]
+        windows = np.stack(reads)  # [batch, sequence + 1]
+        return windows[:, :-1].copy(), windows[:, 1:].copy()
+
+    def go_on(self, step: int, sequences: int) -> None:
+        """Let `step` begin behind the first `sequences`, whatever batches they came in."""
+        self._skipped = sequences - step * self._batch
+
+    def position(self, step: int) -> dict[str, int]:
+        """Return where `step` begins: its epoch, its offset there, the sequences before it."""
+        sequences = step * self._batch + self._skipped
+        epoch, offset = divmod(sequences, self.windows)
+        return {"epoch": epoch, "offset": offset, "sequences": sequences}
+
+    def _windows(self, step: int) -> list[int]:
+        first = step * self._batch + self._skipped
+        sequences = range(first, first + self._batch)
+        return [self._window(*divmod(number, self.windows)) for number in sequences]
+
+    def _window(self, epoch: int, offset: int) -> int:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, permutation(self.windows, self._seed, epoch)
+        return int(self._order[offset])
+
+
+def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of an epoch's windows, int64[windows]; any epoch without those before."""
+    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+    return np.random.Generator(bits).permutation(windows)

@@ -1,0 +1,295 @@
+"""Where tokens come from: text as it lies on disk, or a token file made once from much text.
+
+A token file is HDF5: the dataset `tokens`, 1-D in the smallest unsigned type, and attributes that
+describe it, all readable with h5ls or h5py.  It appears under its name only when it is whole.
+Messages name the key `data.path`, for that is what the user gave.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.data.tokenizer import (
+    END,
+    PIECE,
+    ByteTokenizer,
+    Tokenizer,
+    pieces,
+    reading,
+    reading_text,
+    text_files,
+)
+
+if TYPE_CHECKING:
+    import h5py
+
+FORMAT = "hpc3d-tokens"
+VERSION = 1
+SUFFIX = ".h5"
+MOST_IDS = 1 << 31  # ids are handed out as int32
+CHUNK = 1 << 16  # tokens that share a checksum
+SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
+PREPARE = "make it with python -m hpc3d.prepare"
+
+Report = Callable[[int], None]
+
+reading_tokens = partial(reading, fault="no readable token file", remedy=PREPARE)
+
+
+class Tokens(contextlib.AbstractContextManager):
+    """A long row of token ids that stays on disk: the documents, each followed by `END`.
+
+    `vocabulary` is the number of different ids, `tokenizer` the name of what made them.
+    """
+
+    tokenizer: str
+    vocabulary: int
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids in [start, stop), int32; ValueError where the file is damaged."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close what is open."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
+    """Open a token file, a text file, or a folder of `*.txt` in the order of their names.
+
+    Text is read as bytes, and nothing is written.  Raises ValueError, one line that begins with
+    `data.path`, for what is missing, empty, no text, damaged or made with another tokenizer than
+    the one that is given.
+    """
+    tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
+    if tokenizer not in (None, tokens.tokenizer):
+        tokens.close()
+        raise ValueError(
+            f'data.path: {path} gives "{tokens.tokenizer}" tokens, but data.tokenizer is '
+            f'"{tokenizer}"; set it to "{tokens.tokenizer}" or leave it out, or make a token file '
+            f"with python -m hpc3d.prepare --tokenizer {tokenizer}"
+        )
+    return tokens
+
+
+class TextTokens(Tokens):
+    """The bytes of text files, of which only the lengths are kept in memory."""
+
+    tokenizer = ByteTokenizer.name
+    vocabulary = ByteTokenizer.vocabulary
+
+    def __init__(self, texts: Sequence[Path]) -> None:
+        sizes = [sum(map(len, pieces(text))) for text in texts]
+        self._texts = texts
+        self._starts = np.cumsum([0, *(size + 1 for size in sizes)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        tokens = np.full(stop - start, END, np.int32)
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop))
+        for document in range(first, last):
+            begin, end = self._starts[document : document + 2].tolist()
+            low, high = max(start, begin), min(stop, end - 1)
+            with reading_text(self._texts[document]) as text:
+                part = np.fromfile(text, np.uint8, high - low, offset=low - begin)
+                if len(part) < high - low:
+                    raise ValueError("it became shorter during the run")
+            tokens[low - start : high - start] = part
+        return tokens
+
+
+class TokenFile(Tokens):
+    """A token file; also its `documents` (their number), `dtype` and `sha256`.
+
+    Raises ValueError where it is missing, truncated, damaged or of a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import h5py
+
+        if not path.is_file():
+            raise ValueError(f"data.path: {path} does not exist; {PREPARE}")
+        self._path = path
+        with contextlib.ExitStack() as opened, reading_tokens(path):
+            # a token file never changes, and not every parallel file system has locks
+            file = opened.enter_context(h5py.File(path, "r", locking=False))
+            self._describe(file)
+            self._close = opened.pop_all().close
+
+    def _describe(self, file: "h5py.File") -> None:
+        form, version = file.attrs.get("format"), file.attrs.get("version")
+        if form != FORMAT.encode() or version != VERSION:
+            raise ValueError(f"format {form}, version {version}, not {FORMAT}, {VERSION}")
+        self.tokenizer = str(file.attrs["tokenizer"], "utf-8")
+        self.sha256 = str(file.attrs["sha256"], "utf-8")
+        self.vocabulary = int(file.attrs["vocabulary"])
+        self.documents = int(file.attrs["documents"])
+        self._tokens = own_dataset(file, "tokens")
+        self.dtype = self._tokens.dtype
+        length = int(file.attrs["length"])
+        if self._tokens.shape != (length,) or self.dtype.kind != "u":
+            raise ValueError(f"{length} tokens expected, found {self._tokens}")
+        if self.vocabulary > MOST_IDS:
+            raise ValueError(f"vocabulary {self.vocabulary} is above {MOST_IDS}")
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        with reading_tokens(self._path):
+            tokens = self._tokens[start:stop]
+            if np.any(tokens >= self.vocabulary):
+                raise ValueError(f"an id in [{start}, {stop}) is not below {self.vocabulary}")
+        return tokens.astype(np.int32)
+
+    def close(self) -> None:
+        self._close()
+
+
+def own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
+    """Return a dataset that lies in this file; a file from elsewhere may point to another one."""
+    import h5py
+
+    dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+    if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
+        raise ValueError(f"{name} is no dataset of this file")
+    return dataset
+
+
+def verify(path: str | Path) -> None:
+    """Read a whole token file; ValueError where the tokens do not have their SHA-256."""
+    digest = hashlib.sha256()
+    with TokenFile(Path(path)) as tokens:
+        for start in range(0, len(tokens), PIECE):
+            piece = tokens.read(start, min(start + PIECE, len(tokens)))
+            digest.update(piece.astype(tokens.dtype))
+        if digest.hexdigest() != tokens.sha256:
+            raise ValueError(f"data.path: {path} has tokens of another SHA-256; {PREPARE}")
+
+
+def write_tokens(
+    path: Path, texts: Sequence[Path], tokenizer: Tokenizer, report: Report = lambda size: None
+) -> None:
+    """Write the token file `path` from `texts`, a piece in memory at a time.
+
+    `report` is called with the bytes of each piece of text.  Raises ValueError for what is no
+    text and OSError where the disk refuses; `path` then is as it was before.
+    """
+    import h5py
+
+    dtype = np.min_scalar_type(tokenizer.vocabulary - 1).newbyteorder("<")
+    layout = {"chunks": (CHUNK,), "maxshape": (None,), "fletcher32": True}
+    digest = hashlib.sha256()
+    with replacing(path) as disk, h5py.File(disk, "w", libver=SELF_CHECKING) as file:
+        dataset = file.create_dataset("tokens", (0,), dtype, **layout)
+        for ids in encoded(texts, tokenizer, report):
+            part = ids.astype(dtype)
+            append(dataset, part)
+            digest.update(part)
+            disk.check()
+        file.attrs.update(described(texts, tokenizer))
+        file.attrs.update(length=len(dataset), sha256=fixed(digest.hexdigest()))
+
+
+def encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: Report) -> Iterator[np.ndarray]:
+    """Yield the ids of each piece, and END after each text."""
+    for text in texts:
+        for piece in pieces(text):
+            yield tokenizer.encode(piece)
+            report(len(piece))
+        yield np.array([END])
+
+
+def append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
+    """Lengthen a dataset by `part`."""
+    length = len(dataset)
+    dataset.resize((length + len(part),))
+    dataset[length:] = part
+
+
+def described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
+    """Return the attributes that are known before the tokens are."""
+    return {
+        "format": fixed(FORMAT),
+        "version": VERSION,
+        "tokenizer": fixed(tokenizer.name),
+        "tokenizer_json": fixed(tokenizer.json),
+        "vocabulary": tokenizer.vocabulary,
+        "sources": fixed([text.name for text in texts]),
+        "documents": len(texts),
+    }
+
+
+def fixed(text: str | list[str]) -> np.ndarray:
+    """Return text of fixed length: over the other kind HDF5 has no checksums."""
+    import h5py
+
+    encoded = np.char.encode(text, "utf-8", "replace")
+    return encoded.astype(h5py.string_dtype("utf-8", encoded.itemsize))
+
+
+class Disk(io.FileIO):
+    """What HDF5 writes to.  HDF5 crashes where a write fails: here every write seems to succeed.
+
+    The first failure ends the writing; `check` raises it.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        rest = memoryview(data)
+        while rest and not self.failure:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                self.failure = error
+        return len(data)
+
+    def truncate(self, size: int) -> int:
+        return size if self.failure else super().truncate(size)
+
+    def check(self) -> None:
+        """Raise the OSError of the first write that failed."""
+        if self.failure:
+            raise OSError(self.failure.errno, self.failure.strerror, self.name)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Disk]:
+    """Give a new file that becomes `path` in one step, on disk and whole, or vanishes."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with Disk(temporary, "w+") as disk:
+            yield disk
+            disk.check()
+            os.fsync(disk.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

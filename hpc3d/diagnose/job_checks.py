@@ -1,0 +1,221 @@
+"""What ranks find out together: where they are, whether they are alike, how they exchange.
+
+A check is called on all ranks and yields the same findings on each; rank 0 may print them.
+"""
+
+import hashlib
+import os
+import platform
+import socket
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import hpc3d
+from hpc3d.comm.cartesian import build
+from hpc3d.comm.shared_memory import Node
+from hpc3d.diagnose.node_checks import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    count,
+    installed,
+    requirements,
+    size,
+)
+from hpc3d.diagnose.storage_checks import ELSEWHERE, scratch
+from hpc3d.runtime.host_map import homes_of, spans
+from hpc3d.runtime.launch import cores_of_node
+from hpc3d.runtime.mpi_library import YIELD
+from hpc3d.runtime.shared_folder import REMEDY, appears
+
+SMALL, LARGE = 8, 4 << 20  # bytes of a message
+EXCHANGES, LARGE_EXCHANGES = 200, 10
+SUMMED = 1 << 17  # numbers
+
+
+def places(job):
+    """Hosts, the ranks on each, and the cores they may use."""
+    hosts, everyone = defaultdict(list), job.gather(place(job))
+    for rank, where in enumerate(everyone):
+        hosts[where["host"]].append(rank)
+    listed = ", ".join(f"{host} {spans(ranks)}" for host, ranks in hosts.items())
+    yield Finding(OK, "ranks", f"{job.size} on {count(len(hosts), 'host')}: {listed}")
+    if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in hosts.values()):
+        remedy = "srun --distribution=block, or mpirun --map-by core: axes then lie inside nodes"
+        yield Finding(WARN, "order", "ranks go round the hosts, neighbours are apart", remedy)
+    for host, ranks in hosts.items():
+        here = [everyone[rank] for rank in ranks]
+        yield from numbering(host, [where["local_rank"] for where in here])
+        used = len(set().union(*(where["bound"] for where in here)))
+        yield from crowding(host, len(ranks), used, here[0]["cores"])
+
+
+def place(job):
+    """This rank's host, number on it, and cores: those it is bound to, and how many there are."""
+    return job.place() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
+
+
+def numbering(host, numbers):
+    """Whether MPI sees that the ranks of a host share it: it then numbers them 0, 1, 2."""
+    if sorted(numbers) != list(range(len(numbers))):
+        text = f"MPI numbers the ranks of {host} {spans(numbers)}: it sees several nodes there"
+        remedy = (
+            "they share neither memory nor devices: one container a node; in Slurm a NodeName "
+            "that is the host's name, or mpirun"
+        )
+        yield Finding(WARN, "local ranks", text, remedy)
+
+
+def crowding(host, ranks, used, cores):
+    """Whether ranks of a host wait for a core: `used` of its `cores`."""
+    if used < min(ranks, cores):
+        text = f"{ranks} ranks of {host} share {count(used, 'core')} of {cores}"
+        remedy = "mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
+        yield Finding(WARN, "cores", text, remedy)
+    elif ranks > cores:
+        verdict = WARN if os.environ.get(YIELD) == "0" else OK
+        text = f"{ranks} ranks of {host} take turns on {count(cores, 'core')}"
+        yield Finding(verdict, "cores", text, f"unset {YIELD}" if verdict == WARN else "")
+
+
+def alike(job):
+    """Whether all ranks run the same versions, from the same sources."""
+    mine = {
+        "hpc3d": hpc3d.__version__,
+        "sources": sources(),
+        "Python": platform.python_version(),
+        "MPI": " ".join(job.library().split()),
+    }
+    mine |= {name: installed(name) for name, _ in requirements()}
+    everyone, hosts = job.gather(mine), job.gather(socket.gethostname())
+    names = dict.fromkeys(name for versions in everyone for name in versions)
+    differing = {name: [versions.get(name) for versions in everyone] for name in names}
+    texts = [
+        f"{name} {unlike(found, hosts)}" for name, found in differing.items() if len({*found}) > 1
+    ]
+    if texts:
+        remedy = "one environment for all hosts: in a folder that they share, or a module"
+        yield Finding(FAIL, "versions", "; ".join(texts), remedy)
+    else:
+        listed = ", ".join(f"{name} {mine[name]}" for name, _ in requirements())
+        yield Finding(OK, "versions", f"equal: {mine['MPI']}, {listed}; sources {mine['sources']}")
+
+
+def unlike(found, hosts):
+    """Which hosts have which of the values `found` of the ranks: 2.1 on hn1, 2.0 on hn2; ranks
+    where those of a host differ."""
+    ranks, parts = defaultdict(list), []
+    for rank, value in enumerate(found):
+        ranks[value].append(rank)
+    split = len({*zip(hosts, found, strict=True)}) > len({*hosts})
+    for value, who in ranks.items():
+        where = f"ranks {spans(who)}" if split else " ".join(dict.fromkeys(hosts[r] for r in who))
+        parts.append(f"{value or 'missing'} on {where}")
+    return ", ".join(parts)
+
+
+def sources():
+    """A short hash of hpc3d's own files, but for inputs, which belong to the machine."""
+    top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
+    for path in sorted(top.rglob("*")):
+        if not {"__pycache__", "share"} & {*path.relative_to(top).parts} and path.is_file():
+            whole.update(f"{path.relative_to(top)}\0".encode() + path.read_bytes())
+    return whole.hexdigest()[:12]
+
+
+def one_folder(job, folder):
+    """Whether all hosts see the same `folder`: in it, one of rank 0's."""
+    made, homes = None, homes_of(job)
+    if job.rank == 0:
+        with suppress(OSError):
+            made = scratch(folder)
+    name = job.comm.bcast(made and made.name)
+    blind = [rank for rank, sees in enumerate(job.gather(name and appears(name))) if not sees]
+    if made:
+        made.cleanup()
+    if name is None:
+        yield Finding(FAIL, "folder", f"rank 0 cannot write in {folder}", ELSEWHERE)
+    elif blind:
+        text = f"{folder} is another one for {homes.named(blind)}"
+        yield Finding(FAIL, "folder", text, REMEDY)
+    else:
+        yield Finding(OK, "folder", f"{folder} is the same for all ranks")
+
+
+def sums(job):
+    """A sum over all ranks by MPI, whose result is known."""
+    if job.size == 1:
+        return
+    comm = build({"x": job.size}, job.comm, transport="mpi").comm("x")
+    yield verdict_on(job, "MPI", known_sum(comm), f"sum of {size(SUMMED * 8)} over all ranks")
+
+
+def transport(job):
+    """The same and a gather on each node, by the memory that its ranks share."""
+    node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    if max(job.gather(node.size)) == 1:
+        return
+    comm = build({"x": node.size}, node).comm("x")
+    before = time.perf_counter()
+    right = known_sum(comm) and known_gather(comm)
+    spent = max(job.gather(time.perf_counter() - before))
+    how = "shared memory" if isinstance(comm, Node) else "MPI"
+    text = f"sum and gather of {size(SUMMED * 8)} on each node, by {how}, in {spent * 1e3:.1f} ms"
+    yield verdict_on(job, "node", right, text)
+
+
+def known_sum(comm):
+    """Whether a sum of whole numbers over `comm` is what it must be."""
+    numbers = np.arange(SUMMED, dtype=np.int64)
+    total = comm.all_reduce(numbers + comm.rank).wait()
+    return np.array_equal(total, comm.size * numbers + sum(range(comm.size)))
+
+
+def known_gather(comm):
+    """Whether each member's block comes from it."""
+    block = np.full(SUMMED // comm.size, comm.rank)
+    whole = comm.all_gather(block).wait().reshape(comm.size, -1)
+    return (whole == np.arange(comm.size)[:, None]).all()
+
+
+def verdict_on(job, subject, right, text):
+    """The finding of a trial that each rank judged."""
+    wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
+    if not wrong:
+        return Finding(OK, subject, text)
+    remedy = "another MPI or transport: --mesh.transport mpi, or a version of it that is tested"
+    return Finding(FAIL, subject, f"{text}: wrong on ranks {spans(wrong)}", remedy)
+
+
+def link(job):
+    """Messages between rank 0 and the last one: the latency and the bandwidth."""
+    if job.size == 1:
+        return
+    latency = min(exchanges(job, np.zeros(SMALL, np.uint8), EXCHANGES))
+    transfer = min(exchanges(job, np.zeros(LARGE, np.uint8), LARGE_EXCHANGES))
+    job.barrier()  # asleep, for the ranks between may sit on the same cores
+    latency, transfer = job.comm.bcast((latency, transfer))
+    rate = f"{size(LARGE)} at {size(LARGE / transfer)}/s"
+    text = f"{SMALL} B in {latency * 1e6:.1f} us, {rate}, at best"
+    yield Finding(OK, "messages", f"rank 0 to rank {job.size - 1}: {text}")
+
+
+def exchanges(job, block, times):
+    """Seconds of messages one way, half of the way there and back, as rank 0 sees it."""
+    last, spent = job.size - 1, []
+    for _ in range(times):
+        before = time.perf_counter()
+        if job.rank == 0:
+            job.comm.Send(block, last)
+            job.comm.Recv(block, last)
+        elif job.rank == last:
+            job.comm.Recv(block, 0)
+            job.comm.Send(block, 0)
+        spent.append((time.perf_counter() - before) / 2)
+    return spent

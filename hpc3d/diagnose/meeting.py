@@ -1,0 +1,138 @@
+"""Whether all ranks of a job reach each other: a message each way, and no waiting for ever.
+
+Where hosts have no network in common that MPI uses, its first collective call waits for ever, or
+MPI ends the job with words of its own.  So what ranks find goes to rank 0 as published names of
+MPI, by the launcher, which has reached all hosts.
+"""
+
+import os
+import re
+import socket
+import sys
+import time
+from collections import defaultdict
+
+import numpy as np
+from mpi4py import MPI
+
+from hpc3d.diagnose.job_checks import spans
+from hpc3d.diagnose.node_checks import FAIL, Finding
+
+WITHIN = 5  # s, for the messages
+LATER = 2  # s by which another rank may be late
+ALL_PAIRS = 128  # ranks; of more each meets those at distances 1, 2, 4, ...
+SIZE = 64  # bytes of a message
+SPOKEN = 0.2  # s until what is printed has left the host
+REMEDY = """\
+export OMPI_MCA_btl_tcp_if_include=NAME, an interface by which these hosts see each other (ip -br
+addr); a firewall between them has to let all ports through"""
+
+
+class Board:
+    """What ranks tell each other by the launcher; nothing where it does not pass it on."""
+
+    def __init__(self, comm):
+        self.comm, self.job, self.works = comm, os.environ.get("PMIX_NAMESPACE", ""), True
+
+    def tell(self, what, text):
+        try:
+            MPI.Publish_name(self.name(what, self.comm.rank), text)
+        except MPI.Exception:
+            self.works = False
+
+    def read(self, what, until):
+        """What each rank tells until a time, "" for one that does not."""
+        return [self.text(what, rank, until) for rank in range(self.comm.size)]
+
+    def text(self, what, rank, until):
+        while self.works:
+            try:
+                return MPI.Lookup_name(self.name(what, rank))
+            except MPI.Exception:
+                if time.monotonic() > until:
+                    return ""
+                time.sleep(0.05)
+        return ""
+
+    def name(self, what, rank):
+        return f"hpc3d-{self.job}-{what}-{rank}"
+
+
+def meet(comm=MPI.COMM_WORLD, within=WITHIN):
+    """On rank 0 the Finding that ranks do not reach each other, or None.
+
+    The others do not come back where some are not reached: the caller ends the job.
+    """
+    board, end = Board(comm), time.monotonic() + within
+    board.tell("host", socket.gethostname())
+    hosts = board.read("host", end) if comm.rank == 0 else []
+    if len(set(hosts)) > 1:
+        announce(hosts)
+    if comm.rank == 0:
+        board.tell("begin", "now")
+    else:
+        board.text("begin", 0, end)
+    missing = exchange(comm, end)
+    board.tell("missing", f"ranks {spans(missing)}")
+    if comm.rank:
+        if missing:
+            time.sleep(within + 2 * LATER)
+            os._exit(1)
+        return None
+    told = [*map(numbers, board.read("missing", end + LATER))]
+    told[0] = missing
+    pairs = {tuple(sorted((rank, peer))) for rank, peers in enumerate(told) for peer in peers}
+    return finding(pairs, hosts, within) if pairs else None
+
+
+def peers(rank, size):
+    """Those that a rank exchanges messages with."""
+    if size <= ALL_PAIRS:
+        return [other for other in range(size) if other != rank]
+    steps = [1 << power for power in range((size - 1).bit_length())]
+    return sorted({(rank + way * step) % size for step in steps for way in (1, -1)} - {rank})
+
+
+def exchange(comm, end):
+    """Exchange a message with each peer; those from or to which none has passed at `end`."""
+    kept, waiting = [], []
+    for peer in peers(comm.rank, comm.size):
+        sent, received = np.zeros(SIZE, np.uint8), np.empty(SIZE, np.uint8)
+        kept += [sent, received]
+        waiting += [(peer, comm.Irecv(received, peer)), (peer, comm.Isend(sent, peer))]
+    while waiting and time.monotonic() < end:
+        waiting = [(peer, request) for peer, request in waiting if not request.Test()]
+        time.sleep(0.002)
+    return sorted({peer for peer, _ in waiting})
+
+
+def numbers(text):
+    """Those of `spans`."""
+    found = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return [each for first, last in found for each in range(int(first), int(last or first) + 1)]
+
+
+def finding(pairs, hosts, within):
+    """What is wrong where the `pairs` of ranks do not reach each other."""
+    apart = defaultdict(set)
+    for pair in pairs:
+        apart[tuple(hosts[rank] or f"rank {rank}" for rank in pair)].update(pair)
+    listed = "; ".join(
+        f"{' and '.join(where)} (ranks {spans(sorted(ranks))})"
+        for where, ranks in sorted(apart.items())
+    )
+    return Finding(FAIL, "meeting", f"no message in {within:g} s between {listed}", REMEDY)
+
+
+def announce(hosts):
+    """Say what comes, for MPI may end the job at its first message, and its own words name neither
+    the hosts nor the remedy."""
+    between = ", ".join(dict.fromkeys(filter(None, hosts)))
+    line = f"the first messages between {between}; if MPI ends the job here: {REMEDY}"
+    print("hpc3d.doctor: " + " ".join(line.split()), file=sys.stderr, flush=True)
+    time.sleep(SPOKEN)
+
+
+def end(code):
+    """End all ranks."""
+    MPI.COMM_WORLD.Abort(code)

@@ -1,0 +1,270 @@
+"""What a process can find out about its machine without starting MPI: packages, cores, memory.
+
+A check yields findings.  Nothing here is needed to train, and all of it may fail on the machine
+that it is asked about: a check that raises is a finding, too.
+"""
+
+import configparser
+import importlib.metadata as metadata
+import os
+import platform
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc3d.plain import plain, why
+from hpc3d.runtime import launch
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+OLDEST = (3, 11)
+BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
+# h5py alone: a wrong HDF5 library aborts the process that loads it.
+LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
+# Files that a launcher holds open.  With 32 ranks Open MPI 5 crashes or hangs if it may have 128,
+# and runs with 192.
+FILES, FILES_OF_RANK = 64, 6
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
+
+
+class Finding(NamedTuple):
+    """`verdict` (OK, WARN, FAIL) on a `subject`: the `text`, what to do where it is wrong, and the
+    lines that something else `printed`."""
+
+    verdict: str
+    subject: str
+    text: str
+    remedy: str = ""
+    printed: tuple = ()
+
+    def lines(self) -> list[str]:
+        """As people read it: a line, under it what was printed, and the remedy."""
+        remedy = self.remedy.split("\n") if self.remedy else []
+        return [
+            plain(f"{self.verdict:5} {self.subject}: {self.text}"),
+            *(f"      {plain(line)}" for line in self.printed),
+            *(f"      -> {plain(line)}" for line in remedy),
+        ]
+
+
+def examine(check, *arguments):
+    """The findings of a check; what it raises is one, too."""
+    try:
+        yield from check(*arguments)
+    except Exception as error:
+        subject, what = check.__name__.replace("_", " "), f"{type(error).__name__}: {error}"
+        remedy = "it may need what else is wrong here: repair that first"
+        yield Finding(WARN, subject, f"could not be checked ({what})", remedy)
+
+
+def outcome(command, seconds, **environment):
+    """The exit code of a command and what it printed; None for one that took too long.
+
+    It is ended with all of its process group.  Its output goes to a file: a pipe might be held
+    open by what it started.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                end(process)
+        printed.seek(0)
+        return code, printed.read()
+
+
+def end(process):
+    """End a process, which gets the time to end its ranks, then the rest of its group."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(2)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def python():
+    """Its version, and where it is."""
+    found = f"{platform.python_version()}, {sys.executable}"
+    if sys.version_info[:2] < OLDEST:
+        yield Finding(FAIL, "Python", found, "use {}.{} or newer".format(*OLDEST))
+    else:
+        yield Finding(OK, "Python", found)
+
+
+def packages():
+    """Those that hpc3d cannot do without: their versions, and whether they can be loaded."""
+    found, wrong = [], []
+    for name, least in requirements():
+        version = installed(name)
+        found.append(f"{name} {version}")
+        if version is None or release(version) < release(least):
+            seen = f"{version} is too old" if version else "is not installed"
+            remedy = f'{sys.executable} -m pip install "{name}>={least}"'
+            wrong.append(Finding(FAIL, name, seen, remedy))
+    if not wrong:
+        code, printed = outcome([sys.executable, "-c", LOAD], 60)
+        last = (printed.strip().splitlines() or [""])[-1]
+        if code == 0:
+            yield Finding(OK, "packages", f"{', '.join(found)} with HDF5 {last}")
+        else:
+            remedy = "install again what it names: pip install --force-reinstall --no-cache-dir"
+            wrong.append(Finding(FAIL, "packages", f"cannot be loaded: {last}", remedy))
+    yield from wrong
+
+
+def requirements():
+    """(package, lower bound) of each that hpc3d requires: from its metadata or its source."""
+    try:
+        lines = [line for line in metadata.requires("hpc3d") or [] if "extra" not in line]
+    except metadata.PackageNotFoundError:
+        source = configparser.ConfigParser()
+        source.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
+        lines = source.get("options", "install_requires", fallback="").splitlines()
+    return [found.groups() for found in map(BOUND.match, lines) if found]
+
+
+def installed(name):
+    """The version of a package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def release(version):
+    """A version's numbers, without zeros at the end: 2.0.0rc1 is as good as 2."""
+    numbers = re.match(r"[\d.]*", version)[0].strip(".").split(".")
+    while len(numbers) > 1 and not int(numbers[-1]):
+        numbers.pop()
+    return [int(number or 0) for number in numbers]
+
+
+def threads(ranks):
+    """Cores, and the threads that `ranks` ranks of this node start on them."""
+    cores = launch.cores_of_node()
+    bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
+    asked = {name: os.environ[name] for name in launch.THREAD_VARIABLES if os.environ.get(name)}
+    text = f"{count(cores, 'core')} for {count(ranks, 'rank')}, {bound} of them for this process; "
+    given = " ".join(f"{name}={value}" for name, value in asked.items())
+    told = [launch.number_in([name], default=0) for name in asked]
+    if all(0 < number <= share for number in told):
+        yield Finding(OK, "threads", text + (given or f"{count(share, 'thread')} a rank"))
+    else:
+        remedy = f"unset {' '.join(asked)}: hpc3d then shares the cores among the ranks"
+        yield Finding(WARN, "threads", f"{text}each is told {given}", remedy)
+    yield from blas()
+    yield from quota(cores)
+
+
+def blas():
+    """The library that multiplies matrices."""
+    import numpy as np
+
+    library = np.show_config(mode="dicts")["Build Dependencies"].get("blas", {})
+    name = f"{library.get('name', 'unknown')} {library.get('version', '')}".strip()
+    try:
+        from threadpoolctl import threadpool_info
+
+        pools = [
+            f"{pool['internal_api']} with {pool['num_threads']}" for pool in threadpool_info()
+        ]
+        loaded = f"; threads of this process: {', '.join(pools)}" if pools else ""
+    except ImportError:
+        loaded = ""
+    yield Finding(OK, "BLAS", f"{name}, NumPy {np.__version__}{loaded}")
+
+
+def quota(cores):
+    """Whether a container gives less time than it shows cores."""
+    try:
+        share, period = QUOTA.read_text().split()
+        time = float(share) / float(period)
+    except (OSError, ValueError):  # none, "max", or an older kernel's files
+        return
+    if time < cores:
+        remedy = f"give the container its cores as a set (--cpuset-cpus), or use {time:.0f} ranks"
+        yield Finding(WARN, "cores", f"{cores}, but the time of {time:.1f} only", remedy)
+
+
+def shared_memory(ranks):
+    """Where ranks of a node gather and reduce; without it they use MPI."""
+    from hpc3d.comm.shared_memory import SHARED, usable
+
+    remedy = "give the container more: docker run --shm-size=8g, or a mount of /dev/shm"
+    if not os.path.isdir(SHARED):
+        yield Finding(WARN, "shared memory", f"no {SHARED}: ranks of a node use MPI", remedy)
+        return
+    space = os.statvfs(SHARED)
+    free, whole = (blocks * space.f_frsize for blocks in (space.f_bavail, space.f_blocks))
+    text = f"{SHARED} has {size(free)} free of {size(whole)}"
+    try:
+        os.close(os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600))
+    except OSError as error:
+        text, remedy = f"{SHARED}: {why(error)}", "run with --mesh.transport mpi"
+        yield Finding(FAIL, "shared memory", text, remedy)
+        return
+    if usable(ranks):
+        yield Finding(OK, "shared memory", text)
+    elif platform.machine() not in ("x86_64", "AMD64"):
+        yield Finding(OK, "shared memory", f"not used on {platform.machine()}: MPI is")
+    else:
+        text += f": too little for {ranks} ranks, which use MPI"
+        yield Finding(WARN, "shared memory", text, remedy)
+
+
+def limits(ranks):
+    """What the shell allows a process: open files, the size of a file, locked memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = FILES + FILES_OF_RANK * ranks
+    if below(soft, need):
+        able = f"ulimit -n {need}" if not below(hard, need) else "ask for more (limits.conf)"
+        yield Finding(WARN, "open files", f"{soft}, and {ranks} ranks may need {need}", able)
+    else:
+        yield Finding(OK, "open files", number(soft))
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest != resource.RLIM_INFINITY:
+        text = f"{size(largest)} at most: traces and checkpoints end there"
+        yield Finding(WARN, "file size", text, "ulimit -f unlimited")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if any(os.path.isdir(path) for path in FABRICS) and locked != resource.RLIM_INFINITY:
+        text = f"{size(locked)}: network cards and GPUs transfer from locked memory"
+        yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
+
+
+def count(number, noun):
+    """A number of things, in words."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def below(limit, need):
+    return limit != resource.RLIM_INFINITY and limit < need
+
+
+def number(limit):
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def size(count):
+    """Bytes as people read them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

@@ -1,0 +1,83 @@
+"""The folder that runs are kept in: room, what a checkpoint asks of it, where it lies."""
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, size
+from hpc3d.plain import why
+
+LITTLE = 10**9  # bytes
+NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
+MEMORY = ("tmpfs", "ramfs")
+MOUNTS = Path("/proc/self/mounts")
+ELSEWHERE = "choose another folder with --run.out, or make room"
+
+
+def storage(folder):
+    """Room, and whether a file can be written, synced and renamed as checkpoints are."""
+    try:
+        with scratch(folder) as there:
+            replaced(Path(there))
+    except OSError as error:
+        text = f"{folder}: cannot write there ({why(error)})"
+        yield Finding(FAIL, "disk", text, ELSEWHERE)
+        return
+    free = shutil.disk_usage(standing(folder)).free
+    text = f"{folder}: {size(free)} free, fsync and rename work"
+    yield Finding(OK, "disk", text) if free > LITTLE else Finding(WARN, "disk", text, ELSEWHERE)
+    yield from lies_on(folder)
+
+
+def standing(folder):
+    """The folder, or the nearest above it that exists: runs make what is missing."""
+    folder = Path(folder).absolute()
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
+def scratch(folder):
+    """A folder in `folder` that is gone after the `with`."""
+    return tempfile.TemporaryDirectory(prefix=".doctor-", dir=standing(folder))
+
+
+def replaced(folder):
+    """Write a file, sync it, rename it over another, sync the folder: a checkpoint's moves."""
+    new, old = folder / "new", folder / "old"
+    old.touch()
+    with new.open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(old)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def lies_on(folder):
+    """A word about folders that lie on a network or in memory."""
+    kind = file_system(standing(folder))
+    if kind.startswith(NETWORK):
+        text = f"{folder} is on a network file system ({kind})"
+        remedy = "a parallel file system or a local disk saves faster; nothing is wrong with it"
+        yield Finding(WARN, "file system", text, remedy)
+    elif kind in MEMORY:
+        text = f"{folder} is in memory ({kind}): runs are gone after a restart"
+        yield Finding(WARN, "file system", text, "choose another folder with --run.out")
+    else:
+        yield Finding(OK, "file system", kind)
+
+
+def file_system(path):
+    """The type of the file system that holds `path`, by the longest mount point above it."""
+    mounts = {}
+    for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, point, kind, *_ = line.split(" ")
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)
+        mounts[Path(point)] = kind  # the last of several on one point lies on top
+    path = Path(path).resolve()
+    return next(mounts[place] for place in (path, *path.parents) if place in mounts)

@@ -1,0 +1,176 @@
+"""What the replicas of a data axis say to each other in a step, a bucket of parameters at a time.
+
+A bucket is a stretch of the flat gradient with a size in bytes that the user chooses: small ones
+begin early, large ones use the network better (the message size n where half of the bandwidth is
+reached is alpha / beta).
+"""
+
+from itertools import accumulate, groupby, pairwise
+
+import numpy as np
+
+from hpc3d.arrays.pool import on_host
+from hpc3d.comm.mesh import DATA
+
+
+class Buckets:
+    """The sums of gradients over the axes where they are partial, and ZeRO's gathers of values.
+
+    `finished(unit)` says that a part of the model has its whole gradient; a bucket whose parts are
+    all finished is in flight from then on.
+    """
+
+    def __init__(self, parameters, size):
+        self.parameters, self.mesh = parameters, parameters.mesh
+        summed = [item for item in parameters if item.partial]
+        self.sums = [Sum(parameters, items) for items in filled(parameters, summed, size)]
+        places = parameters.places
+        parted = [i for i in parameters if places[i].own_value != places[i].value]
+        self.gathers = [Gather(parameters, items) for items in filled(parameters, parted, size)]
+        self.twins = [item for item in parameters if item.twin is not None]
+        self.begin()
+
+    def begin(self):
+        """Start a new step with gradients of zero."""
+        self.parameters.grad.fill(0)
+        self.left = {bucket: {item.unit for item in bucket.items} for bucket in self.sums}
+        self.posted = []
+
+    def finished(self, unit):
+        """Post the buckets that waited for `unit` only."""
+        for bucket in [b for b, units in self.left.items() if not b.late]:
+            self.left[bucket].discard(unit)
+            if not self.left[bucket]:
+                self.post(bucket)
+
+    def post(self, bucket):
+        del self.left[bucket]
+        bucket.post()
+        self.posted.append(bucket)
+
+    def wait(self):
+        """All gradients are complete, summed over the replicas and over the two copies of a table.
+
+        With ZeRO: those of this rank's own parts.
+        """
+        for bucket in [*self.left]:
+            self.post(bucket)
+        for bucket in self.posted:
+            bucket.wait()
+        for item in self.twins:
+            self.add_twin(item)
+
+    def add_twin(self, item):
+        """Add the gradient of the other copy of a tied table.
+
+        Through `world`, between the hosts, so that no message of the schedule can be taken for
+        it.
+        """
+        mine = self.parameters.grad[self.parameters.places[item].own_grad]
+        peer = self.mesh.comm("p").members[item.twin]
+        sent = self.mesh.world.send(on_host(mine), peer)
+        theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
+        sent.wait()
+        mine += self.mesh.pool.bring(theirs)
+
+    def gather(self):
+        """Give every replica the parts that the others updated: a bucket while the next is on
+        its way, so that no more than two take memory."""
+        ahead = iter(self.gathers)
+        for bucket in [None, *self.gathers]:
+            if after := next(ahead, None):
+                after.post()
+            if bucket:
+                bucket.wait()
+
+
+class Bucket:
+    """Neighbouring parameters.  As parts: one row a replica, with its own part of each."""
+
+    def __init__(self, parameters, items):
+        self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
+        self.places = [parameters.places[item] for item in items]
+        sizes = [place.state.stop - place.state.start for place in self.places]
+        self.columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self.pending = None
+
+    @property
+    def width(self):
+        return self.columns[-1].stop
+
+
+class Sum(Bucket):
+    """A bucket of gradients, summed over the axes where they are partial, the data axis last.
+
+    The sum over the first axis is in flight from `post` on; those over others, of vectors only,
+    begin when it is waited for.  Where a tensor axis is the first, all that is `late`: posted
+    early, it would stand before what the pass and other stages wait for.
+    """
+
+    def __init__(self, parameters, items):
+        super().__init__(parameters, items)
+        self.axes = items[0].partial
+        self.late = items[0].late or self.axes[0] != DATA
+        self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
+
+    def post(self):
+        self.pending = self.sum_over(self.axes[0])
+
+    def wait(self):
+        self.store(self.axes[0], self.pending.wait())
+        for axis in self.axes[1:]:
+            self.store(axis, self.sum_over(axis).wait())
+        self.pending = None
+
+    def scatters(self, axis):
+        return axis == DATA and self.parameters.parts > 1
+
+    def sum_over(self, axis):
+        comm = self.mesh.comm(axis)
+        if self.scatters(axis):
+            return comm.reduce_scatter(self.as_parts(comm))
+        return comm.all_reduce(self.parameters.grad[self.span])
+
+    def as_parts(self, comm):
+        rows = comm.buffer((self.parameters.parts, self.width), self.parameters.wide)
+        for place, columns in zip(self.places, self.columns, strict=True):
+            rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
+        return rows
+
+    def store(self, axis, total):
+        if not self.scatters(axis):
+            self.parameters.grad[self.span] = total
+            return
+        for place, columns in zip(self.places, self.columns, strict=True):
+            self.parameters.grad[place.own_grad] = total[0, columns]
+
+
+class Gather(Bucket):
+    """A bucket of values, of which each replica has updated its own part."""
+
+    def post(self):
+        value = self.parameters.value
+        mine = np.concatenate([value[place.own_value] for place in self.places])
+        self.pending = self.mesh.comm(DATA).all_gather(mine[None])
+
+    def wait(self):
+        rows = self.pending.wait()
+        for place, columns in zip(self.places, self.columns, strict=True):
+            self.parameters.value[place.value].reshape(len(rows), -1)[...] = rows[:, columns]
+        self.pending = None
+
+
+def filled(parameters, items, size):
+    """Lists of neighbours that are summed alike, each as long as it stays within `size` bytes."""
+    places, itemsize = parameters.places, parameters.wide.itemsize
+    for _, alike in groupby(items, lambda item: (item.late, item.partial)):
+        bucket, held = [], 0
+        for item in alike:
+            place = places[item]
+            nbytes = (place.grad.stop - place.grad.start) * itemsize
+            if bucket and held + nbytes > size:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(item)
+            held += nbytes
+        yield bucket

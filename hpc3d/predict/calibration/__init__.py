@@ -1,0 +1,1 @@
+"""A machine from traces of runs on it."""

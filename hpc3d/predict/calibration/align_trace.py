@@ -1,0 +1,191 @@
+"""A measured trace beside what the arrays of its ranks tell: what each stretch of time went into.
+
+A rank on arrays without data (hpc3d.arrays.abstract) makes the rows of a real one, in the same
+order, and tells the products and kernels that lie in them and between them.  Where its recorder
+counts what was told instead of time, the times of a row say which of it belongs there.  Rows of
+category copy and io have none: the former come and go with time, the latter with data.
+"""
+
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+import hpc3d.training.shapes  # noqa: F401
+from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.config.load import stored
+from hpc3d.pipeline.program import program_of
+from hpc3d.predict.simulation.count import Blanks
+from hpc3d.predict.simulation.memory_recorder import Ledger
+from hpc3d.trace.schema import CATEGORY, OP
+from hpc3d.training.trainer import Trainer
+
+COMM = CATEGORY.index("comm")
+ASIDE = [CATEGORY.index(name) for name in ("copy", "io")]
+MESSAGES = ("send", "recv")
+SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
+TIMES = ("t_start", "dur", "posted")
+REMEDY = (
+    "{}: rank {} did not do in a step what the program would do; train again, with this version, "
+    "for more than two steps"
+)
+
+
+class Product(NamedTuple):
+    m: int
+    n: int
+    k: int
+    dtype: str
+    batch: int
+
+    @property
+    def flop(self):
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+class Kernel(NamedTuple):
+    name: str
+    bytes: int
+
+
+class Call(NamedTuple):
+    """What a trace says of a call, and how many ranks make it."""
+
+    op: str
+    bytes: int
+    members: int
+
+
+class Work(NamedTuple):
+    """What a rank does between the ends of two rows: `told` are Products and Kernels, `call` is
+    the Call of the second row, None if that is no call."""
+
+    told: tuple
+    call: Call | None
+    seconds: float
+
+
+class Told(Meter):
+    """All that the arrays of a rank tell, in order."""
+
+    def __init__(self):
+        self.list = []
+
+    def product(self, m, n, k, dtype, batch=1):
+        self.list.append(Product(m, n, k, dtype.name, batch))
+
+    def kernel(self, name, nbytes):
+        self.list.append(Kernel(name, nbytes))
+
+
+class Script(NamedTuple):
+    """The rows of a rank in a step of the steady state, and what was `told` before each of them
+    ended and after the one before had; at last what was told after all rows."""
+
+    rows: np.ndarray
+    told: list
+
+
+def script_of(config, coords, program):
+    """The Script of the rank at `coords` (axis -> coordinate)."""
+    told = Told()
+    mesh = rank_of(config.mesh.sizes(), coords, ShapePool(told))
+    ledger = Ledger(mesh.rank, lambda: len(told.list))
+    vocabulary = config.model.vocabulary
+    trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)
+    trainer.step(0)
+    ledger.count, first = 0, len(told.list)
+    trainer.step(1)
+    rows = ledger.rows()
+    rows = rows[~np.isin(rows["category"], ASIDE)]
+    ends = [first, *rows["t_start"] + rows["dur"], len(told.list)]
+    return Script(rows, [tuple(told.list[slice(*part)]) for part in pairwise(ends)])
+
+
+def works(trace, skip=2):
+    """The Work of every rank of an open trace in a step, a list: medians over its steps, without
+    the first `skip` of them.
+
+    ValueError for a trace of another clock than the processor's (on the wall a rank also waits,
+    and where ranks share a processor the work of one is in the times of the other), or one that
+    other code has made.
+    """
+    config = configuration(trace)
+    program, sizes, found = program_of(config), config.mesh.sizes(), []
+    for rank, place in enumerate(product(*map(range, sizes.values()))):
+        script = script_of(config, dict(zip(sizes, place, strict=True)), program)
+        rows, steps = rows_of(trace, rank), steps_of(trace, rank)[skip:]
+        times = [aligned(rows, script, *step) for step in steps]
+        if not times or any(each is None for each in times):
+            raise ValueError(REMEDY.format(trace.path, rank))
+        calls = [*(call_of(trace, row) for row in script.rows), None]
+        for told, call, *spent in zip(script.told, calls, *np.median(times, 0).tolist()):
+            found += parts(told, call, *spent)
+    return found
+
+
+def parts(told, call, before, inside):
+    """The Work before a row and in it; what Python does before a call is part of this call,
+    unless there is something else that it may be."""
+    if call is None or not told:
+        return [Work(told, call, before + inside)]
+    return [Work(told, None, before), Work((), call, inside)]
+
+
+def configuration(trace):
+    """The Config of a trace that can be aligned."""
+    config = stored(trace.attrs["config"])
+    if config.trace.clock != "processor":
+        raise ValueError(
+            f"{trace.path}: its times are those on the wall, not of the work of each rank; record "
+            "it with --trace.clock processor"
+        )
+    return config
+
+
+def steps_of(trace, rank):
+    """Number, start and end of each step of a rank."""
+    mine = trace.steps["rank"] == rank
+    columns = (trace.steps[key][mine].tolist() for key in ("step", "t_start", "t_end"))
+    return [*zip(*columns, strict=True)]
+
+
+def rows_of(trace, rank):
+    """The rows of a rank in the order in which they ended."""
+    mine, names = trace.rows(rank), ("step", *SAME, *TIMES)
+    rows = np.rec.fromarrays([trace.events[name, mine] for name in names], names=[*names])
+    return rows[np.argsort(rows.t_start + rows.dur, kind="stable")]
+
+
+def aligned(rows, script, step, begin, end):
+    """Seconds before each row of a script, from the end of the row before, and in it, [2, rows];
+    the end of the step is a row of no length.  None if the `rows` are others.
+
+    The time in which a call was made that was waited for later (category copy) is time in this
+    call, although other rows may lie between the two.
+    """
+    rows = rows[rows.step == step]
+    aside = np.isin(rows.category, ASIDE)
+    aside, rows = rows[aside], rows[~aside]
+    same = len(rows) == len(script.rows)
+    if not same or any((rows[key] != script.rows[key]).any() for key in SAME):
+        return None
+    starts, inside = np.append(rows.t_start, end), np.append(rows.dur, 0)
+    stops = starts + inside
+    before = starts - np.append(begin, stops[:-1])
+    np.subtract.at(before, np.searchsorted(stops, aside.t_start, "right"), aside.dur)
+    early = np.flatnonzero((rows.category == COMM) & (rows.posted < rows.t_start))
+    made = dict(zip(aside.t_start.tolist(), aside.dur.tolist(), strict=True))
+    lengths = [made.get(posted, 0) for posted in rows.posted[early].tolist()]
+    inside[early] += np.array(lengths, "i8")
+    return np.array([before, inside]) * 1e-9
+
+
+def call_of(trace, row):
+    """The Call of a row, or None."""
+    if row["category"] != COMM:
+        return None
+    op = OP[row["op"]]
+    members = 2 if op in MESSAGES else len(trace.groups[row["group"]].members)
+    return Call(op, int(row["bytes"]), members)

@@ -1,0 +1,155 @@
+"""A machine from traces of runs on it.
+
+What the ranks did from row to row is known, and how long it took (align_trace.py).  Seconds
+of products and calls are means by size, one for every doubling of it.  The bytes a second of each
+kernel, and the launch of any, are those with which all that was told comes closest to what it
+took.  What Python does between two kernels is in there, too.
+
+The times are those of the ranks' processors.  On the wall a step takes as long as their work, and
+in every call the time in which those that have waited wake up.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from math import log2
+from statistics import median
+
+import numpy as np
+
+from hpc3d.predict.calibration.align_trace import Kernel, Product
+from hpc3d.predict.machine.machine import Link, Machine, Measured, Rates
+from hpc3d.predict.simulation.simulator import simulate
+
+LEAST_S = 1e-7  # no call is faster
+PROBE_S = 1e-4
+MOST_S = 3e-4  # that a rank which waits oversleeps: a nap (hpc3d.comm.mpi) and the timer's slack
+
+
+def machine_of(works, **facts):
+    """The Machine of ranks that did `works` (align_trace.Work) on one node; `facts` are
+    its name, source, ranks_per_node, cores and memory_gb."""
+    rates = rates_of(works)
+    launch, kernels, bandwidth = kernels_of(works, rates)
+    tables = tables_of(works, bandwidth)
+    pairs = [table.seconds[0] for table in tables if table.members == 2]
+    return Machine(
+        memory_bandwidth=bandwidth,
+        launch_s=launch,
+        gemm=rates,
+        links=(Link(0, rounded(median(pairs)) if pairs else launch, bandwidth),),
+        kernels=kernels,
+        measured=tables,
+        **facts,
+    )
+
+
+def rates_of(works):
+    """dtype -> Rates, from rows that are one product."""
+    found = defaultdict(list)
+    for work in works:
+        if work.call is None and len(work.told) == 1 and isinstance(work.told[0], Product):
+            found[work.told[0].dtype].append((work.told[0].flop, work.seconds))
+    rates = {}
+    for dtype, points in found.items():
+        flop, seconds = knots(points)
+        rate = tuple(rounded(x / y) for x, y in zip(flop, seconds, strict=True))
+        rates[dtype] = Rates(max(rate), flop, rate)
+    return rates
+
+
+def knots(points):
+    """Points (x, y) as two tuples: the means of those between 2^(i - 1/2) and 2^(i + 1/2) in x."""
+    octaves = defaultdict(list)
+    for x, y in points:
+        octaves[round(log2(x))].append((x, y))
+    means = [np.mean(octaves[number], axis=0).tolist() for number in sorted(octaves)]
+    return tuple(tuple(map(rounded, column)) for column in zip(*means, strict=True))
+
+
+def rounded(value):
+    """Four digits: there is not more in a measurement."""
+    return float(f"{value:.4g}")
+
+
+def kernels_of(works, rates):
+    """Seconds of a launch, bytes/s by kernel, and bytes/s of all kernels together.
+
+    seconds - products = sum over kernels of launch + bytes / rate, for all rows that are no call,
+    by least squares; a row counts by 1 / sqrt(seconds), as what is a sum of many.
+    """
+    rows = [work for work in works if work.call is None and kernels_in(work)]
+    names = sorted({each.name for work in rows for each in kernels_in(work)})
+    place = {name: number for number, name in enumerate(names, 1)}
+    told, spent = np.zeros((len(rows), 1 + len(names))), np.empty(len(rows))
+    for row, work in enumerate(rows):
+        spent[row] = work.seconds - in_products(work, rates)
+        for each in kernels_in(work):
+            told[row, [0, place[each.name]]] += 1, each.bytes
+    weight = np.array([work.seconds for work in rows]) ** -0.5
+    launch, *per_byte = positive(told * weight[:, None], spent * weight)
+    rate = {name: rounded(1 / each) for name, each in zip(names, per_byte, strict=True) if each}
+    total = told[:, 1:].sum(0)
+    return rounded(launch), rate, rounded(total.sum() / (total @ per_byte))
+
+
+def kernels_in(work):
+    return [each for each in work.told if isinstance(each, Kernel)]
+
+
+def in_products(work, rates):
+    """Seconds of the products in a row."""
+    products = [each for each in work.told if isinstance(each, Product)]
+    return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
+
+
+def positive(matrix, values):
+    """Least squares, without the columns that would come out negative."""
+    found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
+    while True:
+        part = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
+        if (part >= 0).all():
+            found[used] = part
+            return found.tolist()
+        used = used[part > 0]
+
+
+def tables_of(works, bandwidth):
+    """A Measured for every operation and number of members."""
+    found = defaultdict(list)
+    for work in works:
+        if work.call and work.call.bytes:
+            point = work.call.bytes, max(LEAST_S, work.seconds)
+            found[work.call.op, work.call.members].append(point)
+    return tuple(
+        Measured(op, members, 0, "at once", *table(knots(points), bandwidth))
+        for (op, members), points in sorted(found.items())
+    )
+
+
+def table(found, bandwidth):
+    """At least two knots: beyond a lone one a block is copied."""
+    (bytes_, *more), (seconds, *_) = found
+    if more:
+        return found
+    return (bytes_, 2 * bytes_), (seconds, rounded(seconds + bytes_ / bandwidth))
+
+
+def awake(machine, timed):
+    """`machine` with the wake_s that steps took beyond the work of their ranks: the median over
+    pairs (config, seconds) of runs in which each rank had a processor.
+
+    It is not above MOST_S: what is more was the work of other programs.
+    """
+    found = []
+    for config, seconds in timed:
+        none, some = (
+            step_seconds(simulate(config, config.model.vocabulary, replace(machine, wake_s=each)))
+            for each in (0.0, PROBE_S)
+        )
+        found.append((seconds - none) / (some - none) * PROBE_S)
+    return replace(machine, wake_s=rounded(min(MOST_S, max(0.0, median(found or [0.0])))))
+
+
+def step_seconds(runs):
+    """Seconds of a simulated step, over all its stages."""
+    return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9

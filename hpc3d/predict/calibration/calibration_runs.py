@@ -1,0 +1,65 @@
+"""The runs that calibrate a machine, and others that show what the calibration is worth.
+
+A line has sizes of the mesh (all others are 1) and keys of the input file without their tables.
+"""
+
+from math import prod
+
+from hpc3d.predict.simulation.simulator import settled
+
+SECTION = {
+    **dict.fromkeys(("p", "d", "x", "y", "z", "transport"), "mesh"),
+    **dict.fromkeys(("scheme", "zero", "microbatches", "schedule"), "parallel"),
+    **dict.fromkeys(("layers", "hidden", "heads"), "model"),
+    **dict.fromkeys(("batch",), "train"),
+    **dict.fromkeys(("clock",), "trace"),
+}
+BASE = "x=1 y=1 z=1 layers=2 heads=16"
+
+SIZES = ("hidden=128 batch=16", "hidden=384 batch=32")
+LAYOUTS = """
+x=1
+x=2
+d=2
+p=2 microbatches=4
+x=4
+x=2 y=2
+x=2 y=2 scheme=2d-summa
+x=4 scheme=1d
+d=4 zero=1
+x=2 y=2 z=2
+x=8
+x=8 scheme=1d
+d=8
+p=2 d=4 microbatches=2
+""".strip().splitlines()
+CALIBRATE = [f"{layout} {size}" for size in SIZES for layout in LAYOUTS]
+
+CHECK = """
+x=1 hidden=256 layers=3 batch=24
+x=1 hidden=192 batch=36 microbatches=3
+x=1 y=2 hidden=256 batch=32
+x=2 scheme=1d hidden=320 batch=24
+d=2 hidden=256 layers=3 batch=24 zero=2 microbatches=2
+p=2 hidden=256 layers=4 batch=32 microbatches=8
+p=2 hidden=192 layers=4 batch=36 microbatches=6 schedule=zb-h1
+x=2 z=2 hidden=256 layers=3 batch=32
+p=4 hidden=256 layers=4 batch=32 microbatches=8 schedule=gpipe
+x=2 y=2 z=2 hidden=256 batch=48 layers=3
+x=2 y=2 z=2 scheme=2.5d hidden=320 batch=32
+p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
+""".strip().splitlines()
+
+
+def settings(line, **more):
+    """The number of ranks of a line, and the options that make a run of it."""
+    pairs = dict(pair.split("=") for pair in f"{BASE} {line}".split()) | more
+    ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
+    options = ([f"--{SECTION[key]}.{key}", value] for key, value in pairs.items())
+    return ranks, [word for option in options for word in option]
+
+
+def config_of(line, **more):
+    """The Config of a line."""
+    ranks, words = settings(line, **more)
+    return settled(None, words, ranks)

@@ -1,0 +1,1 @@
+"""A machine as a file of facts: rates, links, collectives."""

@@ -1,0 +1,161 @@
+"""What the file of a machine must have: keys and types, then the rules about its numbers."""
+
+from collections import Counter
+from dataclasses import fields
+from difflib import get_close_matches
+from itertools import pairwise
+from math import inf
+
+from hpc3d.plain import Problems
+from hpc3d.predict.machine.collective_costs import ALGORITHMS
+from hpc3d.predict.machine.machine import ITEMSIZE, Link, Machine, Measured, Rates
+
+LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
+PARTS = {"gemm": Rates, "links": Link, "measured": Measured}
+
+
+def validate(tree):
+    """A tree of tables as a `Machine`.
+
+    Raises ValueError with one line for every error, each with its key and the remedy.
+    """
+    import json
+
+    from pydantic import TypeAdapter, ValidationError
+
+    # As JSON a table may stand for a dataclass although types are strict: true is no number.
+    text = json.dumps(tree, default=str)
+    try:
+        machine = TypeAdapter(Machine).validate_json(text, strict=True)
+    except ValidationError as errors:
+        raise Problems(map(explain, errors.errors())) from None
+    found = *wrong_numbers(machine), *wrong_rates(machine), *wrong_links(machine)
+    if found := [*found, *wrong_tables(machine)]:
+        raise Problems(found)
+    return machine
+
+
+def explain(error):
+    """One line for one of pydantic's errors."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{key}: missing; add it"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{key}: unknown key; {hint(*error['loc'])}"
+    return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
+
+
+def hint(*place):
+    """The key that an unknown one may stand for, or those known there."""
+    known = [each.name for each in fields(PARTS[place[0]] if len(place) > 1 else Machine)]
+    near = get_close_matches(place[-1], known, 1)
+    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+
+
+def wrong_numbers(machine):
+    """Numbers out of range, rates whose knots are invalid."""
+    if not (machine.name.strip() and machine.name.isprintable()):
+        yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
+    if machine.ranks_per_node < 1:
+        yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
+    if machine.cores < 0:
+        yield f"cores = {machine.cores}: must be at least 0, which is a device for each rank"
+    if machine.widest_head < 0:
+        yield f"widest_head = {machine.widest_head}: must be at least 0: no fused attention"
+    if not sound(machine.memory_gb):
+        yield f"memory_gb = {machine.memory_gb}: must be positive"
+    rates = {
+        "memory_bandwidth": machine.memory_bandwidth,
+        **{f"kernels.{name}": rate for name, rate in machine.kernels.items()},
+        **{f"gemm.{dtype}.peak": rates.peak for dtype, rates in machine.gemm.items()},
+    }
+    for key, rate in rates.items():
+        if not SLOWEST <= rate < inf:
+            yield f"{key} = {rate}: must be at least {SLOWEST:g} a second"
+    for key in ("launch_s", "wake_s"):
+        if not 0 <= getattr(machine, key) <= LONGEST:
+            value = getattr(machine, key)
+            yield f"{key} = {value}: must be at least 0, in seconds, and at most {LONGEST:g}"
+
+
+def wrong_rates(machine):
+    """Rates of products that are missing, or above their own peak."""
+    if not machine.gemm:
+        yield "gemm: none; add [gemm.float32] or that of another type"
+    for dtype, rates in machine.gemm.items():
+        if dtype not in ITEMSIZE:
+            yield f"gemm.{dtype}: unknown type; known are {', '.join(ITEMSIZE)}"
+        yield from wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
+        if SLOWEST <= rates.peak < max(rates.rate, default=0):
+            yield (
+                f"gemm.{dtype}.peak = {rates.peak:g}: less than its own rates reach, "
+                f"{max(rates.rate):g}; give what the device could do at best"
+            )
+
+
+def wrong_links(machine):
+    """Links that do not go from the innermost outwards."""
+    if not machine.links:
+        yield "links: none; add [[links]] with ranks = 0, which joins all"
+    for place, link in enumerate(machine.links):
+        yield from wrong_link(f"links.{place}", link, last=link is machine.links[-1])
+    for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
+        if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
+            yield (
+                f"links.{place}.ranks = {outer.ranks}: must be a multiple of the {inner.ranks} of "
+                "the link before it; order links from the innermost outwards"
+            )
+
+
+def wrong_link(key, link, last):
+    """What is wrong with one of them."""
+    if last and link.ranks:
+        yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
+    if not last and link.ranks < 2:
+        yield f"{key}.ranks = {link.ranks}: must be at least 2, and 0 for the last link only"
+    if not SLOWEST <= link.bandwidth < inf:
+        yield f"{key}.bandwidth = {link.bandwidth}: must be at least {SLOWEST:g} bytes/s"
+    if not 0 <= link.alpha_s <= LONGEST:
+        yield f"{key}.alpha_s = {link.alpha_s}: must be at least 0, in seconds, and at most 10"
+    for name in ("node_bandwidth", "pair_bandwidth"):
+        if not 0 <= getattr(link, name) < inf:
+            yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
+
+
+def wrong_tables(machine):
+    """Calls that do not exist, or are there twice."""
+    for place, table in enumerate(machine.measured):
+        key = f"measured.{place}"
+        if table.op not in ALGORITHMS:
+            yield f"{key}.op = {table.op!r}: unknown; known are {', '.join(ALGORITHMS)}"
+        if table.members < 2:
+            yield f"{key}.members = {table.members}: must be at least 2"
+        if table.stride < 0:
+            yield f"{key}.stride = {table.stride}: must be at least 0, which is any number"
+        yield from wrong_knots(key, least=2, bytes=table.bytes, seconds=table.seconds)
+    calls = [(each.op, each.members, each.stride, each.groups) for each in machine.measured]
+    for (op, members, stride, groups), times in Counter(calls).items():
+        if times > 1:
+            yield (
+                f"measured: {op} of {members} ranks {stride} apart {groups} is there {times} "
+                "times; keep one"
+            )
+
+
+def wrong_knots(key, least=1, **columns):
+    """What keeps two columns from being knots of a curve; the first must ascend."""
+    (first, x), (second, y) = columns.items()
+    if len(x) != len(y) or len(x) < least:
+        yield (
+            f"{key}: {len(x)} {first} and {len(y)} {second}; give as many of one as of the other, "
+            f"at least {least}"
+        )
+    elif not all(map(sound, (*x, *y))):
+        yield f"{key}: {first} and {second} must be positive numbers"
+    elif any(here >= there for here, there in pairwise(x)):
+        yield f"{key}.{first}: must ascend; order the knots and keep one of equal ones"
+
+
+def sound(value):
+    """Whether it is a positive number."""
+    return 0 < value < inf

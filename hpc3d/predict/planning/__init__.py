@@ -1,0 +1,1 @@
+"""Which layout has the shortest step."""

@@ -1,0 +1,134 @@
+"""What may be done on a mesh: estimates of its schedules, microbatches, ZeRO and recomputation."""
+
+from dataclasses import replace
+from itertools import product
+from math import inf, log
+
+from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.peak import SPLIT
+
+WHOLE = ("none", "1f1b", "gpipe", "interleaved")  # schedules that do not split backward
+NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
+SURE = 0.95  # of the memory: what needs no more fits in any case
+RECOMPUTE = ("none", "selective", "full")  # more and more
+
+
+class Candidates:
+    """Estimates by an `estimator` for layouts on so many ranks with `memory` bytes each."""
+
+    def __init__(self, estimator, ranks, memory):
+        self.estimator, self.ranks, self.memory, self.count = estimator, ranks, memory, 0
+
+    def promising(self, config):
+        """Estimates that tell how good the sizes of `config` are.
+
+        What keeps more is faster, so that backward does no more again than it must, and ZeRO 2
+        and 3 are tried where it would do whole layers again.
+        """
+        mesh, found = config.mesh, []
+        counts = layouts.microbatches(config, self.ranks)
+        counts = [micros for micros in counts if 2 * micros >= mesh.p] or counts[-1:]
+        ways = savers(mesh)
+        for group in layouts.zeros(config, self.ranks):
+            way = self.first_that_fits(config, counts[-1], group, ways, found)
+            if way is not None:
+                found += self.tries(config, counts, group, way)
+                ways = ways[: ways.index(way)]
+            if not ways or (way and way[1] != "full"):
+                break
+        fitting = [each for each in found if self.fits(each)]
+        if not fitting:
+            last = layouts.zeros(config, self.ranks)[-1], savers(mesh)[-1]
+            return [*found, *self.options(config, counts[-1], *last)]
+        return [*found, *self.split(min(fitting, key=seconds_of))]
+
+    def every(self, best, limit):
+        """Lists of estimates of all that may take less than `limit()` seconds on the mesh of
+        `best`, what is most like it first, with no more done again than memory asks for."""
+        config, start = best.config, best.config.parallel.microbatches
+        counts = layouts.microbatches(config, self.ranks)
+        groups = layouts.zeros(config, self.ranks)
+        for micros in sorted(counts, key=lambda count: abs(log(count / start))):
+            whole = self.options(config, micros, groups[0], layouts.SAVERS[0])
+            if min(map(floor, whole)) < limit():
+                for group, names in product(groups, (WHOLE, SPLIT)):
+                    yield [*self.needed(config, micros, group, names, limit())]
+
+    def needed(self, config, micros, group, names, limit):
+        """Estimates with the ways to save memory that are needed and take less than `limit`."""
+        sure = {}  # what fits in any case: schedule, chunks and ZeRO -> the ways
+        for way in savers(config.mesh):
+            quick = False
+            for each in self.options(config, micros, group, way, names):
+                parallel = each.config.parallel
+                ways = sure.setdefault((parallel.schedule, parallel.chunks, parallel.zero), [])
+                if each.seconds < limit and not any(keeps_more(other, way) for other in ways):
+                    quick = True
+                    ways.extend([way] * self.fits(each, SURE))
+                    yield each
+            if not quick:
+                return
+
+    def first_that_fits(self, config, micros, group, ways, found):
+        """The first of `ways` to save memory that fits with so many microbatches, or None; they
+        save more and more.  Adds the estimates that it needs to `found`."""
+        low, high = 0, len(ways)
+        while low < high:
+            middle = (low + high) // 2 if low else 0
+            options = [*self.options(config, micros, group[-1:], ways[middle])]
+            found += options
+            low, high = (low, middle) if any(map(self.fits, options)) else (middle + 1, high)
+            if min(each.held for each in options) > self.memory:
+                return None
+        return ways[low] if low < len(ways) else None
+
+    def tries(self, config, counts, group, way):
+        """Estimates with more and more microbatches, until they fit and are no longer faster."""
+        best = inf
+        for micros in counts:
+            options = [*self.options(config, micros, group, way)]
+            yield from options
+            seconds = min((each.seconds for each in options if self.fits(each)), default=inf)
+            if seconds > best or (seconds < inf and config.mesh.p == 1):
+                return
+            best = seconds
+
+    def split(self, best):
+        """Estimates of the schedules that split the backward pass, in place of that of `best`."""
+        config, parallel = best.config, best.config.parallel
+        way = parallel.keep_gathered, parallel.recompute
+        yield from self.options(config, parallel.microbatches, (parallel.zero,), way, SPLIT)
+
+    def options(self, config, micros, group, way, names=WHOLE):
+        """Estimates for the schedules of these `names` and the values of ZeRO in `group`."""
+        keep, recompute = way
+        for name, chunks in layouts.schedules(config.mesh.p, micros, config.model.layers):
+            for zero in group if name in names else ():
+                self.count += 1
+                changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
+                changes |= {"keep_gathered": keep, "recompute": recompute, "schedule": name}
+                parallel = replace(config.parallel, **changes)
+                yield self.estimator.estimate(replace(config, parallel=parallel))
+
+    def fits(self, estimate, share=1.0):
+        return estimate.peak <= share * self.memory
+
+
+def seconds_of(estimate):
+    return estimate.seconds
+
+
+def floor(estimate):
+    """Seconds that no other schedule nor ZeRO saves."""
+    return estimate.seconds - estimate.bubble - estimate.waits["d"]
+
+
+def keeps_more(way, other):
+    """Whether a way to save memory does nothing again that the other does not."""
+    return way[0] >= other[0] and RECOMPUTE.index(way[1]) <= RECOMPUTE.index(other[1])
+
+
+def savers(mesh):
+    """What backward may do again; without tensor axes there is nothing to gather again."""
+    gathers = mesh.x * mesh.y * mesh.z > 1
+    return [saver for saver in layouts.SAVERS if saver[0] or gathers]

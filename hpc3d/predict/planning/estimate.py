@@ -1,0 +1,328 @@
+"""A training step put together from the costs of its passes: quick, for every layout of a search.
+
+simulation/simulator.py runs the whole step; here the passes of one layer and of the ends
+(hpc3d.predict.planning.pass_costs) are added up by what is known of the schedules.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from math import prod
+from statistics import fmean, mean
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.abstract_communicator import line
+from hpc3d.config.input_file import Config
+from hpc3d.model.stage import FIRST, LAST, LAYER
+from hpc3d.predict.machine.between_hosts import legs
+from hpc3d.predict.planning.makespan import makespan
+from hpc3d.predict.planning.pass_costs import NOTHING, Passes, Sample
+from hpc3d.predict.planning.peak import SPLIT, Work, buckets, contents, moving, together, work_of
+from hpc3d.predict.simulation.simulator import crowd_of
+
+TOKEN = 4  # bytes
+MESSAGES = ("message", "handled")  # costs for which the program is not run
+
+
+class Estimate(NamedTuple):
+    """A layout and the step that it gives, in seconds.
+
+    `seconds` is the sum of what the stage with most to do computes, what it waits for, by axis,
+    and the `bubble` in which it idles.  `kinds` are the bytes of the fullest rank, on `stage`.
+    """
+
+    config: Config
+    seconds: float
+    compute: float
+    bubble: float
+    waits: Counter
+    stage: int
+    kinds: dict
+
+    @property
+    def peak(self):
+        return sum(self.kinds.values())
+
+    @property
+    def held(self):
+        """The bytes that are there between steps, too."""
+        return sum(self.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer"))
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The Passes of the parts of a model, and the bytes of a block between them."""
+
+    layer: Passes
+    first: Passes
+    last: Passes
+    block: int
+
+
+class Estimator:
+    """Estimates steps of a model with `vocabulary` tokens; every cost is measured once."""
+
+    def __init__(self, vocabulary, machine):
+        self.vocabulary, self.machine, self.found = vocabulary, machine, {}
+        self.costs = 0  # how many of them the program was run for
+
+    def estimate(self, config):
+        """The Estimate of a settled `config` whose schedule is synchronous."""
+        parallel, parts, chunks = config.parallel, self.parts(config), contents(config)
+        stages, micros = [together(each) for each in chunks], parallel.microbatches
+        works = self.works(config, parts, stages)
+        totals = totals_of(works, micros)
+        sums, rest = self.update(config, stages[0])
+        hidden = Counter(d=self.hidden(config, parts, stages[0], sums))
+        after = without(sums, hidden) + rest + self.world(config) + self.twin(config, stages)
+        step = max(totals, key=lambda each: each.seconds) + after
+        busy, idle = fmean(each.busy for each in totals) + after.busy, step.idle.total()
+        alone = self.passes(config, parts, works) + after.seconds
+        share = self.stretch(config, parts, works, after, alone, busy, idle)
+        total, bubble = share * (alone - idle) + idle, share * (alone - step.seconds)
+        waits = Counter({a: share * s + (1 - share) * step.idle[a] for a, s in step.waits.items()})
+        compute = total - bubble - waits.total()
+        fullest = self.fullest(config, parts, chunks, sums.peak, rest.peak)
+        return Estimate(config, total, compute, bubble, +waits, *fullest)
+
+    def passes(self, config, parts, works, share=1.0):
+        """Seconds of the passes of a step, where processors take so many times as long."""
+        parallel = config.parallel
+        seconds = [[stretched(each, share) for each in work] for work in works]
+        message = self.message(config, parts.block)
+        how = parallel.schedule, parallel.microbatches, parallel.chunks
+        return makespan(*how, *zip(*seconds), message)
+
+    def stretch(self, config, parts, works, after, alone, busy, idle):
+        """How much longer than `alone` everything takes but for what is `idle`."""
+        crowd, chain = crowd_of(config, self.machine), 0.0
+        if crowd.ranks == 1:
+            return 1.0
+        if crowd.stage > 1:
+            slow = self.passes(config, parts, works, crowd.stage) + stretched(after, crowd.stage)
+            chain = (slow - alone) / (crowd.stage - 1)
+        return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
+
+    def works(self, config, parts, stages):
+        """The Work of each stage on a microbatch, with what processors do for its messages."""
+        split = config.parallel.schedule in SPLIT
+        works = {stage: work_of(parts, stage, split) for stage in set(stages)}
+        if not self.machine.cores or len(stages) == 1:
+            return [works[stage] for stage in stages]
+        handled, found = self.handled(config, parts.block), []
+        for number, stage in enumerate(stages):
+            work, messages = works[stage], handled * messages_of(config, number)
+            found.append(Work(messages + work.forward, messages + work.backward, work.weight))
+        return found
+
+    def once(self, name, make, config, *others):
+        """What `make` finds, which depends on backend, type, scheme, tensor axes, their place and
+        `others`."""
+        train = config.train
+        kind = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
+        key = name, *kind, *(place for place in strides(config.mesh) if place[0] in "xyz"), *others
+        if key not in self.found:
+            self.found[key] = make()
+            self.costs += name not in MESSAGES
+        return self.found[key]
+
+    def sample(self, config, zero, keep=True, recompute="none"):
+        """The Sample of a layout with other values."""
+        mesh, parallel = config.mesh, config.parallel
+        together = mesh.p == 1 or parallel.schedule == "zb-v"
+        ends = ((FIRST, LAST),) if together else ((FIRST,), (LAST,))
+        ends = ends if recompute == "none" else ()  # which do nothing again
+
+        def make():
+            changed = replace(parallel, zero=zero, keep_gathered=keep, recompute=recompute)
+            layout = replace(config, parallel=changed)
+            return Sample(layout, self.vocabulary, self.machine, ends)
+
+        how = zero, keep, recompute, together
+        return self.once("sample", make, config, *how, data_place(config))
+
+    def parts(self, config):
+        """The Measured costs of a microbatch."""
+        parallel, mesh = config.parallel, config.mesh
+        sequences, halves = config.train.batch // parallel.microbatches, parallel.schedule in SPLIT
+
+        # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
+        zero = parallel.zero if parallel.zero > 1 and mesh.d > 1 else 0
+        keep, recompute = parallel.keep_gathered, parallel.recompute
+
+        def ends():
+            sample = self.sample(config, zero, keep)
+            return [sample.passes(part, sequences, halves) for part in (FIRST, LAST)]
+
+        def measure():
+            sample = self.sample(config, zero, keep, recompute)
+            rows, columns = sample.stages[LAYER].block_of(sequences)
+            block = rows * columns * np.dtype(config.train.dtype).itemsize
+            layer = sample.passes(LAYER, sequences, halves)
+            return Measured(layer, *self.once("ends", ends, config, *how), block)
+
+        deep = (zero, data_place(config)) if zero else ()
+        how = sequences // mesh.d, keep, halves, deep
+        return self.once("parts", measure, config, recompute, *how)
+
+    def held(self, config, stage):
+        """Bytes of the parameters, gradients and states of a stage, by kind."""
+        held = self.sample(config, config.parallel.zero).held
+        total = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
+        return total + held[()] + (held[ends_of(stage)] if ends_of(stage) else Counter())
+
+    def update(self, config, stage):
+        """The Pass of the sums and that of the update, of as many layers as hold what a stage
+        does."""
+        sample = self.sample(config, config.parallel.zero)
+        layer = sample.held[(LAYER,)]["gradient"]
+        times = self.held(config, stage)["gradient"] / layer
+
+        def measure():
+            return sample.update(times)
+
+        return self.once(
+            "update", measure, config, times, config.parallel.zero, data_place(config)
+        )
+
+    def hidden(self, config, parts, stage, sums):
+        """Seconds of the sums along d that the last backward pass of a stage hides.
+
+        A bucket is posted when a layer is through; the last bucket is full, and the last layer
+        through, only when the pass is over.
+        """
+        parallel = config.parallel
+        if not parallel.overlap:
+            return 0.0
+        posts = buckets(self.held(config, stage)["gradient"], parallel.bucket_mb)
+        early = sums.idle["d"] * (1 - 1 / max(1, min(posts, stage.layers)))
+        return min(early, stage.layers * parts.layer.whole.seconds)
+
+    def message(self, config, nbytes):
+        """Seconds of a message in flight to the next stage, in the mean of the stages."""
+        return self.between(config, "message", nbytes, self.on_its_way)
+
+    def handled(self, config, nbytes):
+        """The Pass of a processor that sends a message or takes one, in the mean of both."""
+        seconds = self.between(config, "handled", nbytes, self.in_hand)
+        return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
+
+    def between(self, config, name, nbytes, cost):
+        """The mean of a cost(nbytes, pair) over the pairs of stages that follow each other."""
+        if config.mesh.p == 1:
+            return 0.0
+        sizes = config.mesh.sizes()
+
+        def measure():
+            column = line(sizes, dict.fromkeys(sizes, 0), "p")
+            return mean(cost(nbytes, pair) for pair in pairwise(column))
+
+        place = next(each for each in strides(config.mesh) if each[0] == "p")
+        return self.once(name, measure, config, nbytes, place)
+
+    def on_its_way(self, nbytes, pair):
+        if not self.machine.cores:
+            return self.machine.call("send", nbytes, pair)
+        return legs(self.machine, "send", nbytes, pair).wired + self.machine.wake_s
+
+    def in_hand(self, nbytes, pair):
+        return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
+
+    def call(self, axis, op, nbytes, members):
+        """The Pass of a call."""
+        if not self.machine.cores:
+            seconds = self.machine.call(op, nbytes, members)
+            waits = Counter({axis: seconds})
+            return NOTHING._replace(seconds=seconds, waits=waits, idle=waits)
+        work, wired = legs(self.machine, op, nbytes, members)
+        seconds, idle = work + wired + self.machine.wake_s, Counter({axis: wired})
+        return NOTHING._replace(
+            seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
+        )
+
+    def twin(self, config, stages):
+        """The Pass in which the two copies of a tied table exchange their gradients."""
+        if not config.model.tied or config.mesh.p == 1 or stages[0].last:
+            return NOTHING
+        sizes = config.mesh.sizes()
+        ends = line(sizes, dict.fromkeys(sizes, 0), "p")
+        nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
+        return self.call("p", "send", nbytes, (ends[0], ends[-1]))
+
+    def world(self, config):
+        """The Pass of what all ranks do together in a step: the batch, three sums of a word."""
+        ranks = range(prod(config.mesh.sizes().values()))
+        if len(ranks) == 1:
+            return NOTHING
+        batch = 2 * config.train.batch * config.model.sequence * TOKEN
+        word = self.call("world", "all_reduce", 8, ranks)
+        return self.call("world", "broadcast", batch, ranks) + word * 3
+
+    def fullest(self, config, parts, chunks, sums, rest):
+        """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
+        bytes of the sums and of the update of a layer."""
+        layer = self.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
+        ahead = max(1.0, 2e6 * config.parallel.bucket_mb / layer)  # two buckets of values
+        last, found = len(chunks) - 1, {}
+        for number in {0, min(1, last), max(0, last - 1), last}:
+            held = self.held(config, together(chunks[number]))
+            times = held["gradient"] / layer
+            sizes = held["gradient"], times * sums, min(times, ahead) * rest
+            found[number] = held + Counter(moving(config, parts, chunks[number], number, *sizes))
+        stage = max(found, key=lambda number: found[number].total())
+        return stage, dict(found[stage])
+
+
+def messages_of(config, number):
+    """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
+    around at the last stage and end at the first."""
+    ends = (number == 0) + (number == config.mesh.p - 1)
+    return 2 * config.parallel.chunks - ends * (2 if config.parallel.schedule == "zb-v" else 1)
+
+
+def stretched(done, share):
+    """Seconds of a Pass where its processor takes so many times as long."""
+    if share == 1:
+        return done.seconds
+    idle = done.idle.total()
+    return share * (done.seconds - idle) + idle
+
+
+def totals_of(works, micros):
+    """The Pass of each stage on so many microbatches; stages of the same content share a Work."""
+    known = {id(work): work for work in works}
+    known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
+    return [known[id(work)] for work in works]
+
+
+def without(done, hidden):
+    """A Pass of which some seconds of calls, by axis, are hidden."""
+    if not hidden.total():
+        return done
+    seconds = done.seconds - hidden.total()
+    waits = done.waits - hidden
+    idle = waits if done.idle is done.waits else done.idle - hidden
+    return done._replace(seconds=seconds, waits=waits, idle=idle)
+
+
+@cache
+def strides(mesh):
+    """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
+    sizes, found = mesh.sizes(), []
+    stride = prod(sizes.values())
+    for axis, size in sizes.items():
+        stride //= size
+        found.append((axis, size, stride if size > 1 else 0))
+    return tuple(found)
+
+
+def data_place(config):
+    return next(place for place in strides(config.mesh) if place[0] == "d")
+
+
+def ends_of(content):
+    """The ends of a model that a stage holds."""
+    return tuple(part for part, here in zip((FIRST, LAST), content[1:]) if here)

@@ -1,0 +1,274 @@
+"""The layouts of a model on so many ranks: which there are, and what they move at least."""
+
+from dataclasses import replace
+from itertools import product
+from math import factorial, lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.abstract_communicator import line
+from hpc3d.config.input_file import MeshConfig
+from hpc3d.config.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
+from hpc3d.limits import MOST_PASSES
+from hpc3d.model.stage import LAYER
+from hpc3d.pipeline.schedule import find
+from hpc3d.predict.machine.between_hosts import legs
+from hpc3d.predict.planning.pass_costs import Sample
+from hpc3d.predict.simulation.simulator import crowding
+
+KINDS = {
+    "1d": "1-D",
+    "1d-sequence": "1-D",
+    "2d": "2-D",
+    "2d-summa": "2-D",
+    "2.5d": "2.5-D",
+    "3d": "3-D",
+}
+# What backward keeps instead of doing it again: (keep_gathered, recompute), fastest first.
+SAVERS = (
+    (True, "none"),
+    (False, "none"),
+    (True, "selective"),
+    (False, "selective"),
+    (True, "full"),
+    (False, "full"),
+)
+ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
+CHUNKS = (2, 3, 4, 6, 8)
+SHORT = 2  # places with the same p and d that are looked at in any case
+LEAST = 0.7  # of what one layout computes or moves, another may do without
+
+
+class Place(NamedTuple):
+    """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
+    axis, `work` those of them that a processor takes for them."""
+
+    config: object
+    moves: dict
+    work: float
+
+    @property
+    def kind(self):
+        return kind(self.config)
+
+
+def kind(config):
+    """What the scheme is called; "none" where there is one rank on all tensor axes."""
+    mesh = config.mesh
+    return "none" if mesh.x * mesh.y * mesh.z == 1 else KINDS[config.parallel.scheme]
+
+
+def meshes(ranks, layers, batch):
+    """(p, d, scheme, x, y, z) of so many ranks; what is the same twice is there once.
+
+    3-D on x and y only is 2-D, on y only it is 1-D with sequence parallelism; 2.5-D needs a depth.
+    """
+    for p in (p for p in divisors(ranks) if p <= layers):
+        for d in (d for d in divisors(ranks // p) if batch % d == 0):
+            rest = ranks // (p * d)
+            for x, y in product(divisors(rest), repeat=2):
+                if rest % (x * y) == 0:
+                    z = rest // (x * y)
+                    yield from ((p, d, *scheme) for scheme in schemes(x, y, z))
+
+
+def schemes(x, y, z):
+    """The schemes that have a use for these sizes, with sizes."""
+    if z == 1 and x > 1 and y > 1:
+        yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
+    elif x == z == 1 < y:
+        yield from (("1d-sequence", y, 1, 1), ("1d", y, 1, 1))
+    else:
+        yield "3d", x, y, z
+    if z > 1 and x * y > 1:
+        yield "2.5d", x, y, z
+
+
+def bare(config):
+    """`config` without a mesh, and without what belongs to one mesh only."""
+    order, transport = config.mesh.order, config.mesh.transport
+    parallel = replace(
+        config.parallel,
+        scheme="3d",
+        split=None,
+        zero=0,
+        microbatches=1,
+        chunks=1,
+        stages=None,
+        recompute="none",
+        keep_gathered=True,
+        schedule="none",
+    )
+    return replace(config, mesh=MeshConfig(order=order, transport=transport), parallel=parallel)
+
+
+def with_mesh(config, p, d, scheme, x, y, z):
+    mesh = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
+    schedule = "none" if p == 1 else "1f1b"
+    parallel = replace(config.parallel, scheme=scheme, schedule=schedule)
+    return replace(config, mesh=mesh, parallel=parallel)
+
+
+def problems(config, ranks):
+    """The rules that a layout breaks."""
+    return [*wrong_parts(config), *wrong_pipeline(config), *misfits(config, ranks)]
+
+
+def shortlists(places):
+    """Of the places with the same p and d those with the shortest words, shortest first: some in
+    all, and one of every kind.  (lists, other places)."""
+    groups, others = {}, []
+    for place in sorted(places, key=lambda place: sum(place.moves.values())):
+        group = groups.setdefault((place.config.mesh.p, place.config.mesh.d), [])
+        known = place.kind in (each.kind for each in group)
+        (others if known and len(group) >= SHORT else group).append(place)
+    return [*groups.values()], others
+
+
+class Bounds:
+    """What layouts take at least on a machine: an ideal step, its pipeline's bubble, its words."""
+
+    def __init__(self, config, ranks, vocabulary, machine):
+        self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
+        model, rows = config.model, config.train.batch * config.model.sequence
+        whole = machine.product(rows, 12 * model.hidden, model.hidden, config.train.dtype)
+        self.crowd = crowding(machine, ranks)
+        self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
+        self.launches = seconds(Sample(smallest(config), vocabulary, machine, ()), 1)
+        self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
+
+    def near(self, stride):
+        return self.machine.call("all_gather", 1e6, (0, stride))
+
+    def place(self, config):
+        """The Place of a layout, the heaviest axes innermost if they gain by that."""
+        volume = volumes(config)
+        place = self.moves(config, volume)
+        if self.placed and volume:
+            turned = self.moves(heaviest_last(config, volume), volume)
+            if sum(turned.moves.values()) < sum(place.moves.values()):
+                return turned
+        return place
+
+    def calibrate(self, config, parts, fixed):
+        """Learn from the costs of a microbatch what a step computes on any layout, and what all
+        layouts take beside."""
+        micros = config.parallel.microbatches * self.layers / config.mesh.p
+        layer = parts.layer.forward + parts.layer.whole
+        computed = micros * (layer.seconds - layer.waits.total() - self.launches)
+        self.ideal, self.fixed = max(self.ideal, LEAST * computed), fixed
+
+    def least(self, place):
+        """Seconds that a step takes at least: what it computes, with the number of microbatches
+        that is best between launches and bubble, and a part of its words, as some are hidden.
+        Ranks that share a processor take as long as one alone, or as the work of all of them."""
+        stages, micros, found = place.config.mesh.p, 1, []
+        chunks = max(1, self.layers // stages)
+        while micros <= place.config.train.batch:
+            busy = self.ideal + micros * self.launches * self.layers / stages
+            found.append(busy * (1 + (stages - 1) / (micros * chunks)))
+            micros *= 2
+        alone = min(found) + LEAST * sum(place.moves.values())
+        busy = self.ideal + self.launches * self.layers / stages + LEAST * place.work
+        return self.fixed + max(alone, self.crowd * busy if self.crowd > 1 else 0.0)
+
+    def moves(self, config, volume):
+        """The Place of a layout, with two calls a product, four a layer."""
+        sizes = config.mesh.sizes()
+        calls = 8 * config.model.layers / config.mesh.p
+        if config.parallel.scheme == "2d-summa":
+            calls *= lcm(config.mesh.x, config.mesh.y)
+        itemsize = np.dtype(config.train.dtype).itemsize
+        coords, found, work = dict.fromkeys(sizes, 0), {}, 0.0
+        for axis, count in volume.items():
+            members = tuple(line(sizes, coords, axis))
+            times = calls if axis in "xyz" else 1
+            op = "send" if axis == "p" else "all_gather"
+            members = members[:2] if axis == "p" else members
+            each = legs(self.machine, op, count * itemsize / times, members)
+            found[axis], work = times * sum(each), work + times * each.work
+        return Place(config, found, work)
+
+
+def seconds(sample, sequences):
+    """Of a forward and a backward pass of a layer."""
+    passes = sample.passes(LAYER, sequences, halves=False)
+    return passes.forward.seconds + passes.whole.seconds
+
+
+def smallest(config):
+    """A model of a layer that computes next to nothing, on one rank: what is left is launches."""
+    model = replace(config.model, layers=1, hidden=1, heads=1, sequence=1)
+    mesh = MeshConfig(x=1, y=1, z=1)
+    return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
+
+
+def volumes(config):
+    """Words that a rank receives in a step along each axis that has ranks, all layers together;
+    with as many microbatches as stages, each of which gathers the weights."""
+    mesh, model, train = config.mesh, config.model, config.train
+    tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
+    one = replace(config, train=replace(train, batch=train.batch / (mesh.d * mesh.p)))
+    found = {}
+    for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
+        size = getattr(mesh, axis)
+        alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
+        found[axis] = 2 * mesh.p * layers * words(alone) * size / tensor
+    if mesh.d > 1:
+        found["d"] = 2 * (1 - 1 / mesh.d) * 12 * model.hidden**2 * layers / tensor
+    if mesh.p > 1:
+        found["p"] = 2 * train.batch * model.sequence * model.hidden / (mesh.d * tensor)
+    return found
+
+
+def heaviest_last(config, volume):
+    """The layout with its axes in the order of their words, the last being innermost."""
+    order = config.mesh.order.split()
+    slots = [place for place, axis in enumerate(order) if axis in volume]
+    for place, axis in zip(slots, sorted((order[slot] for slot in slots), key=volume.get)):
+        order[place] = axis
+    return replace(config, mesh=replace(config.mesh, order=" ".join(order)))
+
+
+def schedules(stages, micros, layers):
+    """(name, chunks) of the schedules that so many stages may run; those that split the backward
+    pass last."""
+    if stages == 1:
+        return [("none", 1)]
+    chunks = [count for count in CHUNKS if count * stages <= layers]
+    named = [("1f1b", 1), ("gpipe", 1), *(("interleaved", v) for v in chunks)]
+    named += [("zb-h1", 1), ("zb-h2", 1), *[("zb-v", 2)] * (2 in chunks)]
+    most = MOST_PASSES // (stages * micros)  # chunks
+    return [(n, v) for n, v in named if v <= most and not find(n).forbids(stages, micros, v)]
+
+
+def zeros(config, ranks):
+    """The values of ZeRO that make a difference and divide the model, those together that have
+    the same passes."""
+    if config.mesh.d == 1:
+        return ((0,),)
+    return tuple(group for group in ZEROS if not misfits(with_zero(config, group[0]), ranks))
+
+
+def with_zero(config, zero):
+    return replace(config, parallel=replace(config.parallel, zero=zero))
+
+
+def orders(config):
+    """How many orders of the axes there are."""
+    return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
+
+
+def microbatches(config, ranks):
+    """The numbers of microbatches that the rules allow, ascending.
+
+    The sequences of a microbatch must divide over the axes that split them, so that the largest
+    number is a multiple of all others.
+    """
+    allowed = divisors(config.train.batch // config.mesh.d)
+    for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
+        parallel = replace(config.parallel, microbatches=most)
+        if not misfits(replace(config, parallel=parallel), ranks):
+            return divisors(most)
+    return []

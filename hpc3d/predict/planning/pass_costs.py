@@ -1,0 +1,263 @@
+"""What a layer and the two ends of a model cost: the program itself, on a machine's clock, once.
+
+A step is made of few different passes.  Those of one layer, of the embeddings and of the head are
+run on arrays without data, and hpc3d.predict.planning.estimate puts a step together from them.
+"""
+
+from collections import Counter
+from functools import partial
+from math import ceil, inf
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.abstract_communicator import line
+from hpc3d.comm.communicator import Pending
+from hpc3d.model.gradient_buckets import Buckets
+from hpc3d.model.layers import at_once
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import LAYER, Micro, build
+from hpc3d.pipeline.engine import Later
+from hpc3d.predict.simulation.abstract_gpu import pool_of
+from hpc3d.predict.simulation.simulated_clock import Carried, Clock, representative
+from hpc3d.training.microbatch_loader import Carrier
+from hpc3d.training.optimizer import OPTIMIZERS
+from hpc3d.training.trainer import shape_of
+
+
+class Alone(NamedTuple):
+    """The place of a stage that has no others around it."""
+
+    rank: int = 0
+    size: int = 1
+
+
+class Pass(NamedTuple):
+    """Seconds of a pass, and those of its calls, by axis; its bytes, more than there were before:
+    those it leaves behind, its result left out, and those of its peak.  Of the seconds those in
+    which a processor is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
+    it waits for its device, or for the card of its host."""
+
+    seconds: float
+    waits: Counter
+    left: int
+    peak: int
+    busy: float
+    idle: Counter
+
+    def __add__(self, other):
+        """One pass after the other; the second has its peak on top of what the first left."""
+        left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
+        waits, busy = self.waits + other.waits, self.busy + other.busy
+        same = self.idle is self.waits and other.idle is other.waits
+        idle = waits if same else self.idle + other.idle
+        return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
+
+    def __mul__(self, times):
+        """As many of it, one after the other."""
+        if not times:
+            return NOTHING
+        waits = multiplied(self.waits, times)
+        idle = waits if self.idle is self.waits else multiplied(self.idle, times)
+        peak = (times - 1) * max(0, self.left) + self.peak
+        busy = times * self.busy
+        return Pass(times * self.seconds, waits, times * self.left, peak, busy, idle)
+
+
+def multiplied(counts, times):
+    return Counter({axis: times * seconds for axis, seconds in counts.items()})
+
+
+NONE = Counter()
+NOTHING = Pass(0.0, NONE, 0, 0, 0.0, NONE)
+
+
+class Passes(NamedTuple):
+    """Of a part of the model: forward, the whole backward pass, and its two halves."""
+
+    forward: Pass
+    whole: Pass
+    backward: Pass
+    weight: Pass
+
+    def __add__(self, other):
+        return Passes(*(one + two for one, two in zip(self, other)))
+
+    def __mul__(self, times):
+        return Passes(*(each * times for each in self))
+
+
+class Waits(Clock):
+    """A clock that adds up for whom it waits, the members of a group.
+
+    `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
+    more than `most`.  `idle` are the waits without what the rank does for them itself.
+    """
+
+    def __init__(self, machine):
+        super().__init__(machine)
+        self.waited, self.latest = Counter(), None
+        self.idle = Counter() if machine.cores else self.waited
+        self.times, self.most = 1, inf
+
+    def kernel(self, name, nbytes):
+        begin, busy = self.now, self.busy
+        super().kernel(name, nbytes)
+        if self.times != 1:
+            self.now += round((self.times - 1) * (self.now - begin))
+            self.busy += round((self.times - 1) * (self.busy - busy))
+
+    def cut(self, nbytes):
+        """How many calls there are, and the bytes of each."""
+        calls = ceil(self.times * nbytes / self.most) or 1
+        return calls, self.times * nbytes / calls
+
+    def post(self, op, nbytes, members, queue):
+        self.latest = members
+        calls, nbytes = self.cut(nbytes)
+        others = (calls - 1) * self.call(op, nbytes, members)
+        self.ends[queue] = max(self.now, self.ends[queue]) + others
+        return super().post(op, nbytes, members, queue)
+
+    def until(self, end, pending):
+        # A call is waited for through what it returns: it is the one that was posted last.
+        members, ended = self.latest, super().until(end, pending)
+
+        def finish():
+            before = self.now
+            block = ended.wait()
+            self.waited[members] += self.now - before
+            return block
+
+        return Pending(finish)
+
+
+class CarriedWaits(Waits, Carried):
+    """The same where no device moves blocks: what the rank does for a call is a part of it."""
+
+    def post(self, op, nbytes, members, queue):
+        self.latest, begin = members, self.now
+        calls, nbytes = self.cut(nbytes)
+        for _ in range(calls):
+            end = Carried.post(self, op, nbytes, members, queue)
+        self.waited[members] += self.now - begin
+        return end
+
+    def until(self, end, pending):
+        members, ended = self.latest, super().until(end, pending)
+
+        def finish():
+            before = self.wired
+            block = ended.wait()
+            self.idle[members] += self.wired - before
+            return block
+
+        return Pending(finish)
+
+
+class Sample:
+    """One layer and both ends of a model, on the first rank of a mesh without data.
+
+    Each has parameters of its own, as on stages of a pipeline, and ends that are on one stage
+    have theirs together: `ends` are groups of FIRST and LAST.
+    """
+
+    def __init__(self, config, vocabulary, machine, ends):
+        self.config, self.sizes = config, config.mesh.sizes()
+        self.shape = shape_of(config.model, vocabulary, config.train.fused_gelu)
+        self.clock = (CarriedWaits if machine.cores else Waits)(machine)
+        self.mesh = representative(self.sizes, pool_of(config, self.clock), Alone())
+        self.pool = self.mesh.pool
+        coords = dict.fromkeys(self.sizes, 0)
+        self.axes = {tuple(line(self.sizes, coords, axis)): axis for axis in self.sizes}
+        self.stages, self.held = {}, {(): Counter(self.pool.live)}
+        self.layer = self.add(LAYER)
+        for parts in ends:
+            self.add(*parts)
+
+    def add(self, *parts):
+        """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
+        those that are there without any."""
+        config, before = self.config, Counter(self.pool.live)
+        parameters = Parameters(self.mesh, config.train.dtype, config.parallel.zero)
+        how = config.keep(), config.seed, config.parallel.recompute
+        stages = build(self.mesh, parameters, self.shape, config.split(), parts, *how)
+        parameters.allocate(config.seed)
+        optimizer = OPTIMIZERS[config.train.optimizer](parameters, 0.0)
+        self.held[parts] = Counter(self.pool.live) - before
+        self.stages |= dict(zip(parts, stages))
+        return parameters, optimizer
+
+    def passes(self, part, sequences, halves):
+        """The Passes of a part on a microbatch of so many sequences; its halves if asked for."""
+        stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
+        zeros = np.broadcast_to(zeros, (sequences, self.shape.sequence))
+        micro = Micro(0, 0, zeros, zeros, 1.0, Carrier(self.pool))
+        forward, saved = self.forward(stage, micro, part)
+        whole = self.backward(stage, micro, part, saved, at_once)
+        if not halves:
+            return Passes(forward, whole, NOTHING, NOTHING)
+        _, saved = self.forward(stage, micro, part)
+        later = Later(self.mesh.trace)
+        backward = self.backward(stage, micro, part, saved, later)
+        _, weight = self.measured(later.run)
+        return Passes(forward, whole, backward, weight)
+
+    def forward(self, stage, micro, part):
+        """The Pass, and what backward needs."""
+        before = self.pool.live.total()
+        x = None if part.first else self.block(stage, micro)
+        (y, saved), done = self.measured(partial(stage.forward, x, micro))
+        del x
+        left = self.pool.live.total() - before - getattr(y, "nbytes", 0)
+        return done._replace(left=left), saved
+
+    def backward(self, stage, micro, part, saved, later):
+        """The Pass; what it leaves is what `later` keeps."""
+        dy = None if part.last else self.block(stage, micro)
+        before = self.pool.live.total() - getattr(dy, "nbytes", 0)
+        dx, done = self.measured(partial(stage.backward, dy, saved, micro, later))
+        del dy
+        left = self.pool.live.total() - before - getattr(dx, "nbytes", 0)
+        return done._replace(left=left)
+
+    def block(self, stage, micro):
+        return self.mesh.empty(stage.block_of(micro.sequences), self.config.train.dtype)
+
+    def measured(self, work):
+        """What `work()` returns, and its Pass."""
+        clock, live = self.clock, self.pool.live.total()
+        waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
+        start, busy = clock.now, clock.busy
+        clock.ends.clear()
+        self.pool.reset_peak()
+        result = work()
+        waits = self.by_axis(clock.waited - waited)
+        idle = waits if same else self.by_axis(clock.idle - idle)
+        left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
+        seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
+        return result, Pass(seconds, waits, left, peak, busy, idle)
+
+    def by_axis(self, nanoseconds):
+        """Seconds by axis, of nanoseconds by group."""
+        seconds = Counter()
+        for members, spent in nanoseconds.items():
+            seconds[self.axes[members]] += spent / 1e9
+        return seconds
+
+    def update(self, times):
+        """The Passes of the sums of gradients over ranks, and of the update, of so many layers."""
+        (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
+        buckets = Buckets(parameters, most)
+        self.clock.times, self.clock.most = times, max(1.0, most)
+
+        def update():
+            parameters.sum_of_squares()
+            optimizer.update(1.0, 1.0)
+            buckets.gather()
+            buckets.begin()
+
+        _, sums = self.measured(buckets.wait)
+        _, rest = self.measured(update)
+        self.clock.times, self.clock.most = 1, inf
+        return sums, rest

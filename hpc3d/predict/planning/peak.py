@@ -1,0 +1,131 @@
+"""The memory of a step put together from the costs of its passes: what the fullest rank holds.
+
+A stage goes through its schedule.  As a pass begins it holds the activations of the microbatches
+and chunks that wait for their backward pass and what those between B and W keep, and on top of
+that comes what the pass itself needs.
+"""
+
+from functools import cache
+from math import ceil
+from operator import ge, mul
+from typing import NamedTuple
+
+from hpc3d.pipeline.instruction import Placement, whole
+from hpc3d.pipeline.schedule import find
+from hpc3d.predict.planning.pass_costs import NOTHING, Pass
+
+SPLIT = ("zb-h1", "zb-h2", "zb-v")  # schedules whose backward pass has two halves
+PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
+
+
+class Work(NamedTuple):
+    """The passes of a part of the model on a microbatch."""
+
+    forward: Pass
+    backward: Pass
+    weight: Pass
+
+
+class Content(NamedTuple):
+    """What a part of the model holds: so many layers, and which of the ends."""
+
+    layers: int
+    first: bool
+    last: bool
+
+
+def contents(config):
+    """The Content of every chunk of every stage."""
+    parallel, turn = config.parallel, find(config.parallel.schedule).turn
+    return contents_of(Placement(config.mesh.p, parallel.chunks, turn), *config.layers())
+
+
+@cache
+def contents_of(place, *layers):
+    parts = range(place.parts)
+    contents = [Content(len(layers[n]), n == 0, n == place.parts - 1) for n in parts]
+    return [
+        tuple(contents[place.part(stage, chunk)] for chunk in range(place.chunks))
+        for stage in range(place.stages)
+    ]
+
+
+def buckets(gradient, megabytes):
+    """How many buckets a gradient of so many bytes fills; one of no size has a tensor."""
+    return ceil(gradient / max(1.0, 1e6 * megabytes))
+
+
+def together(chunks):
+    """The Content of a stage."""
+    layers, first, last = zip(*chunks)
+    return Content(sum(layers), any(first), any(last))
+
+
+@cache
+def work_of(parts, content, split):
+    """The Work of a Content on a microbatch, its backward pass in halves where it is `split`."""
+    ends = [parts.first] * content.first, [parts.last] * content.last
+    order, nothing = [*ends[0], parts.layer * content.layers, *ends[1]], parts.layer * 0
+    forward, back = sum(order, nothing).forward, sum(reversed(order), nothing)
+    return Work(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
+
+
+def moving(config, parts, chunks, number, gradient, sums, rest):
+    """What the rank of stage `number`, of these `chunks`, holds at the worst moment beside its
+    parameters, by kind.  `gradient` are the bytes of its gradients, `sums` and `rest` those that
+    their sums and the update need."""
+    parallel, stages = config.parallel, config.mesh.p
+    split = parallel.schedule in SPLIT
+    works = [work_of(parts, content, split) for content in chunks]
+    sizes = stages, parallel.microbatches, parallel.chunks
+    blocks = parts.block * messages(stages, parallel.microbatches, number)
+    moments = [*moments_of(parallel.schedule, sizes, number, works, blocks), (0, rest)]
+    layers = max(1, together(chunks).layers)
+    layer = parts.layer.weight if split else parts.layer.whole
+    posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
+    early = sums * (1 - 1 / posts) if parallel.overlap else 0
+    moments += [(0, sums), (parts.layer.forward.left, early + layer.peak + blocks)]
+    held, passing = max(moments, key=sum)
+    return {"activations in flight": int(held), "the running pass": int(passing)}
+
+
+def messages(stages, micros, stage):
+    """Blocks beside a pass: one to and one from each neighbour, as far as there are microbatches;
+    on one stage its result."""
+    neighbours = (stage > 0) + (stage < stages - 1)
+    return 2 * min(neighbours, micros) or 1
+
+
+def moments_of(schedule, sizes, number, works, blocks):
+    """(bytes that wait as a pass begins, bytes of the pass at its peak)."""
+    forward = [work.forward.left for work in works]
+    inputs = [work.forward.left + work.backward.left for work in works]
+    for (op, chunk), live, kept in flights(schedule, *sizes, number):
+        held = sum(map(mul, live, forward)) + sum(map(mul, kept, inputs))
+        yield held, getattr(works[chunk], PASS[op]).peak + blocks
+
+
+@cache
+def flights(name, stages, micros, chunks, stage):
+    """What a stage keeps as its passes begin: ((op, chunk), activations, inputs of W), both in
+    microbatches by chunk, from F to the end of B, and from there to the end of W.  Of the passes
+    of a kind those are left out that keep no more of anything than another."""
+    schedule = find(name)
+    # More microbatches than fill the pipeline twice change nothing.
+    micros = micros if name == "gpipe" else min(micros, 4 * stages)
+    stream = schedule.stream(stage, Placement(stages, chunks, schedule.turn), micros, 1)
+    live, kept, found = [0] * chunks, [0] * chunks, {}
+    for op, _, chunk in whole(stream):
+        found.setdefault((op, chunk), set()).add((*live, *kept))
+        live[chunk] += (op == "F") - (op in ("B", "BW"))
+        kept[chunk] += (op == "B") - (op == "W")
+    return [
+        (kind, counts[:chunks], counts[chunks:])
+        for kind, all_counts in found.items()
+        for counts in all_counts
+        if not any(beyond(other, counts) for other in all_counts)
+    ]
+
+
+def beyond(other, counts):
+    return other != counts and all(map(ge, other, counts))

@@ -1,0 +1,171 @@
+"""The search for the layout with the shortest step, among those that fit the memory.
+
+All sizes have a lower bound (layouts.py); in its order they are timed by estimates
+(estimate.py), with the schedule, microbatches, ZeRO and recomputation that suit them,
+until no bound is below the best ones that were found.
+"""
+
+import logging
+from itertools import zip_longest
+from math import inf
+from typing import NamedTuple
+
+from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, savers, seconds_of
+from hpc3d.predict.planning.estimate import Estimator
+
+log = logging.getLogger(__name__)
+REACH = 1.4  # times the fastest place: what others may gain by being looked into
+COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
+
+
+class Timed(NamedTuple):
+    """What a place gives: of what may fit the memory the `offers`, fastest first; else what comes
+    closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
+
+    place: layouts.Place
+    offers: list
+    fits: bool
+    sure: float
+
+    @property
+    def best(self):
+        return self.offers[0]
+
+
+class Found(NamedTuple):
+    """What a search found: `timed` places, fastest first and those that do not fit last; places
+    that were `cut`, since the least they take is too long, and `left` since enough was measured;
+    and how many layouts there are."""
+
+    timed: list
+    cut: list
+    left: list
+    considered: int
+
+    def widen(self, places, time):
+        """Add what `time` makes of those places that are not timed yet."""
+        new = [place for place in places if all(place is not each.place for each in self.timed)]
+        self.timed.extend(map(time, new))
+        self.sort()
+        for others in (self.cut, self.left):
+            others[:] = [place for place in others if all(place is not each for each in new)]
+
+    def sort(self):
+        self.timed.sort(key=lambda each: (not each.fits, each.best.seconds))
+
+
+class Search:
+    """Layouts of `config` on so many ranks of a machine, with `memory` bytes each."""
+
+    def __init__(self, config, ranks, vocabulary, machine, memory):
+        self.base, self.ranks, self.memory = layouts.bare(config), ranks, memory
+        self.estimator = Estimator(vocabulary, machine)
+        self.bounds = layouts.Bounds(self.base, ranks, vocabulary, machine)
+        self.candidates = Candidates(self.estimator, ranks, memory)
+
+    def run(self, top, most):
+        """The Found of all layouts; no more than `most` costs are measured for it.
+
+        The place with the shortest words of each p and d is timed, then others where it was quick,
+        then the rest; at last the best are looked into.
+        Raises ValueError, with one line that says what to change, if the rules allow no layout.
+        """
+        places = []
+        for place in self.places():
+            places.append(place)
+            p, last = place.config.mesh.p, min(self.ranks, self.base.model.layers)
+            log.info("%d sizes of a mesh, so far with p = %d of %d", len(places), p, last)
+        if not places:
+            raise ValueError(self.refusal())
+        self.calibrate(places)
+        groups, others = layouts.shortlists(places)
+        groups.sort(key=lambda group: self.bounds.least(group[0]))
+        found = Found([], [], [], sum(map(self.variants, places)))
+        times = [self.consider(group[0], found, top, COARSE * most) for group in groups]
+        rest = [(time, place) for time, group in zip(times, groups) for place in group[1:]]
+        rest.sort(key=lambda each: (each[0], self.bounds.least(each[1])))
+        for place in [*(place for _, place in rest), *sorted(others, key=self.bounds.least)]:
+            self.consider(place, found, top, COARSE * most)
+        found.sort()
+        self.refine(found, most)
+        return found
+
+    def refine(self, found, most):
+        """Look for more in the places that may be among the best by it, in turn, as far as `most`
+        costs go."""
+
+        def limit():
+            return REACH * self.limit(found.timed, 1)
+
+        near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
+        for turn in zip_longest(*(self.candidates.every(best, limit) for best in near)):
+            for number, more in enumerate(turn):
+                place, offers, *_ = found.timed[number]
+                found.timed[number] = self.offered(place, [*offers, *(more or ())])
+            if self.spent(most):
+                break
+        found.sort()
+
+    def spent(self, most):
+        return self.estimator.costs >= most
+
+    def consider(self, place, found, top, most):
+        """Time a place, if it may be among the best; the seconds of its step, if it fits."""
+        if self.bounds.least(place) > self.limit(found.timed, top):
+            found.cut.append(place)
+        elif self.spent(most) and found.timed:
+            found.left.append(place)
+        else:
+            log.info("%d sizes of a mesh timed, %d cut", len(found.timed), len(found.cut))
+            found.timed.append(self.timed(place))
+            return found.timed[-1].best.seconds if found.timed[-1].fits else inf
+        return inf
+
+    def calibrate(self, places):
+        """Tell the bounds what a layout computes that computes least beside its words."""
+        config = min(places, key=lambda place: sum(place.moves.values())).config
+        fixed = self.estimator.world(config).seconds
+        self.bounds.calibrate(config, self.estimator.parts(config), fixed)
+
+    def limit(self, timed, top):
+        """Seconds that a place must stay below to be among the best."""
+        seconds = sorted(each.sure for each in timed)
+        return seconds[top - 1] if len(seconds) >= top else inf
+
+    def places(self):
+        """The layouts that the rules allow, with their bounds."""
+        model, train = self.base.model, self.base.train
+        for mesh in layouts.meshes(self.ranks, model.layers, train.batch):
+            config = layouts.with_mesh(self.base, *mesh)
+            if not layouts.problems(config, self.ranks):
+                yield self.bounds.place(config)
+
+    def refusal(self):
+        """Why there is no layout: what is wrong with the first one."""
+        model, train = self.base.model, self.base.train
+        mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
+        problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
+        return f"no layout of {self.ranks} ranks divides this model; the first one: {problem}"
+
+    def variants(self, place):
+        """How many layouts have the sizes of a place."""
+        config, layers = place.config, self.base.model.layers
+        counts = layouts.microbatches(config, self.ranks)
+        ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
+        orders = layouts.orders(config) if self.bounds.placed else 1
+        zeros = sum(map(len, layouts.zeros(config, self.ranks)))
+        return ways * len(savers(config.mesh)) * zeros * orders
+
+    def timed(self, place):
+        """The Timed of a place, as far as it takes to compare it with others."""
+        return self.offered(place, self.candidates.promising(place.config))
+
+    def offered(self, place, found):
+        """The Timed of a place with these estimates."""
+        near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
+        if not near:
+            return Timed(place, [min(found, key=lambda each: each.peak)], False, inf)
+        offers = sorted(near.values(), key=seconds_of)
+        sure = (each.seconds for each in offers if self.candidates.fits(each, SURE))
+        return Timed(place, offers, True, next(sure, inf))

@@ -1,0 +1,1 @@
+"""The program itself on abstract arrays and a machine's clock."""

@@ -1,0 +1,100 @@
+"""What a training step moves, computes and holds, from the program itself: no second description.
+
+One rank at a time runs the trainer on arrays without data (arrays/abstract.py), for any sizes in
+milliseconds, with the recorder that measures real runs.  So the predicted bytes, messages and
+memory are those of a trace, exactly.
+"""
+
+from collections import Counter
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.arrays.abstract import Shape
+from hpc3d.comm import threads
+from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.pipeline.program import program_of
+from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
+from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
+from hpc3d.training.microbatch_loader import Feed
+from hpc3d.training.trainer import Trainer
+
+CAPACITY = 1 << 18
+COMM = CATEGORY.index("comm")
+
+
+class Blanks(Feed):
+    """Batches of zeros: which tokens they are changes nothing here."""
+
+    def batch(self, step):
+        pair = Shape((2, *self.shape), np.int32, self.mesh.pool)
+        self.mesh.world.broadcast(pair, 0).wait()
+        zeros = np.broadcast_to(np.int32(0), self.shape)
+        return zeros, zeros
+
+
+class Prediction(NamedTuple):
+    """Of one rank and a training step in the steady state.
+
+    `events` are rows of EVENTS with times of no meaning, `axes` the mesh axis of each group;
+    `peak` the bytes of array memory by kind ("all" for the peak of their sum).
+    """
+
+    events: np.ndarray
+    axes: list
+    peak: dict
+
+    def moved(self):
+        """(axis, op, phase) -> (calls, bytes received)."""
+        calls, received = Counter(), Counter()
+        for row in self.events[self.events["category"] == COMM]:
+            key = self.axes[row["group"]], OP[row["op"]], PHASE[row["phase"]]
+            calls[key] += 1
+            received[key] += int(row["bytes"])
+        return {key: (count, received[key]) for key, count in calls.items()}
+
+    def flops(self):
+        """Floating-point operations by operation."""
+        events, total = self.events, {}
+        for op in np.unique(events["op"]).tolist():
+            if count := float(events["flops"][events["op"] == op].sum()):
+                total[OP[op]] = count
+        return total
+
+
+def predict(config, vocabulary, coords, program=None):
+    """The Prediction of the rank at `coords` (axis -> coordinate) in the second step of a run.
+
+    ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
+    the shapes.
+    """
+    mesh = rank_of(config.mesh.sizes(), coords, pool_of(config))
+    return observe(mesh, config, vocabulary, program)
+
+
+def observe(mesh, config, vocabulary, program=None):
+    """The Prediction of the rank of a mesh without data."""
+    config = unrecorded(config)
+    recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
+    program = program or program_of(config)
+    trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
+    for number in range(min(2, config.train.steps)):
+        recorder.count = 0
+        trainer.step(number)
+    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    axes = [group["axis"] for group in recorder.header["groups"]]
+    return Prediction(events, axes, dict(mesh.pool.peak))
+
+
+def every_rank(config, vocabulary):
+    """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
+    all together, on threads."""
+    sizes, program = config.mesh.sizes(), program_of(config)
+    if config.split().own:
+        pool = partial(pool_of, config)
+        return threads.run(sizes, lambda mesh: observe(mesh, config, vocabulary, program), pool)
+    places = [dict(zip(sizes, each)) for each in product(*map(range, sizes.values()))]
+    return [predict(config, vocabulary, coords, program) for coords in places]

@@ -1,0 +1,225 @@
+"""Passes that are run once and played again.
+
+On arrays without data one microbatch is like the other: a pass takes the same time, makes the same
+calls and leaves the same memory.  So of thousands of them few are run: the first of its kind, and
+those under which gradients are in flight to be summed.
+"""
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.arrays.abstract import Shape
+from hpc3d.model.layers import at_once
+from hpc3d.pipeline.engine import Later
+
+
+class Take(NamedTuple):
+    """What a pass did: when it began, how long it took, was busy and waited for the wire [ns], its
+    rows of the trace, the number of the first call in each group and how many follow, bytes by
+    kind that it left behind and that it had at its peaks, against those before, the layer where it
+    ended, and blanks of what was brought for it, by name."""
+
+    start: int
+    length: int
+    busy: int
+    wired: int
+    rows: np.ndarray
+    first: dict
+    calls: dict
+    live: dict
+    peak: dict
+    layer: int
+    brought: dict
+
+
+class Studio:
+    """Records passes of a rank and plays them: on its clock, its memory and its ledger."""
+
+    def __init__(self, mesh, ledger, clock):
+        self.mesh, self.ledger, self.clock = mesh, ledger, clock
+        self.comms = {comm.group: comm for comm in mesh.comms.values()}
+        self.takes = {}
+
+    @contextmanager
+    def take(self, kind, micro):
+        """Record what is done in this context as a pass of this kind, if it is the first."""
+        pool, count = self.mesh.pool, self.ledger.count
+        now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
+        before, peak, first = Counter(pool.live), pool.peak, self.numbers()
+        pool.reset_peak()
+        known = {*micro.carry.brought}
+        yield
+        live, high = differences(pool.live, before), differences(pool.peak, before)
+        high["all"] = pool.peak["all"] - before.total()
+        pool.peak = peak | pool.peak
+        if kind not in self.takes:
+            calls = differences(self.numbers(), first)
+            rows = self.ledger.rows(count)
+            clock = self.clock
+            times = now, clock.now - now, clock.busy - busy, clock.wired - wired
+            layer = self.ledger.layer
+            new = [key for key in micro.carry.brought if key not in known]
+            brought = {key[-1]: blank(micro.carry.brought[key]) for key in new}
+            self.takes[kind] = Take(*times, rows, first, calls, live, high, layer, brought)
+
+    @contextmanager
+    def play(self, kind, micro, microbatch):
+        """Do the same again; in this context arrays come and go that outlive the pass."""
+        take, pool, before = self.takes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
+        self.ledger.add(self.again(take, microbatch))
+        for group, count in take.calls.items():
+            self.comms[group].sequence["collective"] += count
+        self.clock.now += take.length
+        self.clock.busy += take.busy
+        self.clock.wired += take.wired
+        self.ledger.latest, self.ledger.layer = self.clock.now, take.layer
+        total = before.total()
+        for name, array in take.brought.items():
+            micro.bring(name, lambda _, array=array: array)
+        yield
+        changes = {
+            name: before[name] + take.live.get(name, 0) - pool.live[name] for name in pool.live
+        }
+        for name in sorted(changes, key=changes.get):  # what goes first: no peak on the way
+            pool.count(name, changes[name])
+        high = {name: change + before[name] for name, change in take.peak.items()}
+        pool.peak |= Counter(high | {"all": total + take.peak["all"]})
+
+    def again(self, take, microbatch):
+        """The rows of a take as those of a microbatch that begins now."""
+        rows, now = take.rows.copy(), self.clock.now
+        for name in ("t_start", "t_global", "posted"):
+            rows[name] += now - take.start
+        rows["microbatch"], rows["step"] = microbatch, self.ledger.step
+        for group in take.calls:
+            calls = (rows["group"] == group) & (rows["seq"] >= 0)
+            rows["seq"][calls] += self.numbers()[group] - take.first[group]
+        return rows
+
+    def numbers(self):
+        return {group: comm.sequence["collective"] for group, comm in self.comms.items()}
+
+
+def differences(new, old):
+    return {name: new[name] - old[name] for name in new if new[name] != old[name]}
+
+
+def blank(array):
+    """An array of the host of the same shape and type, with the memory of one element."""
+    return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
+
+
+class Kept:
+    """What a played pass keeps: those of its arrays that a real one keeps, too."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+
+class Replay:
+    """A stage whose passes are played, but for those of the microbatches in `run`."""
+
+    def __init__(self, stage, studio, chunk, run):
+        self.stage, self.studio, self.chunk, self.run = stage, studio, chunk, run
+        self.units, self.block_of, self.results = stage.units, stage.block_of, {}
+
+    def kind(self, name, micro):
+        return name, self.chunk, micro.sequences
+
+    @property
+    def microbatch(self):
+        return self.studio.ledger.microbatch
+
+    def forward(self, x, micro):
+        kind = self.kind("F", micro)
+        if self.microbatch in self.run:
+            with self.studio.take(kind, micro):
+                y, saved = self.stage.forward(x, micro)
+            held = leases(saved)
+            kept = [getattr(array, "lease", None) in held for array in (x, y)]
+            self.results[kind] = sketch(y, x), kept
+            return y, saved
+        like, kept = self.results[kind]
+        with self.studio.play(kind, micro, self.microbatch):
+            y = self.drawn(like, x)
+        return y, Kept([array for array, holds in zip((x, y), kept) if holds])
+
+    def backward(self, dy, saved, micro, later, finished):
+        split = later is not at_once
+        kind = self.kind("B" if split else "BW", micro)
+        if isinstance(saved, Kept):
+            like, holds = self.results[kind]
+            work = Kept([dy] * holds)
+            with self.studio.play(kind, micro, self.microbatch):
+                saved.arrays.clear()
+                dx = self.drawn(like, dy)
+        else:
+            work = Later(self.studio.ledger) if split else at_once
+            with self.studio.take(kind, micro):
+                dx = self.stage.backward(dy, saved, micro, work, finished)
+            held = leases([*work.work]) if split else ()
+            self.results[kind] = sketch(dx, dy), getattr(dy, "lease", None) in held
+        if split:
+            later(self.weigh, micro, work)
+        return dx
+
+    def weigh(self, micro, work):
+        """The weights' gradients that a split backward pass left for later."""
+        kind = self.kind("W", micro)
+        if isinstance(work, Kept):
+            with self.studio.play(kind, micro, self.microbatch):
+                work.arrays.clear()
+        else:
+            with self.studio.take(kind, micro):
+                work.run()
+
+    def drawn(self, like, given):
+        """A new array of a sketch, or the one that was given; what is not a sketch is the same
+        again."""
+        if like is GIVEN:
+            return given
+        return self.studio.mesh.empty(*like) if isinstance(like, Sketch) else like
+
+
+class Sketch(NamedTuple):
+    shape: tuple
+    dtype: np.dtype
+    kind: str
+
+
+GIVEN = object()  # the result of a pass of a stage without layers: what came in
+
+
+def sketch(array, given):
+    """What it takes to make the like of an array, without its memory; other things as they are."""
+    if not isinstance(array, Shape):
+        return array
+    if isinstance(given, Shape) and given.lease is array.lease:
+        return GIVEN
+    return Sketch(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
+
+
+def leases(saved):
+    """The memory that nested tuples, lists and arrays of them hold."""
+    if isinstance(saved, Shape):
+        return {saved.lease} - {None}
+    if isinstance(saved, (tuple, list)):
+        return set().union(*map(leases, saved))
+    return set()
+
+
+def to_run(groups, sizes):
+    """chunk -> the microbatches whose passes must be run: the first forward and the first backward
+    of each of the `sizes` (of microbatches), and those in which gradients are summed."""
+    found, run = set(), {}
+    for group in groups:
+        op, mb, chunk = group[0]
+        kind = op, chunk, sizes[mb] if mb >= 0 else 0
+        closes = group[-1].op == "Reduce" and mb >= 0
+        if closes or (op in ("F", "B", "BW") and kind not in found):
+            run.setdefault(chunk, set()).add(mb)
+        found.add(kind)
+    return run

@@ -1,0 +1,234 @@
+"""The time of a rank on a machine: what its arrays compute and its calls move let it pass.
+
+The model, the optimiser and the engine run as they are; the recorder reads this clock.  All ranks
+along a tensor or data axis do the same at the same time, so one of them stands for all; the
+stages of a pipeline tell each other when messages leave.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from hpc3d.arrays.abstract import Meter
+from hpc3d.comm.abstract_communicator import Counted, line
+from hpc3d.comm.communicator import Pending
+from hpc3d.comm.mesh import Mesh, queue_of
+from hpc3d.predict.machine.between_hosts import legs
+
+CARD = "card"  # whose end is among those of the queues
+
+
+class Clock(Meter):
+    """Whole nanoseconds from the start of a run, as a trace has them.
+
+    `busy` is the part of them in which the rank computes, and `ends` is when the last collective
+    of each queue ends: they follow each other, beside what it computes and beside those of the
+    other queue.  `share` is how much longer all that processors do takes where ranks share them.
+    """
+
+    wired = 0
+
+    def __init__(self, machine, share=1.0):
+        self.machine, self.share = machine, share
+        self.now = self.busy = 0
+        self.ends = Counter()
+
+    @property
+    def widest(self):
+        return self.machine.widest_head
+
+    def work(self, seconds):
+        length = nanoseconds(self.share * seconds)
+        self.now, self.busy = self.now + length, self.busy + length
+
+    def product(self, m, n, k, dtype, batch=1):
+        self.work(self.machine.product(m, n, k, dtype.name, batch))
+
+    def kernel(self, name, nbytes):
+        self.work(self.machine.kernel(name, nbytes))
+
+    def fused(self, flop, nbytes, dtype):
+        self.work(self.machine.fused(flop, nbytes, dtype.name))
+
+    def call(self, op, nbytes, members):
+        return nanoseconds(self.machine.call(op, nbytes, members))
+
+    def post(self, op, nbytes, members, queue):
+        """When a collective ends that begins now, or when those before it in its queue have
+        ended."""
+        self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
+        return self.ends[queue]
+
+    def leave(self, nbytes, members, last):
+        """When a message has left that is sent now, or at `last`, when the one before has."""
+        return max(self.now, last) + self.call("send", nbytes, members)
+
+    def receive(self, nbytes, members, arrival):
+        """Wait for a message and take it."""
+        self.now = max(self.now, arrival)
+
+    def until(self, end, pending):
+        """A `Pending` that is waited for until `end`."""
+
+        def finish():
+            self.now = max(self.now, end)
+            return pending.wait()
+
+        return Pending(finish)
+
+
+class Carried(Clock):
+    """Where no device moves blocks: the rank's processor does so when it makes the call.
+
+    What goes to other hosts the card carries then, one call after the other, whatever the rank
+    does; `wired` are the ns in which the rank waits for it.  Others may have its processor then,
+    so that these are not longer where ranks share processors.  What the last one posts is there
+    at once, but those that wait for it have to wake up.
+    """
+
+    def __init__(self, machine, share=1.0):
+        super().__init__(machine, share)
+        self.wired = self.since = self.done = 0
+
+    def wake(self, time):
+        """When a rank goes on that waits until `time`."""
+        return time + nanoseconds(self.share * self.machine.wake_s)
+
+    def post(self, op, nbytes, members, queue):
+        work, wired = legs(self.machine, op, nbytes, members)
+        self.work(work)
+        self.ends[queue] = self.carry(max(self.now, self.ends[queue]), wired)
+        return self.wake(self.ends[queue])
+
+    def carry(self, ready, seconds):
+        """When the card has carried what is `ready` then and takes it so long.
+
+        It is busy without a break from `since` on; the last call waits for it until `done`.
+        """
+        if seconds:
+            begin = max(ready, self.ends[CARD])
+            self.since = begin if begin > self.ends[CARD] else self.since
+            ready = self.ends[CARD] = begin + nanoseconds(seconds)
+        self.done = min(ready, self.ends[CARD])
+        return ready
+
+    def until(self, end, pending):
+        # A call is waited for through what it returns: it is the one that was posted last.
+        begin, done, ended = self.since, self.done, super().until(end, pending)
+
+        def finish():
+            self.wired += max(0, done - max(self.now, begin))
+            return ended.wait()
+
+        return Pending(finish)
+
+    def leave(self, nbytes, members, last):
+        work, wired = legs(self.machine, "send", nbytes, members)
+        self.work(work)
+        return self.carry(self.now, wired)
+
+    def receive(self, nbytes, members, arrival):
+        work, wired = legs(self.machine, "recv", nbytes, members)
+        if arrival > self.now:
+            self.wired += min(arrival - self.now, nanoseconds(wired))
+            self.now = self.wake(arrival)
+        self.work(work)
+
+
+def clock_of(machine, share=1.0):
+    """The Clock of a machine: Carried where its ranks have no devices."""
+    return (Carried if machine.cores else Clock)(machine, share)
+
+
+def nanoseconds(seconds):
+    return round(seconds * 1e9)
+
+
+class Timed(Counted):
+    """A communicator whose calls take the machine's time, in a `queue` of hpc3d.comm.mesh; all
+    members call at the same time."""
+
+    def __init__(self, rank, size, members, pool, queue):
+        super().__init__(rank, size, members, pool)
+        self.clock, self.queue = pool.meter, queue
+
+    def timed(self, op, nbytes, pending):
+        return self.clock.until(self.clock.post(op, nbytes, self.members, self.queue), pending)
+
+    def gather_rows(self, block):
+        nbytes = block.nbytes * (self.size - 1)
+        return self.timed("all_gather", nbytes, super().gather_rows(block))
+
+    def scatter_rows(self, block):
+        nbytes = block.nbytes * (self.size - 1) // self.size
+        return self.timed("reduce_scatter", nbytes, super().scatter_rows(block))
+
+    def sum_all(self, block, op):
+        nbytes = 2 * block.nbytes * (self.size - 1) // self.size
+        return self.timed("all_reduce", nbytes, super().sum_all(block, op))
+
+    def spread(self, block, root):
+        return self.timed("broadcast", block.nbytes, super().spread(block, root))
+
+    def collect(self, block, root):
+        return self.timed("reduce", block.nbytes, super().collect(block, root))
+
+    def exchange(self, block):
+        nbytes = block.nbytes * (self.size - 1) // self.size
+        return self.timed("all_to_all", nbytes, super().exchange(block))
+
+
+class Linked(Timed):
+    """A communicator with members on several stages, of which `stages` (member -> stage) are run.
+
+    `peers` is the communicator of the stages, on threads: it carries times.  A message leaves when
+    it is posted and those before it in flight have left, and a collective begins when the last
+    stage has posted it.
+    """
+
+    def __init__(self, rank, members, pool, peers, stages):
+        super().__init__(rank, len(members), members, pool, queue_of("p"))
+        self.peers, self.stages, self.leaves = peers, stages, {}
+
+    def timed(self, op, nbytes, pending):
+        ends, now = self.clock.ends, np.array([self.clock.now])
+        latest = int(self.peers.all_reduce(now, "max").wait()[0])
+        ends[self.queue] = max(ends[self.queue], latest)
+        return super().timed(op, nbytes, pending)
+
+    def post(self, block, peer):
+        end = self.clock.leave(block.nbytes, self.pair(peer), self.leaves.get(peer, 0))
+        self.leaves[peer] = end
+        self.peers.send(np.array([end]), self.stages[peer])
+        return self.clock.until(end, super().post(block, peer))
+
+    def take(self, shape, dtype, peer):
+        arrival = self.peers.recv((1,), np.int64, self.stages[peer])
+        pending = super().take(shape, dtype, peer)
+
+        def finish():
+            block = pending.wait()
+            self.clock.receive(block.nbytes, self.pair(peer), int(arrival.wait()[0]))
+            return block
+
+        return Pending(finish)
+
+    def pair(self, peer):
+        return self.members[self.rank], self.members[peer]
+
+
+def representative(sizes, pool, peers):
+    """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
+    of its `pool` is a Clock."""
+    coords = dict.fromkeys(sizes, 0) | {"p": peers.rank}
+    members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
+    comms = {
+        axis: Timed(0, sizes[axis], ranks, pool, queue_of(axis)) for axis, ranks in members.items()
+    }
+    column = line(sizes, coords, "p")
+    if peers.size > 1:
+        comms["p"] = Linked(peers.rank, column, pool, peers, range(len(column)))
+    total = int(np.prod([*sizes.values()]))
+    stages = {rank: stage for stage, rank in enumerate(column)}
+    world = Linked(column[peers.rank], range(total), pool, peers, stages)
+    return Mesh(sizes, coords, comms, world)

@@ -1,0 +1,230 @@
+"""A training step on a machine that need not be there: the program itself, on its clock.
+
+A stage of the pipeline is a thread, on which one rank runs the trainer on arrays without data
+(simulated_clock.py): any number of ranks takes as long as there are stages and layers.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.comm import threads
+from hpc3d.comm.abstract_communicator import line
+from hpc3d.config.load import load
+from hpc3d.config.rules import refuse, settle, unknown_values
+from hpc3d.pipeline.program import program_of
+from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
+from hpc3d.predict.simulation.count import Blanks
+from hpc3d.predict.simulation.memory_recorder import Ledger
+from hpc3d.predict.simulation.replay import Replay, Studio, to_run
+from hpc3d.predict.simulation.simulated_clock import clock_of, representative
+from hpc3d.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+NEAR, ROUNDS = 1e-3, 4  # how near to the sum of the work a crowded step comes, and in how many
+SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
+
+
+class StageRun(NamedTuple):
+    """A step of the first rank of a stage.
+
+    `rows` are those of /events, which index `names` and the mesh axes `axes`; times in ns from the
+    start of the run.  `step` is the row of /steps and `memory` those of /memory; `peak` the bytes
+    of arrays by kind, "all" for the peak of their sum; among them are those of a copy of the
+    token table, `tables`, and of the logits of a microbatch, `logits`.  `busy` are the ns in which
+    the rank did something itself, `wired` those in which it waited for the card of its host.
+    """
+
+    rank: int
+    rows: np.ndarray
+    names: list
+    axes: list
+    step: tuple
+    memory: list
+    peak: dict
+    tables: int
+    logits: int
+    busy: int
+    wired: int
+
+    @property
+    def seconds(self):
+        _, _, start, end, *_ = self.step
+        return (end - start) / 1e9
+
+
+BYTES = 256  # tokens of the byte tokenizer
+
+
+def settled(path, overrides, ranks=None):
+    """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
+    a rule."""
+    config = load(path, overrides)
+    refuse([*unknown_values(config)])
+    mesh = config.mesh
+    if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
+        raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
+    config = settle(config, ranks or prod(mesh.sizes().values()))
+    vocabulary = config.model.vocabulary or BYTES
+    return replace(config, model=replace(config.model, vocabulary=vocabulary))
+
+
+def simulate(config, vocabulary, machine):
+    """The StageRun of each stage, for a settled `config` on a `machine`.
+
+    ValueError where a block has an owner (scheme 3d-broadcast): its owner does not do what the
+    others do.
+    """
+    if config.split().own:
+        raise ValueError(
+            f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
+            "for all; simulate scheme 3d"
+        )
+    ranks = prod(config.mesh.sizes().values())
+    machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
+    steady = replace(config.train, steps=SECOND + 2)
+    config = unrecorded(replace(config, train=steady))
+    program = program_of(config)
+
+    def runs(share):
+        def stage(mesh):
+            return run(mesh.comm("p"), config, vocabulary, program, clock_of(machine, share))
+
+        return threads.run({"p": config.mesh.p}, stage)
+
+    return shared(crowd_of(config, machine), runs)
+
+
+def run(peers, config, vocabulary, program, clock):
+    """The StageRun of the stage whose number is that of this member of `peers`."""
+    sizes = config.mesh.sizes()
+    bare = representative(sizes, pool_of(config, clock), peers)
+    ledger = Ledger(bare.rank, lambda: clock.now)
+    mesh = bare.traced(ledger)
+    trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
+    logits = bytes_of_logits(trainer)
+    if not program.asynchronous:
+        play(trainer, mesh, ledger, clock, program)
+    for number in range(SECOND + 1):
+        log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
+        ledger.count, busy, wired = 0, clock.busy, clock.wired
+        trainer.step(number)
+    axes = [group["axis"] for group in ledger.header["groups"]]
+    memory = [row for row in ledger.memory if row[1] == SECOND]
+    rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
+    last = bytes_of_tables(trainer.parameters), logits, clock.busy - busy, clock.wired - wired
+    return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *last)
+
+
+def bytes_of_tables(parameters):
+    """Bytes of the values of token tables: the first stage has one, and the last its copy."""
+    places = [parameters.places[item].value for item in parameters if item.rows]
+    return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
+
+
+def bytes_of_logits(trainer):
+    """Bytes of this rank's logits of the largest microbatch; 0 on stages without the head."""
+    train, count = trainer.config.train, trainer.config.parallel.microbatches
+    rows = -(-train.batch // count) * trainer.config.model.sequence
+    shapes = [
+        stage.head.layout.block((rows, stage.head.table.shape[0]), trainer.mesh)
+        for stage in trainer.engine.stages
+        if stage.head
+    ]
+    return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
+
+
+def play(trainer, mesh, ledger, clock, program):
+    """Let the engine of a trainer run few of its passes and play the others."""
+    studio, train = Studio(mesh, ledger, clock), trainer.config.train
+    count = trainer.config.parallel.microbatches
+    sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
+    chosen = to_run(program.stages[mesh.coord("p")], sizes)
+    trainer.engine.stages = [
+        Replay(stage, studio, chunk, chosen[chunk])
+        for chunk, stage in enumerate(trainer.engine.stages)
+    ]
+
+
+def crowding(machine, ranks):
+    """How many ranks of a node share each of its processors; 1 where each has its own device."""
+    here = min(ranks, machine.ranks_per_node)
+    return max(1.0, here / machine.cores) if machine.cores else 1.0
+
+
+class Crowd(NamedTuple):
+    """How many ranks share a processor of a node: `ranks` in all and `stage` of one stage, where
+    this has all of them; of these so many are in different groups between hosts, `lanes`."""
+
+    ranks: float
+    stage: float
+    lanes: float
+
+    def seconds(self, alone, chain, busy, wired):
+        """How long a step takes that takes `alone` where each rank has its own processor.
+
+        Ranks of a stage meet in every layer: what they do themselves, a `chain` of these seconds,
+        takes `stage` times as long, and what they wait for the wire, `wired`, does not.  Where
+        they take turns, the blocks of a lane leave when its rank has done its part, in the mean
+        (1 - 1 / lanes) / 2 of the work earlier than those of the last.  Other stages work
+        meanwhile, as far as the processors have time: they must do the work of all ranks, each
+        `busy` so long.
+        """
+        early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
+        return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
+
+
+def crowd_of(config, machine):
+    """The Crowd of a layout."""
+    stages, sizes = config.mesh.p, config.mesh.sizes()
+    ranks = prod(sizes.values())
+    axes = [*sizes]
+    stride = prod(sizes[axis] for axis in axes[axes.index("p") + 1 :])
+    here = range(min(ranks, machine.ranks_per_node))
+    together = max(Counter(rank // stride % stages for rank in here).values())
+    stage = max(1.0, together / machine.cores) if machine.cores else 1.0
+    lanes = min(stage, lanes_of(sizes, together, here))
+    return Crowd(crowding(machine, ranks), stage, lanes)
+
+
+def lanes_of(sizes, together, here):
+    """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
+    an axis joins all of them, so that they meet, and where none leads to another host."""
+    lanes, crossing = together, False
+    for axis in (axis for axis, size in sizes.items() if axis != "p" and size > 1):
+        members = [*line(sizes, dict.fromkeys(sizes, 0), axis)]
+        local = len([rank for rank in members if rank in here])
+        if local == together:
+            return 1
+        if local < len(members):
+            lanes, crossing = min(lanes, together // local), True
+    return lanes if crossing else 1
+
+
+def shared(crowd, runs):
+    """The StageRuns where a Crowd shares a processor; `runs` makes those of ranks whose processors
+    take so many times as long."""
+    found = runs(1.0)
+    alone, busy = length(found), fmean(run.busy for run in found)
+    share = crowd.stage if crowd.stage > 1 else max(1.0, crowd.ranks * busy / alone)
+    if share == 1:
+        return found
+    found = runs(share)
+    chain, wired = (length(found) - alone) / (share - 1), fmean(run.wired for run in found)
+    seconds = crowd.seconds(alone, chain, busy, wired)
+    for _ in range(ROUNDS):
+        if abs(length(found) - seconds) < NEAR * seconds:
+            break
+        share += (seconds - length(found)) / chain
+        found = runs(share)
+    return found
+
+
+def length(runs):
+    """Nanoseconds of a step over all its stages."""
+    return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

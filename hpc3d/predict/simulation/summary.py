@@ -1,0 +1,112 @@
+"""A simulated step in a few numbers: time, bubble, memory, bytes."""
+
+from collections import Counter
+
+import numpy as np
+
+from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP, PHASE
+
+COMM, COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
+RECOMPUTE = PHASE.index("recompute")
+MESSAGES = [OP.index("send"), OP.index("recv")]
+
+
+def summary(runs, config, machine):
+    """Plain values for `--json`; seconds, bytes and FLOP of a step.
+
+    `memory` has the peaks of a rank of each stage and kind, and of the `worst` stage: activations
+    in flight are of kind activation, gathered blocks and buffers of kind communication; among them
+    are `tables`, the copy of the token table, and the `logits` of a microbatch.  `total` is the
+    sum of the peaks of all ranks.  `bytes` are received by a rank of stage 0, by axis and
+    operation.  `mfu` counts the products and the attention without recomputation, `hfu` all,
+    against the machine's peak.  `communication` is a share of the step.
+    """
+    ranks = int(np.prod([*config.mesh.sizes().values()]))
+    here = ranks // len(runs)  # of a stage
+    seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
+    flops = here * sum(run.rows["flops"].sum() for run in runs)
+    again = here * sum(run.rows["flops"][run.rows["phase"] == RECOMPUTE].sum() for run in runs)
+    peak = ranks * machine.gemm[config.train.dtype].peak * seconds
+    tokens = config.train.batch * config.model.sequence
+    return {
+        "machine": machine.name,
+        "ranks": ranks,
+        "step_time_s": seconds,
+        "tokens_per_s": tokens / seconds,
+        "bubble": bubble(runs),
+        "communication": communication(runs, seconds),
+        "flop": float(flops),
+        "mfu": float((flops - again) / peak),
+        "hfu": float(flops / peak),
+        "memory": memory(runs, here, machine),
+        "bytes": moved(runs[0]),
+    }
+
+
+def bubble(runs):
+    """(cost - work) / cost: the share of its time that the busiest stage waits for messages.
+
+    `cost` is the longest time from the first to the last pass of a stage, `work` what the busiest
+    one does in it: arXiv:2401.10241, section 5.3, its calls of the stage counted as work.
+    """
+    spans, works = zip(*map(span_and_work, runs))
+    return 1 - max(works) / max(spans)
+
+
+def span_and_work(run):
+    """Nanoseconds from the first to the last pass, and those of them without waits for others."""
+    rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != COPY)]
+    message = np.isin(rows["op"], MESSAGES)
+    passes, waits = rows[~message], rows[message]
+    begin, end = passes["t_start"].min(), (passes["t_start"] + passes["dur"]).max()
+    inside = (waits["t_start"] >= begin) & (waits["t_start"] < end)
+    return int(end - begin), int(end - begin - waits["dur"][inside].sum())
+
+
+def communication(runs, seconds):
+    """The share of a step that the stage which idles least waits for calls, without those for the
+    messages of other stages, which are in the bubble."""
+    waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
+    return (waits.total() - waits["p"]) / seconds
+
+
+def exposed(run):
+    """The share of its step in which a rank waits for calls, messages among them."""
+    return waits_of(run).total() / run.seconds
+
+
+def waits_of(run):
+    """Seconds that a stage waits for calls, by axis."""
+    calls, waits = run.rows[run.rows["category"] == COMM], Counter()
+    for group in np.unique(calls["group"]).tolist():
+        spent = calls["dur"][calls["group"] == group].sum() / 1e9
+        waits[run.axes[group]] += float(spent)
+    return waits
+
+
+def memory(runs, here, machine):
+    peaks = [
+        {kind: run.peak.get(kind, 0) for kind in MEMORY_KIND}
+        | {"tables": run.tables, "logits": run.logits}
+        for run in runs
+    ]
+    worst = max(range(len(peaks)), key=lambda stage: peaks[stage]["all"])
+    return {
+        "stages": peaks,
+        "worst": {"stage": worst, **peaks[worst]},
+        "total": here * sum(peak["all"] for peak in peaks),
+        "fits": peaks[worst]["all"] <= machine.memory_gb * 1e9,
+    }
+
+
+def moved(run):
+    """{axis: {operation: {"calls", "bytes"}}} of a rank."""
+    calls, received = Counter(), Counter()
+    for row in run.rows[run.rows["category"] == COMM]:
+        key = run.axes[row["group"]], OP[row["op"]]
+        calls[key] += 1
+        received[key] += int(row["bytes"])
+    found = {}
+    for axis, op in sorted(calls):
+        found.setdefault(axis, {})[op] = {"calls": calls[axis, op], "bytes": received[axis, op]}
+    return found

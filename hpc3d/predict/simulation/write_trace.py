@@ -1,0 +1,134 @@
+"""A simulated step as a trace file, which `hpc3d.report` reads like a measured one."""
+
+from datetime import UTC, datetime
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from hpc3d import __version__
+from hpc3d.comm.abstract_communicator import line
+from hpc3d.config.load import to_toml
+from hpc3d.pipeline.schedule import find
+from hpc3d.trace.checks_across_ranks import SIZE
+from hpc3d.trace.merge import merge
+from hpc3d.trace.schema import CLOCK_SAMPLES, DTYPE, MEMORY, MEMORY_KIND, OP, STEPS, record_type
+from hpc3d.trace.segment import segment_path, write_segment
+
+MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
+MESSAGES = [OP.index("send"), OP.index("recv")]
+BROADCAST, REDUCE = OP.index("broadcast"), OP.index("reduce")
+ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
+
+
+def write_trace(folder, runs, config, machine, git=""):
+    """Write FOLDER/trace.h5 with the events of every rank, from those of one of each stage.
+
+    ValueError if these would be more than MOST_ROWS, or of a schedule whose steps overlap.
+    """
+    if find(config.parallel.schedule).asynchronous:
+        raise ValueError(
+            f"parallel.schedule = {config.parallel.schedule}: its steps overlap, so one of them "
+            "makes no trace; leave --out away"
+        )
+    sizes = config.mesh.sizes()
+    total = sum(len(run.rows) for run in runs) * prod(sizes.values()) // len(runs)
+    if total > MOST_ROWS or prod(sizes.values()) > MOST_RANKS:
+        raise ValueError(
+            f"a trace of {prod(sizes.values()):,} ranks would have {total:,} events, and "
+            f"{MOST_RANKS:,} and {MOST_ROWS:,} are the most: leave --out away, or simulate fewer "
+            "ranks or microbatches"
+        )
+    for rank, place in enumerate(product(*map(range, sizes.values()))):
+        coords = dict(zip(sizes, place, strict=True))
+        run = runs[coords["p"]]
+        here, there = (members(config, each, run.axes) for each in (coords, first(coords)))
+        header = header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
+        header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
+        tables = tables_of(rank, run, here, there)
+        write_segment(segment_path(folder, rank, 0), header, run.names, *tables)
+    return merge(folder)
+
+
+def first(coords):
+    """Where the rank is that stands for all of a stage."""
+    return dict.fromkeys(coords, 0) | {"p": coords["p"]}
+
+
+def members(config, coords, axes):
+    """The ranks of the groups of a rank."""
+    sizes = config.mesh.sizes()
+    world = [*range(prod(sizes.values()))]
+    return [world if axis == "world" else line(sizes, coords, axis) for axis in axes]
+
+
+def header_of(rank, coords, config, machine):
+    sizes = config.mesh.sizes()
+    return {
+        "kind": "simulated",
+        "rank": rank,
+        "world_size": prod(sizes.values()),
+        "axes": [*sizes],
+        "axis_sizes": [*sizes.values()],
+        "coords": [*coords.values()],
+        "host": f"node{rank // machine.ranks_per_node}",
+        "local_rank": rank % machine.ranks_per_node,
+        "device": machine.name,
+        "pid": -1,
+        "dropped": 0,
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time_unit": "ns",
+        "config": to_toml(config),
+        "mpi": "",
+        "version": __version__,
+    }
+
+
+def tables_of(rank, run, here, there):
+    """Events, steps, memory and samples of a rank that does what `run` did.
+
+    Its groups are those of `here`, and `there` those of the one that ran.
+    """
+    events = run.rows.copy()
+    events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
+    peers = np.isin(events["op"], MESSAGES) & (events["peer"] >= 0)
+    events["peer"][peers] += rank - run.rank
+    for group, (mine, others) in enumerate(zip(here, there, strict=True)):
+        turn_roots(events, group, rank, mine, others)
+    step = np.array([run.step], record_type(STEPS))
+    memory = np.array(run.memory, record_type(MEMORY))
+    for table in (step, memory):
+        table["rank"], table["step"] = rank, 0
+    for name in ("loss", "grad_norm", "learning_rate"):
+        step[name] = np.nan
+    return events, step, memory, np.zeros(0, record_type(CLOCK_SAMPLES))
+
+
+def turn_roots(events, group, rank, mine, others):
+    """Name the roots of broadcasts and reductions among the members of this rank's group; the root
+    of a broadcast receives nothing, nor does the member after the root of a reduction."""
+    rows = np.flatnonzero((events["group"] == group) & np.isin(events["op"], (BROADCAST, REDUCE)))
+    root = np.searchsorted(others, events["peer"][rows])
+    behind = events["op"][rows] == REDUCE
+    receives = (root + behind) % len(mine) != mine.index(rank)
+    whole = events["count"][rows] * ITEM[events["dtype"][rows]]
+    counted = events["seq"][rows] >= 0
+    events["peer"][rows] = np.where(counted, np.array(mine)[root], events["peer"][rows])
+    events["bytes"][rows] = np.where(counted, whole * receives, 0)
+
+
+def prediction(runs, found):
+    """The columns of /prediction for a summary: of the step, and of the first rank of each stage;
+    -1 for what is of no one stage or rank."""
+    rows = [("step_s", -1, -1, found["step_time_s"])]
+    for stage, (run, peaks) in enumerate(zip(runs, found["memory"]["stages"], strict=True)):
+        for kind in MEMORY_KIND:
+            rows.append((f"peak_{kind}_bytes", stage, run.rank, peaks[kind]))
+    quantity, stage, rank, value = map(list, zip(*rows))
+    return {
+        "step": [-1] * len(rows),
+        "quantity": quantity,
+        "stage": stage,
+        "rank": rank,
+        "value": [float(each) for each in value],
+    }

@@ -1,0 +1,1 @@
+"""How a job starts and ends: environment, exit codes, launcher, watchdog."""

@@ -1,0 +1,129 @@
+"""The MPI job as a whole: what ranks settle before there is a mesh, and how they end together."""
+
+import errno
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+
+from mpi4py import MPI
+
+from hpc3d.plain import lines_of, plain
+from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED, Ended
+from hpc3d.runtime.host_map import kernel, namesakes
+from hpc3d.runtime.launcher import end_later, launcher
+
+OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
+UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
+
+
+class Job:
+    """All ranks.  `at_end` are the functions to call before the job ends, well or not; `told` the
+    signals that asked for its end, which a job that `stops` by itself looks at."""
+
+    def __init__(self, name):
+        self.name, self.comm = name, MPI.COMM_WORLD
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.at_end, self.ending = [], threading.Lock()
+        self.told, self.stops, self.started = [], False, time.monotonic()
+        self.launcher = launcher()
+        self.kernels = self.gather((socket.gethostname(), kernel()))
+        self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
+
+    def namesakes(self):
+        """What is wrong where two hosts have one name: Open MPI takes them for one, and waits in
+        its next call for ever."""
+        return namesakes(self.kernels) if "Open MPI" in self.library() else None
+
+    def agree(self, function):
+        """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
+        refused on all ranks."""
+        value, problems = None, ()
+        if self.rank == 0:
+            from hpc3d.patience import patience
+
+            try:
+                with patience(self.name):
+                    value = function()
+            except REFUSED as error:
+                problems = lines_of(error)
+        value, problems = self.comm.bcast((value, problems))
+        if problems:
+            self.refuse(*problems)
+        return value
+
+    def refuse(self, *problems):
+        """End the job on all ranks with a line of rank 0 for each problem."""
+        if self.rank == 0:
+            for problem in problems:
+                self.complain(plain(problem))
+        raise Ended(BAD_INPUT)
+
+    def complain(self, text):
+        print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
+
+    def deal(self, function):
+        """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
+        return self.comm.scatter(function() if self.rank == 0 else None)
+
+    def gather(self, value):
+        """The values of all ranks."""
+        return self.comm.allgather(value)
+
+    def barrier(self):
+        """Wait for all ranks, asleep: rank 0 may have work that takes seconds."""
+        request = self.comm.Ibarrier()
+        while not request.Test():
+            time.sleep(0.005)
+
+    def place(self):
+        """This rank's host, process, number on its node and the first rank of that; collective."""
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
+        first = self.gather(mine).index(mine)
+        own = {"host": socket.gethostname(), "pid": os.getpid()}
+        return own | {"local_rank": node.rank, "node": first}
+
+    def library(self):
+        """The MPI library, in one line."""
+        return MPI.Get_library_version().split(",")[0].split("\n")[0]
+
+    def first_to_fail(self):
+        """Whether nothing of this job has said yet on this host that it failed.
+
+        The first to bind an abstract address has it until its process has ended, and a child that
+        outlives it for a while, in which others end; no file is left.
+        """
+        try:
+            failure = socket.socket(socket.AF_UNIX)
+            failure.bind(f"\0hpc3d-{self.id}-failed")
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        self.failure = failure
+        if os.fork() == 0:
+            linger(failure.fileno())
+        return True
+
+    def abort(self, code):
+        """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do
+        not run."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        # Not a thread of Python's, for MPI waits for the launcher without letting others run.
+        faulthandler.dump_traceback_later(UNHEARD, exit=True, file=nowhere)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.size == 1:  # there is nobody that MPI would have to end
+            os._exit(code)
+        end_later(self.launcher)
+        self.comm.Abort(code)
+
+
+def linger(descriptor):
+    """End this process after a while in which it has but this file open."""
+    os.setsid()
+    os.closerange(0, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    time.sleep(OUTLIVED)
+    os._exit(0)

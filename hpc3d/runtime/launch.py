@@ -1,0 +1,257 @@
+"""How a job starts and ends: threads, yielding, one clear line for bad input, no rank left behind.
+
+Nothing here imports NumPy or MPI before `set_environment` has run: both read the environment when
+they are loaded.
+"""
+
+import errno
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from hpc3d.plain import lines_of, plain, plain_streams, why
+from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, Ended, Unusable
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
+WORLD_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EIO,
+    errno.ESTALE,
+)
+MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
+SPOKEN = 0.5  # seconds until what is printed has left the host
+ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
+LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def number_in(names, default):
+    """The first number that an environment variable of `names` begins with."""
+    for name in names:
+        digits = os.environ.get(name, "").split("(")[0].split(",")[0]
+        if digits.isdigit():
+            return int(digits)
+    return default
+
+
+def cores_of_node():
+    """How many cores of this node the job may use, whatever the launcher bound this rank to.
+
+    The launcher's own cores are those that it was given; a container may allow fewer.
+    """
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, bound)
+    return len(allowed & (bound | os.sched_getaffinity(os.getppid())))
+
+
+def set_environment():
+    """Share the node's cores among its ranks; let waiting ranks yield where cores are fewer."""
+    cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
+    threads = min(cores // ranks, len(os.sched_getaffinity(0)))
+    chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))
+    for variable in THREAD_VARIABLES:
+        os.environ.setdefault(variable, chosen)
+    if ranks > cores:
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def run(name, body):
+    """`started(name, body)`, whose output is plain text."""
+    with plain_streams():
+        return started(name, body)
+
+
+def started(name, body):
+    """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
+
+    An end that all ranks agree on (`Ended`) is the same exit code everywhere.  Anything else that
+    goes wrong on one rank is printed once, with its rank, and aborts the job after `job.at_end`
+    has been called.
+    """
+    set_environment()
+    early = []  # before there is a job
+    for number in ASKING:
+        signal.signal(number, lambda number, _: early.append(number))
+    try:
+        from hpc3d.runtime.job import Job
+    except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
+        reason = plain(str(error)).rstrip(".")
+        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor tells why", file=sys.stderr)
+        return BAD_INPUT
+    job = met(lambda: Job(name), name)
+    sys.excepthook = lambda kind, error, trace: die(job, error)
+    threading.excepthook = lambda args: die(job, args.exc_value)
+    leave_when_told(job)
+    job.told += early
+    try:
+        meant = number_in(WORLD_RANKS, default=1)
+        if job.size == 1 and meant > 1:
+            job.refuse(*(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else ()))
+        if same := job.namesakes():
+            job.refuse(same)
+        code = body(job)
+    except Ended as end:
+        return end.code
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        die(job, error)
+    if code:
+        die(job, SystemExit(code))
+    return 0
+
+
+def met(make, name):
+    """The job that `make()` makes with its first call among all ranks; where that does not end,
+    as between hosts that do not reach each other, this process ends with a line."""
+
+    def end():
+        if not number_in(LOCAL_RANK, default=0):
+            line = f"in {MEETING} s {os.uname().nodename} has not heard from all other hosts; "
+            line += "mpirun ... python -m hpc3d.doctor tells which do not reach each other"
+            print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
+        time.sleep(SPOKEN)
+        os._exit(STALLED)
+
+    alarm = threading.Timer(MEETING, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        return make()
+    finally:
+        alarm.cancel()
+
+
+def explain_single(meant):
+    """Why this process is alone although the launcher meant `meant` of them."""
+    from hpc3d.runtime.mpi_library import brief
+
+    return [f"{meant} processes were meant, but MPI sees 1", *brief(meant)]
+
+
+def die(job, error):
+    """Say what happened on this rank, once for the job, save what can be saved, end the job."""
+    if job.first_to_fail():
+        job.complain(f"rank {job.rank} {what_happened(error)}")
+    finish(job)
+    job.abort(exit_code(error))
+
+
+def what_happened(error):
+    if isinstance(error, SystemExit):
+        return f"exited with {plain(str(error.code))}"
+    what = plain(str(error))
+    if isinstance(error, Unusable):
+        return f"failed: {what}; then start again, or go on with --resume"
+    if isinstance(error, OSError) and error.errno in DISK:
+        where = f": {plain(str(error.filename))}" if error.filename else ""
+        return (
+            f"failed: {plain(why(error))}{where}; mend that, then start again, or go on with "
+            "--resume"
+        )
+    if isinstance(error, MemoryError):
+        return (
+            f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute "
+            "or more parallel.microbatches (python -m hpc3d.plan finds what fits)"
+        )
+    return "failed\n" + "".join(traceback.format_exception(error))
+
+
+def exit_code(error):
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    code = getattr(error, "code", None)
+    return code if isinstance(error, SystemExit) and isinstance(code, int) else FAILED
+
+
+def leave_when_told(job):
+    """End this rank alone at SIGTERM, for then the launcher is already ending the job.
+
+    A job that stops by itself (`job.stops`) goes on, until it is told a second time.  The signals
+    that may ask for that are noted from the start, when nobody knows yet which one it is.
+    Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
+    the signal writes to a pipe reaches another thread.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    for number in (signal.SIGTERM, *ASKING):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(tell)
+
+    def listen():
+        while True:
+            (number,) = os.read(told, 1)
+            again = number in job.told
+            job.told.append(number)
+            if number == signal.SIGTERM and (again or not job.stops):
+                leave(job)
+            elif number == signal.SIGTERM and not again:
+                keep(job)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def leave(job):
+    """End this process, unless it is ending already."""
+    if job.ending.acquire(blocking=False):
+        os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
+        save_in_child(job)
+        time.sleep(1)
+        os._exit(128 + signal.SIGTERM)
+
+
+def keep(job):
+    """Save what can be saved now: this process may be killed before it has stopped."""
+    with job.ending:
+        os.waitpid(save_in_child(job), 0)
+
+
+def save_in_child(job):
+    """Do what is to be done at the end of the job, in a process with a session of its own.
+
+    Open MPI's launcher kills its processes a quarter of a second after SIGTERM, or as soon as one
+    of them has gone; this one has the time to finish.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        call_all(job)
+        os._exit(0)
+    return child
+
+
+def finish(job):
+    """Do what the job wants done at its end, once."""
+    with job.ending:
+        call_all(job)
+
+
+def call_all(job):
+    """Call the functions of `job.at_end`; nothing may stop us here."""
+    while job.at_end:
+        try:
+            job.at_end.pop(0)()
+        except Exception as error:
+            if job.first_to_fail():
+                job.complain(f"rank {job.rank}: at the end: {'; '.join(lines_of(error))}")
+
+
+def watch(seconds):
+    """Print every thread's stack and end the process unless called again within `seconds`."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def unwatch():
+    faulthandler.cancel_dump_traceback_later()

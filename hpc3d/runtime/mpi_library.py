@@ -1,0 +1,241 @@
+"""MPI as it is installed here: the library that mpi4py loads, the mpirun on PATH, the launcher.
+
+Nothing here starts MPI: where its parts do not fit together that may end the process.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, count, outcome, release
+from hpc3d.runtime import launch
+
+CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+# More ranks than cores: Open MPI 4 reads the first, Open MPI 5 the second.
+CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+OPEN_MPI = "Open MPI"
+# The kinds of `srun --mpi` that libraries take, by how they begin: pmix_v4 is one.
+WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
+INSTALL = (
+    "load the cluster's MPI module, or without one: python -m pip install 'hpc3d[mpi]'\n"
+    "MPI4PY_LIBMPI=/path/to/libmpi.so names a library that is not found by itself"
+)
+
+
+class Mpi(NamedTuple):
+    """One MPI: its maker, version (None if unknown) and a file of it (None if unknown)."""
+
+    maker: str
+    version: str | None
+    path: str | None
+
+    @property
+    def abi(self) -> str:
+        """Libraries and launchers with the same one fit together."""
+        return "Open MPI" if self.maker == OPEN_MPI else "MPICH"
+
+    def __str__(self) -> str:
+        return f"{self.maker} {self.version or '(of unknown version)'}, {self.path or 'no file'}"
+
+
+def loaded():
+    """The MPI that mpi4py loads; it is not started by this.
+
+    mpi4py raises whatever its loader raises without one.
+    """
+    import mpi4py
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    maker, version = MPI.get_vendor()
+    return Mpi(maker, ".".join(map(str, version)), library_file())
+
+
+def found():
+    """The same, or None without one."""
+    try:
+        return loaded()
+    except Exception:  # a RuntimeError of mpi4py's, an ImportError of the linker's
+        return None
+
+
+def world():
+    """The number of processes that MPI sees, which starts it."""
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    return MPI.COMM_WORLD.size
+
+
+def library_file():
+    """The file of the MPI library in this process."""
+    files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", maps(), re.MULTILINE)
+    return files[0] if files else None
+
+
+def maps():
+    """The files that this process has mapped, one a line."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+
+
+def on_path():
+    """The mpirun that PATH leads to, as it names itself; None without one."""
+    path = shutil.which("mpirun")
+    if path is None:
+        return None
+    _, printed = outcome([path, "--version"], 10)
+    version = re.search(r"\d+\.\d+[.\d]*", printed)
+    return Mpi(maker_of(printed), version and version[0], path)
+
+
+def maker_of(printed):
+    """Whose mpirun prints this as its version."""
+    for word, maker in (("Open MPI", OPEN_MPI), ("OpenRTE", OPEN_MPI), ("Intel", "Intel MPI")):
+        if word in printed:
+            return maker
+    return "MPICH" if "HYDRA" in printed.upper() else "of unknown make"
+
+
+def library():
+    """Whether mpi4py finds an MPI library, and which."""
+    try:
+        import mpi4py
+
+        yield Finding(OK, "MPI library", f"{loaded()} (mpi4py {mpi4py.__version__})")
+    except Exception as error:  # a RuntimeError of mpi4py's, an ImportError of the linker's
+        text = f"{error}".strip().splitlines()[0]
+        yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", INSTALL)
+
+
+def mpirun(mpi, launcher):
+    """Whether the `launcher` on PATH (None: there is no mpirun) belongs to the library `mpi`."""
+    if launcher is None:
+        verdict = WARN if shutil.which("srun") else FAIL
+        yield Finding(verdict, "mpirun", "not on PATH", put_on_path(mpi))
+        return
+    text = f"{launcher} belongs to the library"
+    if launcher.maker == "of unknown make":
+        text = f"{launcher.path} does not say whose it is"
+        yield Finding(WARN, "mpirun", text, put_on_path(mpi))
+    elif launcher.abi != mpi.abi:
+        text = f"{launcher}, but the library is {mpi.maker}: each rank would be alone"
+        yield Finding(FAIL, "mpirun", text, put_on_path(mpi))
+    elif launcher.version != mpi.version:
+        text = f"{launcher}, but the library is {mpi.version}"
+        yield Finding(WARN, "mpirun", text, put_on_path(mpi))
+    else:
+        yield Finding(OK, "mpirun", text)
+    if launcher.maker == OPEN_MPI:
+        yield from root()
+        yield from crowd(launcher)
+
+
+def put_on_path(mpi):
+    """How the mpirun of a library is found."""
+    beside = Path(mpi.path or "/").parents[1 if mpi.path else 0] / "bin" / "mpirun"
+    if beside.is_file():
+        return f'put its own first: export PATH="{beside.parent}:$PATH"'
+    return f"put the mpirun of {mpi.maker} {mpi.version} first on PATH: its module, or its folder"
+
+
+def root():
+    """Whether Open MPI starts ranks for this user."""
+    missing = [name for name in CONSENT if os.environ.get(name) != "1"]
+    if os.geteuid() == 0 and missing:
+        remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or be another user"
+        yield Finding(FAIL, "root", "Open MPI's mpirun starts nothing for root", remedy)
+
+
+def crowd(launcher):
+    """Whether Open MPI's mpirun starts more ranks than there are cores, and how they wait."""
+    if allows_more(launcher):
+        yield Finding(OK, "more ranks than cores", "mpirun starts them")
+    else:
+        yield Finding(OK, "more ranks than cores", "want `mpirun --oversubscribe`")
+    if os.environ.get(YIELD) == "0":
+        text = f"{YIELD}=0: ranks that wait keep their core from those that work"
+        yield Finding(WARN, "more ranks than cores", text, f"unset {YIELD}")
+
+
+def allows_more(launcher):
+    """Whether the environment, or a file, of Open MPI asks it to start them."""
+    if release(launcher.version or "5") < [5]:
+        return os.environ.get(CROWD_4) in ("1", "true")
+    file = Path(launcher.path).resolve().parents[1] / "etc" / "prte-mca-params.conf"
+    kept = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return "oversubscribe" in os.environ.get(CROWD_5, kept).lower()
+
+
+def slurm(mpi):
+    """The job, where this is in one, and what srun offers, where it is set up."""
+    inside = "SLURM_JOB_ID" in os.environ
+    if inside:
+        tasks = launch.number_in(("SLURM_NTASKS",), default=1)
+        nodes = launch.number_in(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), default=1)
+        yield Finding(OK, "Slurm", f"a job of {count(tasks, 'task')} on {count(nodes, 'node')}")
+    if shutil.which("srun") is None:
+        return
+    code, printed = outcome(["srun", "--mpi=list"], 10)
+    if code == 0 or inside:
+        yield offer(re.findall(r"^(?:srun: |\s+)(\w+)\s*$", printed, re.MULTILINE), mpi)
+
+
+def offer(kinds, mpi):
+    """Whether srun offers the MPI a way to start that it takes."""
+    text = f"srun offers {', '.join(kinds) or 'no way to start MPI'}"
+    taken = [kind for way in WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
+    if taken:
+        return Finding(OK, "srun", f"{text}; {mpi.maker} takes --mpi={taken[0]}")
+    remedy = "start ranks with mpirun inside of the job (LAUNCH=mpirun in jobs/), not with srun"
+    return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of it", remedy)
+
+
+def foreign(mpi):
+    """Whether the mpirun of another MPI started this process: to start MPI may end it."""
+    return starter() is not None and starter() != mpi.abi
+
+
+def starter():
+    """Whose mpirun started this process, by its ABI; None where none did."""
+    names = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH"}
+    return next((abi for name, abi in names.items() if name in os.environ), None)
+
+
+def apart(meant, mpi):
+    """Why each of the `meant` processes that a launcher started is alone."""
+    if starter() is None:
+        return Finding(FAIL, "launcher", *of_slurm(meant, mpi))
+    text = f"the mpirun of {starter()} started {meant} processes, each is alone: "
+    text += f"the library is {'' if foreign(mpi) else 'another '}{mpi.maker} {mpi.version}"
+    return Finding(FAIL, "launcher", text, put_on_path(mpi))
+
+
+def of_slurm(meant, mpi):
+    """The same where no mpirun did it: what is wrong, and the remedy."""
+    kind = WAYS[mpi.abi][0]
+    remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list names what there is)\n"
+    remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
+    if "SLURM_STEP_NUM_TASKS" not in os.environ:
+        return f"{meant} processes were meant, neither srun nor mpirun started this one", remedy
+    spoken = "PMIx" if "PMIX_RANK" in os.environ else "PMI-2" if "PMI_RANK" in os.environ else None
+    text = f"srun started {meant} processes, each is alone: "
+    return f"{text}{mpi.maker} takes {kind}, srun speaks {spoken or 'neither PMI'}", remedy
+
+
+def brief(meant):
+    """What to say where a launcher started `meant` processes and MPI sees one: a few lines.
+
+    Quick, and nothing is started: for rank 0 of a job that cannot go on.
+    """
+    mpi, path = loaded(), shutil.which("mpirun")
+    told = [
+        apart(meant, mpi),
+        Finding(OK, "MPI library", str(mpi)),
+        Finding(OK if path else WARN, "mpirun", path or "not on PATH"),
+    ]
+    return [line for finding in told for line in finding.lines()]

@@ -1,0 +1,67 @@
+"""Whether all hosts of a job see the folder that it will write to.
+
+Rank 0 leaves a key there, an empty file, for as long as it takes; the first rank of each other
+node looks for it.  A job on one node leaves nothing.
+"""
+
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hpc3d.runtime.host_map import listed
+
+SEEN_WITHIN = 3  # s: hosts see with a delay what others make
+REMEDY = "name a folder that all hosts share (--run.out), or start in one"
+
+
+def refuse_unshared(job, homes, place):
+    """Refuse the job where not all of its hosts see the folder that `place()` names on rank 0, or
+    in which that folder will be made."""
+    if not homes.several():
+        return
+    asked = place() if job.rank == 0 else None
+    key = job.comm.bcast(left_key(asked) if job.rank == 0 else None)
+    if blind := unseen(job, homes, key):
+        name, first = listed([homes.hosts[rank] for rank in blind]), homes.hosts[0]
+        sees = "do not see" if len(blind) > 1 else "does not see"
+        where = os.path.dirname(key)
+        where = "there" if where == str(asked) else f"in {where}"
+        job.refuse(f"{asked}: {name} {sees} what {first} writes {where}; {REMEDY}")
+
+
+def unseen(job, homes, key):
+    """The first ranks of the nodes that do not see the file `key`, which is gone afterwards."""
+    looks = key and job.rank and job.rank in homes.leaders()
+    try:
+        sees = job.gather(appears(key) if looks else True)
+    finally:
+        if job.rank == 0 and key:
+            with suppress(OSError):
+                os.unlink(key)
+    return [rank for rank, good in enumerate(sees) if not good]
+
+
+def left_key(folder):
+    """The name of a new empty file in `folder`, or in the first above it that exists; None where
+    it cannot be written, which is said when the folder is made."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    key = there / f".hpc3d-{secrets.token_hex(8)}"
+    try:
+        key.touch(exist_ok=False)
+    except OSError:
+        return None
+    return str(key)
+
+
+def appears(path):
+    """Whether a file or folder is there or comes."""
+    until = time.monotonic() + SEEN_WITHIN
+    while not Path(path).exists():
+        if time.monotonic() > until:
+            return False
+        with suppress(OSError):
+            os.listdir(os.path.dirname(path))  # a client of NFS then asks its server again
+        time.sleep(0.1)
+    return True

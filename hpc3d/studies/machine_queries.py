@@ -1,0 +1,66 @@
+"""What a part of the model asks of a machine, pass by pass: the questions, without the machine.
+
+Where the same work is timed on many machines it is taken down once; `Clock` asks at once.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+import hpc3d.training.shapes  # noqa: F401
+from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.comm.communicator import Self
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import build, microbatches
+from hpc3d.predict.simulation.simulated_clock import representative
+
+
+class Tally(Meter):
+    """Counts questions: (method of `Machine`, its arguments) -> how often."""
+
+    def __init__(self):
+        self.asked = Counter()
+
+    def product(self, m, n, k, dtype, batch=1):
+        self.asked["product", (m, n, k, dtype.name, batch)] += 1
+
+    def kernel(self, name, nbytes):
+        self.asked["kernel", (name, nbytes)] += 1
+
+    def post(self, op, nbytes, members, queue):
+        self.asked["call", (op, nbytes, tuple(members))] += 1
+
+    def until(self, end, pending):
+        return pending
+
+    def taken(self):
+        """The questions since the last time."""
+        asked, self.asked = self.asked, Counter()
+        return asked
+
+
+class Work(NamedTuple):
+    """A part of the model on one rank: its parameters, and what its passes ask."""
+
+    parameters: int
+    forward: Counter
+    backward: Counter
+
+
+def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
+    """The Work of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of one
+    microbatch of `sequences`; what is recomputed is in the backward pass."""
+    tally = Tally()
+    mesh = representative(sizes, ShapePool(tally), Self())
+    parameters = Parameters(mesh, dtype)
+    (stage,) = build(mesh, parameters, model, split, [part], recompute=recompute)
+    parameters.allocate(seed=0)
+    tokens = np.zeros((sequences, model.sequence), np.int32)
+    (micro,) = microbatches(0, tokens, tokens, 1)
+    x = None if part.first else mesh.empty(stage.block_of(sequences), dtype)
+    tally.taken()
+    y, saved = stage.forward(x, micro)
+    forward = tally.taken()
+    stage.backward(None if part.last else y, saved, micro)
+    return Work(parameters.value.size, forward, tally.taken())

@@ -1,0 +1,223 @@
+"""Steps of Megatron-LM that were published, predicted from facts about the machine alone.
+
+V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+arXiv:2205.05198: tables 4 and 5, figure 1.  D. Narayanan et al., "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM", SC 2021, arXiv:2104.04473: table 1.
+
+Microbatches and chunks of the second are those of its scripts (NVIDIA/Megatron-LM
+examples/sc21/run_table_1.sh), as are dropout, clipping and the overlap of the sums of gradients
+with backward, which its smaller models have.  Which facts a machine needs was found with the
+first paper's rows in view, but none of its numbers is fitted to a row.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from hpc3d.config.input_file import (
+    AXES,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from hpc3d.config.rules import settle
+from hpc3d.predict.simulation.count import predict
+from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.summary import summary
+from hpc3d.trace.schema import PHASE
+
+SELENE = "machines/a100-selene.toml"
+SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
+STATE = 18  # bytes a parameter: float16 values; float32 gradients, values and moments
+KINDS = ("parameter", "gradient", "optimizer")
+
+
+class Row(NamedTuple):
+    """A published step: `t` ranks of tensor parallelism, `p` stages of `chunks` parts, `micro`
+    sequences a microbatch and replica."""
+
+    model: str
+    layers: int
+    hidden: int
+    heads: int
+    t: int
+    p: int
+    ranks: int
+    batch: int
+    micro: int
+    chunks: int
+    scheme: str
+    recompute: str
+    overlap: bool
+    seconds: float
+
+
+# arXiv:2205.05198, table 5; without recomputation of everything there is sequence parallelism.
+RECOMPUTATION = [
+    Row("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d", "full", True, 1.42),
+    Row("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d-sequence", "selective", True, 1.10),
+    Row("175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d", "full", True, 18.13),
+    Row("175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75),
+]
+# Its table 4, the layers of the 22B model: scheme, recomputed, milliseconds of both passes.
+LAYERS = [
+    ("1d", "none", 7.7, 11.9),
+    ("1d-sequence", "none", 7.2, 11.8),
+    ("1d", "full", 7.7, 19.5),
+    ("1d", "selective", 7.7, 13.2),
+    ("1d-sequence", "selective", 7.2, 13.1),
+]
+# Its figure 1, as calculon-ai/calculon has it: GiB of parameters and optimiser on a rank, which is
+# STATE bytes for each of 12 L h^2 / (t p) parameters.  Tables of tokens and positions, biases and
+# norms are not among them.
+STATES = [
+    ("22B", 48, 6144, 64, 1, 45.5625),
+    ("175B", 96, 12288, 96, 8, 45.5625),
+    ("530B", 105, 20480, 128, 35, 31.640625),
+    ("1T", 128, 25600, 160, 64, 32.958984375),
+]
+# arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch; of the scripts: sequences a
+# microbatch, chunks; and 1e12 FLOP/s a rank.
+WEAK_SCALING = [
+    ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
+    ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 1, 138),
+    ("7.5B", 36, 4096, 32, 4, 1, 128, 512, 16, 1, 142),
+    ("18.4B", 40, 6144, 48, 8, 1, 256, 1024, 8, 1, 135),
+    ("39.1B", 48, 8192, 64, 8, 2, 512, 1536, 4, 1, 138),
+    ("76.1B", 60, 10240, 80, 8, 4, 1024, 1792, 2, 3, 140),
+    ("145.6B", 80, 12288, 96, 8, 8, 1536, 2304, 2, 2, 148),
+    ("310.1B", 96, 16384, 128, 8, 16, 1920, 2160, 1, 2, 155),
+    ("529.6B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 3, 163),
+    ("1008B", 128, 25600, 160, 8, 64, 3072, 3072, 1, 1, 163),
+]
+# What another choice of a microbatch or of chunks would do to rows of it.
+OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chunks": 1})]
+LATER = 258.74e12  # FLOP/s: the best of later software (see [gemm.float16] of the machine)
+
+ASSUMED = """\
+Both: dropout 0.1, AdamW, float16 with float32 gradients; what was gathered is kept, where
+Megatron-LM gathers it again while it multiplies; nothing is lost to a busy network.
+The second: Megatron-LM sums float16 gradients, half the bytes that are summed here, and cuts the
+messages of stages into t parts, which are sent whole here."""
+
+
+def weak(model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate):
+    """The Row of one of WEAK_SCALING: equation 3 turns FLOP/s a rank into seconds."""
+    flop = 96 * batch * SEQUENCE * layers * hidden**2
+    flop *= 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
+    layout = layers, hidden, heads, t, p, ranks, batch, micro, chunks
+    return Row(model, *layout, "1d", "full", p == 1, flop / (ranks * rate * 1e12))
+
+
+def config_of(row):
+    """The settled Config of a Row."""
+    replicas = row.ranks // (row.t * row.p)
+    parallel = ParallelConfig(
+        scheme=row.scheme,
+        recompute=row.recompute,
+        overlap=row.overlap,
+        microbatches=row.batch // (replicas * row.micro),
+        schedule="interleaved" if row.chunks > 1 else None,
+        chunks=row.chunks,
+    )
+    sizes = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "dropout": DROPOUT}
+    config = Config(
+        mesh=MeshConfig(p=row.p, d=replicas, x=row.t, y=1, z=1),
+        parallel=parallel,
+        model=ModelConfig(layers=row.layers, hidden=row.hidden, heads=row.heads, **sizes),
+        train=TrainConfig(batch=row.batch, dtype="float16"),
+    )
+    return settle(config, row.ranks)
+
+
+def rows(published, machine):
+    """Of each Row in `published` a dict: its names, seconds, error, bubble, share of calls."""
+    return [predicted(row, machine) for row in published]
+
+
+def predicted(row, machine):
+    config = config_of(row)
+    found = summary(simulate(config, VOCABULARY, machine), config, machine)
+    return {
+        "model": row.model,
+        "recompute": row.recompute,
+        "ranks": row.ranks,
+        "published_s": row.seconds,
+        "predicted_s": found["step_time_s"],
+        "error": found["step_time_s"] / row.seconds - 1,
+        "bubble": found["bubble"],
+        "communication": found["communication"],
+    }
+
+
+def errors(found):
+    """Mean and worst absolute error of rows."""
+    sizes = [abs(row["error"]) for row in found]
+    return {"mean": sum(sizes) / len(sizes), "worst": max(sizes)}
+
+
+def layers(machine):
+    """The rows of LAYERS, predicted: milliseconds of a layer's forward and backward pass."""
+    found = []
+    for scheme, recompute, *published in LAYERS:
+        row = RECOMPUTATION[0]._replace(layers=2, scheme=scheme, recompute=recompute)
+        forward, backward = passes(row, machine)
+        names = {"scheme": scheme, "recompute": recompute, "published_ms": published}
+        found.append(names | {"predicted_ms": [forward, backward]})
+    return found
+
+
+def passes(row, machine):
+    """Milliseconds in which a layer runs forward and backward, recomputation included."""
+    (run,) = simulate(config_of(row), VOCABULARY, machine)
+    inside = run.rows[run.rows["layer"] >= 0]
+    forward = inside["phase"] == PHASE.index("forward")
+    return [float(inside["dur"][at].sum()) / 1e6 / row.layers for at in (forward, ~forward)]
+
+
+def states():
+    """The rows of STATES, predicted for a rank of the first stage, with and without what the
+    published figures leave out; one microbatch tells, and no cut into chunks changes it."""
+    found = []
+    for model, count, hidden, heads, p, published in STATES:
+        layout = count, hidden, heads, 8, p, 8 * p, 1, 1, 1, "1d-sequence", "selective"
+        config = config_of(Row(model, *layout, True, 0.0))
+        peak = predict(config, VOCABULARY, dict.fromkeys(AXES, 0)).peak
+        held = sum(peak[kind] for kind in KINDS)
+        tables = STATE * hidden * (VOCABULARY // 8 + SEQUENCE)
+        found.append(
+            {
+                "model": model,
+                "published_GiB": published,
+                "predicted_GiB": (held - tables) / 2**30,
+                "with_tables_GiB": held / 2**30,
+                "error": (held - tables) / 2**30 / published - 1,
+            }
+        )
+    return found
+
+
+def facts(machine):
+    """What facts of the machine do to the two steps of 22B: fact -> their errors without it."""
+    changed = {"with all": machine, f"products at {LATER:.5g}": with_later_products(machine)}
+    for name in machine.kernels:
+        rates = {other: rate for other, rate in machine.kernels.items() if other != name}
+        changed[name] = replace(machine, kernels=rates)
+    changed["kernels"] = replace(machine, kernels={})
+    pair = RECOMPUTATION[:2]
+    return {fact: [row["error"] for row in rows(pair, each)] for fact, each in changed.items()}
+
+
+def with_later_products(machine):
+    """The machine with the last knot of float16 as LATER."""
+    rates = machine.gemm["float16"]
+    rates = replace(rates, rate=(*rates.rate[:-1], LATER))
+    return replace(machine, gemm=machine.gemm | {"float16": rates})
+
+
+def otherwise(machine):
+    """The rows of OTHERWISE, predicted."""
+    by_name = {values[0]: weak(*values) for values in WEAK_SCALING}
+    changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]
+    return [predicted(row, machine) | {"change": change} for row, change in changed]

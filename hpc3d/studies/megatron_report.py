@@ -1,0 +1,91 @@
+"""How well published steps of Megatron-LM are predicted, as text."""
+
+from hpc3d.predict.machine.machine import load
+from hpc3d.shipped import shipped
+from hpc3d.studies import megatron
+from hpc3d.studies.megatron import (
+    ASSUMED,
+    RECOMPUTATION,
+    SELENE,
+    WEAK_SCALING,
+    errors,
+    rows,
+    weak,
+)
+
+
+def main(options):
+    """Print the predictions on the machine of file `options.machine` (None: Selene's), return
+    them."""
+    machine = load(options.machine or shipped(SELENE))
+    found = {
+        "recomputation": steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),
+        "layers": layers(machine),
+        "states": states(),
+        "facts": facts(machine),
+    }
+    scaled = [weak(*values) for values in WEAK_SCALING]
+    found["weak scaling"] = steps("SC '21 (arXiv:2104.04473), table 1", scaled, machine)
+    found["otherwise"] = otherwise(machine)
+    print(f"\n{ASSUMED}")
+    return found
+
+
+def steps(title, listed, machine):
+    print(f"\n{title}: seconds of a step")
+    print("    model    ranks recompute  published  predicted   error  bubble   calls")
+    found = []
+    for row in listed:
+        found += rows([row], machine)
+        print("   ", line(found[-1]), flush=True)
+    worst = errors(found)
+    print(f"    absolute error: mean {worst['mean']:.1%}, worst {worst['worst']:.1%}")
+    return {"rows": found, "errors": worst}
+
+
+def line(row):
+    return (
+        f"{row['model']:8s} {row['ranks']:5d} {row['recompute']:10s}{row['published_s']:10.2f} "
+        f"{row['predicted_s']:10.2f} {row['error']:+7.1%} {row['bubble']:7.1%} "
+        f"{row['communication']:7.1%}"
+    )
+
+
+def layers(machine):
+    print("\narXiv:2205.05198, table 4: ms of a layer of 22B, forward and backward")
+    print("    scheme      recompute       published       predicted")
+    found = megatron.layers(machine)
+    for row in found:
+        times = "".join(
+            f"{forward:9.1f} {backward:6.1f}"
+            for forward, backward in (row["published_ms"], row["predicted_ms"])
+        )
+        print(f"    {row['scheme']:11s} {row['recompute']:10s}{times}")
+    return found
+
+
+def states():
+    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimiser on a rank, which are")
+    print("18 bytes for each of 12 L h^2 / n parameters; predicted without tables, and with")
+    found = megatron.states()
+    for row in found:
+        sizes = f"{row['published_GiB']:9.2f} {row['predicted_GiB']:9.2f} {row['error']:+6.1%}"
+        print(f"    {row['model']:6s}{sizes}{row['with_tables_GiB']:9.2f}")
+    return found
+
+
+def facts(machine):
+    print("\nErrors of 22B, full and selective, without one of the machine's facts")
+    found = megatron.facts(machine)
+    for fact, (full, selective) in found.items():
+        print(f"    {fact:24s}{full:+8.1%}{selective:+8.1%}")
+    return found
+
+
+def otherwise(machine):
+    print("\nOther choices than those of the scripts")
+    found = megatron.otherwise(machine)
+    for row in found:
+        (name, value), *_ = row["change"].items()
+        print(f"    {name} = {value}:", line(row))
+    return found

@@ -1,0 +1,1 @@
+"""The four findings of arXiv:2407.02081."""

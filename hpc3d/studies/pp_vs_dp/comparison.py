@@ -1,0 +1,104 @@
+"""Pipeline against data parallelism: as many ranks as stages or as replicas (arXiv:2407.02081)."""
+
+from dataclasses import replace
+
+from hpc3d.predict.machine.machine import ITEMSIZE
+from hpc3d.predict.simulation.summary import exposed, moved
+from hpc3d.studies.pp_vs_dp.experiment import dtype_of, settled, step
+
+SLOWER = 16  # the second network, against the machine's own
+HIDDEN, BATCHES, SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
+RANKS, LAYERS = 16, 16
+MICROBATCHES = (1, 4, 16, 64)
+
+
+def races(machine):
+    """A race for each network, hidden size and batch.
+
+    Microbatches: as many as stages, or four times as many where they still have a few sequences.
+    """
+    return [
+        race(each, RANKS, hidden, batch, RANKS if batch < 16 * RANKS else 4 * RANKS)
+        for each in (machine, slowed(machine, SLOWER))
+        for hidden in HIDDEN
+        for batch in BATCHES
+    ]
+
+
+def by_microbatches(machine, hidden=4096, batch=64):
+    """The same race with ever more microbatches."""
+    return [race(machine, RANKS, hidden, batch, count) for count in MICROBATCHES]
+
+
+def slowed(machine, factor):
+    """The machine with outermost links that are so many times slower, and no measured calls."""
+    *inner, link = machine.links
+    rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
+    slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
+    name = f"{machine.name}, network {factor} times slower"
+    return replace(machine, name=name, links=(*inner, slow), measured=())
+
+
+def race(machine, ranks, hidden, batch, microbatches, layers=LAYERS, sequence=SEQUENCE):
+    """`ranks` stages with a number of microbatches against as many replicas without.
+
+    The bytes are those that an inner stage and a replica receive.  Their closed forms are
+    2 T h e and 2 (d-1)/d 12 L h^2 g, for T tokens and activations of e and sums of g bytes: the
+    pipeline moves less below T = 12 L h (d-1)/d g/e tokens, the `boundary`.  What is `exposed` is
+    the share of its step that a replica waits for calls, and the stage that waits least.
+    """
+    model = {"hidden": hidden, "layers": layers, "sequence": sequence}
+    many = {"microbatches": microbatches}
+    stages, piped = step(machine, settled(machine, {"p": ranks}, batch, many, **model))
+    replicas, copied = step(machine, settled(machine, {"d": ranks}, batch, **model))
+    wide = 4 / ITEMSIZE[dtype_of(machine)]  # sums are of float32
+    row = {
+        "network": machine.name,
+        "ranks": ranks,
+        "hidden": hidden,
+        "tokens": batch * sequence,
+        "microbatches": microbatches,
+        "boundary": 12 * layers * hidden * (1 - 1 / ranks) * wide,
+        "pipeline_bytes": max(received(run, "p") for run in stages),
+        "data_bytes": received(replicas[0], "d"),
+        "pipeline_s": piped["step_time_s"],
+        "data_s": copied["step_time_s"],
+        "ideal_bubble": (ranks - 1) / (microbatches + ranks - 1),
+        "pipeline_exposed": min(map(exposed, stages)),
+        "data_exposed": exposed(replicas[0]),
+        "pipeline_memory": piped["memory"]["worst"]["all"],
+        "data_memory": copied["memory"]["worst"]["all"],
+        "data_fits": copied["memory"]["fits"],
+    }
+    row |= {"moves_less": verdict(row, "bytes"), "wins": verdict(row, "s")}
+    return row | {"why": why(row)}
+
+
+def received(run, axis):
+    """Bytes that a rank receives along an axis; what it sends there counts for the other one."""
+    calls = moved(run).get(axis, {})
+    return sum(each["bytes"] for op, each in calls.items() if op != "send")
+
+
+def verdict(row, quantity):
+    """Which of the two has less of it."""
+    return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
+
+
+def why(row):
+    """Why the one that moves more bytes wins, "" if it does not.
+
+    The replicas win by what costs the pipeline most: its bubble, the messages that nothing hides,
+    or passes that are small and many, which take it longer than the replicas' whole step.
+    """
+    if row["moves_less"] == row["wins"]:
+        return ""
+    if row["wins"] == "pipeline":
+        return "sums"
+    bubble, waits = row["ideal_bubble"], row["pipeline_exposed"]
+    shares = {
+        "bubble": bubble,
+        "messages": waits - bubble,
+        "passes": 1 - waits - row["data_s"] / row["pipeline_s"],
+    }
+    return max(shares, key=shares.get)

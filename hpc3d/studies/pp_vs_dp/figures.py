@@ -1,0 +1,177 @@
+"""The four findings of arXiv:2407.02081 on paper, a figure each, from findings.py."""
+
+from itertools import groupby
+
+import numpy as np
+
+from hpc3d.analyze.report.charts import BLUE, GREEN, GREY, LIGHT, NAVY, ORANGE, PINK, RED
+from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save
+
+MEMORY = {"states": GREY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
+REASONS = {"bubble": "bubble", "messages": "messages", "passes": "small passes", "sums": "sums"}
+OVERLAP = {True: (GREEN, "overlapped with backward"), False: (RED, "after backward")}
+SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
+
+
+def write(found, folder):
+    """Write the figures of {table: rows} into a folder, each as PNG and SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        save(draw(found), folder / name)
+
+
+def races(found):
+    """Time of the pipeline over that of the replicas, by tokens and hidden size."""
+    networks = [[*group] for _, group in groupby(found["races"], lambda row: row["network"])]
+    figure, panels = empty(WIDTH, 0.6 + 2.7 * len(networks), len(networks))
+    for panel, rows in zip(panels, networks):
+        image = race_panel(panel, rows)
+    panels[-1].set_xlabel("tokens of a step")
+    ticks = [0.25, 0.5, 1, 2, 4]
+    text = "time of the pipeline / of data parallelism"
+    bar = figure.colorbar(image, ax=panels, label=text, extend="both", aspect=40)
+    bar.set_ticks(np.log2(ticks), labels=ticks)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper left", ncols=1, frameon=False, fontsize=8)
+    return figure
+
+
+def race_panel(panel, rows):
+    tokens, hidden = (sorted({row[key] for row in rows}) for key in ("tokens", "hidden"))
+    ratios = np.empty((len(hidden), len(tokens)))
+    for row in rows:
+        size = np.log2(row["pipeline_s"] / row["data_s"])
+        ratios[hidden.index(row["hidden"]), tokens.index(row["tokens"])] = size
+        how = {"color": "white" if abs(size) > 1.4 else "black", "ha": "center", "va": "center"}
+        panel.text(row["tokens"], row["hidden"], cell(row), fontsize=7, **how)
+    how = {"cmap": "PuOr_r", "vmin": -2, "vmax": 2}
+    image = panel.pcolormesh(edges(tokens), edges(hidden), ratios, **how)
+    if ratios.min() < 0 < ratios.max():
+        panel.contour(tokens, hidden, ratios, levels=[0], colors="black", linewidths=1.8)
+    panel.plot([], [], color="black", linewidth=1.8, label="both take as long")
+    lines = sorted({(row["boundary"], row["hidden"]) for row in rows})
+    text = "both move as many bytes: T = 12 L h (d-1)/d (bytes of a gradient / an activation)"
+    panel.plot(*zip(*lines), color=GREEN, linestyle="--", linewidth=1.8, label=text)
+    panel.set(xscale="log", yscale="log", title=rows[0]["network"], ylabel="hidden")
+    panel.set(xlim=edges(tokens)[[0, -1]], ylim=edges(hidden)[[0, -1]])
+    panel.set_xticks(tokens, [f"{number:,}" for number in tokens])
+    panel.set_yticks(hidden, hidden)
+    panel.minorticks_off()
+    return image
+
+
+def edges(middles):
+    """The edges of cells with such middles, on a logarithmic axis."""
+    logs = np.log(middles)
+    between = (logs[1:] + logs[:-1]) / 2
+    return np.exp([2 * logs[0] - between[0], *between, 2 * logs[-1] - between[-1]])
+
+
+def cell(row):
+    """The ratio, and the reason if the winner is not the one that moves fewer bytes."""
+    ratio = f"{row['pipeline_s'] / row['data_s']:.2f}"
+    return f"{ratio}\n{REASONS[row['why']]}" if row["why"] else ratio
+
+
+def partitions(found):
+    """Memory of all ranks together, in parts, and of the worst one, by stages."""
+    kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
+    figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
+    for panel, rows in zip(panels, kinds):
+        partition_panel(panel, rows)
+    panels[-1].set_xticks(range(len(rows)), [row["count"] for row in rows])
+    panels[-1].set_xlabel("stages")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def partition_panel(panel, rows):
+    places, bottom = np.arange(len(rows)), np.zeros(len(rows))
+    for part, colour in MEMORY.items():
+        values = np.array([row[part] for row in rows]) / 1e9
+        panel.bar(places, values, 0.6, bottom, color=colour, label=part)
+        bottom = bottom + values
+    how = {"color": NAVY, "linestyle": "--", "label": "layers in flight, closed form"}
+    panel.hlines([closed(row) for row in rows], places - 0.4, places + 0.4, **how)
+    panel.plot(places, [row["worst"] / 1e9 for row in rows], "o-", c="black", label="worst rank")
+    above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "size": 7}
+    for place, top, row in zip(places, bottom, rows):
+        panel.annotate(f"{row['in_flight']} in flight", (place, top), **above)
+    panel.set(ylabel="memory [GB]", title=f"{rows[0]['partition']} partition")
+
+
+def closed(row):
+    """Where the activations end if they are those of the layers in flight and no more [GB]."""
+    layer = row["activations"] / row["layers_held"]
+    return (row["states"] + row["copies"] + row["in_flight"] * layer) / 1e9
+
+
+def messages(found):
+    """Steps by the mean size of a message: of sums of gradients, and of calls of tensor axes."""
+    figure, (above, below) = empty(WIDTH, 5.4, 2)
+    for overlap, (colour, label) in OVERLAP.items():
+        rows = [row for row in found["buckets"] if row["overlap"] is overlap]
+        curve(above, rows, "step_s", color=colour, label=f"step, sums {label}")
+    half(above, rows, "black", "half of the bandwidth (n1/2) of a sum")
+    for scheme, colour in SCHEMES.items():
+        rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
+        curve(below, rows, "step_s", color=colour, label=f"{scheme}: step")
+        curve(below, rows, "calls_s", color=colour, linestyle=":", label=f"{scheme}: its calls")
+        half(below, rows, colour, f"n1/2 of a call of {scheme}")
+    below.set(xlabel="mean message [MB]", xscale="log", yscale="log")
+    for panel in (above, below):
+        panel.set_ylabel("time [ms]")
+        panel.grid(color="0.9", linewidth=0.6)
+        panel.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def curve(panel, rows, key, **how):
+    sizes, values = (np.array([row[name] for row in rows]) for name in ("message", key))
+    panel.plot(sizes / 1e6, values * 1e3, marker="o", ms=3, **how)
+
+
+def half(panel, rows, colour, label):
+    how = {"color": colour, "linestyle": "--", "linewidth": 0.9}
+    panel.axvline(rows[0]["half"] / 1e6, label=label, **how)
+
+
+def waiting(found):
+    """Wait and transfer of a mean rank, by axis, as stages get more uneven."""
+    rows = found["waiting"]
+    figure, (panel,) = empty(WIDTH, 3.4)
+    places, bottom = np.arange(len(rows)), np.zeros(len(rows))
+    for (axis, part), colour in parts(rows).items():
+        values = np.array([row[f"{part}_s"][axis] for row in rows]) * 1e3
+        panel.bar(places, values, 0.6, bottom, color=colour, label=f"{part}, {axis}")
+        bottom = bottom + values
+    labels = [f"{', '.join(map(str, row['stages']))}\n{row['imbalance']:+.0%}" for row in rows]
+    panel.set_xticks(places, labels)
+    panel.set_xlabel("layers of each stage, and how much longer the longest is than the mean")
+    panel.set_ylabel("time in calls [ms]")
+    panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def parts(rows):
+    """(axis, part) -> colour, of the parts that are more than a thousandth of any row's sum."""
+    shades = {
+        "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),
+        "wait": dict(zip(("p", "world"), (LIGHT, GREY))),
+    }
+    most = max(sum(row["wait_s"].values()) + sum(row["transfer_s"].values()) for row in rows)
+    return {
+        (axis, part): colour
+        for part, axes in shades.items()
+        for axis, colour in axes.items()
+        if max(row[f"{part}_s"].get(axis, 0) for row in rows) > 1e-3 * most
+    }
+
+
+FIGURES = {
+    "pipeline-or-data": races,
+    "partition": partitions,
+    "message-size": messages,
+    "waiting": waiting,
+}

@@ -1,0 +1,170 @@
+"""The four findings of arXiv:2407.02081, each a table from the program's own steps on a machine.
+
+1. A pipeline can beat data parallelism, and need not.
+2. The memory of all ranks together rises with the stages, and more so with a poor partition.
+3. The size of messages matters.
+4. So does waiting, which is not moving bytes.
+"""
+
+from itertools import groupby
+from math import prod
+
+from hpc3d.predict.machine.machine import load
+from hpc3d.shipped import shipped
+from hpc3d.studies.pp_vs_dp.comparison import by_microbatches, races
+from hpc3d.studies.pp_vs_dp.experiment import dtype_of
+from hpc3d.studies.pp_vs_dp.message_sizes import buckets, microbatches
+from hpc3d.studies.pp_vs_dp.stage_balance import partitions
+from hpc3d.studies.pp_vs_dp.wait_times import waiting
+
+H100 = "machines/h100.toml"
+WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
+
+
+def findings(machine):
+    """{table: rows}, of plain values in seconds and bytes, and what they are of."""
+    return {
+        "machine": machine.name,
+        "dtype": dtype_of(machine),
+        "races": races(machine),
+        "by_microbatches": by_microbatches(machine),
+        "partitions": partitions(machine),
+        "buckets": buckets(machine),
+        "microbatches": microbatches(machine),
+        "waiting": waiting(machine),
+    }
+
+
+def main(options):
+    """Print the findings on the machine of file `options.machine` (None: H100) and return them."""
+    found = findings(load(options.machine or shipped(H100)))
+    report(found)
+    return found
+
+
+def report(found):
+    print(f"{found['machine']}, {found['dtype']}")
+    print_races(found["races"], found["by_microbatches"])
+    print_partitions(found["partitions"])
+    print_messages(found["buckets"], found["microbatches"])
+    print_waiting(found["waiting"])
+
+
+def print_races(rows, counted):
+    print(f"\n1. {rows[0]['ranks']} stages or as many replicas: time of the pipeline over theirs")
+    for network, group in groupby(rows, lambda row: row["network"]):
+        cells = [*group]
+        fewer, wins = (count(cells, key) for key in ("moves_less", "wins"))
+        print(
+            f"   {network}: of {len(cells)} the pipeline wins {wins}, moves fewer bytes in {fewer}"
+        )
+        print_grid(cells)
+    print("   it moves fewer, but loses by its b bubble, m messages, s small passes;")
+    print("   d: it moves more, but the sums of gradients cost the replicas more")
+    large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
+    if large:
+        print(f"   replicas do not fit into memory with hidden {', '.join(map(str, large))}")
+    first, many = counted[0], [row["microbatches"] for row in counted if row["wins"] == "pipeline"]
+    where = f"hidden {first['hidden']}, {first['tokens']:,} tokens"
+    print(f"   {where}: it wins with {', '.join(map(str, many)) or 'no number of'} microbatches")
+    print("   microbatches " + "".join(f"{row['microbatches']:7d}" for row in counted))
+    print("   ratio        " + "".join(f"{ratio(row):7.2f}" for row in counted))
+
+
+def count(rows, key):
+    return sum(row[key] == "pipeline" for row in rows)
+
+
+def ratio(row):
+    return row["pipeline_s"] / row["data_s"]
+
+
+def print_grid(rows):
+    tokens = sorted({row["tokens"] for row in rows})
+    print(
+        "   hidden "
+        + "".join(f"{number:10,d}" for number in tokens)
+        + " tokens    fewer bytes below"
+    )
+    for hidden, group in groupby(rows, lambda row: row["hidden"]):
+        cells = [*group]
+        values = "".join(f"{ratio(row):9.2f}{WHY[row['why']]}" for row in cells)
+        print(f"   {hidden:6d} {values} {cells[0]['boundary']:18,.0f}")
+
+
+def print_partitions(rows):
+    one, last = rows[0], {row["partition"]: row for row in rows}
+    print("\n2. Memory of all ranks together [GB], microbatches of layers in flight in brackets")
+    print("   stages                states  copies  activations     buffers     total  worst rank")
+    for row in rows:
+        print(
+            f"   {row['count']:3d} {row['partition']:8s}{gb(row, 'states'):15.2f}"
+            f"{gb(row, 'copies'):8.2f}{gb(row, 'activations'):8.2f} ({row['in_flight']:3d})"
+            f"{gb(row, 'buffers'):12.2f}{gb(row, 'total'):10.2f}{gb(row, 'worst'):12.2f}"
+        )
+    for name, row in last.items():
+        times, worst = (row[key] / one[key] for key in ("total", "worst"))
+        print(
+            f"   {name}, {row['count']} stages: {times:.2f} times the memory of one rank", end=""
+        )
+        print(f", the worst rank {worst:.2f} times")
+
+
+def gb(row, key):
+    return row[key] / 1e9
+
+
+def print_messages(sums, tensors):
+    print_buckets(sums)
+    print("   scheme    microbatches   calls  message [MB]  half at  calls [ms]  step [ms]")
+    for scheme, group in groupby(tensors, lambda row: row["scheme"]):
+        rows = [*group]
+        for row in rows:
+            sizes = f"{row['message'] / 1e6:14.3f}{row['half'] / 1e6:9.2f}"
+            times = f"{row['calls_s'] * 1e3:12.2f}{row['step_s'] * 1e3:11.2f}"
+            print(f"   {scheme:10s}{row['microbatches']:12d}{row['calls']:8d}{sizes}{times}")
+        moved, took = ends(rows, "calls", "message"), ends(rows, "calls_s")
+        print(f"   {scheme}: {moved:.2f} times the bytes take {took:.1f} times as long", end="")
+        print(f" in messages of 1/{1 / ends(rows, 'message'):.0f} the size")
+
+
+def ends(rows, *keys):
+    """How many times the product of some values is in the last row what it is in the first."""
+    first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
+    return last / first
+
+
+def print_buckets(sums):
+    half = sums[0]["half"] / 1e6
+    print(f"\n3. Sums of gradients by bucket; half of the bandwidth is reached with {half:.1f} MB")
+    print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
+    hidden, after = ([row for row in sums if row["overlap"] is each] for each in (True, False))
+    for row, late in zip(hidden, after, strict=True):
+        message = row["message"] / 1e6
+        print(f"   {row['bucket_mb']:11g}{row['calls']:7d}{message:14.2f}", end="")
+        print(f"{row['step_s'] * 1e3:23.2f}{late['step_s'] * 1e3:16.2f}")
+    best = min(hidden, key=lambda row: row["step_s"])
+    first, last = (row["step_s"] / best["step_s"] - 1 for row in (hidden[0], hidden[-1]))
+    print(
+        f"   overlapped, {best['bucket_mb']:g} MB is best; the step is {first:+.0%} with", end=""
+    )
+    print(f" {hidden[0]['bucket_mb']:g} MB and {last:+.0%} with {hidden[-1]['bucket_mb']:g}")
+
+
+def print_waiting(rows):
+    axes = [*rows[0]["wait_s"]]
+    print("\n4. Uneven stages: a mean rank waits + transfers, by axis [ms]")
+    print(f"   {'layers':12s} longest  step " + "".join(f"{axis:>16s}" for axis in axes))
+    for row in rows:
+        pairs = ((row["wait_s"][axis] * 1e3, row["transfer_s"][axis] * 1e3) for axis in axes)
+        cells = "".join(f"{wait:8.2f} + {transfer:5.2f}" for wait, transfer in pairs)
+        layers = ",".join(map(str, row["stages"]))
+        print(f"   {layers:12s}{row['imbalance']:+8.0%}{row['step_s'] * 1e3:7.1f}{cells}")
+    (wait, transfer), (waits, transfers) = map(blocked, (rows[0], rows[-1]))
+    print(f"   from the first to the last the wait is {waits / wait:.1f} times as long, ", end="")
+    print(f"the transfer {transfers / transfer:.2f} times")
+
+
+def blocked(row):
+    """Seconds of waiting and of transfer along all axes."""
+    return sum(row["wait_s"].values()), sum(row["transfer_s"].values())

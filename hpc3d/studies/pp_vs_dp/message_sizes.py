@@ -1,0 +1,95 @@
+"""What the size of messages costs: of buckets and of microbatches (arXiv:2407.02081)."""
+
+import numpy as np
+
+from hpc3d.predict.simulation.summary import COMM
+from hpc3d.studies.pp_vs_dp.experiment import settled, step
+
+RANKS = 16  # replicas
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
+# scheme -> its mesh, and the calls in which most of its bytes go along the innermost axis
+TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def buckets(machine, hidden=512, layers=24, batch=64, sequence=256, sizes=BUCKETS):
+    """Rows by the size of the buckets in which replicas sum gradients, with overlap and without.
+
+    `message` is the mean of a call, in bytes that a rank receives, `half` that with which such a
+    call has half of its bandwidth.
+    """
+    model = {"hidden": hidden, "layers": layers, "sequence": sequence}
+    half = half_bytes(machine, "all_reduce", range(RANKS))
+    return [
+        {"half": half} | bucket_row(machine, size, overlap, batch, model)
+        for overlap in (True, False)
+        for size in sizes
+    ]
+
+
+def microbatches(machine, hidden=1024, layers=8, batch=512, sequence=32, counts=MICROBATCHES):
+    """Rows by the number of microbatches, of which the messages of tensor axes are parts."""
+    model = {"hidden": hidden, "layers": layers, "sequence": sequence}
+    return [
+        tensor_row(machine, scheme, count, batch, model) for scheme in TENSOR for count in counts
+    ]
+
+
+def half_bytes(machine, op, members):
+    """The bytes with which a call reaches half of the bandwidth that it has in the end.
+
+    Hockney's n1/2: alpha / beta of a call of alpha + beta n.
+    """
+    members, large = tuple(members), 2.0**36
+    beta = (machine.call(op, 2 * large, members) - machine.call(op, large, members)) / large
+    low, high = 1.0, large
+    while high > 1.001 * low:
+        size = (low * high) ** 0.5
+        reached = size * beta >= machine.call(op, size, members) / 2
+        low, high = (low, size) if reached else (size, high)
+    return high
+
+
+def bucket_row(machine, size, overlap, batch, model):
+    parallel = {"bucket_mb": size, "overlap": overlap}
+    runs, found = step(machine, settled(machine, {"d": RANKS}, batch, parallel, **model))
+    sums = calls(runs[0], "d")
+    return {
+        "overlap": overlap,
+        "bucket_mb": size,
+        "calls": len(sums),
+        "message": mean_bytes(sums),
+        "exposed_s": found["communication"] * found["step_time_s"],
+        "step_s": found["step_time_s"],
+    }
+
+
+def tensor_row(machine, scheme, count, batch, model):
+    """A step cut into so many microbatches, and its messages with it.
+
+    1-D moves as many bytes as before, SUMMA the weights' panels with each microbatch again.
+    """
+    mesh, op = TENSOR[scheme]
+    parallel = {"scheme": scheme, "microbatches": count}
+    runs, found = step(machine, settled(machine, mesh, batch, parallel, **model))
+    rows = calls(runs[0], *mesh)
+    *_, inner = mesh.values()
+    return {
+        "scheme": scheme,
+        "microbatches": count,
+        "calls": len(rows),
+        "message": mean_bytes(rows),
+        "half": half_bytes(machine, op, range(inner)),
+        "calls_s": float(rows["dur"].sum() / 1e9),
+        "step_s": found["step_time_s"],
+    }
+
+
+def calls(run, *axes):
+    """The rows of the calls along some axes."""
+    groups = [number for number, axis in enumerate(run.axes) if axis in axes]
+    return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
+
+
+def mean_bytes(rows):
+    return float(rows["bytes"].mean())

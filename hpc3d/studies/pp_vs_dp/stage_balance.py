@@ -1,0 +1,72 @@
+"""What a pipeline's memory comes to in all, by how the layers are cut (arXiv:2407.02081)."""
+
+from hpc3d.studies.pp_vs_dp.experiment import settled, step
+
+STAGES, TABLE = (1, 2, 4, 8, 16), 51200
+
+
+def partitions(machine, layers=32, hidden=1024, microbatches=16, vocabulary=TABLE, counts=STAGES):
+    """Rows for even stages and for those where the first one takes all layers but one a stage."""
+    sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
+    whole, half = (memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
+    layer = (activations(whole) - activations(half)) / (layers - layers // 2)
+    rows = []
+    for name, stages_of in (("even", even), ("poor", poor)):
+        for count in counts:
+            stages = stages_of(layers, count)
+            found = memory(machine, stages, microbatches, sizes)
+            rows.append({"partition": name} | partition_row(found, stages, microbatches, layer))
+    return rows
+
+
+def even(layers, count):
+    return [layers * (i + 1) // count - layers * i // count for i in range(count)]
+
+
+def poor(layers, count):
+    return [layers - count + 1] + [1] * (count - 1)
+
+
+def memory(machine, stages, microbatches, sizes):
+    """The `summary` of a step in which a microbatch is one sequence."""
+    parallel = {"microbatches": microbatches, "stages": tuple(stages)}
+    model = sizes | {"layers": sum(stages)}
+    config = settled(machine, {"p": len(stages)}, microbatches, parallel, **model)
+    return step(machine, config)[1]
+
+
+def partition_row(found, stages, microbatches, layer):
+    """Sums over ranks, and the worst of them.
+
+    `in_flight` is the closed form: stage i of p holds min(m, p-i) microbatches of its layers, for
+    even stages and m >= p in all (p+1)/2 L; `layers_held` are the activations over those of a
+    layer.  `copies` are the token tables but one, with their gradients and optimiser state.
+    """
+    ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
+    parameters, *others = (total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))
+    states = parameters + sum(others)
+    spare = total(ranks, "tables") - ranks[0]["tables"]
+    copies = spare * states / parameters
+    count = len(stages)
+    return {
+        "count": count,
+        "stages": stages,
+        "in_flight": sum(min(microbatches, count - i) * n for i, n in enumerate(stages)),
+        "layers_held": activations(found) / layer,
+        "states": states - copies,
+        "copies": copies,
+        "activations": activations(found),
+        "buffers": total(ranks, "communication") + total(ranks, "workspace"),
+        "total": found["memory"]["total"],
+        "worst": worst["all"],
+        "worst_stage": worst["stage"],
+        "step_s": found["step_time_s"],
+    }
+
+
+def total(ranks, kind):
+    return sum(peaks[kind] for peaks in ranks)
+
+
+def activations(found):
+    return total(found["memory"]["stages"], "activation")

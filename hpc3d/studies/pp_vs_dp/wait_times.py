@@ -1,0 +1,79 @@
+"""How long the ranks of a simulated step wait for each other, from one rank of each stage.
+
+As wait_states.py has it from the trace of all ranks: of the time in which a call blocks, the
+wait lies before the last arrival, the transfer after it.  Ranks along a tensor or data axis arrive
+together, so only calls between stages have waits; a send waits for nobody.
+"""
+
+from collections import Counter
+from statistics import fmean
+
+from hpc3d.predict.simulation.summary import COMM
+from hpc3d.studies.pp_vs_dp.experiment import settled, step
+from hpc3d.trace.schema import OP
+
+SEND, RECV = OP.index("send"), OP.index("recv")
+BETWEEN = ("p", "world")
+UNEVEN = ((4, 4, 4, 4), (5, 4, 4, 3), (6, 4, 3, 3), (8, 3, 3, 2), (10, 2, 2, 2))
+
+
+def waiting(machine, hidden=2048, microbatches=16, uneven=UNEVEN):
+    """A row for each way to cut the layers: wait and transfer of a mean rank, by axis."""
+    mesh = {"p": len(uneven[0]), "d": 2, "x": 2}
+    model = {"hidden": hidden, "layers": sum(uneven[0]), "sequence": 512}
+    rows = []
+    for stages in uneven:
+        parallel = {"microbatches": microbatches, "stages": stages, "scheme": "1d"}
+        config = settled(machine, mesh, 2 * microbatches, parallel, **model)
+        runs, found = step(machine, config)
+        blocked = by_axis(runs)
+        rows.append(
+            {
+                "stages": [*stages],
+                "imbalance": max(stages) / fmean(stages) - 1,
+                "step_s": found["step_time_s"],
+                "wait_s": {axis: wait for axis, (wait, _) in blocked.items()},
+                "transfer_s": {axis: transfer for axis, (_, transfer) in blocked.items()},
+            }
+        )
+    return rows
+
+
+def by_axis(runs):
+    """{axis: (seconds of waiting, seconds of transfer)} of a mean rank, for StageRuns."""
+    waits, transfers, last = Counter(), Counter(), arrivals(runs)
+    for run in runs:
+        for row in calls(run):
+            axis = run.axes[row["group"]]
+            until = 0 if row["op"] == SEND else last[meeting(run, row)]
+            start, length = int(row["t_start"]), int(row["dur"])
+            wait = max(0, min(start + length, until) - start)
+            waits[axis] += wait
+            transfers[axis] += length - wait
+    per = 1e-9 / len(runs)
+    return {axis: (waits[axis] * per, transfers[axis] * per) for axis in sorted(transfers)}
+
+
+def calls(run):
+    return run.rows[run.rows["category"] == COMM]
+
+
+def arrivals(runs):
+    """Meeting -> when the last of its members made its call [ns]."""
+    last = {}
+    for run in runs:
+        for row in calls(run):
+            key = meeting(run, row)
+            last[key] = max(last.get(key, 0), int(row["posted"]))
+    return last
+
+
+def meeting(run, row):
+    """What a call is part of: the number of a collective, or a message and its two ends.
+
+    Along the other axes a rank stands for all members.
+    """
+    axis, rank, peer = run.axes[row["group"]], run.rank, int(row["peer"])
+    ends = {SEND: (rank, peer), RECV: (peer, rank)}.get(int(row["op"]), ())
+    here = () if axis in BETWEEN else (rank,)
+    return axis, *here, *ends, int(row["seq"])

@@ -1,0 +1,34 @@
+"""What is predicted: findings, published steps, and the speed-ups of the 3-D paper."""
+
+from pathlib import Path
+
+from hpc3d.shipped import shipped
+
+ROWS = "published/vtrain-single.csv.gz", "published/vtrain-multi.csv.gz"
+VTRAIN = "machines/a100-vtrain.toml"
+
+
+def findings(options):
+    from hpc3d.studies.pp_vs_dp import figures, findings
+
+    found = findings.main(options)
+    figures.write(found, Path(options.out) / "findings")
+    return found
+
+
+def published(options):
+    from hpc3d.studies import megatron_report
+
+    return megatron_report.main(options)
+
+
+def speedups(options):
+    from hpc3d.studies import tensor_3d as speedups
+
+    return speedups.main(options)
+
+
+def vtrain(options):
+    from hpc3d.studies.vtrain_report import report
+
+    return report(*map(shipped, ROWS), options.machine or shipped(VTRAIN))

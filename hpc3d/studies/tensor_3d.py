@@ -1,0 +1,194 @@
+"""The speed-ups of the 3-D paper, by prediction.
+
+Z. Bian, Q. Xu, B. Wang, Y. You, "Maximizing Parallelism in Distributed Training for Huge Neural
+Networks", arXiv:2105.14450: on 64 V100 the 3-D scheme is 2.32 times as fast as 1-D and 1.57 times
+as fast as 2-D in the average step time, (forward + backward) / batch.
+"""
+
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from hpc3d.config.rules import settle
+from hpc3d.predict.machine.machine import load
+from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.shipped import shipped
+from hpc3d.trace.schema import STEPS
+
+V100 = "machines/v100-4x16.toml"
+PAPER = {"1d": 2.32, "2d-summa": 1.57}  # the step of a scheme over that of 3-D
+CLOSE = 0.10
+RANKS = 64
+GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
+DTYPES = ("float32", "float16")
+HIDDEN = (2048, 4096, 6144, 8192, 12288, 16384)
+BATCH = (64, 128, 192, 256, 512)
+# 1-D on 64 ranks wants 64 heads or a multiple of them.
+BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
+
+UNTOLD = """\
+The paper's abstract does not tell: the nodes and what joins them, the type of the numbers, batch,
+hidden, sequence and heads, whether activations were recomputed, and how blocks are broadcast.
+Assumed: nodes of 4 V100 with one EDR port each (inputs/machines/v100-4x16.toml), sequences of 512
+tokens, 64 heads, the same batch for all schemes, nothing recomputed but blocks gathered again in
+backward (as in the first code of the authors, hpcaitech/ColossalAI 404ecbdcc), the cheapest
+broadcast that libraries have, two Transformer blocks alone (a vocabulary of 64 tokens costs
+nothing), and where memory does not suffice (m), a card that has more.  At one and the same batch
+both speed-ups hold only where 1-D would want such a card."""
+
+
+class Spent(NamedTuple):
+    """What forward and backward of a layout take: seconds, and bytes of a rank at the peak."""
+
+    seconds: float
+    peak: int
+
+
+def spent(machine, scheme, grid, batch, hidden, dtype, sequence=512, keep=False, recompute="none"):
+    """The Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not divide."""
+    x, y, z = grid
+    config = Config(
+        mesh=MeshConfig(x=x, y=y, z=z),
+        parallel=ParallelConfig(scheme=scheme, keep_gathered=keep, recompute=recompute),
+        model=ModelConfig(hidden=hidden, sequence=sequence, **BLOCKS),
+        train=TrainConfig(batch=batch, dtype=dtype),
+    )
+    (run,) = simulate(settle(config, RANKS), BLOCKS["vocabulary"], machine)
+    step = dict(zip((column.name for column in STEPS), run.step, strict=True))
+    return Spent(step["forward_s"] + step["backward_s"], run.peak["all"])
+
+
+def point(machine, batch, hidden, dtype, **how):
+    """The three schemes at a batch and hidden: milliseconds a sequence, the speed-ups of 3-D over
+    the others, and which of them fit the memory."""
+    each = {
+        scheme: spent(machine, scheme, grid, batch, hidden, dtype, **how)
+        for scheme, grid in GRIDS.items()
+    }
+    return {
+        "dtype": dtype,
+        "batch": batch,
+        "hidden": hidden,
+        "ms": {scheme: one.seconds / batch * 1e3 for scheme, one in each.items()},
+        "speedup": {scheme: each[scheme].seconds / each["3d"].seconds for scheme in PAPER},
+        "fits": {scheme: one.peak <= machine.memory_gb * 1e9 for scheme, one in each.items()},
+    }
+
+
+def rows(machine, dtype, hidden=HIDDEN, batch=BATCH, **how):
+    """The points of a sweep, by hidden and then by batch."""
+    return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
+
+
+def close(scheme, speedup):
+    """Whether a speed-up over a scheme is the paper's within CLOSE."""
+    return abs(speedup / PAPER[scheme] - 1) <= CLOSE
+
+
+def reproduces(row):
+    return all(close(scheme, row["speedup"][scheme]) for scheme in PAPER)
+
+
+def own_batches(found):
+    """The points at which the paper's speed-ups hold if every scheme has a batch of its own:
+    (hidden, batch of 2-D, batch of 3-D), those that fit the memory.  Of 1-D, a sequence takes as
+    long in any batch, however small."""
+    pairs = [
+        (flat, cube)
+        for flat, cube in product(found, found)
+        if flat["hidden"] == cube["hidden"] and flat["fits"]["2d-summa"] and cube["fits"]["3d"]
+    ]
+    return [
+        (flat["hidden"], flat["batch"], cube["batch"])
+        for flat, cube in pairs
+        if close("1d", flat["ms"]["1d"] / cube["ms"]["3d"])
+        and close("2d-summa", flat["ms"]["2d-summa"] / cube["ms"]["3d"])
+    ]
+
+
+def planned(machine, row):
+    """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
+    much faster than the cube it is."""
+    sizes = row["batch"], row["hidden"], row["dtype"]
+    timed = {}
+    for grid in cuboids():
+        try:
+            timed[grid] = spent(machine, "3d", grid, *sizes).seconds
+        except ValueError:  # the sizes do not divide
+            continue
+    grid = min(timed, key=timed.get)
+    gain = timed[GRIDS["3d"]] / timed[grid]
+    return {"grid": grid, "ms": timed[grid] / row["batch"] * 1e3, "over_cube": gain}
+
+
+def cuboids():
+    """All grids of RANKS ranks."""
+    sizes = [n for n in range(1, RANKS + 1) if RANKS % n == 0]
+    return [(x, y, RANKS // (x * y)) for x, y in product(sizes, sizes) if RANKS % (x * y) == 0]
+
+
+def variants(machine):
+    """What the paper may have done instead of what is assumed: label -> machine, options."""
+    inside, outside = machine.links
+    ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
+    return {
+        "two ports a node": (replace(machine, links=ports), {}),
+        "sequences of 2,048": (machine, {"sequence": 2048}),
+        "all recomputed": (machine, {"recompute": "full"}),
+        "gathered blocks kept": (machine, {"keep": True}),
+    }
+
+
+def main(options):
+    """Print the sweep on the machine of file `options.machine` (None: 64 V100) and return it."""
+    machine = load(options.machine or shipped(V100))
+    found = {dtype: sweep(machine, dtype) for dtype in DTYPES}
+    found["variants"] = [
+        vary(label, dtype, *how)
+        for dtype, (label, how) in product(DTYPES, variants(machine).items())
+    ]
+    print(f"\n{UNTOLD}")
+    return found
+
+
+def sweep(machine, dtype):
+    found = rows(machine, dtype)
+    print(f"\n{dtype}: 3-D (4 x 4 x 4) over 1-D (64) and 2-D (8 x 8); the paper has 2.32 and 1.57")
+    print("   within 10 %: a over 1-D, b over 2-D, * both; m: one of them does not fit the card")
+    print_table(found, cell)
+    alone = own_batches(found)
+    print("   both with batches of their own that fit, as (hidden, batch of 2-D, of 3-D):")
+    print(f"   {', '.join(map(str, alone)) or 'nowhere'}")
+    plans = [planned(machine, row) for row in found]
+    print("\n   the fastest cuboid x y z, and how many times as quick as the cube")
+    print_table([row | plan for row, plan in zip(found, plans, strict=True)], plan_cell)
+    return {"rows": found, "own_batches": alone, "planned": plans}
+
+
+def vary(label, dtype, machine, how):
+    """The sweep under another assumption, and where the paper's speed-ups hold in it."""
+    found = rows(machine, dtype, **how)
+    both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
+    print(f"   {dtype}, {label}: both hold at (hidden, batch) {both or 'none of the sweep'}")
+    return {"dtype": dtype, "label": label, "both": both}
+
+
+def print_table(found, text):
+    """A table of cells by hidden and batch."""
+    batches = sorted({row["batch"] for row in found})
+    print(" " * 10 + "".join(f"{f'batch {batch}':>15s}" for batch in batches))
+    for hidden in sorted({row["hidden"] for row in found}):
+        cells = (text(row) for row in found if row["hidden"] == hidden)
+        print(f"   {hidden:6d} " + "".join(f"{each:>15s}" for each in cells))
+
+
+def cell(row):
+    over = row["speedup"]
+    holds = "".join(mark for mark, scheme in zip("ab", PAPER) if close(scheme, over[scheme]))
+    marks = {"ab": "*", "": " "}.get(holds, holds) + (" " if all(row["fits"].values()) else "m")
+    return f"{over['1d']:.2f} {over['2d-summa']:.2f} {marks}"
+
+
+def plan_cell(row):
+    return f"{'x'.join(map(str, row['grid']))} {row['over_cube']:.2f}"

@@ -1,0 +1,273 @@
+"""Steps of GPT-2 on A100 that vTrain published: few calibrate a machine, which predicts others.
+
+J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; inputs/published has the rows.  Each is a
+step in float16 with tensor (scheme 1d), data and pipeline parallelism (1F1B), on 2 to 8 GPUs of
+one node or on 64 to 512 of many.
+
+The rows of many nodes are measured.  Those of one node are called so, but are composed: kernels
+of a layer and of the ends, profiled on an A100 once for each `Profile`, and measured tables of
+all-reduces are put together by vTrain's rules.  Steps that differ only in their layers lie on a
+straight line to the nanosecond, which no measurement does (hpc3d.studies.vtrain_report.bends).
+"""
+
+import warnings
+import zlib
+from dataclasses import replace
+from math import inf, prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.extras import need
+from hpc3d.model.gpt2 import Shape
+from hpc3d.model.stage import FIRST, LAST, LAYER
+from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.plain import why
+from hpc3d.predict.machine.machine import Machine
+from hpc3d.studies.machine_queries import work_of
+from hpc3d.tensor.split import SCHEMES
+
+COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
+ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
+DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
+FIELDS = range(-len(ROW), 0)  # columns of the file; others are in front of them
+EVERY = 10  # rows, as they are published, of which the first calibrates
+VOCABULARY = 50257
+PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
+ATTENTION = ("attend", "attend_again", "attend_grad")
+VALUE = 2  # bytes
+UPDATE = 2 * (VALUE + 4 + 4) + VALUE  # value and Adam's moments both ways, and the gradient
+# The share of a step that the machine cannot explain, and that by which profiles differ.
+NOISE, SPREAD = 0.02, 0.1
+# What is fitted: start, least, most.
+FREE = {
+    "launch_s": (20e-6, 1e-6, 1e-3),
+    "attention": (5e11, 1e10, 2.039e12),
+    "odd": (2.0, 1.0, 10.0),
+}
+
+
+def read(path):
+    """The rows of a file in vTrain's columns below a line of names, .csv or .csv.gz, as ROW.
+
+    ValueError, with the row and the remedy, where one cannot be a training step.
+    """
+    try:
+        with warnings.catch_warnings(action="error", category=UserWarning):  # of an empty file
+            how = {
+                "comments": None,
+                "delimiter": ",",
+                "skiprows": 1,
+                "usecols": FIELDS,
+                "ndmin": 1,
+            }
+            Path(path).stat()  # whose errors give the system's reason
+            rows = np.loadtxt(path, ROW, **how)
+    except OSError as error:
+        raise ValueError(f"{path}: {why(error)}; name a file of rows") from None
+    except (ValueError, EOFError, zlib.error, UserWarning) as error:
+        columns = ", ".join(ROW.names)
+        raise ValueError(f"{path}: {error}; the columns are {columns}") from None
+    if len(rows) < 2 * EVERY:
+        raise ValueError(f"{path}: {len(rows)} rows; at least {2 * EVERY} are needed")
+    for number, row in enumerate(rows, 1):
+        if wrong := impossible({name: row[name].item() for name in ROW.names}):
+            raise ValueError(f"{path}: row {number}: {wrong}; correct it or leave it out")
+    return rows
+
+
+def impossible(row):
+    """Why a row is no training step, or None."""
+    for name, value in row.items():
+        if not 0 < value < inf:
+            return f"{name} = {value}: must be positive"
+    if row["ranks"] != row["t"] * row["d"] * row["p"]:
+        return f"{row['ranks']} ranks are not t d p = {row['t']} x {row['d']} x {row['p']}"
+    for whole, parts in DIVISORS.items():
+        if row[whole] % prod(row[part] for part in parts):
+            return f"{whole} = {row[whole]} does not divide by {' '.join(parts)}"
+    return None
+
+
+class Published(NamedTuple):
+    """What the steps of a file have in common: `recompute` as in the input file; and that a
+    rank's part of the vocabulary is a multiple of `pad`, as Megatron-LM has it, or with 0 that the
+    vocabulary is cut without a rest, as vTrain has it."""
+
+    recompute: str
+    pad: int
+
+    def vocabulary(self, t):
+        """The vocabulary that t ranks have together."""
+        return -(-VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else VOCABULARY // t * t
+
+
+# A machine fitted to these rows as if they recomputed multiplies faster than an A100 can.
+COMPOSED = Published(recompute="none", pad=0)
+MEASURED = Published(recompute="full", pad=128)
+
+
+class Profile(NamedTuple):
+    """What the kernels of a rank depend on."""
+
+    hidden: int
+    heads: int
+    sequence: int
+    t: int
+    micro: int
+
+    def work(self, published):
+        """The Work of each part of the model on one of t ranks; fitted values cover dropout."""
+        vocabulary = published.vocabulary(self.t)
+        model = Shape(1, self.hidden, self.heads, self.sequence, vocabulary)
+        how = {"p": 1, "x": self.t}, self.micro, np.dtype(np.float16)
+        return {
+            name: work_of(model, SCHEMES["1d"], *how, part, published.recompute)
+            for name, part in PARTS.items()
+        }
+
+
+class Calibration(NamedTuple):
+    """A machine; how much longer a product with an odd side takes on it; and by profile the time
+    of the layers' kernels against that of the machine, 1 where no row tells."""
+
+    machine: Machine
+    odd: float
+    factors: dict
+
+    def seconds(self, asked):
+        """[computation, calls] of a pass, from its tally.
+
+        Rows of odd length do not begin at multiples of 16 bytes, which tensor cores want (NVIDIA,
+        "Matrix Multiplication Background User's Guide").
+        """
+        spent = [0.0, 0.0]
+        for (method, arguments), count in asked.items():
+            odd = method == "product" and any(s > 1 and s % 2 for s in arguments[:3])
+            seconds = getattr(self.machine, method)(*arguments)
+            spent[method == "call"] += count * seconds * (self.odd if odd else 1)
+        return spent
+
+
+class Steps:
+    """Rows of ROW, with what their ranks do taken down.  The ranks of a mesh lie p, d, t."""
+
+    def __init__(self, rows, published=COMPOSED):
+        self.rows, self.micros = rows, rows["batch"] // (rows["d"] * rows["micro"])
+        keys, self.profile = np.unique(rows[[*Profile._fields]], return_inverse=True)
+        self.profiles = [Profile(*map(int, key)) for key in keys]
+        self.work = [profile.work(published) for profile in self.profiles]
+
+    def seconds(self, calibration):
+        """The predicted seconds of each step."""
+        factors = [calibration.factors.get(profile, 1.0) for profile in self.profiles]
+        return self.total(self.passes(calibration), np.array(factors)[self.profile], calibration)
+
+    def split(self, calibration):
+        """The seconds of each step if the layers' kernels took none, and what these add.
+
+        A step is linear in them: its stages are alike, but for the head's, which is the slowest.
+        """
+        passes = self.passes(calibration)
+        fixed = self.total(passes, 0.0, calibration)
+        return fixed, self.total(passes, 1.0, calibration) - fixed
+
+    def passes(self, calibration):
+        """part -> [computation or calls][forward or backward, step]: seconds of its passes."""
+        found = {}
+        for name in PARTS:
+            both = [(work[name].forward, work[name].backward) for work in self.work]
+            spent = [[calibration.seconds(asked) for asked in passes] for passes in both]
+            found[name] = np.array(spent)[self.profile].transpose(2, 1, 0)
+        return found
+
+    def total(self, passes, factors, calibration):
+        """The seconds of each step, the layers' computation times `factors`."""
+        computation, calls = passes["block"]
+        layers = (computation * factors + calls) * self.rows["layers"] / self.rows["p"]
+        first, last = sum(passes["embedding"]), sum(passes["head"])
+        seconds = self.each_row(self.end_of_step, calibration.machine)
+        message = self.each_row(self.message, calibration.machine)
+        sizes = zip(self.rows["p"].tolist(), self.micros.tolist(), strict=True)
+        for p, m in sorted({*sizes}):
+            at = (self.rows["p"] == p) & (self.micros == m)
+            stages = np.repeat(layers[None, :, at], p, axis=0)
+            stages[0] += first[:, at]
+            stages[-1] += last[:, at]
+            seconds[at] += one_f_one_b(stages, m, message[at])
+        return seconds
+
+    def each_row(self, function, machine):
+        rows = zip(self.rows, self.profile.tolist(), strict=True)
+        return np.array([function(row, self.work[profile], machine) for row, profile in rows])
+
+    def message(self, row, work, machine):
+        """The seconds of an activation or its gradient on the way to the next stage."""
+        nbytes = VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
+        there = int(row["t"] * row["d"])
+        return machine.call("send", nbytes, (0, there)) if row["p"] > 1 else 0.0
+
+    def end_of_step(self, row, work, machine):
+        """The seconds of the sum of gradients and of Adam on the first stage, which has most."""
+        t, d = int(row["t"]), int(row["d"])
+        layers = int(row["layers"] // row["p"])
+        held = work["embedding"].parameters + work["block"].parameters * layers
+        received = 2 * (1 - 1 / d) * VALUE * held
+        summed = machine.call("all_reduce", received, range(0, d * t, t))
+        return summed + machine.kernel("adamw", UPDATE * held)
+
+
+def one_f_one_b(passes, micros, message):
+    """Seconds of many steps at once: passes[stage, forward or backward, step], message[step]."""
+    schedule, placement = streams("1f1b", len(passes), micros)
+    rows = timeline(schedule, placement, Cost(1, 1, 1))
+    order = sorted((row[0], stage, row[2]) for stage in range(len(rows)) for row in rows[stage])
+    clock, ends = [np.zeros_like(message)] * len(passes), {}
+    for _, stage, instruction in order:
+        start = clock[stage]
+        for input in placement.needs(stage, instruction):
+            start = np.maximum(start, ends[input] + (message if input[0] != stage else 0))
+        clock[stage] = start + passes[stage, int(instruction.op != "F")]
+        ends[stage, instruction._replace(op=instruction.op[0])] = clock[stage]
+    return np.max(clock, axis=0)
+
+
+def calibrate(rows, base, profiles=True):
+    """The Calibration that explains `rows` best, from a machine with what is published of it.
+
+    The values of FREE, and with `profiles` a factor for each: least squares of the logarithms of
+    the steps, where a factor counts as an error as far as SPREAD makes it unlikely.
+    """
+    need("a calibration by rows", "scipy")
+    from scipy.optimize import least_squares
+
+    steps, measured = Steps(rows), rows["ms"] / 1e3
+    doubt = (NOISE / SPREAD) ** 2 if profiles else inf
+
+    def residuals(logarithms):
+        fixed, layers = steps.split(Calibration(*with_values(base, np.exp(logarithms)), {}))
+        change = changes(steps.profile, fixed, layers, measured, doubt)
+        predicted = fixed + layers * (1 + change[steps.profile])
+        return np.concatenate([np.log(predicted / measured), change * NOISE / SPREAD])
+
+    start, *bounds = np.log([*FREE.values()]).T
+    values = np.exp(least_squares(residuals, start, bounds=bounds, diff_step=1e-4).x)
+    machine, odd = with_values(base, values)
+    fixed, layers = steps.split(Calibration(machine, odd, {}))
+    change = changes(steps.profile, fixed, layers, measured, doubt)
+    return Calibration(machine, odd, dict(zip(steps.profiles, (1 + change).tolist(), strict=True)))
+
+
+def changes(profile, fixed, layers, measured, doubt):
+    """By how much the layers of each profile take longer: ridge regression of relative errors."""
+    share, missing = layers / measured, 1 - (fixed + layers) / measured
+    return np.bincount(profile, share * missing) / (np.bincount(profile, share**2) + doubt)
+
+
+def with_values(base, values):
+    """The machine with values of FREE, and that of `odd`."""
+    launch, attention, odd = map(float, values)
+    kernels = base.kernels | dict.fromkeys(ATTENTION, attention)
+    return replace(base, launch_s=launch, kernels=kernels), odd

@@ -1,0 +1,151 @@
+"""How well the steps that vTrain published are predicted, and the layouts chosen by that."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.predict.machine.machine import load
+from hpc3d.studies.vtrain import COLUMNS, EVERY, MEASURED, Steps, calibrate, read
+
+MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
+LAYOUT = ["t", "d", "p", "micro"]
+SHORT = ["ranks", "hidden", "layers", "batch"]
+CLOSE = 0.03  # of the best layout's time
+
+
+class Choice(NamedTuple):
+    """Of one model and number of GPUs: the rows of the layouts that were predicted to be and are
+    the fastest, of `among`, and how much longer than the best the chosen one takes."""
+
+    chosen: int
+    best: int
+    among: int
+    loss: float
+
+
+def choices(rows, seconds):
+    """The Choice of every model, ranks and batch of the rows, from their predicted `seconds`."""
+    models, model = np.unique(rows[MODEL], return_inverse=True)
+    for number in range(len(models)):
+        here = np.flatnonzero(model == number)
+        chosen, best = here[seconds[here].argmin()], here[rows["ms"][here].argmin()]
+        loss = rows["ms"][chosen] / rows["ms"][best] - 1
+        yield Choice(int(chosen), int(best), len(here), float(loss))
+
+
+def bends(rows):
+    """How far steps that differ only in their layers, by as many each, lie off a line [ms].
+
+    Rows with d = 1: sums of gradients have their own steps.
+    """
+    alone = rows[rows["d"] == 1]
+    alone = alone[np.argsort(alone["layers"], kind="stable")]
+    others = [name for name in COLUMNS if name != "layers"]
+    keys, series = np.unique(alone[others], return_inverse=True)
+    lines = (alone["ms"][series == number] for number in range(len(keys)))
+    return max((abs(np.diff(line, 2)).max() for line in lines if len(line) > 2), default=0.0)
+
+
+def spread(errors):
+    """Mean, median, 90th percentile and maximum of absolute errors."""
+    size = abs(errors)
+    values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
+    return dict(zip(("mean", "median", "p90", "max"), map(float, values), strict=True))
+
+
+def report(composed, measured, machine):
+    """Calibrate the machine of a file on a tenth of the composed rows, predict their others and
+    all measured ones (also files), print how that went and return it."""
+    rows, base = read(composed), load(machine)
+    held = np.arange(len(rows)) % EVERY > 0
+    print(f"{composed}: {len(rows)} rows; every {EVERY}th calibrates, the others are predicted")
+    print(f"steps that differ only in their layers lie off a line by {bends(rows):.6f} ms at most")
+    steps, found = Steps(rows), {"rows": len(rows), "calibrate": int((~held).sum())}
+    for label, profiles in (("with a factor a profile", True), ("the machine alone", False)):
+        calibration = calibrate(rows[::EVERY], base, profiles)
+        print(f"\n{label}")
+        found[label] = {"values": values(calibration)}
+        found[label] |= outcome(rows, steps.seconds(calibration), held, ["ranks", "hidden"])
+        if profiles:
+            factors(calibration)
+    rows = read(measured)
+    print(f"\n{measured}: {len(rows)} rows; the machine alone, as above, predicts all of them")
+    seconds = Steps(rows, MEASURED).seconds(calibration)
+    everything = np.ones(len(rows), bool)
+    return found | {"measured": outcome(rows, seconds, everything, ["hidden", "t", "p"])}
+
+
+def outcome(rows, seconds, held, names):
+    """The errors of the rows `held`, the worst of them, and the layouts that are chosen."""
+    result = {"errors": errors(rows, seconds, held, names), "choices": chosen(rows, seconds)}
+    worst(rows, seconds, held)
+    return result
+
+
+def values(calibration):
+    """What was fitted, printed."""
+    machine = calibration.machine
+    found = {
+        "launch_us": machine.launch_s * 1e6,
+        "attention_GB_per_s": machine.kernels["attend"] / 1e9,
+        "odd": calibration.odd,
+    }
+    print("    " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+    return found
+
+
+def errors(rows, seconds, held, names):
+    """The errors of the rows `held`, of all of them and by the columns `names`."""
+    error = seconds * 1e3 / rows["ms"] - 1
+    groups = {"all": held}
+    for name in names:
+        groups |= {f"{name} {size}": held & (rows[name] == size) for size in np.unique(rows[name])}
+    print("    error          rows     mean   median  90th %  maximum")
+    found = {label: spread(error[group]) for label, group in groups.items() if group.any()}
+    for label, sizes in found.items():
+        columns = "".join(f"{value:9.2%}" for value in sizes.values())
+        print(f"    {label:12s} {groups[label].sum():6d}{columns}")
+    return found
+
+
+def chosen(rows, seconds):
+    """What the layouts cost that are chosen by the prediction."""
+    found = [*choices(rows, seconds)]
+    losses = np.array([choice.loss for choice in found])
+    close = int((losses <= CLOSE).sum())
+    print(f"    layout chosen within {CLOSE:.0%} of the best of {len(found)} models: {close}")
+    print(f"    slower than the best: mean {losses.mean():.2%}, maximum {losses.max():.2%}")
+    for choice in sorted(found, key=lambda choice: -choice.loss)[:5]:
+        names = (layout(rows[row], LAYOUT) for row in (choice.chosen, choice.best))
+        text = " chosen, best ".join(names) if choice.loss else f"{next(names)} chosen, the best"
+        print(
+            f"    {choice.loss:7.2%}  {layout(rows[choice.best], SHORT)}: {text} of {choice.among}"
+        )
+    return {"models": len(found), "close": close, "worst": float(losses.max())}
+
+
+def factors(calibration):
+    """The layers' time in each profile against that of the machine."""
+    print("    factors: hidden, t; microbatch")
+    table = {}
+    for profile, factor in calibration.factors.items():
+        table.setdefault((profile.hidden, profile.t), {})[profile.micro] = factor
+    micros = sorted({micro for row in table.values() for micro in row})
+    print("              " + "".join(f"{micro:7d}" for micro in micros))
+    for (hidden, t), row in sorted(table.items()):
+        cells = (f"{row[micro]:7.2f}" if micro in row else "      -" for micro in micros)
+        print(f"    {hidden:7d} {t:2d}{''.join(cells)}")
+
+
+def worst(rows, seconds, held):
+    """The ten rows that are predicted worst."""
+    error = np.where(held, seconds * 1e3 / rows["ms"] - 1, 0)
+    print("    worst rows")
+    for row in np.argsort(-abs(error))[:10]:
+        name = layout(rows[row], [*SHORT, *LAYOUT])
+        times = f"{rows['ms'][row]:.1f} ms, predicted {seconds[row] * 1e3:.1f}"
+        print(f"    {error[row]:+7.2%}  {name}: {times}")
+
+
+def layout(row, names):
+    return " ".join(f"{name}={row[name]}" for name in names)

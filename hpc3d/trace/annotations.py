@@ -1,0 +1,88 @@
+"""What is put into a trace file after it was merged: what calls cost by themselves, and what a
+model of the run predicts.
+"""
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc3d.trace.file import changing, remove, write_table
+from hpc3d.trace.reader import Trace
+from hpc3d.trace.schema import CALIBRATION, OP, PREDICTION
+
+
+class Calibration(NamedTuple):
+    """Measured times of calls: `rows`, a mapping of the columns of CALIBRATION, and the line
+    t = alpha + beta bytes through them, in s and s/B."""
+
+    rows: object
+    alpha: float
+    beta: float
+
+
+def write_calibration(path, measured):
+    """Put {(op, axis): Calibration} into a trace file, in place of those that it has of these.
+
+    The file is replaced by a changed copy: whoever reads it sees the old or the new one.
+    """
+    for op, axis in measured:
+        if op not in OP or not axis or {"/", "."} & {*axis}:
+            raise ValueError(
+                f"calibration of {op!r} along {axis!r}: name an operation and an axis"
+            )
+    with _changing(path) as file:
+        add_supplements(file, measured)
+
+
+def write_prediction(path, rows):
+    """Put a mapping of the columns of PREDICTION into a trace file, in place of the one it has.
+
+    The file is replaced by a changed copy: whoever reads it sees the old or the new one.
+    """
+    with _changing(path) as file:
+        add_supplements(file, {}, rows)
+
+
+@contextmanager
+def _changing(path):
+    """The copy of a file that is a trace."""
+    Trace(path).close()
+    with changing(Path(path)) as file:
+        yield file
+
+
+def add_supplements(file, measured, predicted=None):
+    """Put calibrations and, unless it is empty, a prediction into a file open for writing."""
+    for (op, axis), (rows, alpha, beta) in measured.items():
+        path = f"calibration/{op}/{axis}"
+        remove(file, path)
+        group = write_table(file, path, CALIBRATION, _whole(CALIBRATION, rows))
+        group.attrs.update(alpha=float(alpha), beta=float(beta))
+    if predicted:
+        remove(file, "prediction")
+        write_table(file, "prediction", PREDICTION, _whole(PREDICTION, predicted))
+
+
+def _whole(columns, rows):
+    """The rows; ValueError unless they have all columns, of one length."""
+    lacking = [column.name for column in columns if column.name not in rows]
+    if lacking:
+        raise ValueError(f"there is no column {', '.join(lacking)}")
+    if len({len(rows[column.name]) for column in columns}) > 1:
+        raise ValueError("the columns have different lengths")
+    return rows
+
+
+def supplements(path, run_id):
+    """The calibrations and the prediction of a trace file; none if it is not of this run."""
+    try:
+        with Trace(path) as trace:
+            if trace.attrs["run_id"] != run_id:
+                return {}, {}
+            measured = {
+                key: Calibration(table.columns(), table.attrs["alpha"], table.attrs["beta"])
+                for key, table in trace.calibration.items()
+            }
+            return measured, trace.prediction.columns()
+    except ValueError:  # there is no file, or a damaged one
+        return {}, {}

@@ -1,0 +1,171 @@
+"""What the ranks of a trace must agree on: the calls of a group, and the two ends of a message.
+
+Rows belong together by their numbers (`seq`), not by their times.  Where a trace is not complete,
+what it lacks is not asked for; ranks whose clocks were not compared are not compared, either.
+"""
+
+import numpy as np
+
+from hpc3d.trace.trace_config import one_time
+
+MESSAGES = ("send", "recv")
+FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+COLLECTIVES = (*FROM_ALL, "broadcast", "reduce")
+COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
+SIZE = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+}
+
+
+def collectives(trace):
+    """Members make the same calls in the same order; none has the result before all have come."""
+    calls = Calls(trace)
+    wrong = {
+        "a call in a group that its rank is not in": calls.place < 0,
+        "a call that its rank makes twice": calls.repeated(),
+        "a call that not all members make": calls.partial() & trace.attrs["complete"],
+        "its op is not that of the other members": calls.unlike("op"),
+        "its step is not that of the other members": calls.unlike("step"),
+        "its dtype is not that of the other members": calls.unlike("dtype"),
+        "its count is not that of the other members": calls.unlike("count")
+        & ~calls.of("broadcast"),
+        "its bytes are not those of its count": calls.miscounted(),
+        "ends before all members have posted it": calls.early(),
+    }
+    return [("events", what, calls.rows[rows]) for what, rows in wrong.items()]
+
+
+def messages(trace):
+    """A message has two ends and the same bytes at both, and arrives after it was posted."""
+    events, rows = trace.events, _calls(trace, MESSAGES)
+    receives = labelled(events, "op", "recv")[rows]
+    group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
+    ends = np.where(receives, (there, here), (here, there))  # sender, receiver
+    line = np.lexsort((receives, number, *ends, group))
+    rows, receives = rows[line], receives[line]
+    same = np.all([np.diff(key[line]) == 0 for key in (group, *ends, number)], axis=0)
+    first = np.flatnonzero(same & ~receives[:-1] & receives[1:])
+    lone = np.delete(rows, np.append(first, first + 1))
+    sent, received = rows[first], rows[first + 1]
+    unequal = events["bytes"][sent] != events["bytes"][received]
+    early = _times(trace, received)[1] < _times(trace, sent)[0]
+    early &= _comparable(trace, sent) & _comparable(trace, received)
+    yield "events", "a message without its other end", lone[: len(lone) * trace.attrs["complete"]]
+    yield "events", "its bytes are not those that were sent", received[unequal]
+    yield "events", "ends before it was sent", received[early]
+
+
+def _calls(trace, ops):
+    """The rows in which ranks wait for calls of these operations."""
+    comm = labelled(trace.events, "category", "comm")
+    return np.flatnonzero(comm & labelled(trace.events, "op", *ops))
+
+
+def labelled(events, column, *names):
+    codes = [code for code, name in events.labels(column).items() if name in names]
+    return np.isin(events[column], codes)
+
+
+def _times(trace, rows):
+    """When calls were posted and when they ended, on rank 0's clock."""
+    names = "t_global", "t_start", "posted", "dur"
+    begin, start, posted, duration = (trace.events[name][rows] for name in names)
+    return posted + (begin - start), begin + duration
+
+
+def _comparable(trace, rows):
+    """Whether the clock of a row's rank was compared with rank 0's, or is it."""
+    if trace.attrs.get("kind") == "simulated":
+        return np.ones(len(rows), bool)
+    host = trace.ranks["host_id"]
+    compared = [*host[:1], *host[trace.clock_samples["rank"]]]
+    known = np.isin(host, compared) & one_time(trace)
+    return known[trace.events["rank"][rows]]
+
+
+class Calls:
+    """The collectives of a trace.
+
+    `rows` of /events by group, number and rank, their `columns`, the `size` of their group and
+    the `place` of their rank in it; `call` numbers calls, and `first` has the first row of each.
+    """
+
+    def __init__(self, trace):
+        self.trace, self.rows = trace, _calls(trace, COLLECTIVES)
+        self.world = np.int64(len(trace.ranks))
+        columns = {name: trace.events[name][self.rows] for name in COLUMNS}
+        line = np.lexsort([columns[name] for name in ("rank", "seq", "group")])
+        self.rows, self.columns = self.rows[line], {n: v[line] for n, v in columns.items()}
+        new = self.changes("group") | self.changes("seq")
+        self.first, self.call = np.flatnonzero(new), np.cumsum(new) - 1
+        sizes = [len(group.members) for group in trace.groups]
+        self.size = np.array([*sizes, 1])[self.columns["group"]]
+        self.place = self.places(self.columns["rank"])
+
+    def changes(self, name):
+        """Whether each row has another value than the one before."""
+        values = self.columns[name]
+        return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
+
+    def places(self, ranks):
+        """The place of a rank in the group of each row, -1 where it is not in it."""
+        members = [np.array(group.members, int) for group in self.trace.groups]
+        known = [group * self.world + ranks for group, ranks in enumerate(members)]
+        known = np.concatenate([*known, [-1]])
+        place = np.concatenate([*map(np.arange, map(len, members)), [-1]])
+        line = np.argsort(known)
+        wanted = self.columns["group"] * self.world + ranks
+        found = line[np.searchsorted(known, wanted, "right", sorter=line) - 1]
+        return np.where(known[found] == wanted, place[found], -1)
+
+    def of(self, *ops):
+        codes = [code for code, name in self.trace.events.labels("op").items() if name in ops]
+        return np.isin(self.columns["op"], codes)
+
+    def repeated(self):
+        """Whether a rank made the call of a row before."""
+        return ~(self.changes("group") | self.changes("seq") | self.changes("rank"))
+
+    def partial(self):
+        """Whether the call of a row lacks members."""
+        return np.bincount(self.call)[self.call] < self.size
+
+    def unlike(self, name):
+        """Whether a row differs from the first of its call."""
+        values = self.columns[name]
+        return values != values[self.first][self.call]
+
+    def highest(self, values):
+        """The highest of its call, for each row."""
+        return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
+
+    def early(self):
+        """Whether a member has what all members send before the last has posted the call."""
+        posted, ended = _times(self.trace, self.rows)
+        known = _comparable(self.trace, self.rows)
+        last = self.highest(np.where(known, posted, posted.min(initial=0)))
+        return self.of(*FROM_ALL) & (self.columns["bytes"] > 0) & known & (ended < last)
+
+    def miscounted(self):
+        """Whether the bytes are not what the block that went in lets a member receive."""
+        labels, size = self.trace.events.labels("dtype"), self.size
+        item = np.array([SIZE.get(labels.get(code), 0) for code in range(256)])
+        item = item[self.columns["dtype"]]
+        block = self.columns["count"] * item
+        root = self.places(self.columns["peer"])
+        expected = {
+            "all_gather": block * (size - 1),
+            "reduce_scatter": block * (size - 1) // size,
+            "all_to_all": block * (size - 1) // size,
+            "all_reduce": 2 * block * (size - 1) // size,
+            "broadcast": np.where(self.place == root, 0, self.highest(block)),
+            "reduce": np.where(self.place == (root + 1) % size, 0, block),
+        }
+        wrong = [self.of(op) & (self.columns["bytes"] != each) for op, each in expected.items()]
+        return np.any(wrong, axis=0) & (self.highest(item) > 0) & ~self.partial()

@@ -1,0 +1,188 @@
+"""What holds in every sound trace, and where one breaks it.
+
+A rank does one thing at a time, what is inside of another lies inside of its time, and a step
+holds what was done in it; what takes several ranks is in hpc3d.trace.checks_across_ranks.
+"""
+
+import numpy as np
+
+from hpc3d.trace.checks_across_ranks import collectives, labelled, messages
+from hpc3d.trace.schema import LAYOUT, STREAM
+
+COMMUNICATION = STREAM.index("communication")
+TABLES = {
+    "ranks": "ranks",
+    "events": "events",
+    "steps": "steps",
+    "memory": "memory",
+    "clock_samples": "clock/samples",
+    "clock_model": "clock/model",
+    "prediction": "prediction",
+}
+REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
+
+
+def violations(trace):
+    """What is wrong with an open trace, a line each with the number of rows and the first one.
+
+    What a trace lacks that is not complete is no violation.  Between hosts the corrected clocks
+    are compared: what they are uncertain by, a message may seem to come too early.
+    """
+    checks = order, overlap, nesting, inside, steps, memory, together, collectives, messages
+    return [*_damages(trace)] or [
+        f"/{table}: {what}: {_where(getattr(trace, table), rows)}"
+        for check in checks
+        for table, what, rows in check(trace)
+        if len(rows)
+    ]
+
+
+def _damages(trace):
+    """What cannot be read, and values less than they may be: such rows cannot be compared."""
+    for name in REFERENCES:
+        _, problems = _attempt(getattr, trace, name)
+        yield from problems
+    for name, path in TABLES.items():
+        table, problems = _attempt(getattr, trace, name)
+        yield from problems
+        for column in LAYOUT[path].columns:
+            if table is not None and column.name in table:
+                yield from _damages_of(name, table, column)
+
+
+def _damages_of(name, table, column):
+    values, problems = _attempt(table.__getitem__, column.name)
+    yield from problems
+    if values is not None and column.least is not None:
+        low = np.nonzero(values < column.least)[0]
+        if len(low):
+            yield f"/{name}: {column.name} is less than {column.least}: {_where(table, low)}"
+
+
+def _attempt(function, *arguments):
+    """What a function returns, and none or one line with the reason why it cannot."""
+    try:
+        return function(*arguments), []
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def _where(table, rows):
+    first = int(rows.min())
+    keys = [name for name in ("rank", "step") if name in table]
+    place = ", ".join(f"{name} {table[name, first : first + 1][0]}" for name in keys)
+    return f"{len(rows)} row{'s'[: len(rows) > 1]}, the first is {first} ({place})"
+
+
+def order(trace):
+    """Rows are sorted, and where /index/rank_ptr says."""
+    rank, start = trace.events["rank"], trace.events["t_start"]
+    same = rank[1:] == rank[:-1]
+    unsorted = np.where(same, start[1:] < start[:-1], rank[1:] < rank[:-1])
+    yield "events", "not sorted by rank and t_start", 1 + np.flatnonzero(unsorted)
+    size = np.diff(trace.rank_ptr)
+    elsewhere = np.flatnonzero(rank != np.repeat(np.arange(len(size)), size))
+    yield "events", "not where /index/rank_ptr has the rows of its rank", elsewhere
+    yield "ranks", "n_events is wrong", np.flatnonzero(trace.ranks["n_events"] != size)
+
+
+def overlap(trace):
+    """On a stream of a rank, nothing begins before the one before has ended, unless inside."""
+    lasting = np.flatnonzero(trace.events["dur"] > 0)
+    names = "rank", "stream", "parent", "t_start", "dur"
+    columns = {name: trace.events[name][lasting] for name in names}
+    line = np.lexsort([columns[name] for name in ("parent", "stream", "rank")])
+    columns = {name: values[line] for name, values in columns.items()}
+    together = np.all([np.diff(columns[name]) == 0 for name in names[:3]], axis=0)
+    start, end = columns["t_start"], columns["t_start"] + columns["dur"]
+    early = together & (start[1:] < end[:-1])
+    yield "events", "begins before the one before has ended", lasting[line[1:][early]]
+
+
+def nesting(trace):
+    """An event lies inside of its parent, on the same stream of the same rank, after it."""
+    parent = trace.events["parent"]
+    child = np.flatnonzero(parent >= 0)
+    parent = parent[child]
+    wrong = parent >= child
+    for name in ("rank", "stream"):
+        values = trace.events[name]
+        wrong |= values[child] != values[parent]
+    start, end = _interval(trace.events)
+    wrong |= (start[child] < start[parent]) | (end[child] > end[parent])
+    yield "events", "not inside of its parent", child[wrong]
+
+
+def _interval(events):
+    start = events["t_start"]
+    return start, start + events["dur"]
+
+
+def inside(trace):
+    """An event lies inside of its step, and those on one stream do not take longer than it; a call
+    that runs beside what a device computes may go on when its step is over."""
+    events, step = trace.events, trace.steps
+    cell = _cells(trace)
+    known = np.flatnonzero(cell >= 0)
+    cell, (start, end) = cell[known], (values[known] for values in _interval(events))
+    outside = (start < step["t_start"][cell]) | (end > step["t_end"][cell])
+    outside &= events["stream"][known] < COMMUNICATION
+    yield "events", "not inside of its step", known[outside]
+    posted = events["posted"] > events["t_start"]
+    yield "events", "waited for before it was posted", np.flatnonzero(posted)
+    stream, duration = events["stream"][known], end - start
+    duration[events["parent"][known] >= 0] = 0
+    length = step["t_end"] - step["t_start"]
+    for number in np.unique(stream[stream < COMMUNICATION]):
+        busy = np.bincount(cell, duration * (stream == number), len(length))
+        yield "steps", "takes less time than its events", np.flatnonzero(busy > length)
+
+
+def _cells(trace):
+    """The row of /steps that each event belongs to, -1 for none."""
+    events, steps = (
+        (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
+    )
+    line = np.append(np.argsort(steps), -1)
+    place = line[np.searchsorted(steps, events, sorter=line[:-1])]
+    return np.where(np.append(steps, -1)[place] == events, place, -1)
+
+
+def steps(trace):
+    """Steps follow each other, and a complete trace has those of all ranks."""
+    rank, number = trace.steps["rank"], trace.steps["step"]
+    start, end = trace.steps["t_start"], trace.steps["t_end"]
+    yield "steps", "ends before it begins", np.flatnonzero(end < start)
+    line = np.lexsort((number, rank))
+    together = np.diff(rank[line]) == 0
+    early = start[line][1:] < end[line][:-1]
+    yield "steps", "begins before the one before has ended", line[1:][together & early]
+    if trace.attrs["complete"]:
+        _, which, ranks = np.unique(number, return_inverse=True, return_counts=True)
+        yield "steps", "not of all ranks", np.flatnonzero(ranks[which] != len(trace.ranks))
+
+
+def memory(trace):
+    """The peak of a step is at least what was live at its end."""
+    low = trace.memory["peak"] < trace.memory["bytes"]
+    yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
+
+
+def together(trace):
+    """What `all` kinds come to is their sum at the end of a step; the peak of that is at least
+    the peak of each, and at most the sum of these."""
+    table = trace.memory
+    cells, cell = np.unique(
+        (table["rank"].astype("i8") << 32) + table["step"], return_inverse=True
+    )
+    whole, live, peak = labelled(table, "kind", "all"), table["bytes"], table["peak"]
+    sums, peaks, highest = np.zeros((3, len(cells)), "i8")
+    for reduce, into, values in (
+        (np.add, sums, live),
+        (np.add, peaks, peak),
+        (np.maximum, highest, peak),
+    ):
+        reduce.at(into, cell[~whole], values[~whole])
+    low, high = peak < highest[cell], peak > peaks[cell]
+    wrong = whole & (low | high | (live != sums[cell]))
+    yield "memory", "all is not what its kinds come to", np.flatnonzero(wrong)

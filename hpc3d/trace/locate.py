@@ -1,0 +1,47 @@
+"""The trace of a run's folder: merged when it is missing, or has less than the ranks have
+written."""
+
+from pathlib import Path
+
+from hpc3d.files import read
+from hpc3d.trace.merge import merge
+from hpc3d.trace.previous_attempts import aside
+from hpc3d.trace.reader import Trace
+from hpc3d.trace.segment import count_segments
+from hpc3d.trace.trace_config import configured
+
+
+def trace_of(run_dir, again=False):
+    """The path of the trace of a run; its segments are merged if it lacks some, or `again`.
+
+    ValueError if the folder has neither segments nor a trace.
+    """
+    path, segments = Path(run_dir) / "trace.h5", count_segments(run_dir)
+    if not segments and (again or not path.exists()):
+        raise ValueError(_absent(Path(run_dir)))
+    return path if path.exists() and not again and _has(path, segments) else merge(run_dir)
+
+
+def _has(path, segments):
+    """Whether a trace has as many segments as there are."""
+    with Trace(path) as trace:
+        return trace.attrs.get("segments", 0) >= sum(segments.values())
+
+
+def _absent(run_dir):
+    """Why a folder has no trace, and what to do."""
+    if (run_dir / "trace.h5").exists():
+        return f"{run_dir}: no segments to be merged; leave --merge out, its trace.h5 is there"
+    if count_segments(run_dir.absolute().parent):
+        return f"{run_dir}: the segments of a run; give the folder that it lies in"
+    settings = run_dir / "config.toml"
+    if not settings.is_file():
+        return f"{run_dir}: not the folder of a run; give one, such as results/NAME-STAMP"
+    if configured(read(settings).decode(), "trace", "enabled") is False:
+        return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
+    if before := aside(run_dir):
+        return f"{run_dir}: no trace of what goes on yet; {before[0]} has what was done before"
+    return (
+        f"{run_dir}: no trace yet; the first segments come after 30 s and a step, or when the"
+        " run ends: it goes on, or was killed before; wait, or run again"
+    )

@@ -1,0 +1,234 @@
+"""What a run recorded before the attempt that goes on with it now.
+
+    RUN/trace-1.h5, RUN/trace-2.h5, ...     the trace as it was when the next attempt began
+
+An attempt begins with the step behind its checkpoint.  What was done from that step on is undone:
+it stays in the file of its attempt.  What was done before is continued, where the work is shared
+out in the same way: the numbers of calls go on, and so do times, by the clock of the host.  Where
+that was started again, or it is another host, all times of the attempt are moved by the same.
+"""
+
+import re
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.files import toml
+from hpc3d.trace import schema
+from hpc3d.trace.reader import Trace
+from hpc3d.trace.segment import Segment, read_segment, segment_path
+
+ASIDE = re.compile(r"trace-(\d+)\.h5")
+TIMES = ("t_start", "t_end", "posted", "t_local")
+NEVER = np.iinfo(np.int64).max  # later than any time
+SMALL = {
+    "steps": schema.STEPS,
+    "memory": schema.MEMORY,
+    "clock_samples": schema.CLOCK_SAMPLES,
+    "clock_model": schema.CLOCK_MODEL,
+}
+
+
+@contextmanager
+def earlier(run_dir, count):
+    """What a run's segments, `count[rank]` of them, go on from: an Earlier, or Nothing."""
+    with ExitStack() as stack:
+        began = begin(run_dir, count) if aside(run_dir) else None
+        try:
+            found = began and before(stack, run_dir, began)
+        except ValueError as error:
+            found = Nothing(f"steps before {began.step}: {error}")
+        yield found or Nothing()
+
+
+def before(stack, run_dir, began):
+    """What the attempt that `began` goes on from, all of which can be read; None without any.
+
+    The `stack` closes its file.
+    """
+    for path in aside(run_dir):
+        trace = stack.enter_context(Trace(path))
+        if not (trace.steps["step"] < began.step).any():
+            continue
+        if shared(trace.attrs) != shared(began.header):
+            return Nothing(f"steps before {began.step}: of another layout, in {path.name}")
+        found = Earlier(trace, began)
+        for rank in found.ranks:
+            found.parts(rank)
+        return found
+    return None
+
+
+def aside(run_dir):
+    """The traces of earlier attempts, the latest first."""
+    found = {path: ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
+    numbers = {path: int(match[1]) for path, match in found.items() if match}
+    return sorted(numbers, key=numbers.get, reverse=True)
+
+
+class Begin(NamedTuple):
+    """The first step of an attempt, when each rank began, raw in ns, and the header of a rank."""
+
+    step: int
+    times: dict
+    header: dict
+
+
+def begin(run_dir, count):
+    """The Begin of the attempt with `count[rank]` segments; None if no part of a step is there."""
+    steps, times, header = [], {}, None
+    for rank in count:
+        part = first_segment(run_dir, rank, count[rank])
+        if part is None:
+            continue
+        step, header = part.events["step"], header or part.header
+        steps.append(int(step[step >= 0].min()))
+        times[rank] = int(part.events["t_start"].min())
+    return Begin(min(steps), times, header) if steps else None
+
+
+def first_segment(run_dir, rank, count):
+    """The first segment of a rank that has a part of a step and can be read."""
+    for number in range(count):
+        try:
+            part = read_segment(segment_path(run_dir, rank, number), rank)
+        except ValueError:
+            continue
+        if (part.events["step"] >= 0).any():
+            return part
+    return None
+
+
+def shared(attrs):
+    """How work is shared out, by the attributes of a trace or the header of a segment."""
+    axes = attrs["axes"]
+    mesh = axes.split() if isinstance(axes, str) else axes
+    return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
+
+
+def work(config):
+    """What of a configuration, TOML, makes a step what it is."""
+    try:
+        tree = toml(config)
+        train, clock = tree.get("train", {}), tree.get("trace", {}).get("clock")
+        parts = [tree.get(name) for name in ("mesh", "parallel", "model")]
+        return [*parts, train.get("batch"), train.get("dtype"), clock]
+    except (ValueError, TypeError, AttributeError):
+        return config
+
+
+class Nothing:
+    """No trace to go on from; `missing` says what of the run is elsewhere."""
+
+    ranks, created = (), None
+
+    def __init__(self, *missing):
+        self.missing = missing
+
+    def parts(self, rank):
+        """What a rank did before, as segments."""
+        return []
+
+    def followed(self, segment):
+        """A segment that comes after that."""
+        return segment
+
+    def clock(self, rank):
+        """The rows of its clock model."""
+        return np.zeros(0, schema.record_type(schema.CLOCK_MODEL))
+
+
+class Earlier:
+    """The part of a trace that an attempt goes on from: `ends` of its ranks are how many rows they
+    have and until when, raw in ns; what follows is moved by `shift` ns and by `number` calls."""
+
+    missing = ()
+
+    def __init__(self, trace, began):
+        self.trace, self.first, self.now = trace, began.step, began.header
+        self.created = trace.attrs.get("created_utc", "")
+        self.ranks = range(trace.attrs["world_size"])
+        self.tables = {name: records(getattr(trace, name), SMALL[name]) for name in SMALL}
+        self.ends = [self.end(rank) for rank in self.ranks]
+        self.number = 1 + max(self.column(rank, "seq").max(initial=-1) for rank in self.ranks)
+        self.shift = self.moved(began)
+
+    def column(self, rank, name):
+        """A column of the events of a rank that were not undone."""
+        start, count = self.trace.rows(rank).start, self.ends[rank][0]
+        return self.trace.events[name, start : start + count]
+
+    def end(self, rank):
+        """How many events of a rank were not undone, and when the last of them ended."""
+        rows, steps = self.trace.rows(rank), self.of(rank, "steps")
+        start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
+        undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
+        count = np.searchsorted(start, np.concatenate(undone).min(initial=NEVER))
+        done = steps["t_end"][steps["step"] < self.first]
+        last = max((start + dur)[:count].max(initial=0), done.max(initial=0))
+        return int(count), int(last)
+
+    def of(self, rank, name):
+        """The rows of a rank in a table other than the events."""
+        return self.tables[name][self.tables[name]["rank"] == rank]
+
+    def moved(self, began):
+        """0 where the clock of every rank went on; else as much as the clock on the wall says, or
+        as is needed."""
+        late = max(self.ends[rank][1] - time for rank, time in began.times.items())
+        if late < 0:
+            return 0
+        rank, time = next(iter(began.times.items()))
+        wall = wall_seconds(self.created, began.header["created_utc"]) * 10**9
+        return max(late + 1, wall - time + int(self.column(rank, "t_start")[:1].sum()))
+
+    def parts(self, rank):
+        count, _ = self.ends[rank]
+        events = np.zeros(count, schema.record_type(schema.EVENTS))
+        for column in schema.EVENTS:
+            events[column.name] = self.column(rank, column.name)
+        events["parent"] -= np.where(events["parent"] < 0, 0, self.trace.rows(rank).start)
+        done = (self.of(rank, name) for name in ("steps", "memory"))
+        done = [rows[rows["step"] < self.first] for rows in done]
+        samples = self.of(rank, "clock_samples")
+        return [Segment(self.header(rank), events, *done, samples)] if count else []
+
+    def header(self, rank):
+        """The header of the attempt that goes on, as if that of a segment of a rank."""
+        names = "local_rank", "device", "pid", "coords", "dropped", "host_id"
+        own = {name: self.trace.ranks[name, rank : rank + 1].tolist()[0] for name in names}
+        groups = [{"axis": axis, "members": members} for axis, members in self.trace.groups]
+        known = own["host_id"] >= 0
+        own |= {"rank": rank, "host": self.trace.strings[own["host_id"]] if known else ""}
+        own["node"] = None  # of this attempt: nothing says that the rank is where it was
+        return self.now | own | {"groups": groups, "strings": self.trace.strings}
+
+    def followed(self, segment):
+        for table in segment[1:]:
+            for name in {*TIMES} & {*table.dtype.names}:
+                table[name] += self.shift
+        segment.events["seq"] += np.where(segment.events["seq"] < 0, 0, self.number)
+        return segment
+
+    def clock(self, rank):
+        return self.of(rank, "clock_model")
+
+
+def records(table, columns):
+    """A table as a record array."""
+    rows = np.zeros(len(table), schema.record_type(columns))
+    for column in columns:
+        rows[column.name] = table[column.name]
+    return rows
+
+
+def wall_seconds(before, after):
+    """From one time in ISO 8601 to another; 0 where one is not a time."""
+    try:
+        return int(
+            (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()
+        )
+    except ValueError:
+        return 0

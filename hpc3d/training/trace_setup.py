@@ -1,0 +1,66 @@
+"""The recorder of a run, and the environment that the run leaves on disk."""
+
+import time
+from datetime import UTC, datetime
+
+from hpc3d import __version__
+from hpc3d.config.load import to_toml
+from hpc3d.runtime.launch import cores_of_node
+
+# What the trace and what the training loop reads, in ns and in s: the same clock.
+CLOCKS = {
+    "wall": (time.monotonic_ns, time.monotonic),
+    "processor": (time.process_time_ns, time.process_time),
+}
+
+
+def recorded(job, mesh, config, folder, git, transport):
+    """The mesh with a recorder where the run is traced; rank 0 describes the environment."""
+    place = {**job.place(), "device": str(mesh.pool.device)}
+    places = job.gather(place)
+    if job.rank == 0:
+        from hpc3d.training.run_folder import describe
+
+        describe(folder, places, job.library())
+    if not config.trace.enabled:
+        return mesh
+    from hpc3d.trace.clock import Clocks
+
+    header = {
+        "rank": job.rank,
+        "world_size": job.size,
+        "axes": list(mesh.sizes),
+        "axis_sizes": list(mesh.sizes.values()),
+        "coords": [mesh.coord(axis) for axis in mesh.sizes],
+        **place,
+        "transport": transport,
+        "cores": cores_of_node(),
+        "run_id": folder.name,
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time_unit": "ns",
+        "config": to_toml(config),
+        "git": git,
+        "mpi": job.library(),
+        "version": __version__,
+    }
+    recorder = recorder_of(folder, header, mesh.pool, config)
+    if config.trace.clock == "wall":
+        nodes = [place["node"] for place in places]
+        recorder.clocks = Clocks(mesh.world, nodes, recorder.clock)
+    job.at_end.append(recorder.flush)
+    return mesh.traced(recorder)
+
+
+def recorder_of(folder, header, pool, config):
+    """The Recorder of the rank, which reads the clock of its device where it has one."""
+    clock, _ = CLOCKS[config.trace.clock]
+    if config.train.backend == "numpy":
+        from hpc3d.trace.recorder import Recorder
+
+        return Recorder(folder, header, clock=clock)
+    from hpc3d.trace.device_recorder import DeviceRecorder
+
+    cuda, nvtx = pool.device.cupy.cuda, config.trace.nvtx
+    timing = cuda.Event, cuda.get_elapsed_time
+    ranges = (cuda.nvtx.RangePush, cuda.nvtx.RangePop) if nvtx else None
+    return DeviceRecorder(folder, header, pool.device, timing, ranges, clock=clock)

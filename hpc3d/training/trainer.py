@@ -1,0 +1,177 @@
+"""A training step, the same on every rank."""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.arrays.pool import value_of
+from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gradient_buckets import Buckets
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import Part, build
+from hpc3d.pipeline.engine import Engine
+from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.weight_versions import WEIGHTS, InPlace
+from hpc3d.training import guard
+from hpc3d.training.graphed_step import replay_of
+from hpc3d.training.loss_scale import scale_of
+from hpc3d.training.microbatch_loader import Feed
+from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
+
+
+class Step(NamedTuple):
+    """What a step came to: `loss` a token, times in seconds, `communication` a share of the step,
+    `peak` the bytes of arrays on the fullest rank, `wish` the request to stop, the largest over
+    ranks."""
+
+    number: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    communication: float
+    peak: int
+    wish: int
+
+
+class Trainer:
+    """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0.
+
+    `clock` tells the seconds that a step and its parts take.
+    """
+
+    def __init__(
+        self,
+        mesh,
+        config,
+        vocabulary,
+        batches,
+        program=None,
+        clock=time.perf_counter,
+        feed=Feed,
+    ):
+        self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
+        program = program or program_of(config)
+        self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
+        self.shape = shape_of(config.model, vocabulary, train.fused_gelu)
+        stages = self.stages(program.placement)
+        self.parameters.allocate(config.seed)
+        self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
+        self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
+        self.weights = WEIGHTS.get(config.parallel.schedule, InPlace)(self.parameters)
+        self.engine = Engine(
+            mesh, stages, program.placement, self.buckets, self.weights, self.update, clock
+        )
+        self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
+        self.groups = program.steps(mesh.coord("p"), config.updates())
+        self.replay = replay_of(self, train.graph)
+        self.number, self.loss, self.norm = -1, 0.0, 0.0
+        self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
+        self.scaling, self.skipped = scale_of(train.dtype), False
+
+    def stages(self, placement):
+        """The stages of this rank, a chunk each."""
+        config, stage, layers = self.config, self.mesh.coord("p"), self.config.layers()
+        here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
+        parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
+        ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
+        twin = next(iter(ends - {stage}), None) if stage in ends else None
+        how = config.keep(), config.seed, config.parallel.recompute, twin
+        return build(self.mesh, self.parameters, self.shape, config.split(), parts, *how)
+
+    def step(self, number, wish=int):
+        """Step `number`: forward and backward of its microbatches, sums over ranks, update.
+
+        `wish()` is why this rank wants the run to stop after it: a number, 0 for going on.
+        """
+        trace, start = self.mesh.trace, self.clock()
+        trace.begin_step(number)
+        self.mesh.guard.begin(number, trace)
+        self.mesh.pool.reset_peak()
+        self.number = number
+        micros = self.feed.fetch(number, self.scaling.factor)
+        run = self.replay.run if self.replay else self.engine.run
+        run(next(self.groups), micros)
+        if self.config.alone:
+            self.share = self.engine.losses.pop(number, 0.0)
+            self.total()
+        self.mesh.pool.synchronize()
+        trace.phase = "other"
+        seconds = self.clock() - start
+        share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
+        self.mesh.guard.end()
+        spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
+        forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
+        rate = learning_rate(self.config.train, number)
+        trace.end_step(
+            self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward, self.skipped
+        )
+        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, wish)
+
+    def update(self):
+        """Sum the gradients, clip them to the global norm, update and start new ones."""
+        self.buckets.wait()
+        with self.mesh.trace.span("norm of the gradient"):
+            squares = self.parameters.sum_of_squares()
+        share = 0.0 if self.config.alone else self.engine.losses.pop(self.number, 0.0)
+        if self.replay:
+            self.replay.close(share, squares)
+        self.update_by(share, squares)
+
+    def update_by(self, share, squares):
+        """Update, with this rank's parts of the summed loss and of the squared norm; where a
+        gradient of a scaled loss overflows, all ranks leave that update out."""
+        self.share, self.squares = share, squares
+        scale, clip = 1 / self.scaling.factor, self.config.train.clip
+        if not self.config.alone:
+            self.total()
+            scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
+        if not self.skipped:
+            self.weights.before_update()
+            with self.mesh.trace.span("update"):
+                self.optimizer.update(learning_rate(self.config.train, self.number), scale)
+            self.buckets.gather()
+        self.buckets.begin()
+
+    def total(self):
+        """The mean loss of the step and the norm of the gradient, over all ranks.
+
+        All ranks see the same sums, so all of them stop or none.  A rank that has found something
+        wrong makes them not finite.  Of a scaled loss the gradient alone may be that.
+        """
+        self.share, self.squares = value_of(self.share), value_of(self.squares)
+        mine = np.array([self.share, self.squares])
+        if self.mesh.guard.settle():
+            mine[:] = np.nan
+        loss, squares = self.mesh.world.all_reduce(mine).wait()
+        self.loss = float(loss) / self.feed.valid[self.number]
+        self.norm = float(np.sqrt(squares)) / self.scaling.factor
+        self.skipped = bool(np.isfinite(self.loss) and not np.isfinite(self.norm))
+        if not np.isfinite(self.loss) or (self.skipped and not self.scaling.skipped()):
+            guard.refuse(self)
+        if not self.skipped:
+            self.scaling.good()
+
+    def worst(self, communication, wish):
+        """The mean share of communication, the highest peak of array bytes, the largest request to
+        stop."""
+        share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
+        most = np.array([self.mesh.pool.peak["all"], wish], np.float64)
+        peak, wish = self.mesh.world.all_reduce(most, "max").wait()
+        return float(share), int(peak), int(wish)
+
+
+def shape_of(model, vocabulary, fused_gelu=False):
+    return Shape(
+        model.layers,
+        model.hidden,
+        model.heads,
+        model.sequence,
+        vocabulary,
+        tied=model.tied,
+        gelu=model.gelu,
+        dropout=model.dropout,
+        fused_gelu=fused_gelu,
+    )

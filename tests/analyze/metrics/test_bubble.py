@@ -1,0 +1,87 @@
+"""The three parts of a pipeline's bubble, in schedules whose bubble is known."""
+
+import pytest
+
+from hpc3d.analyze.metrics.bubble import bubble_rows
+from hpc3d.analyze.metrics.pipeline_step import Passes
+from hpc3d.pipeline.instruction import parse
+from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.timeline import Cost, timeline
+from tests.analyze.naps import trained
+
+TF, TB, NAP = 2.0, 3.0, 0.05
+
+
+def rows_of(name, stages, micros, chunks=1, cost=(TF, TB, 0.0)):
+    return timeline(*streams(name, stages, micros, chunks), Cost(*cost))
+
+
+def parts(rows):
+    """(warm-up, steady, drain) of each stage; they add up to what no pass takes."""
+    found = []
+    start, end = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
+    for each, row in zip(bubble_rows(rows), rows):
+        idle = end - start - sum(end - start for start, end, _ in row)
+        assert each["span_s"] == pytest.approx(end - start)
+        assert each["idle_s"] == pytest.approx(idle)
+        found.append((each["warmup_s"], each["steady_s"], each["drain_s"]))
+        assert sum(found[-1]) == pytest.approx(idle)
+    return found
+
+
+def test_by_hand():
+    """Stage 0 is idle from 4 to 9 before its first backward pass, from 12 to 13 between that and
+    its last forward pass, from 15 to 20 and after 22; stage 1 from 0 to 4, 10 to 12 and 15 to 25.
+    """
+    stage_0 = [(0, 4, "F0"), (9, 12, "BW0"), (13, 15, "F1"), (20, 22, "BW1")]
+    stage_1 = [(4, 6, "F0"), (6, 10, "B0"), (12, 14, "F1"), (14, 15, "B1"), (25, 26, "W0")]
+    rows = [[(start, end, parse(text)) for start, end, text in row] for row in (stage_0, stage_1)]
+    assert parts(rows) == [(5, 1, 5 + 4), (4, 2, 10)]
+
+
+def test_a_stage_without_a_backward_pass_only_fills():
+    rows = [[(0, 4, parse("F0")), (6, 9, parse("BW0"))], [(4, 6, parse("F0"))]]
+    assert parts(rows) == [(2, 0, 0), (7, 0, 0)]
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 2), (4, 8), (4, 3)])
+def test_gpipe_fills_and_drains(stages, micros):
+    """Each stage waits i t_f for its first microbatch; and (p-1-i)(t_f + t_b) for the first that
+    comes back; the rest of (p-1)(t_f + t_b) after its last."""
+    for stage, found in enumerate(parts(rows_of("gpipe", stages, micros))):
+        below = stages - 1 - stage
+        assert found == pytest.approx((stage * TF + below * (TF + TB), 0, stage * TB))
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8)])
+def test_1f1b_fills_and_drains(stages, micros):
+    """In all (p-1)(t_f + t_b) (Narayanan et al. 2021); the first stage fills while it waits for
+    the others' t_b, the last while it waits for their t_f."""
+    found = parts(rows_of("1f1b", stages, micros))
+    for each in found:
+        assert sum(each) == pytest.approx((stages - 1) * (TF + TB))
+    ahead = stages - 1
+    assert found[-1] == pytest.approx((ahead * TF, 0, ahead * TB))
+    assert found[0][0] == pytest.approx(ahead * TB), "p forward passes fill p t_f"
+    assert found[0][2] == pytest.approx(ahead * TF)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
+def test_other_schedules_add_up(name):
+    chunks = 1 if name == "zb-h1" else 2
+    for each in parts(rows_of(name, 4, 8, chunks, cost=(1.0, 1.5, 0.5))):
+        assert min(each) >= 0
+
+
+def test_a_run_on_threads(tmp_path):
+    """A stage that sleeps eight times makes the other one wait: twice before the first gradient
+    comes, twice for the second, four times when its forward passes are over."""
+
+    def nap(recorder, name):
+        return NAP if name == "gelu" and recorder.layer == 7 else 0
+
+    sizes = {"mesh__p": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
+    rows = Passes(trained(tmp_path / "run", 2, nap, **sizes)).measured(1)
+    first, second = parts(rows)
+    assert sum(first) > 6 * NAP > sum(second)
+    assert first[0] > 0.5 * NAP and first[1] > 0.5 * NAP and first[2] > 3 * NAP

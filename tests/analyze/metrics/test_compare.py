@@ -1,0 +1,352 @@
+"""Runs beside each other: differences with known intervals, and scaling by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hpc3d.analyze.metrics.compare import (
+    T95,
+    _interval,
+    difference_rows,
+    gain_rows,
+    relative_error,
+    run_row,
+    scaling_rows,
+)
+from hpc3d.analyze.metrics.steady import Steady
+from hpc3d.config.load import to_toml
+from tests.analyze.naps import trained
+from tests.analyze.synthetic import by_hand, call, row
+from tests.analyze.traces import config_of
+
+ONE = {"compute": (90, 5, 6, 4, 5.5), "comm": (2, 2, 3, 2, 2)}  # ms in steps 0 to 4
+OTHER = {"compute": (7, 8, 7.5), "comm": (60, 2.5, 2), "io": (1, 1, 1)}
+NAP = 0.1
+
+
+def run_of(path, times):
+    """Two ranks that spend the same; steps of 100 ms."""
+    rows, steps = [], {}
+    for step in range(len(times["compute"])):
+        for rank in (0, 1):
+            begin = now = 100 * step
+            steps[rank, step] = begin, begin + 100
+            for category, spent in times.items():
+                end = now + spent[step]
+                if category == "comm":
+                    rows.append(call(rank, "all_reduce", now, end, step, step=step))
+                else:
+                    rows.append(row(rank, now, end, category, step=step))
+                now = end
+    return Steady(by_hand(path, rows, steps, [("x", (0, 1))]))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return run_of(tmp_path / "one.h5", ONE), run_of(tmp_path / "other.h5", OTHER)
+
+
+def test_differences_are_of_means_over_the_steps_but_the_first(pair):
+    rows = {each["category"]: each for each in difference_rows(*pair, ["category"])}
+    wanted = {
+        "compute": (np.mean([5, 6, 4, 5.5]), np.mean([8, 7.5])),
+        "comm": (np.mean([2, 3, 2, 2]), np.mean([2.5, 2])),
+        "io": (0, 1),
+        "step": (100, 100),
+        "unrecorded": (100 - 5.125 - 2.25, 100 - 7.75 - 2.25 - 1),
+    }
+    assert rows.keys() == wanted.keys()
+    for category, (ours, theirs) in wanted.items():
+        found = rows[category]
+        assert found["seconds"] == pytest.approx(ours * 1e-3)
+        assert found["other_seconds"] == pytest.approx(theirs * 1e-3)
+        assert found["difference_s"] == pytest.approx((theirs - ours) * 1e-3)
+
+
+def test_the_largest_difference_comes_first_after_the_step(pair):
+    rows = difference_rows(*pair, ["category"])
+    assert [each["category"] for each in rows] == ["step", "unrecorded", "compute", "io", "comm"]
+    whole, *others = difference_rows(*pair, ["category", "axis", "op"])
+    assert (whole["category"], whole["axis"], whole["op"]) == ("step", "", "")
+    for key in ("seconds", "other_seconds", "difference_s"):
+        assert sum(each[key] for each in others) == pytest.approx(whole[key])
+
+
+def test_keys_may_leave_the_category_out(pair):
+    rows = difference_rows(*pair, ["axis"])
+    found = {(each["category"], each["axis"]): each["seconds"] for each in rows}
+    assert found == {
+        ("step", ""): pytest.approx(0.1),
+        ("recorded", ""): pytest.approx(5.125e-3),
+        ("recorded", "x"): pytest.approx(2.25e-3),
+        ("unrecorded", ""): pytest.approx(92.625e-3),
+    }
+
+
+def test_the_table_is_students_t():
+    """Two-sided 95 % for 1 to 30 degrees of freedom, to three decimals as in any table of it."""
+    exact = stats.t.ppf(0.975, np.arange(1, 31))
+    assert [*T95] == exact.round(3).tolist()
+
+
+@pytest.mark.parametrize("counts", [(4, 2), (2, 2), (9, 30), (40, 60)])
+def test_the_interval_is_welchs(tmp_path, counts):
+    """With the degrees of freedom rounded down, so at least as wide as scipy's, and not much."""
+    random = np.random.default_rng(counts[0])
+    ours, theirs = (20 + random.normal(0, 1 + 2 * place, n) for place, n in enumerate(counts))
+    traces = [
+        run_of(tmp_path / f"{place}.h5", {"compute": (99, *times)})
+        for place, times in enumerate((ours, theirs))
+    ]
+    found = next(
+        each for each in difference_rows(*traces, ["category"]) if each["category"] == "compute"
+    )
+    exact = stats.ttest_ind(theirs, ours, equal_var=False).confidence_interval(0.95)
+    middle = theirs.mean() - ours.mean()
+    assert (found["low"] + found["high"]) * 500 == pytest.approx(middle, abs=1e-6)
+    assert found["low"] * 1e3 <= exact.low + 1e-3 and found["high"] * 1e3 >= exact.high - 1e-3
+    free = stats.ttest_ind(theirs, ours, equal_var=False).df
+    wide = stats.t.ppf(0.975, min(int(free), 30)) / stats.t.ppf(0.975, free)
+    assert (found["high"] - found["low"]) * 1e3 == pytest.approx(
+        wide * (exact.high - exact.low), rel=2e-3
+    )
+
+
+def test_one_step_has_no_interval_and_equal_steps_a_narrow_one(tmp_path, pair):
+    single = run_of(tmp_path / "single.h5", {"compute": (5,)})
+    assert {each["low"] for each in difference_rows(single, pair[0])} == {None}
+    same = run_of(tmp_path / "same.h5", {"compute": (5, 6, 6)})
+    other = run_of(tmp_path / "more.h5", {"compute": (5, 8, 8)})
+    rows = {each["category"]: each for each in difference_rows(same, other, ["category"])}
+    assert rows["compute"]["low"] == pytest.approx(2e-3) == rows["compute"]["high"]
+
+
+@pytest.mark.parametrize("times", [(7,), (9, 7), (9, 6, 8)])
+def test_the_first_step_is_left_out_where_there_are_others(times, tmp_path):
+    trace = run_of(tmp_path / "t.h5", {"compute": times})
+    rows = {each["category"]: each for each in difference_rows(trace, trace, ["category"])}
+    assert rows["compute"]["seconds"] == pytest.approx(7e-3)
+
+
+def test_a_layer_that_got_slower_is_found(tmp_path):
+    def nap(recorder, name):
+        slow = recorder.layer == 1 and recorder.phase == "forward"
+        return NAP if slow and name == "gelu" else 0
+
+    sizes = {"mesh__x": 2, "model__layers": 2, "parallel__scheme": "1d", "train__steps": 6}
+    plain = Steady(trained(tmp_path / "plain", 2, **sizes))
+    slow = Steady(trained(tmp_path / "slow", 2, nap, **sizes))
+    whole, first, *_ = difference_rows(plain, slow, ("category", "phase", "layer"))
+    assert (first["category"], first["phase"], first["layer"]) == ("compute", "forward", 1)
+    assert 0 < first["low"] < first["difference_s"] < first["high"]
+    assert first["difference_s"] == pytest.approx(NAP, rel=0.3)
+    assert whole["low"] > 0
+
+
+# Scaling
+
+
+def scheme_of(
+    path, name, mesh, batch=24, hidden=8, step=100, passes=(0.03, 0.05), flops=1e9, **values
+):
+    """A run of two steps in which each rank makes `flops` a step, on a mesh {axis: size} or on so
+    many ranks along x."""
+    mesh = {"x": mesh} if isinstance(mesh, int) else mesh
+    mesh, ranks = dict.fromkeys("pdxyz", 1) | mesh, math.prod(mesh.values())
+    values |= {"parallel__scheme": name, "train__batch": batch, "model__hidden": hidden}
+    values |= {f"mesh__{axis}": size for axis, size in mesh.items()}
+    config = config_of(ranks, **{"model__heads": 8, **values})
+    steps = {(rank, at): (1000 * at, 1000 * at + step) for rank in range(ranks) for at in (0, 1)}
+    rows = [
+        row(rank, at, at + 1, flops=flops, step=number)
+        for (rank, number), (at, _) in steps.items()
+    ]
+    results = {"forward_s": passes[0], "backward_s": passes[1], "tokens": 4 * batch}
+    text = {"config": to_toml(config), "axes": " ".join(mesh), "axis_sizes": [*mesh.values()]}
+    return run_row(by_hand(path, rows, steps, results=results, **text))
+
+
+SETTING = (
+    "model.kind = gpt2, model.vocabulary = None, model.tied = True, model.gelu = tanh, "
+    "model.dropout = 0.0, train.optimizer = adamw, train.dtype = float32"
+)
+
+
+def test_a_row_of_a_run(tmp_path):
+    found = scheme_of(tmp_path / "t.h5", "1d", 2)
+    assert found == {
+        "run": "1d, x=2",
+        "layout": "1d",
+        "family": "1d",
+        "ranks": 2,
+        "p": 1,
+        "d": 1,
+        "batch": 24,
+        "layers": 8,
+        "hidden": 8,
+        "heads": 8,
+        "sequence": 4,
+        "recompute": "none",
+        "setting": SETTING,
+        "forward_s": 0.03,
+        "backward_s": 0.05,
+        "average_step_s": pytest.approx(0.08 / 24),
+        "average_step_error": None,
+        "step_s": pytest.approx(0.1),
+        "step_error": None,
+        "tokens_per_s": pytest.approx(960),
+        "tokens_per_s_rank": pytest.approx(480),
+        "flop_per_s": pytest.approx(2e10),
+    }
+
+
+def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
+    """The same work in 100, 60 and 40 ms."""
+    runs = [
+        scheme_of(tmp_path / f"{ranks}.h5", "1d", ranks, step=step, flops=8e9 / ranks)
+        for ranks, step in ((1, 100), (2, 60), (4, 40))
+    ]
+    rows = scaling_rows(runs)
+    assert [each["scaling"] for each in rows] == ["strong"] * 3
+    assert [each["speedup"] for each in rows] == pytest.approx([1, 100 / 60, 100 / 40])
+    assert [each["efficiency"] for each in rows] == pytest.approx([1, 5 / 6, 5 / 8])
+
+
+def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
+    """Twice the batch on twice the ranks in 5 / 4 of the time; four times the parameters on twice
+    the ranks, and on four times the ranks; half the work."""
+    runs = [
+        scheme_of(tmp_path / "1.h5", "1d", 1),
+        scheme_of(tmp_path / "2.h5", "1d", 2, batch=48, step=125),
+        scheme_of(tmp_path / "3.h5", "1d", 2, hidden=16, step=200, flops=1.5e9),
+        scheme_of(tmp_path / "4.h5", "1d", 4, hidden=16, step=200, flops=1.5e9),
+        scheme_of(tmp_path / "5.h5", "1d", 1, batch=12, flops=5e8),
+    ]
+    rows = scaling_rows(runs)
+    assert [each["scaling"] for each in rows] == ["strong", "weak", "other", "weak", "other"]
+    assert [each["speedup"] for each in rows] == [
+        1,
+        pytest.approx(1.6),
+        None,
+        pytest.approx(3),
+        None,
+    ]
+    assert [each["efficiency"] for each in rows] == [
+        1,
+        pytest.approx(0.8),
+        None,
+        pytest.approx(0.75),
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "scaling"), [(44, "weak"), (43, "other"), (52, "weak"), (53, "other")]
+)
+def test_work_may_differ_by_a_tenth_in_weak_scaling(batch, scaling, tmp_path):
+    """Two ranks with 48 sequences would have as much each as one rank with 24."""
+    one = scheme_of(tmp_path / "1.h5", "1d", 1)
+    two = scheme_of(tmp_path / "2.h5", "1d", 2, batch=batch)
+    assert [each["scaling"] for each in scaling_rows([one, two])] == ["strong", scaling]
+
+
+FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
+
+
+def test_gains_are_over_the_best_run_of_another_scheme(tmp_path):
+    """Seconds of forward and backward by batch, as in arXiv:2105.14450, and those of steps."""
+    runs = [
+        scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24), step=500),  # 20 ms a sequence
+        scheme_of(tmp_path / "b.h5", "1d-sequence", 8, passes=(0.18, 0.18), step=600),  # 15
+        scheme_of(tmp_path / "c.h5", "2d", FLAT, passes=(0.10, 0.14), step=400),  # 10
+        scheme_of(tmp_path / "d.h5", "3d", CUBE, passes=(0.06, 0.06), step=200),  # 5
+    ]
+    keys = ("over_1d", "over_2d", "step_over_1d", "step_over_2d")
+    gains = [tuple(each[key] for key in keys) for each in gain_rows(runs)]
+    approx = [tuple(each and pytest.approx(each) for each in row) for row in [
+        (None, 10 / 20, None, 4 / 5),
+        (None, 10 / 15, None, 4 / 6),
+        (1.5, None, 1.25, None),
+        (3, 2, 2.5, 2),
+    ]]  # fmt: skip
+    assert gains == approx
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "others"),
+    [
+        ("3d", {"x": 8}, {}),
+        ("3d", {"p": 8}, {"parallel__schedule": "1f1b", "parallel__microbatches": 8}),
+        ("3d", {"d": 8}, {}),
+        ("3d", {"x": 2, "y": 1, "z": 2}, {}),
+        ("3d", CUBE, {"batch": 48}),
+        ("3d", CUBE, {"hidden": 16}),
+        ("3d", CUBE, {"model__heads": 4}),
+        ("3d", {"d": 2, "x": 2, "z": 2}, {}),
+    ],
+)
+def test_what_is_another_scheme_or_no_peer_has_no_gain(tmp_path, name, mesh, others):
+    runs = [
+        scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24)),
+        scheme_of(tmp_path / "b.h5", name, mesh, passes=(0.06, 0.06), **others),
+    ]
+    assert gain_rows(runs) == []
+
+
+@pytest.mark.parametrize(
+    "other", [{"train__dtype": "float64"}, {"model__vocabulary": 99}, {"train__optimizer": "sgd"}]
+)
+def test_another_load_has_no_speedup_and_no_gain(tmp_path, other):
+    runs = [
+        scheme_of(tmp_path / "a.h5", "1d", 8, step=436),
+        scheme_of(tmp_path / "b.h5", "3d", CUBE, **other),
+    ]
+    _, row = scaling_rows(runs)
+    assert (row["scaling"], row["speedup"], row["efficiency"]) == ("other", None, None)
+    assert gain_rows(runs) == []
+    runs[1] = scheme_of(tmp_path / "c.h5", "3d", CUBE)
+    assert scaling_rows(runs)[1]["speedup"] == gain_rows(runs)[1]["step_over_1d"]
+    assert gain_rows(runs)[1]["step_over_1d"] == pytest.approx(4.36)
+
+
+def test_what_is_computed_again_is_no_speedup(tmp_path):
+    """Full recomputation makes a third more operations of the same work."""
+    again = {"parallel__recompute": "full", "flops": 4e9 / 3}
+    runs = [scheme_of(tmp_path / "1.h5", "1d", 1), scheme_of(tmp_path / "2.h5", "1d", 1, **again)]
+    assert [row["speedup"] for row in scaling_rows(runs)] == pytest.approx([1, 1])
+    more = scheme_of(tmp_path / "3.h5", "1d", 2, batch=48, **again)
+    assert scaling_rows([runs[0], more])[1]["scaling"] == "other"
+
+
+@pytest.mark.parametrize("count", [6, 7, 20, 99])
+def test_the_interval_of_a_ratio_of_medians_holds_what_it_says(count):
+    """Of log-normal times, whose medians are 2 : 1, in about 95 % of all cases."""
+    random, times = np.random.default_rng(count), []
+    for _ in range(2000):
+        one, other = np.exp(random.normal(0, 0.3, (2, count)))
+        ratio = 2 * np.median(one) / np.median(other)
+        found = _interval("r", ratio, relative_error(2 * one), relative_error(other))
+        times.append(found["r_low"] <= 2 <= found["r_high"])
+    assert 0.93 < np.mean(times) < 0.99
+
+
+def test_an_interval_is_known_of_six_steps_or_more():
+    assert relative_error(np.array([1.0, 2, 3, 4, 5])) is None
+    assert relative_error(np.array([1.0, 2, 3, 4, 5, 6])) == pytest.approx(np.log(6) * 6**0.5 / 10)
+    assert relative_error(np.full(6, 3.0)) == 0.0
+    assert relative_error(np.array([0.0, 2, 3, 4, 5, 6])) is None
+    assert relative_error(np.array([np.nan, 2, 3, 4, 5, 6])) is None
+
+
+def test_what_is_not_known_is_none(tmp_path):
+    steps = {(0, 0): (0, 100)}
+    nothing = {"forward_s": float("nan"), "backward_s": float("nan")}
+    trace = by_hand(
+        tmp_path / "t.h5", [row(0, 0, 1)], steps, results=nothing, config="who = knows"
+    )
+    (found,) = scaling_rows([run_row(trace)])
+    unknown = ("batch", "family", "forward_s", "average_step_s", "speedup", "efficiency")
+    assert [found[key] for key in unknown] == [None] * len(unknown)
+    assert found["step_s"] == pytest.approx(0.1)

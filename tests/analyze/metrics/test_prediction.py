@@ -1,0 +1,55 @@
+"""A prediction beside what the small run of tests.analyze.small took."""
+
+import pytest
+
+from hpc3d import trace
+from hpc3d.analyze.metrics.prediction import prediction_rows
+from hpc3d.analyze.report.run_analysis import examine
+from hpc3d.trace.annotations import write_prediction
+from tests.analyze.small import small
+
+PREDICTED = [
+    # quantity, stage, rank, step: predicted; measured, ratio
+    (("step_s", -1, -1, -1, 0.005), 0.010, 0.5),
+    (("peak_parameter_bytes", 0, 1, -1, 25.0), 20, 1.25),
+    (("peak_all_bytes", 0, 1, -1, 100.0), None, None),
+    (("peak_gradient_bytes", 0, 0, -1, 7.0), None, None),
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "trace.h5"
+    small(path).close()
+    of_one_step = ("step_s", -1, -1, 3, 1.0)
+    rows = [row for row, *_ in PREDICTED] + [of_one_step]
+    quantity, stage, rank, step, value = map(list, zip(*rows))
+    columns = {"quantity": quantity, "stage": stage, "rank": rank, "step": step, "value": value}
+    write_prediction(path, columns)
+    return path
+
+
+def test_a_prediction_is_beside_its_measurement(path):
+    with trace.open(path) as opened:
+        rows = prediction_rows(opened)
+        shown = examine(opened).tables["prediction"]
+    assert shown == rows
+    assert [tuple(row.values()) for row in rows] == [
+        (quantity, stage, rank, value, measured and pytest.approx(measured), ratio)
+        for (quantity, stage, rank, _, value), measured, ratio in PREDICTED
+    ]
+
+
+def test_without_a_prediction_there_is_no_table(tmp_path):
+    with small(tmp_path / "trace.h5") as opened:
+        assert prediction_rows(opened) == []
+
+
+def test_processor_time_is_not_that_of_a_step(tmp_path, path):
+    with small(tmp_path / "other.h5", config='[trace]\nclock = "processor"\n') as opened:
+        assert prediction_rows(opened) == []
+    columns = {"quantity": ["step_s"], "stage": [-1], "rank": [-1], "step": [-1], "value": [1.0]}
+    write_prediction(tmp_path / "other.h5", columns)
+    with trace.open(tmp_path / "other.h5") as opened:
+        (row,) = prediction_rows(opened)
+    assert (row["predicted"], row["measured"], row["ratio"]) == (1.0, None, None)

@@ -1,0 +1,96 @@
+"""Who is called a straggler: where all ranks are alike nobody, and one that is slower."""
+
+import numpy as np
+import pytest
+
+from hpc3d.analyze.metrics.stragglers import (
+    CHANCE,
+    LEAST,
+    chance,
+    straggler,
+    straggler_rows,
+    work_of,
+)
+from hpc3d.analyze.metrics.wait_states import calls_of
+from tests.analyze.synthetic import by_hand, call, row
+
+STEP = 1.0
+
+
+def alike(ranks, steps, seed):
+    return np.random.default_rng(seed).normal(0.5, 0.05, (ranks, steps))
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 19), (8, 4), (8, 19), (64, 3), (64, 19)])
+def test_where_all_ranks_are_alike_hardly_ever_is_one_named(ranks, steps):
+    named = [straggler(alike(ranks, steps, seed), STEP) is not None for seed in range(400)]
+    assert np.mean(named) <= CHANCE
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 19), (8, 4), (8, 19), (64, 3), (64, 19)])
+def test_a_rank_that_is_slower_than_all_scatter_is_named(ranks, steps):
+    work = alike(ranks, steps, 0)
+    work[ranks - 1] += 0.5
+    assert straggler(work, STEP) == ranks - 1
+
+
+def test_ranks_that_do_the_same_to_the_last_bit_are_no_stragglers():
+    assert straggler(np.full((4, 19), 0.5), STEP) is None
+
+
+@pytest.mark.parametrize(("more", "named"), [(LEAST * 1.01, 3), (LEAST * 0.99, None)])
+def test_a_difference_that_costs_nothing_is_none(more, named):
+    """However certain it is."""
+    work = np.full((4, 19), 0.5)
+    work[3] += more * STEP
+    assert straggler(work, STEP) == named
+
+
+@pytest.mark.parametrize(("steps", "named"), [(3, None), (4, 1), (5, 1)])
+def test_so_few_steps_tell_nothing(steps, named):
+    """Of 4 ranks one is the slowest in 3 of 3 steps by chance in 4 of 64 cases."""
+    work = np.full((4, steps), 0.5)
+    work[1] += 0.1
+    assert straggler(work, STEP) == named
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps"), [(1, 5), (4, 0)], ids=["one rank", "no step of all ranks"]
+)
+def test_nothing_to_compare(ranks, steps):
+    assert straggler(np.ones((ranks, steps)), STEP) is None
+
+
+def test_the_bound_is_one_of_the_binomial_distribution():
+    assert chance(3, 3, 4) == pytest.approx(4 * 4**-3)
+    assert chance(5, 20, 4) == chance(0, 20, 4) == 1.0
+    for count in range(6, 21):
+        exact = sum(np.random.default_rng(1).binomial(20, 0.25, 100_000) >= count) / 100_000
+        assert 4 * exact <= chance(count, 20, 4) + 0.01
+
+
+def run_of(path, slow=0):
+    """Six steps of 100 ms of two ranks: both work for 40 to 45 ms, by turns, rank 1 `slow` ms
+    more, and meet."""
+    rows, steps = [], {}
+    for step in range(6):
+        begin = 100 * step
+        ends = [begin + 40 + 5 * ((rank + step) % 2) + slow * rank for rank in (0, 1)]
+        for rank, end in enumerate(ends):
+            steps[rank, step] = begin, begin + 100
+            rows.append(row(rank, begin, end, step=step))
+            rows.append(call(rank, "all_reduce", end, begin + 100, step, step=step, posted=end))
+    return by_hand(path, rows, steps, [("x", (0, 1))])
+
+
+@pytest.mark.parametrize(("slow", "named"), [(0, []), (20, [1])])
+def test_the_table_names_it(tmp_path, slow, named):
+    calls = calls_of(run_of(tmp_path / "t.h5", slow))
+    odd = [40 + 5 * (step % 2) for step in range(6)]
+    even = [45 - 5 * (step % 2) + slow for step in range(6)]
+    assert work_of(calls) * 1e3 == pytest.approx(np.array([odd, even]))
+    rows = straggler_rows(calls)
+    assert [each["rank"] for each in rows if each["straggler"] == "yes"] == named
+    assert {each["rank"]: each["work_s"] for each in rows} == pytest.approx(
+        {0: 0.0425, 1: 0.0425 + slow * 1e-3}
+    )

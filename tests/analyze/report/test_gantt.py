@@ -1,0 +1,88 @@
+"""The picture of timelines, by what is in the figure."""
+
+import numpy as np
+import pytest
+
+from hpc3d.analyze.report.gantt import draw_gantt, gantt, spans
+from hpc3d.analyze.report.plot_matplotlib import COLOURS
+from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.timeline import Cost, timeline
+
+MEASURED = [
+    [(0.0, 1.0, "F", "0"), (1.0, 1.4, "message", ""), (3.0, 5.0, "BW", "0")],
+    [(1.4, 2.4, "F", "0"), (2.4, 2.402, "BW", "17"), (4.5, 6.0, "reduce", ""), (6, 7, "step", "")],
+]
+
+
+def bars(panel):
+    """(colour, left, right, height) of every bar."""
+    for collection in panel.collections:
+        colour = tuple(collection.get_facecolor()[0][:3])
+        for path in collection.get_paths():
+            left, low, right, high = path.get_extents().extents
+            yield colour, left, right, high - low
+
+
+def rgb(text):
+    return pytest.approx([int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+
+
+def test_bars_lie_where_the_spans_are():
+    (panel,) = gantt([("measured", MEASURED)]).axes
+    found = sorted((round(left, 6), round(right, 6)) for _, left, right, _ in bars(panel))
+    assert found == sorted((start, end) for row in MEASURED for start, end, *_ in row)
+    assert panel.get_title(loc="left") == "measured"
+    low, high = panel.get_ylim()
+    assert low > high, "stage 0 is on top"
+
+
+def test_a_kind_has_its_colour_and_a_later_chunk_is_lighter():
+    rows = [[(0, 1, "F", "0"), (1, 2, "1F", "0"), (2, 3, "2F", "0"), (3, 4, "B", "0")]]
+    (panel,) = gantt([("", rows)]).axes
+    colours = [colour for colour, *_ in sorted(bars(panel), key=lambda bar: bar[1])]
+    assert list(colours[0]) == rgb(COLOURS[0])
+    assert list(colours[3]) == rgb(COLOURS[1])
+    assert sum(colours[0]) < sum(colours[1]) < sum(colours[2]) < 3
+    assert len(set(colours)) == 4
+
+
+def test_numbers_are_written_where_they_fit():
+    (panel,) = gantt([("", MEASURED)]).axes
+    assert sorted(text.get_text() for text in panel.texts) == ["0", "0", "0"]
+
+
+def test_messages_and_reductions_are_thin():
+    (panel,) = gantt([("", MEASURED)]).axes
+    heights = {round(left, 6): round(height, 6) for _, left, _, height in bars(panel)}
+    assert heights[1.0] == heights[4.5] < heights[0.0] / 2
+
+
+def test_panels_share_a_clock_and_one_legend():
+    figure = gantt([("measured", MEASURED), ("simulated", spans(small()))])
+    above, below = figure.axes
+    assert above.get_xlim() == below.get_xlim() == (0.0, 9.0)
+    (legend,) = figure.legends
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["forward", "backward", "message", "reduction", "optimiser"]
+
+
+def small():
+    return timeline(*streams("pipedream", 2, 2), Cost(1, 1, 1))
+
+
+def test_spans_of_a_timeline():
+    rows = spans(small())
+    assert rows[1][:3] == [(1, 2, "F", "0"), (2, 4, "BW", "0"), (4, 4, "step", "")]
+    chunks = spans(timeline(*streams("zb-v", 1, 1, 2), Cost(2, 2, 2)))
+    assert [span.kind for span in chunks[0]] == ["F", "1F", "1B", "1W", "B", "W"]
+
+
+def test_the_file_is_a_picture(tmp_path):
+    from matplotlib.image import imread
+
+    draw_gantt([("measured", MEASURED)], tmp_path / "gantt.png")
+    picture = imread(tmp_path / "gantt.png")[..., :3]
+    assert picture.shape[1] == 2000
+    for colour in (COLOURS[0], COLOURS[3]):
+        wanted = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        assert (np.abs(picture - wanted).max(axis=-1) < 0.01).sum() > 1000

@@ -1,0 +1,293 @@
+"""The page of a report: whole, by itself, and safe whatever a trace calls things."""
+
+import csv
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+
+from hpc3d import trace
+from hpc3d.analyze.report import charts, figure_list, html
+from hpc3d.analyze.report.run_analysis import compare, examine
+from hpc3d.analyze.report.run_tables import OF_A_RUN
+from hpc3d.analyze.report.table_notes import MEANING
+from hpc3d.analyze.report.write import write
+from hpc3d.trace.annotations import write_prediction
+from tests.analyze.naps import trained
+from tests.analyze.small import ROWS, small
+
+PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
+VOID = {"meta", "img", "input", "br"}
+HOSTILE = (
+    r"/../$\frac</script><script>alert(1)</script><img src=http://example.org/x onerror=alert(2)>"
+)
+
+
+class Reader(HTMLParser):
+    """Elements, their attributes and text; an element that is not closed is an error."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.values, self.words = [], Counter(), [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.values += [(tag, *pair) for pair in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & {*self.open}:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The report of a real pipeline of 2 stages on 4 ranks."""
+    out = tmp_path_factory.mktemp("report")
+    trained(out / "run", 4, **PIPELINE).close()
+    whole = {"step": [-1], "stage": [-1], "rank": [-1]}
+    write_prediction(out / "run" / "trace.h5", {"quantity": ["step_s"], "value": [0.5]} | whole)
+    with h5py.File(out / "run" / "trace.h5", "r+") as file:  # the last update is between steps
+        file["events/step"][np.flatnonzero(file["events/seq"][:] < 0)[-1]] = -1
+    with trace.open(out / "run") as opened:
+        write(compare([opened], [examine(opened, peak=1e9)]), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def reported(opened, out):
+    """The page of one trace."""
+    write(compare([opened], [examine(opened)]), out)
+    return (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing(page):
+    found = Reader(page).values
+    addresses = [value for _, key, value in found if key in ("src", "href", "action", "poster")]
+    assert all(value.startswith(("data:image/", "#")) for value in addresses)
+    assert not {("link", key) for tag, key, _ in found if tag in ("link", "iframe", "object")}
+    (policy,) = [value for *_, value in found if value and value.startswith("default-src")]
+    assert policy.startswith("default-src 'none';") and "http" not in policy
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style and "@import" not in style
+
+
+def test_the_page_is_light(page):
+    assert len(page) < 3e6
+
+
+def test_every_link_has_its_target(page):
+    found = Reader(page).values
+    names = [value for _, key, value in found if key == "id"]
+    assert len(names) == len(set(names))
+    assert {value[1:] for _, key, value in found if key == "href"} <= {*names}
+
+
+def test_the_page_has_every_table_and_what_it_means(page):
+    text = Reader(page).text
+    for sheet in OF_A_RUN:
+        if sheet.brief >= 0:
+            assert re.search(rf"{re.escape(sheet.title)} \d+ rows? what it means", text), (
+                sheet.name
+            )
+        assert " ".join(html.prose(MEANING[sheet.name]).split()) in " ".join(page.split())
+    for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):
+        assert word in text or word == "12.5%"
+
+
+def test_the_page_has_every_picture_for_screen_and_paper(page, folder):
+    names = {path.stem for path in (folder / "figures").iterdir()}
+    assert {"loss", "timeline", "ranks", "phases", "path", "waits", "stragglers"} < names
+    assert {"traffic", "traffic-p", "traffic-x", "pipeline", "memory"} < names
+    found = Reader(page)
+    assert found.tags["img"] == found.tags["figure"] == len(names)
+    kinds = Counter(value for tag, key, value in found.values if (tag, key) == ("img", "class"))
+    assert kinds == {"paper": len(names) - 1, "both": 1}, "the pipeline's has one form only"
+    assert {path.suffix for path in (folder / "figures").iterdir()} == {".png", ".svg"}
+    assert (folder / "report.md").read_text().count("](figures/") == len(names)
+
+
+def test_the_numbers_that_one_looks_for_first(tmp_path):
+    with small(tmp_path / "trace.h5", config='name = "small"') as opened:
+        run = examine(opened, peak=1e12)
+        found = {title: (value, note) for title, value, note in html.cards(run)}
+        assert run.missing == []
+    assert found["step"] == ("10.00 ms", "10.00 to 10.00")
+    assert found["straggler"] == ("none", "no rank is slower by more than chance")
+    assert found["imbalance"][0] == "1.273"  # 7 / ((4 + 7) / 2)
+    assert found["communication"][0] == "35.0%"  # (5 + 2) of 20 ms
+    assert found["communication"][1].startswith("waiting 15.0%")
+    assert found["loss"][0] == "2.5000"
+    assert found["memory"][0] == "40B"
+    assert found["MFU"][1] == "HFU 45.0%"  # 9 GFLOP in 10 ms on 2 ranks of 1 TFLOP/s
+    assert "bubble" not in found
+
+
+def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
+    rows = [
+        {"rank": 0, "parameter": 30, "activation": 50, "all": 60},
+        {"rank": 1, "parameter": 20, "activation": 70, "all": 75},
+        {"rank": None, "parameter": 50, "activation": 120, "all": 135},
+    ]
+    assert html._memory(rows) == ("75B", "at one time on rank 1, the fullest")
+    run = SimpleNamespace(tables={"memory_ranks": rows})
+    assert [*charts.memory(run).parts] == ["parameter", "activation"], "all is no part of a bar"
+
+
+def test_a_straggler_is_named_only_if_there_is_one():
+    rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no"} for rank in (1, 0)]
+    assert html._straggler(rows)[0] == "none"
+    rows[1]["straggler"] = "yes"
+    assert html._straggler(rows) == ("rank 0", "others wait 3.00 ms for it")
+
+
+@pytest.mark.slow
+def test_names_in_a_trace_are_text(tmp_path):
+    path = tmp_path / "trace.h5"
+    small(path, run_id=HOSTILE, missing=HOSTILE, device=HOSTILE).close()
+    with h5py.File(path, "r+") as file:
+        names = file["strings/name"]
+        names[:] = [f"{HOSTILE} {number}" for number in range(len(names))]
+        file["groups/axis"][:] = HOSTILE
+    with trace.open(path) as opened:
+        text = reported(opened, tmp_path / "out")
+    found = Reader(text)
+    with small(tmp_path / "plain.h5") as opened:
+        plain = Reader(reported(opened, tmp_path / "plain"))
+    assert found.tags["script"] == plain.tags["script"]
+    assert "http://example.org/x" not in [value for *_, value in found.values]
+    assert found.text.count(HOSTILE) >= 4
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_on_top(tmp_path):
+    with small(tmp_path / "trace.h5", missing="rank 7: no segment") as opened:
+        text = Reader(reported(opened, tmp_path / "out")).text
+    assert "The trace is incomplete; missing are: rank 7: no segment" in text
+    assert "The trace is complete" not in text
+
+
+@pytest.mark.slow
+def test_a_trace_that_contradicts_itself_says_so(tmp_path):
+    late = {**ROWS[0], "t_start": ROWS[0]["t_start"] + 500_000_000}
+    with small(tmp_path / "trace.h5") as sound, small(tmp_path / "two.h5", [late]) as other:
+        assert "contradicts" not in reported(sound, tmp_path / "sound")
+        text = Reader(reported(other, tmp_path / "other")).text
+    assert "The trace contradicts itself: /events:" in text
+    assert "contradicts" in (tmp_path / "other" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_page_of_several_runs_has_a_section_each(tmp_path):
+    with small(tmp_path / "one.h5") as one, small(tmp_path / "two.h5", run_id="two") as two:
+        report = compare([one, two], [examine(each) for each in (one, two)])
+        write(report, tmp_path)
+    found = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert {"comparison", "run-1", "run-2"} <= {
+        value for _, key, value in found.values if key == "id"
+    }
+    assert "Differences from the first run" in found.text and "Speed-up" not in found.text
+    stems = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert {"loss", "runs", "timeline-1", "timeline-2"} <= stems
+    assert found.tags["img"] == len(stems)
+
+
+def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
+    with small(tmp_path / "trace.h5", config='[trace]\nclock = "processor"\n') as opened:
+        run = examine(opened)
+        report = compare([opened], [run])
+    (line,) = run.missing
+    assert line.startswith("the time on the wall, for each rank counted its own processor time")
+    names = {picture.name for picture in figure_list.of_run(run)}
+    assert names == {"ranks", "phases", "traffic", "traffic-x", "hosts", "memory"}
+    assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
+    for row, exposed in zip(run.tables["ranks"], (5e-3, 2e-3)):
+        assert row["wait_s"] is row["transfer_s"] is None
+        assert row["exposed_s"] == pytest.approx(exposed)
+    parts = charts.ranks(run).parts
+    assert parts.keys() == {"compute", "exposed", "unrecorded"}
+    assert sum(values[0] for _, values in parts.values()) == pytest.approx(10)
+    write(report, tmp_path)
+    page = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    shown = page.text.split("What the numbers mean")[1]
+    for text in (shown, (tmp_path / "report.md").read_text(encoding="utf-8")):
+        assert line in text
+        assert not any(word in text for word in ("wait [ms]", "transfer [ms]", "waiting", "arrow"))
+    assert {path.stem for path in (tmp_path / "tables").iterdir()}.isdisjoint(
+        ("path", "waits", "stragglers", "collectives", "pipeline")
+    )
+    with (tmp_path / "tables/ranks.csv").open(newline="") as file:
+        assert {row[key] for row in csv.DictReader(file) for key in ("wait_s", "transfer_s")} == {
+            ""
+        }
+
+
+def test_processor_time_is_not_compared(tmp_path):
+    wall, processor = "", '[trace]\nclock = "processor"\n'
+    for place, configs in enumerate([(wall, processor), (wall, wall), (processor, processor)]):
+        paths = [tmp_path / f"{place}-{number}.h5" for number in (1, 2)]
+        traces = [small(path, config=config) for path, config in zip(paths, configs)]
+        report = compare(traces, [examine(each) for each in traces])
+        compared = [bool(report.tables[name]) for name in ("scaling", "differences")]
+        assert compared == [processor not in configs] * 2
+        told = ["how runs scale and differ" in " ".join(run.missing) for run in report.runs]
+        assert told == [config == processor for config in configs]
+
+
+def test_processor_time_has_no_rates(tmp_path):
+    config = '[trace]\nclock = "processor"\n'
+    with small(tmp_path / "trace.h5", config=config) as opened:
+        tables = examine(opened, peak=1e9).tables
+    rates = [tables["step"][0]["tokens_per_s"]]
+    rates += [tables["efficiency"][0][key] for key in ("recorded_flop_per_s", "mfu", "hfu")]
+    assert rates == [None] * 4
+    assert tables["efficiency"][0]["recorded_flop"] == 9e9
+
+
+def test_events_that_were_dropped_are_a_doubt(tmp_path):
+    small(tmp_path / "trace.h5").close()
+    with h5py.File(tmp_path / "trace.h5", "r+") as file:
+        file["ranks/dropped"][1] = 7
+    with trace.open(tmp_path / "trace.h5") as opened:
+        (line,) = examine(opened).missing
+    assert line.startswith("events of rank 1: trust only the step, loss and memory tables")
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [(0, None), (1, "1 for 2 ranks a host: they take turns"), (2, "2 for 2 ranks a host")],
+)
+def test_ranks_that_take_turns_are_told(tmp_path, cores, text):
+    with small(tmp_path / "trace.h5", hosts=["a", "a"], cores=cores) as opened:
+        found = examine(opened).about.get("cores")
+    assert (found and found[: len(text)]) == text
+    assert not text or ("turns" in found) == (cores == 1)
+
+
+def test_a_step_that_is_not_there_is_refused(tmp_path):
+    with small(tmp_path / "trace.h5") as opened, pytest.raises(ValueError, match="step 5"):
+        examine(opened, step=5)
+
+
+def test_texts_become_paragraphs():
+    found = "<p>One <b>heading</b>\ngoes on.</p>\n<p>Two &lt;b&gt;.</p>"
+    assert html.prose("One `heading`\ngoes on.\n\nTwo <b>.") == found

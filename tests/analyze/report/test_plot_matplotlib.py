@@ -1,0 +1,218 @@
+"""Figures on paper: what is drawn of a chart."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.wait_states import calls_of
+from hpc3d.analyze.report import charts
+from hpc3d.analyze.report.charts import Bars, Heat
+from hpc3d.analyze.report.plot_matplotlib import draw, save
+from hpc3d.analyze.report.step_timeline import timeline
+from hpc3d.comm.mesh import AXES, WORLD
+from hpc3d.trace.schema import CATEGORY
+from tests.analyze.small import small
+
+pytestmark = pytest.mark.filterwarnings("error")
+NAN = float("nan")
+
+
+class Run:
+    """As much of a run as a chart of its loss needs."""
+
+    def __init__(self, label, losses):
+        self.label = label
+        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+        self.tables = {"loss": rows}
+
+
+def test_the_loss_has_a_line_a_run_and_its_difference():
+    runs = [Run("3d", (3.5, 3.25)), Run("1d, $x_2$", (3.5, None)), Run("2d", (3.75, 3.0, 2.0))]
+    loss, difference = draw(charts.loss(runs)).axes
+    assert [line.get_label() for line in loss.lines] == ["3d", r"1d, \$x_2\$", "2d"]
+    for line, values in zip(loss.lines, [(3.5, 3.25), (3.5, NAN), (3.75, 3.0, 2.0)]):
+        np.testing.assert_array_equal(line.get_ydata(), values)
+    for line, values in zip(difference.lines, [(0, NAN), (0.25, -0.25)], strict=True):
+        np.testing.assert_array_equal(line.get_ydata(), values)
+    assert loss.lines[2].get_linewidth() < loss.lines[0].get_linewidth()
+    assert (loss.get_ylabel(), difference.get_xlabel()) == (
+        "loss [nat per token]",
+        "training step",
+    )
+
+
+def test_one_run_has_no_differences():
+    (axes,) = draw(charts.loss([Run("3d", (3.5, 3.25))])).axes
+    assert axes.get_legend().get_texts()[0].get_text() == "3d"
+
+
+def stack(count):
+    parts = {"a": ("red", np.arange(count) + 1.0), "b": ("blue", np.full(count, 2.0))}
+    return Bars("rank", "time [ms]", [f"r{n}" for n in range(count)], parts)
+
+
+def test_bars_are_stacked():
+    (axes,) = draw(stack(3)).axes
+    found = [
+        (bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height()) for bar in axes.patches
+    ]
+    np.testing.assert_allclose(
+        found, [(0, 0, 1), (1, 0, 2), (2, 0, 3), (0, 1, 2), (1, 2, 2), (2, 3, 2)]
+    )
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["r0", "r1", "r2"]
+
+
+def test_many_bars_are_an_outline():
+    (axes,) = draw(stack(200)).axes
+    lower, upper = (patch.get_data() for patch in axes.patches)
+    np.testing.assert_array_equal(lower.values, np.arange(200) + 1)
+    np.testing.assert_array_equal(upper.baseline, lower.values)
+    np.testing.assert_array_equal(upper.values, lower.values + 2)
+    assert len(axes.get_xticks()) <= 32
+
+
+def test_lying_bars_are_stacked_to_the_right():
+    (axes,) = draw(stack(2)._replace(lying=True)).axes
+    found = [
+        (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) for bar in axes.patches
+    ]
+    np.testing.assert_allclose(found, [(0, 0, 1), (1, 0, 2), (0, 1, 2), (1, 2, 2)])
+    assert axes.yaxis_inverted()
+
+
+def test_a_matrix_is_seen_with_its_sender_to_the_left():
+    figure = draw(Heat("MB", np.array([[NAN, 2.0], [1.0, NAN]]), ranks=8))
+    axes, bar = figure.axes
+    (image,) = axes.images
+    assert image.get_extent() == [-0.5, 15.5, 15.5, -0.5]
+    assert image.get_clim() == (0, 2)
+    np.testing.assert_array_equal(image.get_array().filled(0), [[0, 2], [1, 0]])
+    assert (axes.get_ylabel(), bar.get_ylabel()) == ("sender [rank]", "MB")
+
+
+def test_a_matrix_of_many_ranks_is_summed_in_blocks():
+    matrix = np.zeros((600, 600))
+    matrix[0, 1] = matrix[2, 2] = 1e6
+    matrix[599, 0] = 3e6
+    chart = charts.traffic(matrix)
+    assert (chart.ranks, chart.values.shape) == (3, (200, 200))
+    assert (chart.values[0, 0], chart.values[199, 0]) == (2, 3)
+    assert np.isnan(chart.values).sum() == 200**2 - 2
+
+
+def test_a_speedup_is_drawn_beside_the_ideal():
+    rows = [
+        scaled("3d", 8, 1.0),
+        scaled("1d", 8, 0.5),
+        scaled("3d", 64, 6.0),
+        scaled("3d", 27, 2.0, "other"),
+        scaled("3d", 2, None),
+        scaled("3d", 4, 0.2),
+    ]
+    assert charts.speedup(rows).lines == {
+        "ideal": ([4, 8, 64], [1 / 2, 1, 8]),
+        "3d, strong": ([4, 8, 64], [0.2, 1.0, 6.0]),
+    }
+
+
+def test_every_series_begins_at_a_first_run_on_one_rank():
+    rows = [scaled("", 1, 1.0), scaled("1d", 4, 2.0), scaled("3d", 8, 7.0, "weak")]
+    assert charts.speedup(rows).lines == {
+        "ideal": ([1, 4, 8], [1, 4, 8]),
+        "1d, strong": ([1, 4], [1.0, 2.0]),
+        "3d, weak": ([1, 8], [1.0, 7.0]),
+    }
+
+
+def test_runs_that_are_no_series_have_no_speedup_figure():
+    assert charts.speedup([scaled("3d", 8, 1.0), scaled("1d", 4, 0.5)]) is None
+
+
+def scaled(layout, ranks, speedup, scaling="strong"):
+    return {"layout": layout, "ranks": ranks, "speedup": speedup, "scaling": scaling}
+
+
+@pytest.mark.parametrize(
+    ("largest", "unit", "value"),
+    [(300, "B", 300), (3e5, "kB", 300), (3e6, "MB", 3), (4e9, "GB", 4), (5e12, "TB", 5)],
+)
+def test_a_matrix_has_a_unit_of_its_size(largest, unit, value):
+    chart = charts.traffic(np.array([[0, largest], [0, 0]]))
+    assert (chart.unit, chart.values[0, 1]) == (f"{unit} of a step", value)
+
+
+def test_ranks_of_a_matrix_are_whole_numbers():
+    figure = draw(Heat("MB", np.array([[NAN, 2.0], [1.0, NAN]]), ranks=1))
+    figure.canvas.draw()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        ticks = [tick for tick in axis.get_ticklocs() if -0.5 <= tick <= 1.5]
+        assert ticks == [round(tick) for tick in ticks]
+
+
+def test_time_by_phase_has_a_part_for_each_axis():
+    rows = [
+        {"category": "compute", "phase": "forward", "axis": "", "seconds": 1.0},
+        {"category": "comm", "phase": "forward", "axis": "x", "seconds": 0.5},
+        {"category": "comm", "phase": "backward", "axis": "x", "seconds": 0.25},
+        {"category": "unrecorded", "phase": "", "axis": "", "seconds": 0.125},
+    ]
+    chart = charts.phases(rows)
+    assert chart.labels == ["forward", "backward", "unrecorded"]
+    assert {part: values for part, (_, values) in chart.parts.items()} == {
+        "compute": [1000, 0, 0],
+        "along x": [500, 250, 0],
+        "unrecorded": [0, 0, 125],
+    }
+    assert len({colour for colour, _ in chart.parts.values()}) == 3
+
+
+def test_no_two_parts_of_a_step_have_one_colour():
+    parts = [
+        {"category": category, "axis": ""} for category in (*CATEGORY, "unrecorded", "recorded")
+    ]
+    parts += [{"category": "comm", "axis": axis} for axis in (*AXES, WORLD)]
+    chart = charts.phases([row | {"phase": "forward", "seconds": 1.0} for row in parts])
+    assert chart.parts.keys() >= {"io", "along x", "over all ranks", "unrecorded"}
+    colours = {colour for colour, _ in chart.parts.values()} | {charts.SAND}
+    assert len(colours) == len(parts) + 1
+    assert min(map(apart, *zip(*combinations(colours, 2)))) > 0.1
+
+
+def apart(one, other):
+    """How far two colours are from each other, of the distance from black to white."""
+    return float(np.linalg.norm(np.subtract(to_rgb(one), to_rgb(other)))) / 3**0.5
+
+
+def test_a_timeline_has_a_box_for_each_part_of_an_event(tmp_path):
+    with small(tmp_path / "trace.h5") as trace:
+        calls = calls_of(trace)
+        chart = timeline(trace, calls, 0, critical_path(trace, calls, 0))
+    (axes,) = draw(chart).axes
+    found = {
+        boxes.get_label(): sorted(
+            (*path.get_extents().min.round(6), *path.get_extents().max.round(6))
+            for path in boxes.get_paths()
+        )
+        for boxes in axes.collections
+    }
+    assert found["wait"] == [(4, -0.42, 5, 0.42), (6, -0.42, 8, 0.42)]
+    assert found["optimizer"] == [(6, 0.58, 8, 1.42)]
+    assert sum(map(len, found.values())) == 9
+    assert axes.get_xlim() == (0, 9) and axes.yaxis_inverted()
+
+
+def test_a_figure_is_saved_in_two_forms_and_always_the_same(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        save(draw(charts.loss([Run("3d", (3.5, 3.25))])), tmp_path / name / "loss")
+    for end, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        one, two = ((tmp_path / name / f"loss.{end}").read_bytes() for name in ("one", "two"))
+        assert one.startswith(start) and one == two
+
+
+def test_a_chart_of_no_kind_is_refused():
+    with pytest.raises(TypeError):
+        draw(object())

@@ -1,0 +1,103 @@
+"""Tables as they are shown."""
+
+import csv
+import re
+
+import pytest
+
+from hpc3d.analyze.report import table_format
+from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.run_tables import OF_A_RUN
+from hpc3d.analyze.report.table_format import Field, Sheet, latex, markdown
+from hpc3d.analyze.report.table_notes import MEANING
+
+FIELDS = (
+    Field("name", "name"),
+    Field("seconds", "time [ms]", table_format.milliseconds),
+    Field("rank", "rank", table_format.number),
+)
+ROWS = [
+    {"name": "gemm", "seconds": 1.5, "rank": 3},
+    {"name": "50% of a_b | c", "seconds": None, "rank": -1},
+]
+
+
+def source():
+    """What the numbers mean."""
+
+
+def test_markdown_is_aligned_and_keeps_its_columns():
+    assert markdown(FIELDS, ROWS).splitlines() == [
+        "| name            | time [ms] | rank |",
+        "| --------------- | --------: | ---: |",
+        "| gemm            |  1,500.00 |    3 |",
+        r"| 50% of a_b \| c |         - |    - |",
+    ]
+
+
+def test_latex_has_the_rules_of_booktabs_and_no_special_characters():
+    assert latex(FIELDS, ROWS).splitlines() == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"name & time [ms] & rank \\",
+        r"\midrule",
+        r"gemm & 1,500.00 & 3 \\",
+        r"50\% of a\_b | c & - & - \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    worst = latex(FIELDS[:1], [{"name": r"\input{x} # $ & ~ ^ < \\"}]).splitlines()[4]
+    assert worst == (
+        r"\textbackslash{}input\{x\} \# \$ \& \textasciitilde{} \textasciicircum{} <"
+        r" \textbackslash{}\textbackslash{} \\"
+    )
+
+
+def test_files_have_what_is_known(tmp_path):
+    table_format.write(Sheet("mine", "Mine", FIELDS, source), ROWS, tmp_path)
+    with (tmp_path / "mine.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["name", "seconds", "rank"],
+            ["gemm", "1.5", "3"],
+            ["50% of a_b | c", "", "-1"],
+        ]
+    unknown = [{**row, "seconds": None, "more": 1} for row in ROWS]
+    table_format.write(Sheet("mine", "Mine", FIELDS, source), [*ROWS, *unknown], tmp_path)
+    assert (tmp_path / "mine.csv").read_text().splitlines()[0] == "name,seconds,rank,more"
+    table_format.write(Sheet("mine", "Mine", FIELDS, source), unknown, tmp_path)
+    assert "time" not in (tmp_path / "mine.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (table_format.milliseconds, 1.23456, "1,234.56"),
+        (table_format.microseconds, 1.23e-6, "1.2"),
+        (table_format.percent, 0.1234, "12.3%"),
+        (table_format.count, 2.5, "2.5"),
+        (table_format.integer, 12345, "12,345"),
+        (table_format.number, 0, "0"),
+        (table_format.number, -1, "-"),
+        (table_format.ratio, 1.0004, "1.000"),
+        (table_format.prefixed, 12345678, "12.35 M"),
+        (table_format.prefixed, 999, "999"),
+        (table_format.layer, -1, "ends"),
+        (table_format.layer, 0, "0"),
+        (table_format.layer, "", ""),
+        (table_format.prefixed, 1.5e13, "15 T"),
+        (table_format.prefixed, -2e9, "-2 G"),
+    ],
+)
+def test_numbers_are_written(write, value, text):
+    assert write(value) == text
+
+
+def test_every_table_says_what_its_numbers_mean():
+    names = [sheet.name for sheet in (*OVER_RUNS, *OF_A_RUN)]
+    assert len(names) == len(set(names))
+    for sheet in (*OVER_RUNS, *OF_A_RUN):
+        assert re.fullmatch(r"[a-z_]+", sheet.name)
+        text = MEANING[sheet.name]
+        named = {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)}
+        assert named <= {field.heading for field in sheet.fields}, sheet.name
+    assert MEANING.keys() == {*names}

@@ -1,0 +1,149 @@
+"""A tiny run on threads that saves every step, in processes that end before it does."""
+
+import os
+import signal
+import sys
+import threading
+
+from hpc3d.checkpoints.resume import resume
+from hpc3d.checkpoints.saver import Saver, clear
+from hpc3d.checkpoints.sharded import steps_of
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import CheckpointConfig
+from hpc3d.config.load import to_toml
+from hpc3d.plain import Problems
+from tests.pipeline.mixes import config_of, trainer_of
+
+LAYOUTS = {
+    "serial": "batch=8 layers=1 schedule=none microbatches=1 decay=constant steps=1000000",
+    "x=2": "x=2 scheme=1d batch=8 layers=1 microbatches=1 decay=constant steps=1000000",
+    "uneven": "p=2 stages=[2,0] batch=8 layers=2 microbatches=1 decay=constant steps=1000000",
+}
+WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; and open, to write
+
+
+class Ranks:
+    """What `resume` wants of a job, where ranks are threads."""
+
+    def __init__(self, mesh):
+        self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.ranks
+
+    def gather(self, value):
+        if self.size == 1:
+            return [value]
+        values = [*self.mesh.world.share(value)]
+        self.mesh.world.group.barrier.wait()
+        return values
+
+    def agree(self, function):
+        return self.gather(function() if self.rank == 0 else None)[0]
+
+    def refuse(self, *problems):
+        raise Problems(problems)
+
+
+def live(folder, layout, until):
+    """Go on with the run in `folder`, saving every step, until so many are done.
+
+    Lines are added to its files: to `losses` of steps, to `said` of what the log is told.
+    """
+    clear(folder)
+    config = config_of(LAYOUTS[layout])
+    header = {"run_id": folder.name, "config": to_toml(config), "position": None}
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        say = note(folder / "said", mesh)
+        begun = steps_of(folder / "checkpoints")
+        start = resume(Ranks(mesh), folder, trainer, say) if begun else 0
+        how = CheckpointConfig(every=1, keep=2)
+        saver = Saver(folder, trainer, how, lambda done: header, say)
+        for number in range(start, until):
+            note(folder / "losses", mesh)(f"{number} {trainer.step(number).loss!r}")
+            saver.after(number)
+        saver.wait()
+
+    run(config.mesh.sizes(), rank)
+
+
+def note(path, mesh):
+    """A function that adds a line to a file at once, on rank 0."""
+
+    def add(line):
+        if mesh.rank == 0:
+            with path.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
+
+    return add
+
+
+def losses(folder):
+    """{step: all losses it had, as texts}."""
+    found = {}
+    for line in (folder / "losses").read_text().splitlines():
+        step, loss = line.split()
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+def child(function, *arguments):
+    """The process id of a copy of this process that calls a function and ends.
+
+    What goes wrong in it, on the first thread to fail, is its standard error; its exit code is 1.
+    """
+    if process := os.fork():
+        return process
+    first = threading.Lock()
+
+    def fail(error):
+        first.acquire()  # and nobody after it
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.excepthook = lambda args: fail(args.exc_value)
+    try:
+        function(*arguments)
+    except BaseException as error:
+        fail(error)
+    os._exit(0)
+
+
+def ended(process):
+    """How a child ended: its exit code, or less than 0 the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_write(number, act, within="/checkpoints/"):
+    """From now on `act(path)` is called before the `number`-th time that this process makes,
+    opens, syncs (path None), renames or removes a file in order to write, of those opened ones
+    whose path has `within` in it; the list of all paths.  For a process that is to end."""
+    paths, lock, fsync = [], threading.Lock(), os.fsync
+
+    def point(path):
+        with lock:
+            paths.append(path)
+            now = len(paths) == number
+        if now:
+            act(path)
+
+    def audit(event, arguments):
+        opened = event == "open" and writes(*arguments) and within in arguments[0]
+        if event in WRITES or opened:
+            point(os.fspath(arguments[0]))
+
+    def synced(descriptor):
+        point(None)
+        fsync(descriptor)
+
+    os.fsync = synced
+    sys.addaudithook(audit)
+    return paths
+
+
+def writes(path, _, flags):
+    """Whether a file is opened to be written to."""
+    return isinstance(path, str) and bool(flags & (os.O_WRONLY | os.O_RDWR))

@@ -1,0 +1,74 @@
+"""What is said of checkpoints before the first step is what they take."""
+
+import re
+from collections import namedtuple
+
+import pytest
+
+from hpc3d.checkpoints import cost
+from hpc3d.checkpoints.cost import Probe, seconds, shortage
+from hpc3d.comm.threads import run
+from tests.checkpoints.lives import LAYOUTS, Ranks, live
+from tests.pipeline.mixes import config_of, trainer_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_are_those_of_the_files(layout, tmp_path):
+    live(tmp_path, layout, 1)
+    config = config_of(LAYOUTS[layout])
+
+    def rank(mesh):
+        return cost.forecast(Ranks(mesh), tmp_path, trainer_of(mesh, config), 2)
+
+    lines, *others = run(config.mesh.sizes(), rank)
+    assert all(other == lines for other in others)
+    files = [path.stat().st_size for path in tmp_path.glob("checkpoints/*/*.bin")]
+    told = f"{sum(files) / 1e6:.1f} MB each, {max(files) / 1e6:.1f} MB of it on the fullest rank"
+    (line,) = lines
+    assert told in line and "2 are kept" in line
+    assert float(re.search(r"one should take (\S+) s", line)[1]) > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "losses", "said"}
+
+
+def test_the_busiest_node_counts_and_rank_0_reads_all_again():
+    """Node b writes 4 files and 30 bytes at the slowest rates; then 40 bytes are read."""
+    ranks = [("a", 10), ("b", 10), ("b", 20)]
+    probes = [Probe(file=1.0, write=0.5, digest=0.1), Probe(file=2.0, write=0.1, digest=0.2)]
+    assert seconds(ranks, probes) == pytest.approx(4 * 2.0 + 30 * (0.5 + 0.2) + 40 * 0.2)
+
+
+@pytest.mark.parametrize(("large", "write"), [(0.75, 0.0005), (0.25, 0.0), (0.2, 0.0)])
+def test_a_probe_takes_the_small_file_from_the_large_one(large, write, tmp_path, monkeypatch):
+    """1,000 bytes; a small file may take longer, by accident."""
+    times = iter([0.25, large, 0.5])
+    monkeypatch.setattr(cost, "timed", lambda function, *given: function(*given) or next(times))
+    monkeypatch.setattr(cost.hashlib, "sha256", lambda block: None)
+    found = cost.probe(tmp_path, "host", 1000)
+    assert found == pytest.approx((0.25, write, 0.0005))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
+    """Room for 2 and a half of 100 bytes, of which one is there already."""
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(cost.shutil, "disk_usage", lambda _: usage(150_000_000))
+    step = tmp_path / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    with (step / "rank-00000.bin").open("wb") as file:
+        file.truncate(100_000_000)
+    assert shortage(tmp_path, 100_000_000, keep=1) is None
+    line = shortage(tmp_path, 100_000_000, keep=2)
+    assert line.startswith("checkpoints: 3 want 300.0 MB, and ")
+    assert "has room for 250.0 MB: make room, or lower checkpoint.keep" in line
+    assert shortage(tmp_path, 125_000_000, keep=1) is None  # just as much as there is
+    assert shortage(tmp_path, 125_000_001, keep=1)
+
+
+def test_a_node_that_cannot_write_is_named(tmp_path):
+    config = config_of(LAYOUTS["x=2"])
+
+    def rank(mesh):
+        cost.forecast(Ranks(mesh), tmp_path / "absent", trainer_of(mesh, config), 2)
+
+    with pytest.raises(ValueError, match=r"cannot write to .*absent, .*: No such file"):
+        run(config.mesh.sizes(), rank)

@@ -1,0 +1,179 @@
+"""A manifest of anyone's making: it is refused by name in one line, or means what it says."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from hpc3d.checkpoints.inspect import problems
+from hpc3d.checkpoints.sharded import Checkpoint, restore
+from tests.checkpoints.lives import LAYOUTS, live, run
+from tests.pipeline.mixes import config_of, trainer_of
+
+HUGE = 10**30
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A checkpoint of two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    live(folder, "x=2", 1)
+    return folder / "checkpoints" / "step-00000001"
+
+
+@pytest.fixture
+def copy(sound, tmp_path):
+    return shutil.copytree(sound, tmp_path / sound.name)
+
+
+def rewrite(folder, change):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def put(*place_and_value):
+    """A change of the manifest: the value at a place."""
+    *place, key, value = place_and_value
+
+    def change(tree):
+        for step in place:
+            tree = tree[step]
+        tree[key] = value
+
+    return change
+
+
+def refused(folder):
+    with pytest.raises(ValueError, match="is no whole checkpoint") as caught:
+        Checkpoint(folder)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{folder} is no whole checkpoint: ")
+    return line.partition("checkpoint: ")[2]
+
+
+FIRST = "files", 0
+PIECE = *FIRST, "pieces", 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put("format", "zip"), "not one that this hpc3d reads"),
+        (put("version", 2), "not one that this hpc3d reads"),
+        (put("version", "1"), "not one that this hpc3d reads"),
+        (put("step", -1), "no number step"),
+        (put("step", True), "no number step"),
+        (put("updates", 1.5), "no number updates"),
+        (put("files", None), "lists no files"),
+        (put("files", [[]]), "lists no files"),
+        (put(*FIRST, "file", "../step-00000001/rank-00000.bin"), "is no name of a file of it"),
+        (put(*FIRST, "file", "/etc/passwd"), "is no name of a file of it"),
+        (put(*FIRST, "file", "rank-00000.bin\n"), "is no name of a file of it"),
+        (put(*FIRST, "file", "x" * 10000), "is no name of a file of it"),
+        (put(*FIRST, "file", "rank-00001.bin"), "is listed twice"),
+        (put(*FIRST, "bytes", -5), "rank-00000.bin has no size"),
+        (put(*FIRST, "bytes", HUGE), "rank-00000.bin has no size"),
+        (put(*FIRST, "bytes", 7), "a piece beyond its end"),
+        (put(*FIRST, "sha256", "0" * 63), "no SHA-256"),
+        (put(*FIRST, "sha256", None), "no SHA-256"),
+        (put(*FIRST, "pieces", {}), "no pieces"),
+        (put(*PIECE, []), "a piece that is none"),
+        (put(*PIECE, 0, "a\nb"), "a piece that is none"),
+        (put(*PIECE, 0, "\ud800"), "a piece that is none"),
+        (put(*PIECE, 1, "third"), "a piece that is none"),
+        (put(*PIECE, 2, "O"), "a piece that is none"),
+        (put(*PIECE, 2, ["<f4"]), "a piece that is none"),
+        (put(*PIECE, 3, -8), "a piece that is none"),
+        (put(*PIECE, 3, HUGE), "a piece that is none"),
+        (put(*PIECE, 3, 10**9), "a piece beyond its end"),
+        (put(*PIECE, 4, 0, [0, 2**61, 0, 2**61]), "a piece beyond its end"),
+        (put(*PIECE, 4, 0, [3, 1, 0, 1]), "a piece that is none"),
+        (put(*PIECE, 4, 0, [0, 1, -4, 1]), "a piece that is none"),
+        (put(*PIECE, 4, 0, [0.0, 1, 0, 1]), "a piece that is none"),
+        (put(*PIECE, 4, 0, "0101"), "a piece that is none"),
+    ],
+)
+def test_what_it_cannot_say_is_named(copy, change, said):
+    rewrite(copy, change)
+    assert said in refused(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no JSON"),
+        ("[1, 2]", "no JSON object"),
+        ("null", "no JSON object"),
+        ("[" * 100000, "no JSON"),
+        ('{"step": ' + "9" * 5000 + "}", "no JSON"),
+        ("\udcff", "no JSON"),
+        ("{}", "not one that this hpc3d reads"),
+    ],
+)
+def test_rubbish_is_named(copy, text, said):
+    (copy / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert said in refused(copy)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.bin"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
+def test_what_is_no_file_is_not_waited_for(copy, name, make):
+    (copy / name).unlink()
+    make(copy / name)
+    refused(copy)
+
+
+def test_a_manifest_that_is_too_large_is_not_read(copy):
+    os.truncate(copy / "manifest.json", 2 << 30)
+    assert "its manifest has 2147483648 bytes" in refused(copy)
+
+
+STRANGE = (None, True, -1, 0, 7, HUGE, 1e308, "", "value", "../x", [], [[]], {}, {"file": 1})
+
+
+def test_whatever_is_changed_it_is_refused_or_read(sound, copy, chance):
+    """300 changes at places drawn at random, each with a line that names the checkpoint."""
+    outcomes = []
+    for _ in range(300):
+        manifest = json.loads((sound / "manifest.json").read_text())
+        tree, key = chance.choice([*places(manifest)])
+        tree[key] = chance.choice(STRANGE)
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+        found = problems(copy)
+        assert all(line.startswith(str(copy)) and "\n" not in line for line in found)
+        outcomes.append(bool(found))
+    assert outcomes.count(True) > 200
+
+
+def places(tree):
+    """(container, key) of all that is in a tree of JSON."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield tree, key
+        if isinstance(value, dict | list):
+            yield from places(value)
+
+
+def test_pieces_that_overlap_do_not_make_up_for_those_that_lack(copy):
+    """The elements add up, but some are there twice and others not at all."""
+    name = "layers.0.up.weight"
+
+    def change(manifest):
+        one, other = (
+            next(piece for piece in file["pieces"] if piece[:2] == [name, "value"])
+            for file in manifest["files"]
+        )
+        assert one[4] != other[4]
+        other[4] = one[4]
+
+    rewrite(copy, change)
+    opened, config = Checkpoint(copy), config_of(LAYOUTS["serial"])
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        restore(opened, trainer.parameters, trainer.optimizer)
+
+    with pytest.raises(ValueError, match=rf"lacks \d+ of \d+ elements of {name}, value"):
+        run({}, rank)

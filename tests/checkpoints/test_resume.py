@@ -1,0 +1,89 @@
+"""Which run is gone on with, from which checkpoint, and what of its configuration gives way to
+another number of ranks."""
+
+import pytest
+
+from hpc3d.checkpoints.resume import fitted, misfit, run_to_resume
+from hpc3d.checkpoints.sharded import Checkpoint, steps_of
+from hpc3d.config.rules import settle
+from tests.checkpoints.lives import LAYOUTS, live, losses
+from tests.pipeline.mixes import config_of
+
+PIPED = "p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=4 zero=1 batch=96 stages=[1,1,1,1]"
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
+    """4 of them, on half and on twice the ranks: the cuboid within gives way."""
+    config = settle(fitted(config_of(PIPED), ranks), ranks)
+    mesh, parallel = config.mesh, config.parallel
+    assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (2, 2, ranks // 4)
+    assert (parallel.schedule, parallel.chunks, parallel.zero) == ("interleaved", 2, 1)
+    assert parallel.stages == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_else_the_ranks_are_one_cuboid(ranks):
+    """Fewer ranks than stages and replicas, of which they are a divisor or none; or more."""
+    config = settle(fitted(config_of(PIPED), ranks), ranks)
+    mesh, parallel = config.mesh, config.parallel
+    assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (1, 1, ranks)
+    assert (parallel.schedule, parallel.zero, parallel.stages) == ("none", 0, None)
+
+
+def test_on_as_many_ranks_nothing_gives_way():
+    config = config_of(PIPED)
+    assert fitted(config, 8) is config
+    assert fitted(config_of("p=2 x=1 y=1 z=1 schedule=1f1b"), 2).mesh.p == 2
+
+
+@pytest.mark.parametrize("name", ["run", "lr=0.1", "lr=0.1=x", "--odd"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_run_is_taken_out_of_the_words(name, joined, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.toml").touch()
+    option = [f"--resume={name}"] if joined else ["--resume", name]
+    words = ["--train.steps=9", *option, "--seed", "3"]
+    assert run_to_resume(words) == tmp_path / name
+    assert words == ["--train.steps=9", "--seed", "3"]
+    assert run_to_resume(words) is None
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path):
+    """Of checkpoints of steps 2 and 3; without any that is whole nothing is gone on with."""
+    live(tmp_path, "x=2", 3)
+    whole = losses(tmp_path)
+    for folder in steps_of(tmp_path / "checkpoints")[:damaged]:
+        (folder / "rank-00001.bin").write_bytes(b"")
+    if damaged == 2:
+        with pytest.raises(ValueError, match=r"(?s)03 is no.*02 is no.*train anew"):
+            live(tmp_path, "x=2", 4)
+        return
+    live(tmp_path, "x=2", 4)
+    said = (tmp_path / "said").read_text().splitlines()
+    (place,) = (n for n, line in enumerate(said) if "resume: step 2 follows" in line)
+    assert said[place - 1].startswith("resume: ") and "rank-00001.bin" in said[place - 1]
+    assert {step: found for step, found in losses(tmp_path).items() if step < 3} == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "moments", "line"),
+    [
+        ("", True, None),
+        ("dropout=0.5", True, None),
+        ("optimizer=sgd", True, None),  # which needs none
+        ("optimizer=sgd", False, None),
+        ("", False, "has no first and second moments"),
+        ("layers=2", True, "has model.layers = 1"),
+        ("tied=false", True, "has model.tied = True"),
+    ],
+)
+def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_path):
+    live(tmp_path, "serial", 1)
+    opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    if not moments:
+        opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
+    found = misfit(opened, config_of(f"{LAYOUTS['serial']} {change}"))
+    assert found is None if line is None else line in found

@@ -1,0 +1,138 @@
+"""Files of safetensors: what comes back of them, and damaged ones."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from hpc3d.checkpoints.safetensors import Weights, write
+
+ARRAYS = {
+    "matrix": np.arange(6, dtype="f4").reshape(2, 3),
+    "odd": np.arange(5, dtype="f2"),
+    "none": np.empty((0, 4), "f8"),
+    "wide": np.array([1e300, -0.0]),
+    "one": np.array(7, "f4"),
+}
+
+
+def table_of(**entries):
+    """The bytes of a file that has a table and 8 bytes of arrays."""
+    return file_of(json.dumps(entries).encode())
+
+
+def file_of(text, arrays=bytes(8)):
+    return len(text).to_bytes(8, "little") + text + arrays
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def test_arrays_come_back(tmp_path):
+    path = tmp_path / "ours.safetensors"
+    write(path, ARRAYS)
+    weights = Weights(path)
+    assert weights.entries.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        found = weights.read(name)
+        assert weights.entries[name].shape == array.shape
+        assert found.dtype == (np.float64 if array.dtype == np.float64 else np.float32)
+        np.testing.assert_array_equal(found, array, strict=False)
+    with safetensors.safe_open(path, "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_a_file_has_the_mode_of_others(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write(tmp_path / "ours.safetensors", ARRAYS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "ours.safetensors").stat().st_mode & 0o777 == mode
+
+
+def test_bfloat16_is_widened_as_torch_does(tmp_path):
+    path = tmp_path / "short.safetensors"
+    numbers = torch.tensor([1.0, -3.14159, 1e-40, float("inf"), float("nan"), 65504.0])
+    numbers = numbers.to(torch.bfloat16)
+    safetensors.torch.save_file({"x": numbers}, path)
+    np.testing.assert_array_equal(Weights(path).read("x"), numbers.float().numpy())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        bytes(8),
+        b"\xff" * 8 + b"{}",
+        (5).to_bytes(8, "little") + b"{}",
+        file_of(b"[]"),
+        file_of(b"{} x"),
+        file_of(b"\xff{}"),
+        file_of(b"[" * 100_000),
+        table_of(a=entry()) + b"x",
+        table_of(a=entry())[:-1],
+        table_of(),
+        table_of(a=entry(offsets=(4, 12))),
+        table_of(a=entry(), b=entry()),
+        table_of(a=entry(shape=(3,))),
+        table_of(a=entry(shape=(1 << 70, 1 << 70))),
+        table_of(a=entry(shape=(-1, -2))),
+        table_of(a=entry(offsets=(8, 0))),
+        table_of(a={"dtype": "F32", "shape": [2]}),
+        table_of(a=None),
+        table_of(a=entry("F\n\x1e")),
+    ],
+)
+def test_a_file_that_is_not_as_it_should_be_is_refused(tmp_path, content):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        Weights(path)
+    line = str(refused.value)
+    assert line.startswith(f"{path} is no whole safetensors file: ") and line.isprintable()
+
+
+def test_without_the_package_there_is_a_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match=r"needs safetensors: pip install 'hpc3d\[exchange\]'"):
+        write(tmp_path / "none", ARRAYS)
+
+
+def test_an_array_of_another_type_is_refused_when_it_is_read(tmp_path):
+    path = tmp_path / "integers.safetensors"
+    save_file({"x": np.arange(3), "y": np.ones(3)}, path)
+    weights = Weights(path)
+    assert weights.read("y").tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="'x' is of 'I64'; known here: F64, F32, F16, BF16"):
+        weights.read("x")
+
+
+GOOD = table_of(a=entry(), b=entry("F16", (0,), (8, 8)))
+
+
+@given(st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
+    """Bytes are changed, removed or added; nothing but ValueError comes of it."""
+    place = data.draw(st.integers(0, len(GOOD) - 1))
+    removed = data.draw(st.integers(0, 4))
+    content = GOOD[:place] + data.draw(st.binary(max_size=4)) + GOOD[place + removed :]
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(content)
+    try:
+        weights = Weights(path)
+        arrays = [weights.read(name) for name in weights.entries]
+    except ValueError as error:
+        assert str(error).isprintable()
+    else:
+        assert sum(array.size for array in arrays) <= 8

@@ -1,0 +1,169 @@
+"""A run that is killed, or whose disk fills up, at any point where it writes: nothing that was
+announced is lost, and it goes on to the last bit."""
+
+import errno
+import os
+import re
+import resource
+import shutil
+from itertools import takewhile
+from pathlib import Path
+from tempfile import gettempdir
+
+import pytest
+
+from hpc3d.checkpoints.sharded import Checkpoint, steps_of
+from tests.checkpoints.lives import at_write, child, ended, kill, live, losses
+
+BEFORE, END = 2, 4
+MESSAGE = re.compile(r"rank-\d{5}\.json")
+
+
+@pytest.fixture(scope="module", params=["serial", pytest.param("x=2", marks=pytest.mark.slow)])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def whole(layout, tmp_path_factory):
+    """The losses of a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    live(folder, layout, END)
+    return losses(folder)
+
+
+@pytest.fixture
+def base(layout, tmp_path):
+    """A run that has saved step 1 and step 2."""
+    (tmp_path / "base").mkdir()
+    live(tmp_path / "base", layout, BEFORE)
+    return tmp_path / "base"
+
+
+def attempts(base, layout, act):
+    """Attempts to go on by a step, with `act(path)` at one point after the other: (number of the
+    point, exit code, folder)."""
+    folder, points = base.with_name("attempt"), base.with_name("points")
+
+    def attempt(point):
+        paths = at_write(point, act)
+        live(folder, layout, BEFORE + 1)
+        points.write_text(str(len(paths)))
+
+    shutil.copytree(base, folder)
+    assert ended(child(attempt, 0)) == 0
+    for point in range(1, 1 + int(points.read_text())):
+        shutil.rmtree(folder)
+        shutil.copytree(base, folder)
+        yield point, ended(child(attempt, point)), folder
+
+
+def whole_ones(folder):
+    """The steps of the checkpoints of a run that are whole."""
+    found = []
+    for path in steps_of(folder / "checkpoints"):
+        try:
+            opened = Checkpoint(path)
+        except ValueError:
+            continue
+        found += [] if opened.damage() else [opened.header["step"]]
+    return found
+
+
+def latest(folder):
+    return int((folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+
+
+def test_kill_at_every_point(base, layout, whole):
+    saved = []
+    for point, code, folder in attempts(base, layout, kill):
+        assert code == -9
+        newest = whole_ones(folder)[0]
+        assert newest >= latest(folder) >= BEFORE, point
+        live(folder, layout, END)
+        assert losses(folder) == whole, point
+        saved.append(newest)
+    # before the folder has its name, and after
+    assert len(saved) > 20
+    assert saved == sorted(saved) and {*saved} == {BEFORE, BEFORE + 1}
+
+
+def test_a_full_disk_at_every_point(base, layout, capfd):
+    def full(path):
+        names = [path] if path else []  # the system names no file that cannot be synced
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *names)
+
+    codes = []
+    for point, code, folder in attempts(base, layout, full):
+        said, kept = capfd.readouterr().err, whole_ones(folder)
+        if code:  # a temporary name that stays does no harm
+            assert "No space left" in said and str(folder) in said, point
+            assert len(said.splitlines()) == 1
+        assert kept in ([2, 1], [3, 2, 1], [3, 2]) if code else kept == [3, 2], point
+        assert latest(folder) in kept
+        codes.append(code)
+    assert codes.count(1) > 20
+
+
+@pytest.mark.parametrize("room", [1000, 20000])
+def test_a_file_that_cannot_grow(base, layout, room, capfd):
+    def attempt():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        live(base, layout, BEFORE + 1)
+
+    (base / "losses").unlink()
+    (base / "losses").symlink_to("/dev/null")
+    assert ended(child(attempt)) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "File too large" in line and f"{base}/checkpoints/step-00000003.tmp/rank-0000" in line
+    assert whole_ones(base) == [2, 1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="wants a user who may become another one")
+def test_a_folder_that_turns_read_only(base, layout, capfd):
+    temporary = Path(gettempdir())
+
+    def attempt():
+        os.setgid(65534)
+        os.setuid(65534)
+        live(base, layout, BEFORE + 1)
+
+    for path in base.iterdir():
+        if path.is_file():
+            path.chmod(0o666)
+    for folder in takewhile(lambda folder: folder != temporary, [base, *base.parents]):
+        folder.chmod(0o755)
+    assert ended(child(attempt)) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "Permission denied" in line and "step-00000003.tmp" in line
+    assert whole_ones(base) == [2, 1]
+
+
+def test_what_has_its_name_is_on_disk(base, layout, monkeypatch):
+    """Every file, and every file of a folder, is synced before it is renamed, and the folder of
+    the new name before anything else is; but the messages to rank 0, which the folder loses."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def sync(descriptor):
+        fsync(descriptor)
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def rename(source, target):
+        if MESSAGE.fullmatch(Path(target).name):
+            return replace(source, target)
+        assert str(source) in done or {*map(str, source.iterdir())} <= {*done, *renamed}
+        replace(source, target)
+        done.append(f"renamed {target}")
+        renamed.append(str(target))
+
+    renamed = []
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    live(base, layout, BEFORE + 1)
+    names = ["rank-00000.bin", "manifest.json", "step-00000003", "latest"]
+    found = [path.rpartition("/")[2] for path in renamed]
+    assert [name for name in found if "00001" not in name] == names
+    if layout == "serial":
+        for path in renamed:
+            after = done[done.index(f"renamed {path}") + 1]
+            assert after == path.rpartition("/")[0], path

@@ -1,0 +1,58 @@
+"""The cases of communicators on groups of 2 to N of the N ranks of an MPI job, on pretended hosts:
+`on_wire.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long ones.
+"""
+
+import sys
+from itertools import product
+
+import numpy as np
+
+from hpc3d.runtime import launch
+
+ROUNDED = (5, 70001)  # long for 5 members
+
+
+def same_bits(comm):
+    """All members have one sum, though sums of such numbers depend on their order."""
+    mine = np.random.default_rng(comm.rank).normal(size=ROUNDED).astype(np.float32)
+    total = comm.all_reduce(mine).wait().view(np.uint32)
+    whole = comm.all_gather(total[None]).wait()
+    assert (whole == total).all()
+
+
+def message_between(comm):
+    """A message is no part of a collective that is posted after it was asked for."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    block = np.full((comm.size, *ROUNDED), comm.rank + 10.0)
+    coming = comm.recv(ROUNDED, block.dtype, before)
+    pending = comm.reduce_scatter(block), comm.all_reduce(block)
+    sent = comm.send(np.full(ROUNDED, float(comm.rank)), after)
+    assert (coming.wait() == before).all()
+    total = sum(range(10, 10 + comm.size))
+    assert all((each.wait() == total).all() for each in reversed(pending))
+    sent.wait()
+
+
+def body(job):
+    from mpi4py import MPI
+
+    from hpc3d.comm import cartesian
+    from hpc3d.comm.mpi import Mpi
+    from tests.comm.cases import every
+
+    hosts, longs = sys.argv[1 : 1 + job.size], map(int, sys.argv[1 + job.size :])
+    cartesian.node_of_rank = lambda comm: hosts[: comm.size]
+    for Mpi.long, size in product(longs, range(2, job.size + 1)):
+        group = MPI.COMM_WORLD.Split(job.rank < size)
+        if job.rank < size:
+            comm = cartesian.build({"x": size}, group).comm("x")
+            every(comm)
+            same_bits(comm)
+            message_between(comm)
+        if job.rank == 0:
+            print(size, type(comm).__name__, flush=True)
+    job.barrier()
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run("test", body))

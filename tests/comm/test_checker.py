@@ -1,0 +1,357 @@
+"""Checksums of products and messages: every flip that matters is found and named, nothing else."""
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.abft.checked_communicator import Checked
+from hpc3d.comm.abft.checker import Ledger
+from hpc3d.comm.abft.checksum import Signs, slack, terms, words
+from hpc3d.comm.communicator import Communicator
+from hpc3d.comm.mesh import Silent
+from hpc3d.comm.threads import run
+from tests.comm.cases import CASES
+
+SIZE, FAULTY = 3, 1  # members along x, and the one that the fault is on
+TOP = {"float32": 30, "float64": 62}  # the highest bit of the exponent
+
+
+def flip(block, bit, place=0):
+    """A copy of a block with one bit of one element flipped."""
+    block = np.array(block)
+    flat = block.reshape(-1)
+    flat.view(f"u{flat.itemsize}")[place % flat.size] ^= np.array(1 << bit, f"u{flat.itemsize}")
+    return block
+
+
+class Faulty(Communicator):
+    """Moves blocks as `comm` does, but flips a bit in what comes out of `op` on this member."""
+
+    def __init__(self, comm, op, bit):
+        super().__init__(comm.rank, comm.size, comm.members, comm.pool)
+        self.comm, self.op, self.bit = comm, op, bit
+        for hook in ("gather_rows", "scatter_rows", "sum_all", "spread", "collect", "exchange"):
+            setattr(self, hook, self.flipping(hook))
+        self.post, self.take = comm.post, self.flipping("take")
+
+    def flipping(self, hook):
+        def call(*arguments):
+            pending = getattr(self.comm, hook)(*arguments)
+            hit = hook == self.op  # when it is called: what is exchanged at the end is right
+            return pending.then(lambda block: self.hurt(block) if hit else block)
+
+        return call
+
+    def hurt(self, block):
+        return flip(block, self.bit, block.size // 2) if block.size else block
+
+
+def drawn(comm, shape, dtype="float32"):
+    return np.random.default_rng(comm.rank).standard_normal(shape).astype(dtype)
+
+
+def swap(comm, block):
+    """A message to the next member and one from that before."""
+    sent = comm.send(block, (comm.rank + 1) % comm.size)
+    comm.recv(block.shape, block.dtype, (comm.rank - 1) % comm.size).wait()
+    sent.wait()
+
+
+CALLS = {
+    "gather_rows": lambda comm, block: comm.all_gather(block).wait(),
+    "scatter_rows": lambda comm, block: comm.reduce_scatter(block).wait(),
+    "sum_all": lambda comm, block: comm.all_reduce(block).wait(),
+    "spread": lambda comm, block: comm.broadcast(block[: len(block) * (comm.rank == 0)], 0).wait(),
+    "collect": lambda comm, block: comm.reduce(block, FAULTY).wait(),
+    "exchange": lambda comm, block: comm.all_to_all(block).wait(),
+    "take": swap,
+}
+NAMES = {
+    "gather_rows": "all_gather",
+    "scatter_rows": "reduce_scatter",
+    "sum_all": "all_reduce",
+    "spread": "broadcast",
+    "collect": "reduce",
+    "exchange": "all_to_all",
+    "take": "recv",
+}
+EXACT = ("gather_rows", "spread", "exchange", "take")
+
+
+def found(op, bit, work, dtype="float32"):
+    """What each member finds when a bit flips in what the faulty one gets from `op`."""
+
+    def rank(mesh):
+        comm, ledger, trace = mesh.comm("x"), Ledger(mesh.rank), Silent()
+        comm = Faulty(comm, op, bit) if mesh.rank == FAULTY and bit is not None else comm
+        checked = ledger.wrap(comm, "x")
+        trace.layer, trace.phase, trace.step = 2, "backward", 7
+        ledger.begin(7, trace)
+        work(checked, drawn(checked, (6, 5), dtype))
+        comm.op = None
+        ledger.settle()
+        return ledger.found
+
+    return run({"x": SIZE}, rank)
+
+
+@pytest.mark.parametrize("dtype", TOP)
+@pytest.mark.parametrize("op", CALLS)
+def test_a_flip_is_found_where_it_happened(op, dtype):
+    sign = TOP[dtype] + 1
+    mantissa = {"float32": 23, "float64": 52}[dtype]
+    bits = [sign, TOP[dtype], mantissa, mantissa - 5, *([0] if op in EXACT else [])]
+    for bit in bits:
+        lines = found(op, bit, CALLS[op], dtype)
+        assert [len(here) for here in lines] == [0, 1, 0], (bit, lines)
+        (line,) = lines[FAULTY]
+        assert line.startswith(f"rank {FAULTY}: step 7, layer 2, backward: {NAMES[op]} of ")
+        assert "along x" in line
+
+
+@pytest.mark.parametrize(
+    ("op", "giver"), [("gather_rows", 1), ("spread", 0), ("exchange", 1), ("take", 0)]
+)
+def test_the_one_that_gave_it_is_named(op, giver):
+    (line,) = found(op, 3, CALLS[op])[FAULTY]
+    assert f"what came from rank {giver} is not what it" in line
+
+
+def test_a_maximum_that_differs_is_found_by_the_minority():
+    lines = found("sum_all", 3, lambda comm, block: comm.all_reduce(block, "max").wait())
+    assert [len(here) for here in lines] == [0, 1, 0]
+    assert "all_reduce of 30 elements" in lines[FAULTY][0]
+    assert lines[FAULTY][0].endswith("the maximum is not that of the other ranks")
+
+
+def test_several_calls_in_flight_and_several_steps():
+    def work(comm, block):
+        for _ in range(40):  # more calls than a fresh table has rows
+            first, second = comm.all_gather(block), comm.reduce_scatter(block)
+            swap(comm, block)
+            second.wait()
+            first.wait()
+
+    assert found("take", None, work) == [[], [], []]
+    lines = found("scatter_rows", 30, work)
+    assert [len(here) for here in lines] == [0, 40, 0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_checked_communicator_does_what_the_bare_one_does(case):
+    def rank(mesh):
+        ledger = Ledger(mesh.rank)
+        comm = ledger.wrap(mesh.comm("x"), "x")
+        ledger.begin(0, Silent())
+        for dtype in ("float64", "float32", "int32"):
+            case(comm, dtype)
+        ledger.settle()
+        return ledger.found
+
+    assert run({"x": SIZE}, rank) == [[], [], []]
+
+
+def test_only_every_so_many_steps_are_noted():
+    def rank(mesh):
+        ledger, counts = Ledger(mesh.rank, every=3), []
+        comm = ledger.wrap(mesh.comm("x"), "x")
+        for number in range(7):
+            ledger.begin(number, Silent())
+            CALLS["sum_all"](comm, drawn(comm, (2, 2)))
+            swap(comm, drawn(comm, (2, 2)))
+            counts.append((len(comm.notes), len(comm.sent)))
+            ledger.settle()
+            ledger.end()
+        return counts
+
+    once = [(1, 1), (0, 0), (0, 0)]
+    assert run({"x": SIZE}, rank) == [[*once, *once, (1, 1)]] * SIZE
+
+
+def test_a_message_under_way_over_the_end_of_a_step_is_compared_in_the_next():
+    def rank(mesh):
+        ledger, comm = Ledger(mesh.rank), mesh.comm("x")
+        comm = Faulty(comm, "take", 2) if mesh.rank == FAULTY else comm
+        comm = ledger.wrap(comm, "x")
+        ledger.begin(0, Silent())
+        comm.send(np.ones(4), (comm.rank + 1) % SIZE)
+        first = ledger.settle()
+        ledger.begin(1, Silent())
+        comm.recv((4,), np.float64, (comm.rank - 1) % SIZE).wait()
+        return first, ledger.settle(), len(comm.sent), len(comm.arrived)
+
+    assert run({"x": SIZE}, rank) == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 0)]
+
+
+def product(dtype="float32", m=96, k=48, n=64, seed=0):
+    draw = np.random.default_rng(seed)
+    a, b = draw.standard_normal((m, k)).astype(dtype), draw.standard_normal((k, n)).astype(dtype)
+    return a, b, a @ b
+
+
+def finds(a, b, c):
+    """What a ledger says of a product."""
+    ledger, trace = Ledger(4), Silent()
+    trace.step, trace.layer, trace.phase = 3, 1, "forward"
+    ledger.begin(3, trace)
+    ledger.product(a, b, c)
+    return ledger.found
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 23 - 7), ("float64", 52 - 36)])
+def test_a_flip_in_a_product_is_found(dtype, least):
+    """Sign, exponent and the upper bits of the mantissa, of average elements."""
+    a, b, c = product(dtype)
+    row, column = np.argwhere(np.abs(c) > np.abs(c).mean())[5]
+    for bit in range(least, TOP[dtype] + 2):
+        broken = flip(c, bit, row * c.shape[1] + column)
+        (line,) = finds(a, b, broken)
+        where = f"product [96, 48] [48, 64]: row {row}, column {column} is "
+        assert line.startswith(f"rank 4: step 3, layer 1, forward: {where}"), bit
+    assert not finds(a, b, c)
+
+
+@pytest.mark.parametrize("dtype", TOP)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_an_element_that_is_no_number_is_found(value, dtype):
+    a, b, c = product(dtype)
+    c[17, 5] = value
+    (line,) = finds(a, b, c)
+    assert f"row 17, column 5 is {value}" in line
+
+
+def test_a_transposed_operand_is_checked_alike():
+    a, b, c = product()
+    back = c @ b.T
+    assert not finds(c, b.T, back)
+    assert len(finds(c, b.T, flip(back, 28, 77))) == 1
+    assert len(finds(a.T, c, flip(a.T @ c, 31, 7))) == 1
+
+
+HARD = {
+    "positive": lambda a, b: (np.abs(a), np.abs(b)),
+    "of rank one": lambda a, b: (np.outer(a[:, 0], a[0]), b),
+    "cancelling": lambda a, b: (a + 100, b - b.mean(0)),
+    "uneven": lambda a, b: (a**5, b**5),
+    "rows of zeros": lambda a, b: (a * (np.arange(len(a))[:, None] % 7 == 0), b),
+    "large": lambda a, b: (a * 1e18, b * 1e18),
+    "small": lambda a, b: (a * 1e-22, b * 1e-22),
+    "smaller": lambda a, b: (a * 1e-16, b * 1e-10),
+    "not finite": lambda a, b: (np.where(a > 3, np.nan, a), np.where(b > 3, np.inf, b)),
+}
+
+
+@pytest.mark.parametrize("dtype", TOP)
+@pytest.mark.parametrize("kind", HARD)
+def test_rounding_is_no_find(kind, dtype):
+    sizes = ((64, 32, 48), (7, 1, 5), (5, 1500, 3), (33, 700, 65), (600, 16, 2), (1, 900, 1))
+    for seed, size in enumerate(sizes):
+        a, b, _ = product("float64", *size, seed)
+        a, b = (x.astype(dtype) for x in HARD[kind](a, b))
+        with np.errstate(invalid="ignore"):  # of the product, not of what is made of it
+            c = a @ b
+        assert not finds(a, b, c), size
+
+
+def sums(blocks):
+    """What the members of an axis say of a reduce-scatter of their blocks."""
+
+    def rank(mesh):
+        ledger = Ledger(mesh.rank)
+        comm = ledger.wrap(mesh.comm("x"), "x")
+        ledger.begin(0, Silent())
+        comm.reduce_scatter(blocks[mesh.rank]).wait()
+        comm.all_reduce(blocks[mesh.rank].ravel()).wait()
+        ledger.settle()
+        return ledger.found
+
+    return run({"x": len(blocks)}, rank)
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:hpc3d.comm.threads")
+def test_the_rounding_of_a_sum_is_no_find(kind):
+    """Of what is not finite the sum itself is invalid; what is made of it must be quiet."""
+    for seed in range(5):
+        blocks = [HARD[kind](*product("float64", 90, 40, 60, 4 * seed + i)[:2]) for i in range(4)]
+        parts = [(a[:88].astype("float32"), b.astype("float32")) for a, b in blocks]
+        assert sums([a for a, _ in parts]) == [[]] * 4
+        with np.errstate(invalid="ignore"):
+            products = [a @ b for a, b in parts]
+        assert sums(products) == [[]] * 4
+
+
+def test_a_block_that_was_multiplied_is_not_summed_again():
+    a, b, c = product(m=6)
+    ledger = Ledger(0)
+    ledger.begin(0, Silent())
+    ledger.product(a, b, c)
+    np.testing.assert_array_equal(ledger.rows(c, 2), ledger.signs.rows(c, 2))
+    assert ledger.rows(c, 2).base is ledger.latest[1]
+    assert not np.array_equal(ledger.rows(c + 1, 2), ledger.rows(c, 2))
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (5,), (9000,), (2, 9001), (2, 3, 4), (0, 4)])
+def test_sums_see_every_element(shape):
+    signs = Signs()
+    for place in range(0, int(np.prod(shape)), 97):
+        block = np.zeros(shape)
+        block.flat[place] = 1.0
+        assert abs(signs.total(signs.rows(block))[0]) == 1.0
+    assert signs.rows(np.zeros(shape)).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        ((7,), 7),
+        ((3, 5), 5),
+        ((3, 4096), 4096),
+        ((3, 4097), 4096),
+        ((9000,), 4096),
+        ((2, 3, 4), 24),
+    ],
+)
+def test_what_rounds_is_a_row_of_at_most_4096(shape, count):
+    """Those are summed in the type of the block, the rest in float64: the bound is 4 u sqrt n, u
+    half the distance of 1 to the next number (Higham and Mary 2019)."""
+    block = np.zeros(shape, np.float32)
+    assert terms(block) == count
+    assert slack(block.dtype, terms(block), 9) == pytest.approx(4 * 2**-24 * (count**0.5 + 3))
+    assert slack(np.dtype(np.float64), 16) == 4 * 2**-53 * 4
+    assert slack(np.dtype(np.int32), 16) == 0
+
+
+def test_signs_are_balanced_and_the_same_for_all_lengths():
+    signs = Signs()
+    short, long = signs(100, np.dtype("f4")).copy(), signs(20_000, np.dtype("f4"))
+    np.testing.assert_array_equal(short, long[:100])
+    assert set(np.unique(long)) == {-1, 1}
+    assert abs(long.sum()) < 4 * np.sqrt(long.size)
+    assert abs((long[1:] * long[:-1]).sum()) < 4 * np.sqrt(long.size)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 65])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])
+def test_the_sum_of_words_changes_with_every_bit(count, dtype):
+    block = np.random.default_rng(count).integers(1, 99, (3, count)).astype(dtype)
+    before = words(block, 3)
+    np.testing.assert_array_equal(before, [words(part)[0] for part in block])
+    for bit in range(8 * block.itemsize):
+        after = words(flip(block, bit, bit * 7), 3)
+        assert (after != before).sum() == 1
+
+
+@pytest.mark.parametrize("readers", [1, 2, 4])
+@pytest.mark.parametrize("givers", [[0, 1, 2, 3], [2]])
+def test_all_of_what_members_read_in_one_memory_is_watched_there(readers, givers):
+    class Reader(Communicator):
+        readers = property(lambda self: (self.rank % readers, readers))
+
+    whole = np.zeros(len(givers))
+    whole.flags.writeable = False
+    watched = [
+        Checked(Reader(rank, 4), Ledger(rank), "x").watched(whole, givers)
+        for rank in range(readers)
+    ]
+    assert {giver for seen in watched for giver in seen} == {*givers}
+    assert {len(seen) for seen in watched} == {max(1, len(givers) // readers)}

@@ -1,0 +1,195 @@
+"""Communicators of devices that are threads (fake_device): every call, the order of the streams,
+and how long arrays live."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hpc3d.comm import host_staged
+from hpc3d.comm.comm_stream import Flight, Traffic
+from hpc3d.comm.threads import meshes, run
+from tests.comm.cases import CASES, long_blocks
+from tests.fakes.fake_device import DeviceArray, on_device, plain
+from tests.mpi import checked
+
+
+def on_devices(size, function, *how):
+    """`function(comm)` once a rank, on communicators of devices."""
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank], *how) as device:
+            return function(device.comm("x"))
+
+    beside, _ = meshes({"x": size})
+
+    return run({"x": size}, rank)
+
+
+class Brought:
+    """A communicator of a device for blocks of the host, there and back."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, comm.members
+        self.together, self.buffer = comm.together, lambda *how: plain(comm.buffer(*how))
+
+    def recv(self, *how):
+        return self.comm.recv(*how).then(plain)
+
+    def __getattr__(self, name):
+        def call(block, *how):
+            return getattr(self.comm, name)(block.view(DeviceArray), *how).then(plain)
+
+        return call
+
+
+WAYS = ("nccl", "float64"), ("staged", "float64"), ("staged", "float16"), ("mpi", "float16")
+FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("transport", "dtype", "case"),
+    [
+        *((*way, case) for way in WAYS for case in CASES),
+        *(("mpi-messages", "float16", case) for case in FEW),
+        *(("mpi", "float64", case) for case in FEW),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_every_call(transport, dtype, size, case, monkeypatch):
+    if dtype == "float16" and case.__name__ == "adjoint":
+        pytest.skip("its own inner products are too large for float16")
+    monkeypatch.setattr(host_staged, "CHUNK", 1 << 16 if case is long_blocks else 200)
+    on_devices(size, lambda comm: case(Brought(comm), dtype), transport)
+
+
+def test_real_ranks():
+    """The calls as mpi4py takes them, along two axes of a mesh."""
+    out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)
+    assert out.splitlines() == [
+        "mpi Direct Direct Self",
+        "mpi-messages Passing Passing Self",
+        "staged Staged Staged Self",
+        "nccl Nccl Nccl Self",
+    ]
+
+
+@pytest.mark.parametrize("transport", ["staged", "mpi"], ids="by {}".format)  # mpi is a mark
+def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport):
+    """What no float16 holds in between comes out right, and bits of no number survive a move."""
+
+    def rank(comm):
+        block = fresh(comm, [60000.0, 60000.0, -60000.0][comm.rank], np.float16)
+        total = comm.all_reduce(block).wait()
+        block.view(np.uint16)[0, 0] = 0x7E55 + comm.rank  # a NaN of our own
+        moved = comm.all_gather(block).wait().view(np.uint16)
+        return moved[:: len(block), 0].tolist(), float(total.max())
+
+    assert on_devices(3, rank, transport) == [([0x7E55, 0x7E56, 0x7E57], 60000.0)] * 3
+
+
+def test_messages_both_ways_at_once():
+    """Each sends before it receives: without `together` both would wait for ever on a device."""
+
+    def rank(comm):
+        block = np.full((4, 2), comm.rank, np.float64).view(DeviceArray)
+        with comm.together():
+            sent, got = (
+                comm.send(block, 1 - comm.rank),
+                comm.recv((4, 2), np.float64, 1 - comm.rank),
+            )
+        sent.wait()
+        return got.wait().tolist()
+
+    assert on_devices(2, rank) == [[[1, 1]] * 4, [[0, 0]] * 4]
+
+
+def test_a_pass_does_not_wait_for_the_sums_of_replicas():
+    """Replicas 1 post theirs only when the pass is over; in one queue nobody would come so far."""
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank]) as device:
+            data, tensor = device.comm("d"), device.comm("x")
+            late = mesh.coord("d") == 1
+            total = None if late else data.all_reduce(fresh(data, 1.0))
+            whole = tensor.all_gather(fresh(tensor, 2.0)).wait()
+            mesh.world.all_reduce(np.zeros(1)).wait()
+            total = total or data.all_reduce(fresh(data, 1.0))
+            return float(whole.max()), float(total.wait().max())
+
+    beside, _ = meshes({"d": 2, "x": 2})
+    assert run({"d": 2, "x": 2}, rank) == [(2.0, 2.0)] * 4
+
+
+def fresh(comm, value, dtype=np.float64):
+    """A block in the pool's memory."""
+    block = comm.pool.empty((64, 8), dtype)
+    block[...] = value
+    return block
+
+
+def test_memory_is_not_used_again_before_its_call_has_ended():
+    """Blocks are dropped as soon as they are posted, and others are asked for at once."""
+
+    def rank(comm):
+        pending = [comm.all_gather(fresh(comm, number)) for number in range(20)]
+        return [float(each.wait().max()) for each in pending]
+
+    assert on_devices(2, rank) == [[float(number) for number in range(20)]] * 2
+
+
+def test_nor_where_nobody_waits():
+    def rank(comm):
+        for number in range(20):
+            comm.all_reduce(fresh(comm, number))
+        return float(comm.all_reduce(fresh(comm, 1.0)).wait().max())
+
+    assert on_devices(2, rank) == [2.0, 2.0]
+
+
+class Careless(Traffic):
+    """Forgets the arrays of its calls."""
+
+    def add(self, flight, *call):
+        flight = super().add(flight, *call)
+        flight.arrays.clear()
+        return flight
+
+
+class Hasty(Traffic):
+    """Lets calls follow nothing, or nothing follow them."""
+
+    def __init__(self, device, group, queue, forgets):
+        super().__init__(device, group, queue)
+        self.forgets = forgets
+
+    def begin(self):
+        return super().begin() if self.forgets == "after" else Flight()
+
+    def land(self, flight):
+        if self.forgets == "before":
+            super().land(flight)
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        Careless,
+        partial(Hasty, forgets="before"),
+        partial(Hasty, forgets="after"),
+    ],
+    ids=["arrays forgotten", "nothing before", "nothing after"],
+)
+def test_the_device_finds_what_is_wrong_with_the_order(traffic):
+    """Each rule of Traffic, left out, is found: by rubbish in a result, or by the device."""
+
+    def rank(comm):
+        for number in range(20):
+            pending, scratch = comm.all_gather(fresh(comm, number)), fresh(comm, -1.0)
+            result = pending.wait()
+            assert float(result.max()) == float(result.min()) == number, "rubbish"
+            del result, scratch
+
+    with pytest.raises((AssertionError, TimeoutError)):
+        on_devices(2, rank, "nccl", traffic)

@@ -1,0 +1,77 @@
+"""Shared memory of a node: used again, never wrong, never left behind."""
+
+import os
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm import shared_memory
+from tests.mpi import checked, mpirun
+from tests.strided import strided
+
+
+@pytest.fixture
+def folder():
+    """A folder of this test's own in shared memory."""
+    path = tempfile.mkdtemp(dir=shared_memory.SHARED)
+    yield path
+    shutil.rmtree(path)
+
+
+def ranks(count, mode, folder):
+    out = checked(count, "-m", "tests.comm.on_shared_memory", mode, folder, timeout=40)
+    return out.split()
+
+
+def test_memory_is_used_again(folder):
+    assert ranks(3, "steady", folder) == ["steady"] * 3
+    assert os.listdir(folder) == []
+
+
+def test_memory_is_not_used_again_while_a_member_reads(folder):
+    assert ranks(2, "slow", folder) == ["slow"] * 2
+
+
+@pytest.mark.parametrize("mode", strided(["kept", "sizes", "order"], 3))
+def test_members_that_disagree_stop(mode, folder):
+    assert ranks(2, mode, folder) == ["refused"] * 2
+
+
+def test_any_number_of_calls_may_be_in_flight(folder):
+    assert ranks(2, "many", folder) == ["many"] * 2
+
+
+def test_nothing_is_left_when_a_member_is_killed(folder):
+    done = mpirun(3, "-m", "tests.comm.on_shared_memory", "killed", folder, timeout=60)
+    assert done.returncode == 128 + 9
+    assert os.listdir(folder) == []
+
+
+def test_without_shared_memory_mpi_moves_the_blocks(folder):
+    assert ranks(2, "kind", folder) == ["Node"] * 2
+    assert ranks(2, "kind", f"{folder}/missing") == ["Mpi"] * 2
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "good"),
+    [("x86_64", 1, True), ("aarch64", 1, False), ("x86_64", 1 << 40, False)],
+)
+def test_a_node_that_cannot_share_says_so(machine, ranks, good, monkeypatch):
+    monkeypatch.setattr(shared_memory.platform, "machine", lambda: machine)
+    assert shared_memory.usable(ranks) is good
+
+
+def test_a_pool_gives_memory_out_again_when_its_last_view_dies():
+    pool = Pool()
+    first = pool.empty((100, 3), np.float64)
+    view, address = first[10:], first.ctypes.data
+    del first
+    assert pool.empty((100, 3), np.float64).ctypes.data != address
+    assert pool.live["activation"] == 2400
+    del view
+    assert pool.live["activation"] == 0
+    assert pool.peak["activation"] == 4800
+    assert pool.empty((3, 100), np.float64).ctypes.data == address

@@ -1,0 +1,255 @@
+"""Which way ranks with devices talk, what is refused before anything starts, how NCCL begins."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpc3d.comm import cuda_aware_probe, transport
+from hpc3d.comm.nccl import number_of, split
+from hpc3d.comm.transport import Seat, choose, refuse, sharing, taken
+from hpc3d.cuda import device
+from hpc3d.runtime.exit_codes import BAD_INPUT, Ended
+from tests.diagnose.planted import script
+from tests.fakes.fake_cupy import FakeCupy
+
+ONE = Seat("node1", "bus a", "H200 (0)", 22707, False, False)
+OWN = [ONE, ONE._replace(device="bus b", name="H200 (1)")]
+BOTH_0 = [ONE, ONE._replace(host="node2")]  # of two hosts
+SHARED = [ONE, ONE]
+BEFORE = [OWN[0], OWN[1]._replace(nccl=22507)]
+WITHOUT = [ONE, OWN[1]._replace(nccl=0)]
+SEVERAL = [ONE._replace(nccl=23000, several=True)] * 2
+OLD = [ONE._replace(several=True)] * 2
+SHOWN = "ranks 0-1 share device H200 (0) of node1"
+NONE, P2P, FULL = ("none", "it says no"), ("p2p", "it is said"), ("full", "it was tried")
+
+
+@pytest.mark.parametrize(
+    ("asked", "seats", "mpi", "way", "why"),
+    [
+        ("auto", OWN, None, "nccl", "NCCL 2.27.7"),
+        ("auto", BOTH_0, None, "nccl", "NCCL 2.27.7"),
+        ("nccl", OWN, None, "nccl", "NCCL"),
+        ("auto", SHARED, NONE, "staged", f"{SHOWN}, which works for one at a time; it says no"),
+        ("auto", SHARED, FULL, "mpi", "it was tried"),
+        ("auto", SHARED, P2P, "mpi-messages", "it is said"),
+        ("auto", WITHOUT, NONE, "staged", "no NCCL on ranks 1; it says no"),
+        ("auto", WITHOUT, FULL, "mpi", "no NCCL"),
+        ("auto", BEFORE, NONE, "staged", "NCCL 2.25.7 is older than 2.26.0"),
+        ("auto", SEVERAL, NONE, "staged", SHOWN),
+        ("nccl", SEVERAL, None, "nccl", "NCCL 2.30.0"),
+        ("mpi", OWN, FULL, "mpi", "it was tried"),
+        ("staged", OWN, None, "staged", "as asked for"),
+        ("auto", [ONE], None, "none", "one rank"),
+        ("nccl", [ONE], None, "none", "one rank"),
+    ],
+)
+def test_the_way_that_is_taken(asked, seats, mpi, way, why):
+    """`mpi` is None where it must not be asked for: that takes seconds."""
+    found, reason = choose(asked, seats, lambda: mpi)
+    assert found == way and why in reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "seats", "line"),
+    [
+        ("nccl", SHARED, f"mesh.transport = nccl: {SHOWN}"),
+        ("nccl", OLD, f"mesh.transport = nccl: {SHOWN}"),
+        ("nccl", WITHOUT, "mesh.transport = nccl: no NCCL on ranks 1"),
+        ("mpi", OWN, "mesh.transport = mpi: it says no; or set HPC3D_MPI_DEVICE=full"),
+    ],
+)
+def test_a_way_that_cannot_be_is_refused(asked, seats, line):
+    with pytest.raises(ValueError) as refused:
+        choose(asked, seats, lambda: NONE)
+    assert str(refused.value).startswith(line) and "mesh.transport = auto" in str(refused.value)
+
+
+def test_parts_of_one_device_are_not_shared():
+    parts = [ONE._replace(device=f"bus a {part}") for part in "xyy"]
+    (line,) = sharing(parts)
+    assert line.startswith("ranks 1-2 share")
+
+
+AWARE = [seat._replace(aware=True) for seat in OWN]
+
+
+@pytest.mark.parametrize(
+    ("seats", "does", "said", "what"),
+    [
+        (OWN, "echo taken", None, "none"),
+        (AWARE, "echo taken", None, "full"),
+        ([*AWARE, ONE], "echo taken", None, "none"),
+        (AWARE, "echo staged", None, "none"),
+        (AWARE, "echo taken; echo wrong", None, "none"),
+        (AWARE, "kill -SEGV $$", None, "none"),
+        (AWARE, "exit 1", "full", "full"),
+        (AWARE, "echo taken", "none", "none"),
+        (OWN, "exit 1", "p2p", "p2p"),
+    ],
+)
+def test_what_mpi_takes_of_devices(seats, does, said, what, tmp_path, monkeypatch):
+    """It is tried where all ranks' MPI says yes, unless the user has said it."""
+    script(tmp_path / "mpirun", does)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv(transport.OVERRIDE, raising=False)
+    if said:
+        monkeypatch.setenv(transport.OVERRIDE, said)
+    assert taken(seats)[0] == what
+
+
+def test_what_the_user_says_must_be_known(monkeypatch):
+    monkeypatch.setenv(transport.OVERRIDE, "yes")
+    with pytest.raises(ValueError, match="HPC3D_MPI_DEVICE=yes: use none, p2p or full"):
+        taken(OWN)
+
+
+def test_a_trial_is_no_part_of_the_job_that_it_is_for(tmp_path, monkeypatch):
+    told = {"PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "9", "SLURM_JOB_ID": "3", "PMI_RANK": "1"}
+    kept = {"OMPI_MCA_pml": "ucx", "OMPI_ALLOW_RUN_AS_ROOT": "1", "LD_LIBRARY_PATH": "/ucx"}
+    for name, value in (told | kept).items():
+        monkeypatch.setenv(name, value)
+    seen = tmp_path / "seen"
+    cuda_aware_probe.tried(script(tmp_path / "mpirun", f"env > {seen}"), 5, {})
+    names = {line.partition("=")[0] for line in seen.read_text().splitlines()}
+    assert not names & told.keys() and names >= kept.keys()
+
+
+def missing(monkeypatch, cupy, asked="auto", dtype="float32", without=(), nccl=23203):
+    """What a process lacks that has a played CuPy (None: none), and not the packages `without`."""
+    absent = {*without, *([] if cupy else ["cupy"])}
+    monkeypatch.setattr(
+        cuda_aware_probe, "find_spec", lambda name: None if name in absent else True
+    )
+    monkeypatch.setattr(device, "imported", lambda: cupy)
+    monkeypatch.setattr(cuda_aware_probe, "nccl_version", lambda: nccl)
+    return cuda_aware_probe.missing(asked, dtype)
+
+
+def runtime(**answers):
+    """A CuPy whose runtime answers this."""
+    played = FakeCupy()
+    vars(played.cuda.runtime).update({name: lambda *_, a=a: a for name, a in answers.items()})
+    return played
+
+
+def test_nothing_is_missing(monkeypatch):
+    assert missing(monkeypatch, FakeCupy(), "nccl", "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    ("cupy", "how", "line", "remedy"),
+    [
+        (None, {}, "CuPy is not installed here: ", "gpu-cuda12"),
+        (FakeCupy(count=0), {}, "CuPy finds no device: ", "--gpus-per-node"),
+        (runtime(driverGetVersion=0), {}, "there is no NVIDIA driver here: ", "with a GPU"),
+        (
+            runtime(driverGetVersion=12080, runtimeGetVersion=13000),
+            {},
+            "the driver is for CUDA 12.8, CuPy for 13.0: ",
+            "cupy-cuda12x",
+        ),
+        (
+            FakeCupy(),
+            {"dtype": "bfloat16", "without": ["ml_dtypes"]},
+            "bfloat16 needs ml_dtypes: ",
+            "gpu-cuda13",
+        ),
+        (
+            runtime(getDeviceProperties={"major": 7}),
+            {"dtype": "bfloat16"},
+            "a device of compute capability 7 has no bfloat16: ",
+            "float16",
+        ),
+        (FakeCupy(), {"asked": "nccl", "nccl": 0}, "mesh.transport = nccl, but ", "gpu-cuda12"),
+    ],
+)
+def test_what_is_missing_is_one_line_with_the_remedy(cupy, how, line, remedy, monkeypatch):
+    said = missing(monkeypatch, cupy, **how)
+    assert said.startswith(f"train.backend = cupy: {line}") and "\n" not in said
+    assert remedy in said and said.endswith("use train.backend = numpy")
+
+
+def test_an_old_or_a_broken_cupy(monkeypatch):
+    old = FakeCupy()
+    old.__version__ = "13.6.0"
+    assert "CuPy 13.6.0 is older than 14" in missing(monkeypatch, old)
+    missing(monkeypatch, FakeCupy())
+    monkeypatch.setattr(device, "imported", lambda: __import__("nothing_of_that_name"))
+    assert "cannot be imported (No module named" in cuda_aware_probe.missing("auto", "float32")
+
+
+@pytest.mark.parametrize(
+    ("problems", "lines"),
+    [
+        (["no CuPy"] * 4, ["no CuPy"]),
+        ([None, "no CuPy", "no CuPy", None], ["no CuPy (ranks 1-2)"]),
+        (["no CuPy", "no device"], ["no CuPy (ranks 0)", "no device (ranks 1)"]),
+    ],
+)
+def test_what_ranks_lack_is_said_once(problems, lines):
+    said = []
+
+    def told(*problems):
+        said.extend(problems)
+        raise Ended(BAD_INPUT)
+
+    with pytest.raises(Ended):
+        refuse(SimpleNamespace(refuse=told), problems)
+    assert said == lines
+
+
+def test_nothing_that_ranks_lack_refuses_nothing():
+    refuse(None, [None, None])
+
+
+class Library:
+    """NCCL, whose calls are written down; its communicators must be made in one order."""
+
+    class NcclError(RuntimeError):
+        pass
+
+    def __init__(self, log, fails=False):
+        self.log, self.fails = log, fails
+
+    def get_unique_id(self):
+        self.log.append("id")
+        return b"x" * 128
+
+    def NcclCommunicator(self, size, name, rank):
+        if self.fails:
+            raise self.NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage")
+        assert name == b"x" * 128
+        self.log.append((size, rank))
+        return SimpleNamespace(commSplit=lambda color, key: self.log.append((color, key)) or color)
+
+
+def rank_of(rank, size):
+    """MPI's communicator of all ranks, of which 0 has the name."""
+    return SimpleNamespace(rank=rank, size=size, bcast=lambda name: name or b"x" * 128)
+
+
+def test_nccl_begins_with_all_ranks_and_is_split_an_axis_at_a_time():
+    logs = []
+    for rank in range(4):  # on a mesh of d = 2, x = 2
+        lines = {"d": (rank % 2, rank // 2), "x": (rank // 2 * 2, rank % 2)}
+        log = []
+        _, parts = split(Library(log), rank_of(rank, 4), lines)
+        assert list(parts) == ["d", "x"]
+        logs.append(log)
+    assert [log.count("id") for log in logs] == [1, 0, 0, 0]
+    assert logs[0][1:] == [(4, 0), (0, 0), (0, 0)]
+    assert logs[3] == [(4, 3), (1, 1), (2, 1)]
+
+
+def test_what_nccl_says_at_the_start_is_one_line():
+    with pytest.raises(RuntimeError, match=r"NCCL does not start .*INVALID_USAGE.*DEBUG=WARN"):
+        split(Library([], fails=True), rank_of(0, 2), {})
+
+
+def test_nccl_knows_bfloat16():
+    pytest.importorskip("ml_dtypes")
+    assert [number_of(name) for name in ("float16", "float32", "bfloat16")] == [6, 7, 9]
+    with pytest.raises(KeyError):
+        number_of(np.uint16)

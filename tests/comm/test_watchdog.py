@@ -1,0 +1,265 @@
+"""When a rank counts as silent, what it says then, and what they all say together."""
+
+import signal
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm import threads, watchdog
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import WORLD, Mesh
+from hpc3d.comm.watchdog import GRACE, LATER, TOLD, Place, Watchdog
+from hpc3d.runtime.exit_codes import STALLED
+from hpc3d.runtime.host_map import Homes, spans
+from tests.runs import wait_for
+
+
+class Ended(Exception):
+    """The process would have ended here."""
+
+
+class Job:
+    """A rank of three, which only notes what it says."""
+
+    name, size, launcher = "test", 3, None
+
+    def __init__(self, rank):
+        self.rank, self.told, self.said, self.ending = rank, [], [], threading.Lock()
+
+    def complain(self, text):
+        self.said.append(text)
+
+    def first_to_fail(self):
+        return True
+
+    def abort(self, code):
+        raise Ended(f"all with {code}")
+
+
+def end(code):
+    raise Ended(f"one with {code}")
+
+
+@pytest.fixture
+def homes():
+    """Those of ranks on one host; a test may have others."""
+    return Homes(["hn1"] * 3, [0, 0, 0])
+
+
+@pytest.fixture
+def watched(monkeypatch, tmp_path, homes):
+    """A function that lets one second pass, in which some ranks move, and the watchdogs of three
+    ranks that may be silent for 20."""
+    clock = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    monkeypatch.setattr(watchdog, "save_in_child", lambda job: None)
+    monkeypatch.setattr(watchdog, "leave", lambda job: end(143))
+    dogs = [Watchdog(Job(rank), mesh_of(rank), tmp_path, 20, homes) for rank in range(3)]
+
+    def second(*moving, gap=1):
+        clock[0] += gap
+        for dog in dogs:
+            if dog.job.rank in moving:
+                dog.place.comms["x"].all_reduce(np.ones(1)).wait()
+            dog.look()
+            dog.act()
+
+    second()
+    return second, dogs
+
+
+def mesh_of(rank):
+    pool = Pool()
+    return Mesh({"x": 3}, {"x": rank}, {"x": Self(pool)}, Self(pool))
+
+
+def files(path):
+    return sorted(file.name for file in path.rglob("*.txt"))
+
+
+def test_ranks_that_move_are_left_alone(watched, tmp_path):
+    second, dogs = watched
+    for _ in range(100):
+        second(0, 1, 2)
+    assert [dog.silence for dog in dogs] == [0, 0, 0]
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["step", "memory", "signal"])
+def test_a_step_memory_or_a_signal_is_movement_too(what, watched):
+    second, (dog, *_) = watched
+    second(1, 2)
+    assert dog.silence == 1
+    if what == "step":
+        dog.place.step = 7
+    elif what == "memory":
+        dog.pool.count("activation", 8)
+    else:
+        dog.job.told.append(signal.SIGUSR1)
+    second(1, 2)
+    assert dog.silence == 0
+
+
+def test_a_job_that_was_suspended_for_an_hour_was_not_silent(watched, tmp_path):
+    second, dogs = watched
+    second(gap=3600)
+    assert [dog.silence for dog in dogs] == [2, 2, 2]
+    assert not files(tmp_path)
+
+
+def test_those_that_are_silent_speak_when_one_was_for_too_long(watched, tmp_path):
+    second, _ = watched
+    for moving, seconds in (((1, 2), 5), ((2,), 6), ((), 9)):
+        for _ in range(seconds):
+            second(*moving)
+    assert not files(tmp_path)
+    second()
+    assert files(tmp_path) == ["rank-00000.txt", "rank-00001.txt"]
+    second(0, 1, 2)
+    assert not files(tmp_path)
+    assert not (tmp_path / "watchdog").exists()
+
+
+def test_one_rank_says_where_all_are_and_all_end(watched, tmp_path):
+    second, dogs = watched
+    for dog in dogs:
+        dog.place.step = 4
+    second(0, 1, 2)
+    dogs[0].place.comms["x"].waiting = "all_gather", 812, 98304, None
+    for _ in range(20 + GRACE):
+        second(2)
+    for dog, who in zip(dogs, ("all", "one")):
+        with pytest.raises(Ended, match=f"{who} with {STALLED}"):
+            dog.end()
+    assert dogs[0].job.said == [
+        "nothing moved for 20 s: rank 2 silent: stopped, or gone; rank 1 in no call of step 4: it "
+        "computes, or waits for a device or file; rank 0 in all_gather along x (call 812, 98304 "
+        f"bytes) of step 4; stacks in {tmp_path}/watchdog"
+    ]
+    assert not dogs[1].job.said
+    report = (tmp_path / "watchdog" / "rank-00000.txt").read_text()
+    assert report.startswith("in all_gather along x (call 812, 98304 bytes) of step 4\nfor 21.0 s")
+    assert "x: ranks 0: 1 calls, 1 done\n" in report
+    assert "in second" in report
+
+
+@pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
+def test_the_host_of_rank_0_speaks_for_all_and_names_hosts(watched, tmp_path, homes):
+    """The others may be heard by nobody: they end the job only if that one does not."""
+    second, dogs = watched
+    second(0, 1, 2)
+    dogs[0].place.comms["x"].waiting = "all_gather", 3, 8, None
+    for _ in range(20 + GRACE):
+        second()
+    with pytest.raises(Ended, match=f"all with {STALLED}"):
+        second()
+    (line,) = dogs[0].job.said
+    assert "; rank 0 (hn1) in all_gather along x (call 3, 8 bytes)" in line
+    assert "20 s: all of hn2 in no call" in line
+    for rank in (1, 2):
+        dogs[rank].act()
+        assert not dogs[rank].job.said
+
+
+@pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
+def test_another_host_ends_the_job_where_that_of_rank_0_does_not(watched, monkeypatch, homes):
+    second, dogs = watched
+    second(0, 1, 2)
+    monkeypatch.setattr(dogs[0], "act", lambda: None)
+    for _ in range(20 + GRACE + LATER):
+        second()
+    assert not dogs[1].job.said
+    with pytest.raises(Ended):
+        second()
+    assert dogs[1].job.said[0].startswith("nothing moved for 20 s: rank 0 (hn1) silent")
+
+
+def test_a_folder_that_does_not_answer_keeps_no_rank_from_its_end(watched, monkeypatch, tmp_path):
+    _, (dog, *_) = watched
+    over = threading.Event()
+    monkeypatch.setattr(watchdog, "ANSWER", 0.2)
+    for name in ("said", "write", "noted"):
+        monkeypatch.setattr(dog.reports, name, lambda *_: over.wait(60))
+    dog.reports.speak(dog.place, 21)
+    with pytest.raises(Ended, match=f"all with {STALLED}"):
+        dog.end()
+    over.set()
+    said = f"nothing moved for 20 s: {tmp_path}/watchdog does not answer, either"
+    assert dog.job.said == [said]
+
+
+def test_a_job_that_ends_already_is_not_ended_again(watched):
+    _, (dog, *_) = watched
+    with dog.job.ending:
+        dog.end()
+    assert not dog.job.said
+
+
+@pytest.mark.parametrize(
+    ("told", "waits", "before", "after"),
+    [
+        pytest.param(signal.SIGTERM, True, 0, TOLD, id="leaves"),
+        pytest.param(signal.SIGTERM, True, 8, 16, id="later where waits are long"),
+        pytest.param(signal.SIGTERM, False, 0, None, id="not while it writes"),
+        pytest.param(signal.SIGUSR1, True, 0, None, id="not for another signal"),
+    ],
+)
+def test_a_rank_that_is_told_to_end_leaves_when_nobody_answers(
+    told, waits, before, after, watched
+):
+    second, (dog, *_) = watched
+    for _ in range(before):
+        second(1, 2)
+    dog.job.told.append(told)
+    second(0, 1, 2)
+    dog.place.comms["x"].waiting = ("recv", 3, 8, 0) if waits else None
+    for _ in range(after or 20):
+        second(1, 2)
+    if after:
+        with pytest.raises(Ended, match="one with 143"):
+            second(1, 2)
+        (line,) = dog.job.said
+        assert line.startswith(f"rank 0 was told to end and left: nothing moved for {after + 1} s")
+    else:
+        assert not dog.job.said
+
+
+def test_a_rank_shows_the_call_that_it_waits_in():
+    """Rank 1 looks at what rank 0 waits for, then sends it."""
+    seen, comms, both = [], {}, threading.Barrier(2)
+
+    def work(mesh):
+        comm = comms[mesh.rank] = mesh.comm("x")
+        both.wait()
+        if mesh.rank == 0:
+            pending = comm.recv((2, 3), np.float32, 1)
+            assert comm.waiting is None
+            pending.wait()
+        else:
+            wait_for(lambda: comms[0].waiting, seconds=10)
+            seen.append((comms[0].waiting, comms[0].calls, comms[0].done))
+            comm.send(np.ones((2, 3), np.float32), 0).wait()
+        comm.all_reduce(np.ones(2)).wait()
+        return comm.calls, comm.done, comm.waiting
+
+    assert threads.run({"x": 2}, work) == [(2, 2, None)] * 2
+    assert seen == [(("recv", 1, 24, 1), 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((3,), "3"), ((0, 1, 2, 4, 5, 7), "0-2 4-5 7"), ((0, 16, 32), "0 16 32"), ((), "")],
+)
+def test_ranks_as_text(ranks, text):
+    assert spans(ranks) == text
+
+
+@pytest.mark.parametrize(("axis", "where"), [("x", "along x"), (WORLD, "over all ranks")])
+def test_a_call_of_all_ranks_is_along_no_axis(axis, where):
+    comm = SimpleNamespace(waiting=("all_reduce", 3, 8, None))
+    assert str(Place({axis: comm})) == f"in all_reduce {where} (call 3, 8 bytes) of step -1"

@@ -1,0 +1,83 @@
+"""What `train --help` says of every key."""
+
+import tomllib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import flat, known_keys, literal, load, validate
+from hpc3d.config.reference import manual, meanings, page
+from hpc3d.pipeline.schedule import SCHEDULES
+from hpc3d.train import explain
+
+TYPES = get_type_hints(Config)
+TABLES = {name: kind for name, kind in TYPES.items() if is_dataclass(kind)}
+
+
+def entries():
+    """{key, with its section: its lines} of the manual."""
+    found, section = {}, ""
+    for line in manual().splitlines():
+        left, _, _ = line.removeprefix("# ").partition("#")
+        if line.startswith("["):
+            section = line[1 : line.index("]")] + "."
+        elif "=" in left:
+            found[section + left.partition("=")[0].strip()] = [line]
+        elif line.startswith(" ") and found:
+            [*found.values()][-1].append(line)
+    return found
+
+
+def test_help_has_the_manual(capsys):
+    explain()
+    assert manual() in capsys.readouterr().out
+
+
+def test_the_page_is_that_of_the_keys():
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert text == page(), "run: python -m hpc3d.config.reference > docs/configuration.md"
+
+
+def test_no_key_is_missing_and_none_stands_twice():
+    assert [*entries()] == [*flat(Config())]
+    assert {*entries()} | {*TABLES} == {*known_keys()}
+
+
+@pytest.mark.parametrize("table", [Config, *TABLES.values()], ids=lambda table: table.__name__)
+def test_every_key_has_a_meaning_of_its_own(table):
+    keys = [item.name for item in fields(table) if item.name not in TABLES]
+    texts = meanings(table)
+    assert [*texts] == keys
+    assert len({*texts.values()}) == len(keys) - (table is TYPES["mesh"])  # y and z
+    assert all(len(text.split()) > 1 and "  " not in text for text in texts.values())
+
+
+def test_it_is_an_input_file_with_the_defaults():
+    assert validate(tomllib.loads(manual())) == load(None, [])
+
+
+def test_keys_that_are_absent_by_default_are_comments_that_say_what_that_means():
+    for key, lines in entries().items():
+        absent = flat(Config())[key] is None
+        assert lines[0].startswith("# ") == absent
+        assert ("(absent:" in " ".join(" ".join(lines).split())) == absent
+
+
+def test_every_choice_is_there():
+    seen = 0
+    for name, table in TABLES.items():
+        for key, kind in get_type_hints(table).items():
+            text = " ".join(entries()[f"{name}.{key}"])
+            choices = [word for word in get_args(kind) if isinstance(word, (str, int))]
+            assert all(literal(choice) in text for choice in choices)
+            seen += len(choices)
+    assert seen > 25
+    text = meanings(TYPES["parallel"])["schedule"].replace(",", "").replace("(", "").split()
+    assert {*SCHEDULES} <= {*text}
+
+
+def test_lines_are_no_wider_than_the_page():
+    assert max(map(len, manual().splitlines())) <= 99

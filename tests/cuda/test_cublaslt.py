@@ -1,0 +1,430 @@
+"""Products by cuBLASLt, carried out by a stand-in of it, equal NumPy's in float64."""
+
+import ctypes
+import itertools
+import sys
+from collections import Counter
+from types import ModuleType, SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpc3d.cuda import cublaslt_library
+from hpc3d.cuda.cublaslt import Lt
+from hpc3d.cuda.cublaslt_library import Library, Unsupported, load
+from hpc3d.cuda.cublaslt_plan import Plan, operand_of
+from hpc3d.model.ops import gelu_tanh
+from tests.fakes.fake_cublaslt import FakeLt
+from tests.fakes.fake_device import DeviceArray
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TYPES = [
+    pytest.param(np.dtype(factors), np.dtype(out), id=f"{np.dtype(factors)}-{np.dtype(out)}")
+    for factors, out in [
+        ("f4", "f4"),
+        ("f2", "f2"),
+        ("f2", "f4"),
+        (BF16, BF16),
+        (BF16, "f4"),
+    ]
+]
+ROUNDING = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}
+M, N, K = 6, 8, 5
+LAYOUTS = ("rows", "padded rows", "columns", "padded columns")
+FUSED = (
+    (),
+    ("bias",),
+    ("bias_grad",),
+    ("gelu_input",),
+    ("bias", "gelu_input"),
+    ("gelu_at",),
+)
+STREAM = 0x5EA_0000_1234
+
+
+def aligned(shape, dtype, offset=0):
+    """Memory with rubbish in it, `offset` bytes after a multiple of 256."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.full(nbytes + 512, 0x5A, np.uint8)
+    start = -memory.ctypes.data % 256 + offset
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def placed(shape, dtype, layout="rows", offset=0):
+    """A device array of zeros that lies in memory as `layout` says."""
+    *count, rows, columns = shape
+    across = "columns" in layout
+    inner = [columns, rows] if across else [rows, columns]
+    room = [inner[0], inner[1] + 8 * ("padded" in layout)]
+    array = aligned((*count, *room), dtype, offset).view(DeviceArray)[..., : inner[1]]
+    array = array.swapaxes(-1, -2) if across else array
+    array[...] = 0
+    return array
+
+
+def numbers(shape, dtype, seed, layout="rows"):
+    """Small integers: their products and sums are exact in every type."""
+    array = placed(shape, dtype, layout)
+    array[...] = np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype).view(DeviceArray)
+    return array
+
+
+def vector(dtype, seed, offset=0):
+    array = aligned((N,), dtype, offset).view(DeviceArray)
+    array[...] = np.random.default_rng(seed).integers(-2, 3, N).astype(dtype).view(DeviceArray)
+    return array
+
+
+@pytest.fixture
+def memory():
+    return aligned((1 << 20,), np.uint8)
+
+
+@pytest.fixture
+def fake():
+    return FakeLt()
+
+
+@pytest.fixture
+def lt(fake, memory):
+    yield Lt(STREAM, (memory.ctypes.data, memory.nbytes), library=fake)
+    assert not fake.errors
+
+
+def exact(array):
+    return np.asarray(array, np.float64)
+
+
+def gelu(x):
+    """The GELU of the model, and its slope."""
+    h, out = x.copy(), np.empty_like(x)
+    gelu_tanh(h, out)
+    return out, h
+
+
+def fuse(fused, shape, dtype):
+    """Arrays for the parameters `fused`."""
+    given = {}
+    for role in fused:
+        matrix = numbers(shape, dtype, 4, "padded rows")
+        array = vector(dtype, 3) if role.startswith("bias") else matrix
+        if role in ("bias_grad", "gelu_input"):
+            array.fill(np.nan)
+        given[role] = array
+    return given
+
+
+def expected(a, b, add, scale, fused):
+    """out and, by name, the other arrays that are written, in float64."""
+    x = scale * (exact(a) @ exact(b))
+    x = x if add is None else x + exact(add)
+    x = x + exact(fused["bias"]) if "bias" in fused else x
+    if "bias_grad" in fused:
+        return x, {"bias_grad": exact(b).sum(0)}
+    if "gelu_input" in fused:
+        return gelu(x)[0], {"gelu_input": x}
+    if "gelu_at" in fused:
+        return x * gelu(exact(fused["gelu_at"]))[1], {}
+    return x, {}
+
+
+@pytest.mark.parametrize(("factors", "dtype"), TYPES)
+@pytest.mark.parametrize("count", [(), (1,), (3,)], ids=["one", "batch of 1", "batch of 3"])
+def test_products(lt, factors, dtype, count):
+    """Of any transposes, paddings, sums and epilogues."""
+    ways = itertools.product(LAYOUTS, LAYOUTS, ("none", "same", "other"), FUSED)
+    for of_a, of_b, adding, fused in ways:
+        if "bias_grad" in fused and (count or "columns" in of_b):
+            continue
+        a = numbers((*count, M, K), factors, 1, of_a)
+        b = numbers((*count, K, N), factors, 2, of_b)
+        out = numbers((*count, M, N), dtype, 5, "padded rows")
+        given = fuse(fused, out.shape, dtype)
+        add = {"none": None, "same": out, "other": numbers(out.shape, dtype, 6)}[adding]
+        scale = 1.0 if "bias_grad" in fused else 0.5
+        wanted, written = expected(a, b, add, scale, given)
+        if add is None:
+            out.fill(np.nan)
+        lt.product(a, b, out, add=add, scale=scale, **given)
+        name = f"{of_a} x {of_b}, add {adding}, {fused}"
+        near = ROUNDING[dtype.name] if fused and "gelu" in fused[-1] else 0
+        np.testing.assert_allclose(exact(out), wanted, near, near * 1e-1, err_msg=name)
+        for role, values in written.items():
+            np.testing.assert_array_equal(exact(given[role]), values, name)
+
+
+def test_padding_stays(lt):
+    """What lies between the rows of out belongs to others."""
+    whole = numbers((M, 2 * N), np.float32, 1)
+    before, out = whole.copy(), whole[:, :N]
+    lt.product(numbers((M, K), np.float32, 2), numbers((K, N), np.float32, 3), out)
+    assert np.array_equal(whole[:, N:], before[:, N:])
+    assert not np.array_equal(out, before[:, :N])
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 5), (6, 1, 5), (6, 8, 1), (1, 1, 5), (1, 1, 1)])
+@pytest.mark.parametrize("of_a", LAYOUTS)
+@pytest.mark.parametrize("of_b", LAYOUTS)
+def test_sides_of_one(lt, m, n, k, of_a, of_b):
+    """Where a side is 1 its stride says nothing."""
+    a, b = numbers((m, k), np.float32, 1, of_a), numbers((k, n), np.float32, 2, of_b)
+    out = placed((m, n), np.float32, "padded rows")
+    lt.product(a, b, out)
+    np.testing.assert_array_equal(exact(out), exact(a) @ exact(b))
+
+
+def test_sums_are_float32(lt):
+    """256 + 1 + 1 + ... is lost in a sum of bfloat16."""
+    a, b = placed((M, 64), BF16), placed((64, N), BF16)
+    a.fill(1)
+    b.fill(1)
+    a[:, 0] = 256
+    out = placed((M, N), np.float32)
+    lt.product(a, b, out)
+    assert np.all(out == 256 + 63)
+
+
+def test_parts_of_a_sum_are_added_in_float32(lt, fake):
+    for number, (factors, dtype) in enumerate([("f4", "f4"), (BF16, BF16), (BF16, "f4")]):
+        a, b = numbers((M, K), factors, 1), numbers((K, N), factors, 2)
+        lt.product(a, b, placed((M, N), dtype))
+        assert fake.preferred[number][3] == (2 if dtype == BF16 else 7)
+
+
+@pytest.mark.parametrize(("tf32", "computed"), [(False, [68, 68]), (True, [77, 68])])
+def test_tf32_is_for_float32(fake, memory, tf32, computed):
+    lt = Lt(STREAM, (memory.ctypes.data, memory.nbytes), tf32=tf32, library=fake)
+    for dtype in (np.float32, BF16):
+        a, b = numbers((M, K), dtype, 1), numbers((K, N), dtype, 2)
+        lt.product(a, b, placed((M, N), dtype))
+    assert fake.computed == computed
+    assert fake.streams == [STREAM, STREAM]
+
+
+ASKED = "cublasLtMatmulAlgoGetHeuristic"
+
+
+def test_one_question_a_kind(lt, fake):
+    """Then a product is one call, and one more for every address of what is fused."""
+    for seed in range(3):
+        a, b = numbers((M, K), np.float32, seed), numbers((K, N), np.float32, seed + 5)
+        out, given = placed((M, N), np.float32), fuse(("bias", "gelu_input"), (M, N), np.float32)
+        wanted, _ = expected(a, b, None, 1.0, given)
+        before = Counter(fake.calls)
+        lt.product(a, b, out, **given)
+        np.testing.assert_allclose(exact(out), wanted, 1e-5, 1e-6)
+    assert fake.calls[ASKED] == 1
+    assert fake.calls - before == {"cublasLtMatmul": 1, "cublasLtMatmulDescSetAttribute": 2}
+
+
+def test_a_question_for_each_kind(lt, fake):
+    """Shapes, strides, types, what is fused and the alignment of an address make a kind."""
+    f4, f2 = np.dtype("f4"), np.dtype("f2")
+
+    def product(m=M, dtype=f4, of_a="rows", out_type=f4, offset=0, add=None, **given):
+        a, b = placed((m, K), dtype, of_a, offset), numbers((K, N), dtype, 2)
+        lt.product(a, b, placed((m, N), out_type), add=add, **given)
+        return fake.calls[ASKED]
+
+    kinds = [
+        {},
+        {"m": M + 1},
+        {"dtype": f2},
+        {"dtype": f2, "out_type": f2},
+        {"of_a": "padded rows"},
+        {"of_a": "columns"},
+        {"offset": 4},
+        {"offset": 16},
+        {"add": numbers((M, N), f4, 1)},
+        {"bias": vector(f4, 1)},
+        {"bias": vector(f4, 1, offset=16)},
+    ]
+    assert [product(**kind) for kind in kinds] == [*range(1, len(kinds) + 1)]
+    assert [product(**kind) for kind in kinds] == [len(kinds)] * len(kinds)
+
+
+REFUSED = {
+    "bias and bias_grad": ("together", {"bias": "vector", "bias_grad": "vector"}),
+    "slope and sum": ("together", {"gelu_at": "matrix", "bias_grad": "vector"}),
+    "slope and bias": ("together", {"gelu_at": "matrix", "bias": "vector"}),
+    "a bias of float32": ("type of out", {"bias": "wide vector"}),
+    "a sum of float32": ("type of out", {"bias_grad": "wide vector"}),
+    "an add of float32": ("type of out", {"add": "wide matrix"}),
+    "a slope of float32": ("type of out", {"gelu_at": "wide matrix"}),
+    "a bias off": ("16 bytes", {"bias": "vector off"}),
+    "a scaled sum": ("scale", {"bias_grad": "vector", "scale": 2.0}),
+    "a batch's sum": ("batches", {"bias_grad": "vector", "count": (3,)}),
+    "the sum of a transposed b": ("transposed", {"bias_grad": "vector", "of_b": "columns"}),
+    "one term and a sum": ("k is 1", {"bias_grad": "vector", "k": 1}),
+    "one term and a slope": ("gelu_at where k is 1", {"gelu_at": "matrix", "k": 1}),
+    "a row of 5": ("multiple of 8", {"gelu_input": "matrix", "n": 5}),
+}
+
+
+@pytest.mark.parametrize(("why", "given"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_anything_is_written(lt, fake, why, given):
+    given = dict(given)
+    n, k, count = given.pop("n", N), given.pop("k", K), given.pop("count", ())
+    a = numbers((*count, M, k), BF16, 1)
+    b = numbers((*count, k, n), BF16, 2, given.pop("of_b", "rows"))
+    out = numbers((*count, M, n), BF16, 3)
+    arrays = {
+        "vector": vector(BF16, 4),
+        "wide vector": vector(np.float32, 4),
+        "vector off": vector(BF16, 4, offset=8),
+        "matrix": numbers(out.shape, BF16, 4),
+        "wide matrix": numbers(out.shape, np.float32, 4),
+    }
+    given = {role: arrays.get(value, value) for role, value in given.items()}
+    before = [array.copy() for array in (out, *arrays.values())]
+    with pytest.raises(Unsupported, match=why):
+        lt.product(a, b, out, **given)
+    for array, was in zip((out, *arrays.values()), before, strict=True):
+        assert np.array_equal(array, was)
+    assert fake.calls["cublasLtMatmul"] == 0
+
+
+def test_an_epilogue_without_an_algorithm(memory):
+    """The same product without it is the way."""
+    lt = Lt(STREAM, (memory.ctypes.data, memory.nbytes), library=FakeLt(refused=(4,)))
+    a, b, out = (numbers(shape, np.float32, 1) for shape in ((M, K), (K, N), (M, N)))
+    with pytest.raises(Unsupported, match=f"^{ASKED}: CUBLAS_STATUS_NOT_SUPPORTED$"):
+        lt.product(a, b, out, bias=vector(np.float32, 1))
+    lt.product(a, b, out)
+    np.testing.assert_array_equal(exact(out), exact(a) @ exact(b))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 12])
+def test_a_workspace_that_is_too_small_for_any(memory, nbytes):
+    """The heuristics find nothing, or what they find is marked."""
+    lt = Lt(STREAM, (memory.ctypes.data, nbytes), library=FakeLt())
+    a, b, out = (numbers(shape, BF16, 1) for shape in ((M, K), (K, N), (M, N)))
+    with pytest.raises(Unsupported, match=r"bfloat16 \(6, 8\) = bfloat16 \(6, 5\) x \(5, 8\) wit"):
+        lt.product(a, b, out, bias=vector(BF16, 2))
+
+
+@pytest.mark.parametrize("name", ["cublasLtCreate", "cublasLtMatrixLayoutCreate", ASKED])
+def test_a_failure_has_a_name(memory, name):
+    a, b, out = (numbers(shape, BF16, 1) for shape in ((M, K), (K, N), (M, N)))
+    with pytest.raises(RuntimeError, match=f"^{name}: CUBLAS_STATUS_INTERNAL_ERROR$") as raised:
+        library = FakeLt(fails=(name,))
+        Lt(STREAM, (memory.ctypes.data, memory.nbytes), library=library).product(a, b, out)
+    assert raised.type is RuntimeError
+
+
+def test_arrays_that_are_refused(lt):
+    a, b, out = (numbers(shape, np.float32, 1) for shape in ((M, K), (K, N), (M, N)))
+    with pytest.raises(ValueError, match="copy it first"):
+        lt.product(numbers((M, 2 * K), np.float32, 1)[:, ::2], b, out)
+    with pytest.raises(ValueError, match="copy it first"):
+        lt.product(np.broadcast_to(a[:1], (M, K)), b, out)
+    with pytest.raises(ValueError, match="copy it first"):
+        lt.product(np.broadcast_to(placed((M, 1), np.float32, "columns"), (M, K)), b, out)
+    with pytest.raises(ValueError, match="row-major"):
+        lt.product(a, b, placed((M, N), np.float32, "columns"))
+    with pytest.raises(ValueError, match="float16 = float32 x float32"):
+        lt.product(a, b, out.astype(np.float16))
+    with pytest.raises(ValueError, match="float64"):
+        lt.product(*(array.astype(np.float64) for array in (a, b, out)))
+    with pytest.raises(AssertionError):
+        lt.product(a, b, out[:-1])
+
+
+@pytest.mark.parametrize("adding", ["none", "same", "other"])
+def test_sums_of_no_terms(lt, fake, adding):
+    """X' dY of no tokens: an expert that nobody asked."""
+    a, b = placed((M, 0), BF16, "columns"), placed((0, N), BF16)
+    out, other = numbers((M, N), np.float32, 1), numbers((M, N), np.float32, 2)
+    add = {"none": None, "same": out, "other": other}[adding]
+    wanted, grad = 0 if add is None else exact(add), vector(np.float32, 3)
+    lt.product(a, b, out, add=add, bias_grad=grad)
+    assert np.all(exact(out) == wanted) and not grad.any()
+    bias = vector(np.float32, 4)
+    lt.product(a, b, out, add=other, bias=bias)
+    np.testing.assert_array_equal(exact(out), exact(other) + exact(bias))
+    with pytest.raises(Unsupported, match="no terms"):
+        lt.product(a, b, out, gelu_at=other)
+    assert fake.calls["cublasLtMatmul"] == 0
+
+
+def test_nothing_to_write(lt, fake):
+    """Tokens of which there are none."""
+    a, b, out = placed((0, K), BF16), numbers((K, N), BF16, 1), placed((0, N), BF16)
+    lt.product(a, b, out, bias=vector(BF16, 1), gelu_input=placed((0, N), BF16))
+    with pytest.raises(Unsupported, match="without rows"):
+        lt.product(a, b, out, bias_grad=vector(BF16, 1))
+    assert fake.calls["cublasLtMatmul"] == 0
+
+
+def test_the_library_is_the_wheels(monkeypatch):
+    """cuda.pathfinder names it; without that the linker is asked, and an absence is said."""
+    pathfinder = ModuleType("cuda.pathfinder")
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
+    pathfinder.load_nvidia_dynamic_lib = lambda name: SimpleNamespace(
+        abs_path={"cublasLt": "libm.so.6"}[name]
+    )
+    assert load()._name == "libm.so.6"
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    monkeypatch.setattr(cublaslt_library, "NAMES", ("libabsent.so.13", "libc.so.6"))
+    assert load()._name == "libc.so.6"
+    monkeypatch.setattr(cublaslt_library, "NAMES", ("libabsent.so.13",))
+    with pytest.raises(ValueError, match=r"^no libabsent.so.13, .*: python -m pip install 'hpc3d"):
+        load()
+
+
+@pytest.fixture
+def real():
+    """The real library, which describes products without a GPU."""
+    try:
+        return load()
+    except ValueError as absent:
+        pytest.skip(str(absent))
+
+
+def read(real, kind, thing, number, c_type):
+    value, written = c_type(), ctypes.c_size_t()
+    function = getattr(real, f"cublasLt{kind}GetAttribute")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    function.argtypes = pointer, ctypes.c_int, pointer, size, pointer
+    how = ctypes.byref(value), ctypes.sizeof(c_type), ctypes.byref(written)
+    assert function(thing, number, *how) == 0 and written.value == ctypes.sizeof(c_type)
+    return value.value
+
+
+def test_the_real_library_is_told(real):
+    """A batch of a b with a transposed a and all of GELU_AUX_BIAS, read back attribute by
+    attribute."""
+    a, b = placed((3, M, K), BF16, "columns"), placed((3, K, N), BF16, "padded rows")
+    out, bias, aux = placed((3, M, N), BF16), vector(BF16, 1), placed((3, M, N), BF16)
+    key = tuple(map(operand_of, (a, b, out, None, bias, None, aux, None)))
+    plan = Plan(Library(real), key)
+    plan.point(bias, aux)
+    i4, u4, i8, u8 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
+    operation = {
+        (0, i4): 68,
+        (1, i4): 0,
+        (3, i4): 0,
+        (4, i4): 1,
+        (7, u4): 164,
+        (8, u8): bias.data.ptr,
+        (11, u8): aux.data.ptr,
+        (12, i8): N,
+        (13, i8): M * N,
+        (26, i4): 14,
+    }
+    for (number, c_type), value in operation.items():
+        assert read(real, "MatmulDesc", plan.operation, number, c_type) == value, number
+    # Type, order, rows, columns, leading dimension, matrices and the step between them.
+    layouts = {
+        "A": (14, 0, N, K, N + 8, 3, K * (N + 8)),
+        "B": (14, 0, M, K, M, 3, M * K),
+        "C": (14, 0, N, M, N, 3, M * N),
+        "D": (14, 0, N, M, N, 3, M * N),
+    }
+    for name, values in layouts.items():
+        for number, (c_type, value) in enumerate(
+            zip((u4, i4, u8, u8, i8, i4, i8), values, strict=True)
+        ):
+            assert read(real, "MatrixLayout", plan.layouts[name], number, c_type) == value, name

@@ -1,0 +1,296 @@
+"""Attention through cuDNN, here through a fake of it that works on the memory of the host."""
+
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hpc3d.cuda import cudnn_attention
+from hpc3d.cuda.cudnn_attention import Flash
+from hpc3d.model.attention import attend, attend_grad
+from tests.fakes.fake_cudnn import RUBBISH, FakeCudnn, NotSupportedError
+from tests.fakes.fake_device import DeviceArray, plain
+
+STREAM = 0x5E
+GUARD = 64  # bytes
+SPACING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the numbers from 1 to 2
+SHAPES = [
+    # B, T, heads, D
+    (2, 5, 3, 8),
+    (1, 7, 1, 16),
+    (3, 2, 2, 64),
+    (1, 33, 4, 128),
+    (2, 128, 1, 24),
+    (1, 3, 2, 256),
+]
+
+
+class Memory:
+    """Of a device: arrays full of rubbish, each between two guards."""
+
+    def __init__(self):
+        self.arrays, self.guarded = [], []
+
+    def empty(self, shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = np.full(-(-size // GUARD) * GUARD + 3 * GUARD, RUBBISH - 1, np.uint8)
+        start = GUARD + -memory.ctypes.data % GUARD
+        self.guarded.append((memory, start, start + size))
+        array = memory[start : start + size].view(dtype).reshape(shape).view(DeviceArray)
+        self.arrays.append(array)
+        return array
+
+    def bring(self, values, dtype):
+        array = self.empty(values.shape, dtype)
+        plain(array)[...] = values
+        return array
+
+    def holds(self, pointer, size):
+        """Whether one of the arrays has these bytes."""
+        at = [(memory.ctypes.data + first, last - first) for memory, first, last in self.guarded]
+        return any(start <= pointer and pointer + size <= start + n for start, n in at)
+
+    def check(self):
+        for memory, start, end in self.guarded:
+            assert (memory[:start] == RUBBISH - 1).all()
+            assert (memory[end:] == RUBBISH - 1).all()
+
+
+@pytest.fixture
+def memory():
+    made = Memory()
+    yield made
+    made.check()
+
+
+@pytest.fixture
+def cudnn(memory, monkeypatch):
+    fake = FakeCudnn(memory.holds)
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+    return fake
+
+
+@pytest.fixture
+def attention(cudnn, memory):
+    return Flash(memory.empty, STREAM, "90")
+
+
+def normal(*shape, seed=3):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def given(memory, shape, dtype):
+    """qkv and the gradient of out on the device, as they are after rounding."""
+    batch, sequence, heads, width = shape
+    qkv = memory.bring(normal(batch * sequence, heads * 3 * width), dtype)
+    dout = memory.bring(normal(batch * sequence, heads * width, seed=4), dtype)
+    return qkv, dout
+
+
+def wide(array):
+    return plain(array).astype(np.float32)
+
+
+def close(array, expected, dtype):
+    bound = 1.5 * SPACING[dtype] * np.abs(expected).max()
+    np.testing.assert_allclose(wide(array), expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", cudnn_attention.TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_the_plain_path(attention, memory, shape, dtype):
+    _, sequence, _, width = shape
+    qkv, dout = given(memory, shape, dtype)
+    out, stats = attention.forward(qkv, sequence, width)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, width)
+    expected, probabilities = attend(wide(qkv), sequence, width, np.empty)
+    assert out.dtype == dqkv.dtype == dtype and stats.dtype == np.float32
+    close(out, expected, dtype)
+    plain_path = wide(dout), wide(qkv), probabilities, sequence, width, np.empty
+    close(dqkv, attend_grad(*plain_path), dtype)
+
+
+def test_stats_are_logarithms_of_sums(attention, memory):
+    qkv, _ = given(memory, (2, 6, 3, 8), "float16")
+    _, stats = attention.forward(qkv, 6, 8)
+    q, k, _ = wide(qkv).reshape(2, 6, 3, 3, 8).transpose(3, 0, 2, 1, 4)
+    for place in np.ndindex(2, 3, 6):
+        row = k[place[:2]][: place[2] + 1] @ q[place] / np.sqrt(8)
+        np.testing.assert_allclose(stats[place], np.log(np.exp(row).sum()), rtol=1e-5)
+
+
+def test_as_torch(attention, memory):
+    batch, sequence, heads, width = 2, 37, 3, 32
+    qkv, dout = given(memory, (batch, sequence, heads, width), "bfloat16")
+    out, stats = attention.forward(qkv, sequence, width)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, width)
+    leaf = torch.from_numpy(wide(qkv)).requires_grad_()
+    q, k, v = leaf.view(batch, sequence, heads, 3, width).permute(3, 0, 2, 1, 4)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    theirs = theirs.transpose(1, 2).reshape(out.shape)
+    theirs.backward(torch.from_numpy(wide(dout)))
+    close(out, theirs.detach().numpy(), "bfloat16")
+    close(dqkv, leaf.grad.numpy(), "bfloat16")
+
+
+def test_a_graph_is_built_once_a_shape_and_a_type(attention, cudnn, memory):
+    def call(shape, dtype):
+        qkv, dout = given(memory, shape, dtype)
+        out, stats = attention.forward(qkv, shape[1], shape[3])
+        attention.backward(dout, qkv, out, stats, shape[1], shape[3])
+
+    first = 2, 6, 3, 8
+    others = (1, 6, 3, 8), (2, 3, 3, 8), (2, 6, 1, 8), (2, 6, 3, 16), (1, 6, 6, 8)
+    cases = [(first, "float16"), (first, "bfloat16"), *((other, "float16") for other in others)]
+    for case in cases:
+        call(*case)
+    assert len(cudnn.graphs) == 2 * len(cases)
+    before = len(memory.arrays)
+    for case in cases:
+        call(*case)
+    assert len(cudnn.graphs) == 2 * len(cases)
+    assert [len(graph.workspaces) for graph in cudnn.graphs] == [2] * len(cudnn.graphs)
+    # A steady call asks for its outputs only: two given arrays, out, stats and dqkv.
+    assert len(memory.arrays) - before == 5 * len(cases)
+
+
+def test_a_graph_keeps_its_workspace_when_a_larger_one_comes(attention, cudnn, memory):
+    for batch, sequence in (1, 2), (2, 16), (2, 2), (1, 2):
+        qkv, _ = given(memory, (batch, sequence, 1, 8), "float16")
+        attention.forward(qkv, sequence, 8)
+    small, large = (array.data.ptr for array in memory.arrays if array.dtype == np.uint8)
+    assert [graph.workspaces for graph in cudnn.graphs] == [[small] * 2, [large], [large]]
+
+
+def test_no_workspace_is_one_too(attention, cudnn, memory):
+    cudnn.workspace = 0
+    qkv, _ = given(memory, (1, 4, 1, 8), "float16")
+    attention.forward(qkv, 4, 8)
+    assert type(attention.workspace.data.ptr) is int
+
+
+def test_it_runs_on_the_stream_it_was_given(attention, cudnn):
+    assert list(cudnn.streams.values()) == [STREAM]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_backward(cudnn, memory, deterministic):
+    attention = Flash(memory.empty, STREAM, "90", deterministic)
+    qkv, dout = given(memory, (1, 4, 1, 8), "float16")
+    out, stats = attention.forward(qkv, 4, 8)
+    attention.backward(dout, qkv, out, stats, 4, 8)
+    assert [graph.arguments for graph in cudnn.graphs] == [{}, {"deterministic": deterministic}]
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths"),
+    [("75", []), ("80", [8, 128]), ("90", [8, 128, 256]), ("100", [8, 128])],
+)
+def test_what_suits(cudnn, memory, capability, widths):
+    attention = Flash(memory.empty, STREAM, capability)
+    half = np.dtype(np.float16)
+    assert [w for w in (4, 8, 12, 128, 256, 264) if attention.suits(half, w)] == widths
+    assert attention.suits(np.dtype(ml_dtypes.bfloat16), 8) == bool(widths)
+    assert not attention.suits(np.dtype(np.float32), 8)
+    assert not attention.suits(half, 8, drop=object())
+
+
+def test_what_may_be_replayed():
+    assert [length for length in (64, 100, 128, 200, 1024) if Flash.replays(length)] == [128, 1024]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [NotSupportedError("no\n engine"), RuntimeError("no\n engine"), ValueError("no engine")],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_what_cudnn_refuses_is_one_line(attention, cudnn, memory, failure):
+    qkv, _ = given(memory, (1, 4, 1, 8), "bfloat16")
+    cudnn.failure = failure
+    with pytest.raises(
+        RuntimeError, match=r"^cuDNN 9.19.0 cannot build .*sequence=4.*: no engine$"
+    ):
+        attention.forward(qkv, 4, 8)
+    cudnn.failure = RuntimeError("No valid engine configs\n" + 500 * "engine: not supported\n")
+    with pytest.raises(RuntimeError, match="No valid engine configs engine: not") as raised:
+        attention.forward(qkv, 4, 8)
+    assert len(f"{raised.value}".splitlines()) == 1 and len(f"{raised.value}") < 600
+    cudnn.failure = None
+    attention.forward(qkv, 4, 8)  # nothing of the failure was kept
+    cudnn.failure = failure
+    with pytest.raises(RuntimeError, match=r"^cuDNN 9.19.0 cannot run attention: no engine$"):
+        attention.forward(qkv, 4, 8)
+
+
+def test_one_token_has_no_gradient_in_cudnn(attention, memory):
+    qkv, dout = given(memory, (2, 1, 1, 8), "bfloat16")
+    out, stats = attention.forward(qkv, 1, 8)
+    with pytest.raises(RuntimeError, match=r"build attention_grad .*= 1 is not supported.$"):
+        attention.backward(dout, qkv, out, stats, 1, 8)
+
+
+def no_cudnn(self):
+    raise RuntimeError("Unable to find symbol cudnnGetVersion")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "found", "word"),
+    [
+        ("nothing", [True, False], None),
+        ("nothing", [False, False], "one-libcudart"),
+        ("nothing", [True, True], "one-libcudart"),
+        ("cuDNN", [True, False], "cuDNN"),
+        ("frontend", [True, False], "nvidia-cudnn-frontend"),
+    ],
+)
+def test_what_is_missing(cudnn, monkeypatch, lacks, found, word):
+    monkeypatch.setattr(cudnn_attention, "preload", lambda: None)
+    monkeypatch.setattr(
+        cudnn_attention, "loads", dict(zip(cudnn_attention.RUNTIMES, found, strict=True)).get
+    )
+    if lacks == "cuDNN":
+        monkeypatch.setattr(FakeCudnn, "backend_version", no_cudnn)
+    if lacks == "frontend":
+        monkeypatch.setitem(sys.modules, "cudnn", None)
+    assert Flash.missing() == word
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_cudnn_does_not_load_torch(monkeypatch, tmp_path, loaded):
+    (tmp_path / "cudnn.py").write_text("try:\n  import torch\nexcept ImportError:\n  torch = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "cudnn", None)  # for the one before to come back
+    del sys.modules["cudnn"]
+    if not loaded:
+        monkeypatch.delitem(sys.modules, "torch")
+    assert cudnn_attention.frontend().torch is (torch if loaded else None)
+    assert ("torch" in sys.modules) == loaded
+
+
+def test_libraries_are_loaded_from_packages(monkeypatch, tmp_path):
+    """Of those that are asked for one is not there, and one has its other half beside it."""
+    asked, opened = [], []
+
+    def load(name):
+        asked.append(name)
+        if name == "cudart":
+            raise RuntimeError("not found")
+        return SimpleNamespace(abs_path=str(tmp_path / name / "lib.so"))
+
+    half = tmp_path / "nvrtc" / "libnvrtc-builtins.so.13.0"
+    half.parent.mkdir()
+    half.touch()
+    pathfinder = SimpleNamespace(load_nvidia_dynamic_lib=load)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(pathfinder=pathfinder))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
+    monkeypatch.setattr(cudnn_attention.ctypes, "CDLL", opened.append)
+    cudnn_attention.preload()
+    assert asked == ["cudart", "nvrtc", "cudnn"] and opened == [str(half)]
+
+
+def test_whether_a_library_loads():
+    assert cudnn_attention.loads("libc.so.6")
+    assert not cudnn_attention.loads("libhpc3d-none.so.1")

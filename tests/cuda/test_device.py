@@ -1,0 +1,200 @@
+"""The GPU of a rank, its memory and its streams, on a CuPy that is played."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from hpc3d.arrays.pool import from_host, to_host, value_of, writeable
+from hpc3d.comm.comm_stream import Traffic
+from hpc3d.comm.communicator import Self, contiguous, ready
+from hpc3d.comm.host_staged import Staged
+from hpc3d.cuda import device as cuda
+from hpc3d.cuda.device import Cuda, DevicePool, bound
+from tests.fakes.fake_cupy import FakeCupy
+
+
+def slow():
+    """A device that does nothing before it is asked for."""
+    played = FakeCupy(slow=True)
+    return played, Cuda(0, played)
+
+
+def test_a_device_is_the_current_one_before_its_streams_are_made(monkeypatch):
+    played = FakeCupy(count=4)
+    monkeypatch.setattr(cuda, "imported", lambda: played)
+    assert str(bound(6)) == "Played (2)"
+    assert played.log == ["device 2 used", *["stream made"] * 3, "stream used"]
+
+
+def test_a_launcher_that_shows_each_rank_one_device(monkeypatch):
+    monkeypatch.setattr(cuda, "imported", lambda: FakeCupy(count=1))
+    assert [bound(local).number for local in range(3)] == [0, 0, 0]
+
+
+def test_what_is_uploaded_may_change_at_once():
+    _, device = slow()
+    host = np.arange(12.0).reshape(3, 4)
+    array = device.upload(host)
+    host[:] = -1
+    assert type(array) is device.array_type
+    np.testing.assert_array_equal(device.download(array), np.arange(12.0).reshape(3, 4))
+
+
+def test_pinned_memory_is_used_again_after_its_copy_only():
+    played, device = slow()
+    arrays = [device.upload(np.full(9, number)) for number in range(3)]
+    assert played.log.count("pinned") == 3, "none of these copies has been made"
+    device.synchronize()
+    arrays += [device.upload(np.full(9, number)) for number in (3, 4)]
+    assert played.log.count("pinned") == 4, "the first of them was asked for too early"
+    device.synchronize()
+    assert [int(array[0]) for array in arrays] == [0, 1, 2, 3, 4]
+
+
+def test_a_download_waits_and_is_its_own():
+    _, device = slow()
+    array = device.upload(np.ones(5))
+    first, second = device.download(array), device.download(array)
+    assert first.tolist() == [1.0] * 5 and not np.shares_memory(first, second)
+
+
+def test_others_get_their_turn_while_the_host_waits():
+    _, device = slow()
+    seen = []
+    device.meanwhile.append(lambda: seen.append(True))
+    device.upload(np.ones(3))
+    device.synchronize()
+    assert seen
+
+
+def test_an_error_of_nccl_is_seen_by_a_host_that_waits():
+    def failed():
+        raise OSError("NCCL_ERROR_REMOTE_ERROR")
+
+    played, device = slow()
+    played.stuck = True
+    device.meanwhile.append(failed)
+    with pytest.raises(OSError, match="REMOTE"):
+        device.synchronize()
+
+
+def test_an_error_of_the_device_ends_the_wait():
+    played, device = slow()
+    played.lost = True
+    with pytest.raises(RuntimeError, match="IllegalAddress"):
+        device.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("stuck", "child", "aborted"),
+    [(True, False, ["aborted"]), (False, False, []), (True, True, [])],
+    ids=["peers are gone", "all is done", "in a child"],
+)
+def test_the_end_of_a_job(stuck, child, aborted, monkeypatch):
+    monkeypatch.setattr(cuda, "GRACE", 0.05)
+    played, device = slow()
+    calls = []
+    device.aborts.append(lambda: calls.append("aborted"))
+    device.queues["blocks"].record()
+    played.stuck, device.process = stuck, device.process + child
+    device.close()
+    assert calls == aborted
+
+
+def test_arrays_are_counted_until_their_last_view_dies():
+    pool = DevicePool(Cuda(0, FakeCupy()))
+    weights = pool.zeros((4, 8), np.float32, "parameter")
+    block = pool.empty((16, 2), np.float64)
+    part = block[3:].reshape(-1)[1:].view(np.uint16)
+    del block
+    assert (pool.live["parameter"], pool.live["activation"]) == (128, 256)
+    del part
+    assert (pool.live["parameter"], pool.live["activation"]) == (128, 0)
+    assert (pool.peak["activation"], pool.peak["all"]) == (256, 384)
+    assert not weights.any() and type(weights) is pool.device.array_type
+
+
+def test_an_array_of_no_rows_and_one_that_does_not_fit():
+    pool = DevicePool(Cuda(0, FakeCupy(most=100)))
+    none = pool.empty((0, 8), np.float32)
+    assert none.shape == (0, 8)
+    with pytest.raises(MemoryError):
+        pool.empty((26,), np.float32)
+    assert pool.live.total() == 0
+
+
+def test_what_is_brought_is_counted():
+    pool = DevicePool(Cuda(0, FakeCupy()))
+    array = pool.bring(np.arange(6, dtype=np.int32))
+    assert pool.live["activation"] == 24 and to_host(array).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_rules_of_its_arrays():
+    device = Cuda(0, FakeCupy())
+    array = device.upload(np.arange(6.0).reshape(2, 3))
+    turned = contiguous(array.T)
+    assert type(turned) is device.array_type and turned.flags.c_contiguous
+    assert type(to_host(turned)) is np.ndarray and to_host(turned)[2].tolist() == [2, 5]
+    from_host(array[:, 1:], np.zeros((2, 2)))
+    assert to_host(array).tolist() == [[0, 0, 0], [3, 0, 0]]
+    assert value_of(array[1:, :1]) == 3.0 and writeable(array)
+
+
+def test_a_value_is_that_after_all_that_was_asked_for():
+    _, device = slow()
+    array = device.upload(np.full(1, 7.0))
+    assert value_of(array) == 7.0
+    array = device.upload(np.full(4, 8.0))
+    assert to_host(array).tolist() == [8.0] * 4
+
+
+def test_what_is_landed_is_free_but_for_what_the_host_lent():
+    """Computation follows the call, so its memory may be used again; the host follows nothing."""
+    _, device = slow()
+    traffic = Traffic(device, nullcontext)
+    array, host = device.empty(3, float), np.ones(3)
+    there, lent = weakref.ref(array), weakref.ref(host)
+    flight = traffic.post(lambda stream: None, array, lent=[host])
+    del array, host
+    assert there() is not None and lent() is not None
+    traffic.land(flight)
+    del flight
+    gc.collect()
+    assert there() is None and lent() is not None
+    while not device.queues["blocks"].done:
+        pass
+    traffic.post(lambda stream: None)
+    assert lent() is None
+
+
+class Receiving(Self):
+    """Hosts that receive 1, 2, 3 into memory that is pinned."""
+
+    def take(self, shape, dtype, peer):
+        block = self.pool.empty(shape, dtype, "communication")
+        block[...] = self.calls = self.calls + 1
+        return ready(block)
+
+
+def test_hosts_receive_into_memory_that_no_device_still_reads():
+    _, device = slow()
+    traffic, pool = Traffic(device, nullcontext), DevicePool(device)
+    comm = Staged(Receiving(device.pinned), traffic, device.pinned, pool)
+    blocks = [comm.recv((4,), np.float32, 0).wait() for _ in range(3)]
+    assert [device.download(block).tolist() for block in blocks] == [[1] * 4, [2] * 4, [3] * 4]
+
+
+def test_names_of_cupy():
+    """What is played here is there in CuPy, which needs no GPU for that."""
+    cupy = pytest.importorskip("cupy")
+    for name in vars(FakeCupy().cuda):
+        assert hasattr(cupy.cuda, name)
+    for name in vars(FakeCupy().cuda.runtime):
+        assert hasattr(cupy.cuda.runtime, name)
+    for name in ("use", "record", "wait_event", "is_capturing", "done", "synchronize"):
+        assert hasattr(cupy.cuda.Stream, name)
+    for name in ("ndarray", "empty", "asarray", "ascontiguousarray", "asnumpy"):
+        assert hasattr(cupy, name)

@@ -1,0 +1,120 @@
+"""What ranks find together, with a thing planted that is wrong: rank 0 prints it for each plan.
+
+`mpirun -np 3 python -m tests.diagnose.on_job_checks FOLDER`
+"""
+
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from hpc3d import doctor
+from hpc3d.comm import cuda_aware_probe
+from hpc3d.comm.mpi import Mpi
+from hpc3d.comm.shared_memory import Node
+from hpc3d.diagnose import job_checks
+from hpc3d.runtime import launch, shared_folder
+from hpc3d.runtime.job import Job
+from tests.fakes.fake_cupy import FakeCupy
+
+
+def nothing(job):
+    return []
+
+
+def versions(job):
+    return [patch.object(job_checks, "installed", lambda name: f"{name} of rank {job.rank}")]
+
+
+def folder(job):
+    """Only rank 0 sees the folder."""
+    seen = Path.exists
+    return [
+        patch.object(Path, "exists", lambda path: job.rank == 0 and seen(path)),
+        patch.object(shared_folder, "SEEN_WITHIN", 0.1),
+    ]
+
+
+def no_folder(job):
+    """Rank 0 cannot write there."""
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    return [patch.object(job_checks, "scratch", refused)]
+
+
+def message(job):
+    """MPI's sum is wrong, but on rank 0."""
+    summed = Mpi.sum_all
+
+    def wrong(self, block, op):
+        return summed(self, block, op).then(lambda total: total + job.rank)
+
+    return [patch.object(Mpi, "sum_all", wrong)]
+
+
+def memory(job):
+    """What is gathered in shared memory is stale."""
+    gathered = Node.gather_rows
+
+    def wrong(self, block):
+        return gathered(self, block).then(lambda whole: whole * 0)
+
+    return [patch.object(Node, "gather_rows", wrong)]
+
+
+def cores(job):
+    """All ranks are bound to core 0, though there are 8."""
+    return [
+        patch.object(os, "sched_getaffinity", lambda pid: {0}),
+        patch.object(job_checks, "cores_of_node", lambda: 8),
+    ]
+
+
+def hosts(job):
+    """Ranks go round two hosts, and the clock of the second is 5 s behind."""
+    now, host = time.time_ns, job.rank % 2
+    late = 5_000_000_000 * host
+    place = elsewhere(f"host{host}", job.rank // 2, host)
+    return [place, patch.object(time, "time_ns", lambda: now() - late)]
+
+
+def numbers(job):
+    """MPI does not see that they share a host."""
+    return [elsewhere("host", 0, 0)]
+
+
+def elsewhere(host, number, node):
+    place = {"host": host, "pid": os.getpid(), "local_rank": number, "node": node}
+    return patch.object(Job, "place", lambda self: place)
+
+
+def gpus(job):
+    """One device for all."""
+    return [
+        patch.object(cuda_aware_probe, "present", lambda: True),
+        patch.dict(sys.modules, {"cupy": FakeCupy()}),
+    ]
+
+
+PLANS = (nothing, versions, folder, no_folder, message, memory, cores, hosts, numbers, gpus)
+
+
+def body(job):
+    options = SimpleNamespace(out=sys.argv[1], together=True, timeout=60)
+    for plan in PLANS:
+        with ExitStack() as planted:
+            for change in plan(job):
+                planted.enter_context(change)
+            found = list(doctor.together(job, options))
+        if job.rank == 0:
+            print(json.dumps([plan.__name__, found]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run("test", body))

@@ -1,0 +1,33 @@
+"""Machines on which something is wrong, and what the doctor's checks find there."""
+
+import os
+
+from hpc3d.diagnose.node_checks import OK
+from hpc3d.runtime import launch
+
+
+def started_by_nobody(monkeypatch):
+    """As if a shell had started this process, which says nothing of threads either."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "PRTE_")):
+            monkeypatch.delenv(name)
+    for name in launch.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def verdicts(findings):
+    return [(finding.verdict, finding.subject) for finding in findings]
+
+
+def only(findings):
+    """The one finding; what is wrong has a remedy."""
+    (finding,) = findings
+    assert bool(finding.remedy) == (finding.verdict != OK)
+    return finding
+
+
+def script(path, text):
+    """A program of the shell at `path`."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,29 @@
+"""Who meets whom, and what is said of those that do not; on hosts: tests/hosts/test_meeting.py."""
+
+import pytest
+
+from hpc3d.diagnose.job_checks import spans
+from hpc3d.diagnose.meeting import ALL_PAIRS, finding, numbers, peers
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, ALL_PAIRS, ALL_PAIRS + 1, 1000])
+def test_peers_meet_each_other_and_all_of_few(size):
+    found = [peers(rank, size) for rank in range(size)]
+    for rank, others in enumerate(found):
+        assert all(rank in found[other] for other in others) and rank not in others
+        assert size > ALL_PAIRS or len(others) == size - 1
+        assert len(others) <= max(ALL_PAIRS, 20)
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [3, 4, 5], [0, 2, 3, 9, 10, 11, 40]])
+def test_ranks_are_told_and_read(ranks):
+    assert numbers(f"ranks {spans(ranks)}") == ranks
+
+
+def test_a_line_names_the_hosts_once():
+    pairs = {(0, 2), (0, 3), (1, 2), (1, 3), (4, 5)}
+    found = finding(pairs, ["a", "a", "b", "b", "c", ""], 5)
+    assert found.text == (
+        "no message in 5 s between a and b (ranks 0-3); c and rank 5 (ranks 4-5)"
+    )
+    assert "btl_tcp_if_include" in found.remedy

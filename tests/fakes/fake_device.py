@@ -1,0 +1,356 @@
+"""A device that is a thread: what is posted on its stream happens later, when it pleases.
+
+So what would be a race on a real device is one here, or is caught: results hold rubbish until
+their call has ended, and what a call reads must be the same at its end as when it was posted.
+"""
+
+import queue
+import random
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import mpi4py
+import numpy as np
+
+from hpc3d.arrays.pool import Pool, on_host
+from hpc3d.comm.comm_stream import Traffic
+from hpc3d.comm.communicator import contiguous
+from hpc3d.comm.host_staged import Staged
+from hpc3d.comm.mesh import QUEUES, Mesh, queue_of
+from hpc3d.comm.nccl import Nccl
+from tests.fakes.places import array_at
+
+mpi4py.rc.initialize = False  # the calls of MPI are played, too
+RUBBISH = 0x5A
+HERE = threading.local()  # `still`: whether the device of this thread was waited for, and rests
+
+
+class Address:
+    """Of an array, as CuPy has it."""
+
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+
+class DeviceArray(np.ndarray):
+    """A NumPy array with CuPy's address; like CuPy's it takes none of the host beside it."""
+
+    data = property(lambda self: Address(self.ctypes.data))
+
+    def get(self, stream, out, blocking):
+        stream.later([self], lambda: np.copyto(out, plain(self)))
+
+    def set(self, host, stream):
+        stream.later([host], lambda: np.copyto(plain(self), host))
+
+    def __setitem__(self, place, value):
+        HERE.still = False
+        super().__setitem__(place, value)
+
+    def astype(self, *how):
+        HERE.still = False
+        return super().astype(*how)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        HERE.still = False
+        given = {} if out is None else {"out": plain(out)}
+        refuse_host([*inputs, *(out or ())])
+        result = getattr(ufunc, method)(*plain(inputs), **given, **options)
+        return brought(result, type(self))
+
+    def __array_function__(self, function, types, arguments, options):
+        HERE.still = False
+        refuse_host([*leaves(arguments), *leaves(options)])
+        return brought(function(*plain(arguments), **plain(options)), type(self))
+
+
+def leaves(value):
+    """The arrays in a nest of lists."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [value]
+
+
+def refuse_host(values):
+    if any(type(value) is np.ndarray and value.ndim for value in values):
+        raise TypeError("an array of the host among those of the device")
+
+
+def mapped(function, value):
+    """`function` of the arrays in a nest of lists."""
+    if isinstance(value, dict):
+        return {key: mapped(function, each) for key, each in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(mapped(function, each) for each in value)
+    return function(value) if isinstance(value, np.ndarray) else value
+
+
+def plain(value):
+    return mapped(lambda array: array.view(np.ndarray), value)
+
+
+def brought(value, kind=DeviceArray):
+    return mapped(lambda array: array.view(kind) if array.ndim else array, value)
+
+
+def twin(function):
+    """Let a kernel do on device arrays what it does on those of NumPy."""
+    numpys = function.dispatch(np.ndarray)
+
+    def rule(*arguments):
+        given = [
+            (lambda *how, make=each: plain(make(*how))) if callable(each) else plain(each)
+            for each in arguments
+        ]
+        return brought(numpys(*given))
+
+    function.register(DeviceArray, rule)
+
+
+@contiguous.register(DeviceArray)
+def _(block):
+    HERE.still = False
+    return np.ascontiguousarray(block).view(type(block))
+
+
+@on_host.register(DeviceArray)
+def _(array):
+    return plain(array).copy()
+
+
+class Hosts:
+    """The communicator of the world, which hosts talk through."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        found = getattr(self.comm, name)
+        return partial(self.call, found) if callable(found) else found
+
+    def call(self, method, *arguments):
+        assert not any(isinstance(each, DeviceArray) for each in arguments)
+        return method(*arguments)
+
+
+class DevicePool(Pool):
+    kind = DeviceArray
+
+    def empty(self, shape, dtype, kind="activation"):
+        array = super().empty(shape, dtype, kind).view(self.kind)
+        array.view(np.ndarray).reshape(-1).view(np.uint8).fill(RUBBISH)
+        return array
+
+    def bring(self, array):
+        return array.copy().view(self.kind) if isinstance(array, np.ndarray) else array
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, stream, reached):
+        self.stream, self.reached = stream, reached
+
+    @property
+    def done(self):
+        return self.reached.is_set()
+
+    def synchronize(self):
+        if not self.reached.wait(20):
+            raise TimeoutError("an event that nothing reaches")
+        if self.stream.errors:
+            raise self.stream.errors[0]
+
+
+class Compute:
+    """The stream of computation: the host itself, with NumPy, so nothing is ever pending."""
+
+    def __init__(self):
+        self.recorded, self.errors = 0, []
+
+    def record(self):
+        self.recorded += 1
+        event = Event(self, threading.Event())
+        event.reached.set()
+        return event
+
+    def wait_event(self, event):
+        event.synchronize()
+
+
+# The messages of a group run at once: first all go out, then all come in.
+GO_OUT, COME_IN, ARE_OVER = range(3)
+
+
+class Sending:
+    """The stream of communication: a thread that does what is posted, in order, after a while."""
+
+    ptr = 1
+
+    def __init__(self, seed):
+        self.work, self.fresh, self.chance = queue.SimpleQueue(), False, random.Random(seed)
+        self.errors, self.group = [], None
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while function := self.work.get():
+            time.sleep(1e-3 * self.chance.random() ** 8)
+            try:
+                function()
+            except BaseException as error:
+                self.errors.append(error)
+
+    @contextmanager
+    def together(self):
+        """The calls of this context are one, of which the parts have an order."""
+        self.group = []
+        yield
+        posted, self.group = self.group, None
+        self.work.put(lambda: [go() for _, go in sorted(posted, key=lambda part: part[0])])
+
+    def later(self, sources, act, order=GO_OUT):
+        """Do `act` on the stream, whose sources must not have changed until then."""
+        assert self.fresh, "the call does not follow what was computed"
+        before = [source.copy() for source in sources]
+
+        def go():
+            for source, copy in zip(sources, before, strict=True):
+                assert source.tobytes() == copy.tobytes(), "memory was used again too early"
+            act()
+
+        if self.group is None:
+            self.work.put(go)
+        else:
+            self.group.append((order, go))
+
+    def is_capturing(self):
+        return False
+
+    def wait_event(self, event):
+        self.fresh = isinstance(event.stream, Compute)
+
+    def record(self):
+        assert self.group is None, "an event inside of a group"
+        event = Event(self, threading.Event())
+        self.work.put(event.reached.set)
+        self.fresh = False
+        return event
+
+
+class Device:
+    def __init__(self, seed=0):
+        self.compute = Compute()
+        self.queues = {queue: Sending(seed) for queue in QUEUES}
+
+    def synchronize(self):
+        HERE.still = True
+
+
+class FakeNccl:
+    """NCCL's calls on the stream of a Device, carried out by a communicator of threads."""
+
+    def __init__(self, comm, receipts, stream):
+        self.comm, self.receipts, self.stream = comm, receipts, stream
+
+    def rank_id(self):
+        return self.comm.rank
+
+    def size(self):
+        return self.comm.size
+
+    def check_async_error(self):
+        if self.stream.errors:
+            raise self.stream.errors[0]
+
+    def move(self, source, target, counts, number, function):
+        """Call `function` on the source; its result becomes the target."""
+        given = array_at(source, counts[0], number)
+        taken = array_at(target, counts[1], number)
+        self.stream.later([given], lambda: np.copyto(taken, function(given.copy()).reshape(-1)))
+
+    def allGather(self, source, target, count, number, stream):
+        counts = count, count * self.comm.size
+        self.move(source, target, counts, number, lambda x: self.comm.all_gather(x).wait())
+
+    def reduceScatter(self, source, target, count, number, op, stream):
+        counts = count * self.comm.size, count
+        self.move(source, target, counts, number, lambda x: self.comm.reduce_scatter(x).wait())
+
+    def allReduce(self, source, target, count, number, op, stream):
+        name = {0: "sum", 2: "max"}[op]
+        self.move(
+            source, target, (count, count), number, lambda x: self.comm.all_reduce(x, name).wait()
+        )
+
+    def broadcast(self, source, target, count, number, root, stream):
+        self.move(
+            source, target, (count, count), number, lambda x: self.comm.broadcast(x, root).wait()
+        )
+
+    def reduce(self, source, target, count, number, op, root, stream):
+        def function(x):
+            total = self.comm.reduce(x, root).wait()
+            return total if self.comm.rank == root else x
+
+        self.move(source, target, (count, count), number, function)
+
+    def send(self, source, count, number, peer, stream):
+        """A message is over when its receiver has it."""
+        given, receipt = array_at(source, count, number), ((1,), np.int8, peer)
+        self.stream.later([given], lambda: self.comm.send(given.copy(), peer).wait(), GO_OUT)
+        self.stream.later([given], lambda: self.receipts.recv(*receipt).wait(), ARE_OVER)
+
+    def recv(self, target, count, number, peer, stream):
+        taken = array_at(target, count, number)
+
+        def receive():
+            np.copyto(taken, self.comm.recv((count,), taken.dtype, peer).wait())
+            self.receipts.send(np.ones(1, np.int8), peer)
+
+        self.stream.later([], receive, COME_IN)
+
+
+class Host:
+    """What Nccl asks of MPI: the number of rows that the root has."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def bcast(self, value, root):
+        mine = np.array([value])[: 1 if self.comm.rank == root else 0]
+        return int(self.comm.broadcast(mine, root).wait()[0])
+
+
+@contextmanager
+def on_device(mesh, beside, transport="nccl", kind=Traffic, pool=DevicePool):
+    """The mesh of a rank on threads, with its arrays on a device.  Those of `beside`, the same on
+    threads of its own, carry what hosts and receipts say."""
+    device, pool = Device(mesh.rank), pool()
+    traffics = {
+        queue: kind(device, stream.together, queue=queue)
+        for queue, stream in device.queues.items()
+    }
+
+    def talk(axis, comm):
+        from hpc3d.comm.cuda_aware_mpi import Direct, Passing
+        from tests.fakes.fake_mpi import FakeMpi
+
+        traffic = traffics[queue_of(axis)]
+        direct = Direct(FakeMpi(comm), device, comm.members, pool)
+        staged = comm, traffic, Pool(), pool
+        if transport in ("mpi", "mpi-messages", "staged"):
+            made = {"mpi": direct, "mpi-messages": Passing(direct, *staged)}
+            return made.get(transport) or Staged(*staged)
+        nccl, host = FakeNccl(comm, beside.comm(axis), traffic.sending), Host(beside.comm(axis))
+        return Nccl(nccl, host, traffic, comm.members, pool)
+
+    comms = {axis: talk(axis, comm) for axis, comm in mesh.comms.items()}
+    try:
+        yield Mesh(mesh.sizes, mesh.coords, comms, Hosts(mesh.world), pool=pool)
+    finally:
+        for stream in device.queues.values():
+            stream.work.put(None)

@@ -1,0 +1,14 @@
+"""Memory as NCCL's calls name it."""
+
+import ctypes
+
+import numpy as np
+
+from hpc3d.comm.nccl import TYPES
+
+
+def array_at(pointer, count, number):
+    """`count` elements of NCCL's type `number` at an address of the host."""
+    dtype = np.dtype(next(name for name, known in TYPES.items() if known == number))
+    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
+    return np.frombuffer(memory, np.uint8).view(dtype)

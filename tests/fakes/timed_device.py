@@ -1,0 +1,164 @@
+"""A device that computes nothing, but takes its time: streams beside each other and beside the
+host, events that it passes, and a clock of its own that has ticks and drifts."""
+
+import time
+from collections import deque
+from contextlib import contextmanager
+
+import numpy as np
+
+from hpc3d.comm.comm_stream import Traffic
+from hpc3d.comm.communicator import Communicator, Pending
+from hpc3d.comm.mesh import QUEUES
+
+TICK = 500  # ns of what events tell
+POST, REACH, WAKE = 1_000, 2_000, 3_000  # ns to post, until an idle stream begins, to wake up
+
+
+class Simulated:
+    """The time of a host that passes as it works and waits; `lag` of a wait is ns more."""
+
+    def __init__(self):
+        self.now, self.lag = 7_000_000_000, deque()
+
+    def __call__(self):
+        self.now += 50
+        return self.now
+
+    def skip(self, duration):
+        self.now += duration
+
+    def until(self, moment):
+        late = self.lag.popleft() if self.lag else 0
+        self.now = max(self.now, moment) + WAKE + late
+
+
+class Real:
+    """The time of this host."""
+
+    def __call__(self):
+        return time.monotonic_ns()
+
+    def skip(self, duration):
+        pass
+
+    def until(self, moment):
+        while time.monotonic_ns() < moment:
+            time.sleep(0)
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.time = device, None
+        device.created += 1
+
+    @property
+    def done(self):
+        return self.time <= self.device.host()
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.host.until(self.time)
+
+
+class Stream:
+    """What is posted runs in order; `free` is when the last of it ends."""
+
+    def __init__(self, device):
+        self.device, self.free, self.grouped, self.captures = device, 0, False, False
+
+    def work(self, duration, start=0):
+        """Post what takes `duration` ns; when it begins and ends."""
+        self.device.host.skip(POST)
+        start = max(start, self.free, self.device.host() + REACH)
+        self.free = start + duration
+        return start, self.free
+
+    def record(self, event=None):
+        assert not self.grouped, "an event inside of a group"
+        assert not (event and self.captures), "nobody may ask for an event of a graph"
+        event = event or Event(self.device)
+        _, event.time = self.work(0)
+        return event
+
+    def is_capturing(self):
+        return self.captures
+
+    def wait_event(self, event):
+        self.device.host.skip(POST)
+        self.free = max(self.free, event.time)
+
+
+class TimedDevice:
+    """Its clock runs faster by `drift` than the clock of the host."""
+
+    def __init__(self, host, drift=0.0):
+        self.host, self.drift, self.created, self.waits = host, drift, 0, 0
+        self.compute = Stream(self)
+        self.queues = {queue: Stream(self) for queue in QUEUES}
+
+    def synchronize(self):
+        self.waits += 1
+        self.host.until(self.compute.free)
+
+    @property
+    def timing(self):
+        return lambda: Event(self), self.elapsed
+
+    def elapsed(self, first, second):
+        """As cudaEventElapsedTime: ms in float32, of events that are past."""
+        now = self.host()
+        assert first.time <= second.time <= now, "not ready, or in the wrong order"
+        ticks = [int(each.time * (1 + self.drift)) // TICK for each in (first, second)]
+        return float(np.float32((ticks[1] - ticks[0]) * TICK / 1e6))
+
+
+class Comm(Communicator):
+    """Members whose calls run on the device's stream of communication, each for `lasts` ns, from
+    when all of them have come: `meet(start)` tells the last start.  `host` is the time that a call
+    takes the host.  What ran, and when, is `ran`."""
+
+    def __init__(self, device, rank=0, size=2, lasts=100_000, meet=int, host=0, queue="blocks"):
+        super().__init__(rank, size)
+        self.device, self.traffic = device, Traffic(device, self.group, queue)
+        self.stream = device.queues[queue]
+        self.lasts, self.meet, self.host, self.ran = lasts, meet, host, []
+
+    @contextmanager
+    def group(self):
+        """What is posted here runs at its end, as one."""
+        self.stream.grouped, before = True, self.stream.free
+        yield
+        self.stream.grouped = False
+        self.ran.append(self.stream.work(self.lasts, before))
+
+    def fly(self, result, *arrays):
+        self.device.host.skip(self.host)
+
+        def call(stream):
+            if not stream.grouped:
+                start = self.meet(max(stream.free, self.device.host() + POST + REACH))
+                self.ran.append(stream.work(self.lasts, start))
+
+        flight = self.traffic.post(call, *arrays)
+
+        def finish():
+            self.traffic.land(flight)
+            return result
+
+        return Pending(finish)
+
+    def together(self):
+        return self.traffic.together()
+
+    def gather_rows(self, block):
+        return self.fly(np.concatenate([block] * self.size), block)
+
+    def sum_all(self, block, op):
+        return self.fly(block, block)
+
+    def post(self, block, peer):
+        return self.fly(block, block)
+
+    def take(self, shape, dtype, peer):
+        return self.fly(np.zeros(shape, dtype))

@@ -1,0 +1,214 @@
+"""Buckets of gradients: what is in them, when they are on their way, and what they sum to."""
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.communicator import Communicator, Pending, Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.threads import run
+from hpc3d.model.gradient_buckets import Buckets
+from hpc3d.model.parameters import Parameters
+from hpc3d.tensor.layout import Layout
+
+
+class Diary(Communicator):
+    """Writes down the elements of every post and wait; what comes back is what went in."""
+
+    def __init__(self, axis, size, lines):
+        super().__init__(0, size)
+        self.axis, self.lines = axis, lines
+
+    def note(self, block, result):
+        self.lines.append(f"post {self.axis} {block.size}")
+
+        def finish():
+            self.lines.append(f"wait {self.axis} {block.size}")
+            return result
+
+        return Pending(finish)
+
+    def gather_rows(self, block):
+        return self.note(block, np.repeat(block, self.size, axis=0))
+
+    def scatter_rows(self, block):
+        return self.note(block, block[:1])
+
+    def sum_all(self, block, op):
+        return self.note(block, block)
+
+
+def diary(add, size, zero=0):
+    """The buckets of the parameters that `add` adds, on two replicas, and what they say."""
+    lines = []
+    comms = {axis: Diary(axis, 2, lines) for axis in "xd"}
+    mesh = Mesh({"d": 2, "x": 2}, {"d": 0, "x": 0}, comms, Self())
+    parameters = Parameters(mesh, "float64", zero)
+    add(parameters)
+    parameters.allocate(1)
+    return Buckets(parameters, size), lines
+
+
+def three_layers(parameters):
+    for number in range(3):
+        for name in "ab":
+            parameters.add(f"layers.{number}.{name}", (10,), Layout(""), partial=("d",))
+
+
+def filling(buckets):
+    return [" ".join(item.name[-3:] for item in bucket.items) for bucket in buckets]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, ["2.b", "2.a", "1.b", "1.a", "0.b", "0.a"]),
+        (159, ["2.b", "2.a", "1.b", "1.a", "0.b", "0.a"]),
+        (160, ["2.b 2.a", "1.b 1.a", "0.b 0.a"]),
+        (300, ["2.b 2.a 1.b", "1.a 0.b 0.a"]),
+        (480, ["2.b 2.a 1.b 1.a 0.b 0.a"]),
+    ],
+)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_bucket_holds_neighbours_up_to_its_size(size, expected, zero):
+    """Of 80 bytes each, in the order in which a backward pass completes them."""
+    buckets, _ = diary(three_layers, size, zero)
+    assert filling(buckets.sums) == expected
+    assert filling(buckets.gathers) == (expected if zero else [])
+
+
+def test_what_is_not_summed_alike_is_not_in_one_bucket():
+    def add(parameters):
+        parameters.add("embedding.w", (10,), Layout(""), partial=("d",), late=True)
+        parameters.add("layers.0.w", (10,), Layout("d"))
+        parameters.add("layers.1.x", (10,), Layout(""), partial=("x", "d"))
+        parameters.add("layers.1.y", (10,), Layout(""), partial=("d",))
+
+    buckets, _ = diary(add, 1e6)
+    assert [(bucket.late, bucket.axes) for bucket in buckets.sums] == [
+        (False, ("d",)),
+        (True, ("x", "d")),
+        (True, ("d",)),
+    ]
+
+
+def test_a_bucket_is_posted_when_its_last_part_is_finished():
+    buckets, lines = diary(three_layers, 300)
+    buckets.finished("layers.2")
+    assert not lines
+    buckets.finished("layers.1")
+    assert lines == ["post d 30"]
+    buckets.finished("layers.0")
+    assert lines == ["post d 30", "post d 30"]
+    buckets.wait()
+    assert lines[2:] == ["wait d 30", "wait d 30"]
+
+
+def test_a_part_that_is_finished_twice_is_posted_once():
+    """As where a Reduce follows a backward pass that has posted its sums."""
+    buckets, lines = diary(three_layers, 160)
+    for unit in ("layers.2", "layers.1", "layers.2", "layers.1"):
+        buckets.finished(unit)
+    assert lines == ["post d 20"] * 2
+
+
+def test_what_nobody_finished_is_summed_at_the_end():
+    buckets, lines = diary(three_layers, 160)
+    buckets.finished("layers.1")
+    buckets.wait()
+    assert lines == ["post d 20"] * 3 + ["wait d 20"] * 3
+
+
+def test_a_late_table_waits_for_the_end_of_the_step():
+    def add(parameters):
+        parameters.add("embedding.token", (8,), Layout(""), partial=("d",), late=True)
+        parameters.add("embedding.position", (6,), Layout(""), partial=("d",))
+
+    buckets, lines = diary(add, 1e6)
+    buckets.finished("embedding")
+    assert lines == ["post d 6"]
+    buckets.wait()
+    assert lines == ["post d 6", "post d 8", "wait d 6", "wait d 8"]
+
+
+def test_the_data_axis_is_summed_last_of_what_the_other_axes_sum_to():
+    def add(parameters):
+        parameters.add("layers.0.b", (10,), Layout(""), partial=("d", "x"))
+
+    buckets, lines = diary(add, 1e6, zero=1)
+    buckets.finished("layers.0")
+    assert lines == []  # nothing that a pass waits for stands behind a sum along x
+    buckets.wait()
+    assert lines == ["post x 10", "wait x 10", "post d 10", "wait d 10"]
+
+
+def test_a_step_begins_with_gradients_of_zero_and_all_buckets_to_post():
+    buckets, lines = diary(three_layers, 160)
+    for _ in range(2):
+        buckets.begin()
+        assert not buckets.parameters.grad.any()
+        buckets.parameters.grad += 1
+        buckets.wait()
+    assert lines == (["post d 20"] * 3 + ["wait d 20"] * 3) * 2
+
+
+def test_gathers_are_one_bucket_ahead():
+    buckets, lines = diary(three_layers, 160, zero=1)
+    buckets.gather()
+    post, wait = "post d 10", "wait d 10"
+    assert lines == [post, post, wait, post, wait, wait]
+
+
+SIZES = {"layers.0.a": 7, "layers.0.b": 4, "layers.1.a": 1, "head.b": 12}
+
+
+@pytest.mark.parametrize("size", [0, 100, 1e6])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("data", [2, 3])
+def test_sums_and_gathers_of_real_replicas(data, zero, size):
+    """Gradient g + 10 rank of element g; the update of an own part is seen by all."""
+
+    def rank(mesh):
+        parameters = Parameters(mesh, "float64", zero)
+        for name, count in SIZES.items():
+            parameters.add(name, (count,), Layout(""), partial=("d",))
+        parameters.allocate(1)
+        buckets = Buckets(parameters, size)
+        for item in parameters:
+            item.grad[:] = np.arange(item.grad.size) + 10 * mesh.rank
+        buckets.finished("layers.1")
+        buckets.wait()
+        for piece in parameters.pieces:
+            parameters.value[piece.value] -= parameters.grad[piece.grad]
+        buckets.gather()
+        return {item.name: item.value.copy() for item in parameters}
+
+    shift = 10 * sum(range(data))
+    for values in run({"d": data}, rank):
+        for name, count in SIZES.items():
+            np.testing.assert_array_equal(values[name], -(data * np.arange(count) + shift))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_copies_of_a_table_get_the_sum_of_both(zero):
+    """On stages 0 and 2 of three, each with two replicas."""
+
+    def rank(mesh):
+        parameters, stage = Parameters(mesh, "float64", zero), mesh.coord("p")
+        if stage != 1:
+            how = {"twin": 2 - stage, "late": True, "partial": ("d",)}
+            parameters.add("embedding.token", (3, 2), Layout("", ""), **how)
+        parameters.allocate(1)
+        buckets = Buckets(parameters, 1e6)
+        for item in parameters:
+            item.grad[...] = np.arange(6).reshape(3, 2) + 10**stage
+        buckets.wait()
+        return [parameters.grad[place.own_grad] for place in parameters.places.values()]
+
+    whole = 4 * np.arange(6) + 2 * (1 + 100)
+    own = [slice(None)] * 2 if not zero else [slice(0, 3), slice(3, 6)]
+    found = run({"p": 3, "d": 2}, rank)
+    assert found[2:4] == [[], []]
+    for stage in (0, 2):
+        for replica in range(2):
+            (gradient,) = found[2 * stage + replica]
+            np.testing.assert_array_equal(gradient, whole[own[replica]])

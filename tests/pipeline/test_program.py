@@ -1,0 +1,171 @@
+"""What a run executes, training step by training step, and the microbatches that it needs."""
+
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.model.loss import IGNORE
+from hpc3d.model.stage import microbatches
+from hpc3d.pipeline.instruction import parse
+from hpc3d.pipeline.program import STEP, cut, program_of
+from hpc3d.training.microbatch_loader import Feed
+
+STEPS = 5
+
+
+def config(schedule, stages, micros, batch=24):
+    parallel = ParallelConfig(schedule=schedule, microbatches=micros, chunks=1)
+    return Config(
+        mesh=MeshConfig(p=stages), parallel=parallel, train=TrainConfig(steps=STEPS, batch=batch)
+    )
+
+
+def text(groups):
+    return " ".join("+".join(map(str, group)) for group in groups)
+
+
+def test_a_synchronous_schedule_is_the_same_in_every_step():
+    plan = program_of(config("1f1b", stages=2, micros=2))
+    assert (plan.asynchronous, plan.ahead) == (False, 0)
+    first, second = islice(plan.steps(1, 1), 2)
+    assert first is second
+    assert text(first) == "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 SendB1 Reduce Step"
+
+
+def test_the_steps_of_a_schedule_without_a_drain():
+    """Stage 0 is ahead: microbatch 2 of step 1 is in flight when step 0 ends."""
+    plan = program_of(config("pipedream-2bw", stages=2, micros=2))
+    steps = [text(groups) for groups in plan.steps(0, 1)]
+    assert steps[0] == "F0 SendF0 F1 SendF1+RecvB0 BW0 F2 SendF2+RecvB1 BW1+Reduce Step"
+    assert steps[1] == "F3 SendF3+RecvB2 BW2 F4 SendF4+RecvB3 BW3+Reduce Step"
+    assert steps[-1] == "F9 SendF9+RecvB8 BW8 RecvB9 BW9+Reduce Step"
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (1, ["F0 Step", "F1 BW0 Step", "BW1 Step", "F2 Step SendF2"]),
+        (2, ["F0 Step F1 BW0 Step", "BW1 Step F2 Step SendF2"]),
+        (4, ["F0 Step F1 BW0 Step BW1 Step F2 Step SendF2"]),
+    ],
+)
+def test_groups_behind_the_last_update_belong_to_it(updates, expected):
+    words = ["F0", "Step", "F1", "BW0", "Step", "BW1", "Step", "F2", "Step", "SendF2"]
+    groups = [(parse(word),) for word in words]
+    assert [text(part) for part in cut(groups, updates)] == expected
+
+
+def test_the_program_of_a_stage_is_that_of_all_without_the_others():
+    whole = program_of(config("1f1b", stages=3, micros=4))
+    alone = whole.of(1)
+    assert [*alone.stages] == [1]
+    assert next(alone.steps(1, 1)) == next(whole.steps(1, 1))
+    assert alone[1:] == whole[1:]
+
+
+ASYNCHRONOUS = [
+    *(("pipedream", *sizes) for sizes in [(1, 1), (1, 3), (2, 2), (2, 4), (4, 2), (4, 3), (4, 6)]),
+    *(("pipedream-2bw", *sizes) for sizes in [(1, 1), (1, 3), (2, 2), (2, 4), (4, 4), (4, 6)]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micros"), ASYNCHRONOUS)
+def test_steps_cut_a_stream_behind_their_last_update_and_lose_nothing(schedule, stages, micros):
+    settled = config(schedule, stages, micros)
+    plan, updates = program_of(settled), settled.updates()
+    assert updates == (micros if schedule == "pipedream" else 1)
+    for stage in range(stages):
+        parts = list(plan.steps(stage, updates))
+        assert len(parts) == STEPS
+        assert [*chain(*parts)] == plan.stages[stage]
+        assert all(part.count(STEP) == updates for part in parts)
+        assert all(part[-1] == STEP for part in parts)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micros"), ASYNCHRONOUS)
+def test_a_step_needs_the_microbatches_of_ahead_steps_more(schedule, stages, micros):
+    plan = program_of(config(schedule, stages, micros))
+    updates = micros if schedule == "pipedream" else 1
+    furthest = 0
+    for stage in range(stages):
+        for number, groups in enumerate(plan.steps(stage, updates)):
+            mbs = {one.mb for group in groups for one in group if one.mb >= 0}
+            assert min(mbs) >= number * micros
+            furthest = max(furthest, max(mbs) // micros - number)
+    assert furthest == plan.ahead
+
+
+class Counting:
+    """Batches of which sequence i of step s is filled with 100 s + i; some targets do not count.
+
+    `read` has the steps in the order of their reading.
+    """
+
+    def __init__(self):
+        self.read = []
+
+    def batch(self, step):
+        self.read.append(step)
+        tokens = np.repeat(100 * step + np.arange(6, dtype=np.int32)[:, None], 64, axis=1)
+        targets = tokens.copy()
+        targets[0, 1:] = IGNORE
+        return tokens, targets
+
+
+def fed(schedule, stages, micros, ranks=1):
+    """number -> Micro of every step, a rank each, and the steps that rank 0 read."""
+    settled = config(schedule, stages, micros, batch=6)
+    plan, batches = program_of(settled), Counting()
+
+    def rank(mesh):
+        source = batches if mesh.rank == 0 else None
+        feed = Feed(mesh, settled, source, plan.asynchronous, plan.ahead)
+        return [dict(feed.fetch(number)) for number in range(STEPS)]
+
+    return run({"p": ranks}, rank), batches.read
+
+
+def about(micro):
+    """Step, first sequence, what fills the sequences, scale."""
+    return micro.step, micro.first, micro.tokens[:, 0].tolist(), micro.scale
+
+
+def test_microbatches_of_a_synchronous_step_are_numbered_from_0():
+    """All are scaled by the targets that count in the batch, and all ranks see the same."""
+    ranks, read = fed("1f1b", 2, 3, ranks=2)
+    scale = 1 / (5 * 64 + 1)
+    assert read == [*range(STEPS)]
+    for steps in ranks:
+        for number, micros in enumerate(steps):
+            first = 100 * number
+            assert {mb: about(micro) for mb, micro in micros.items()} == {
+                mb: (number, 2 * mb, [first + 2 * mb, first + 2 * mb + 1], scale)
+                for mb in range(3)
+            }
+
+
+def test_microbatches_of_an_asynchronous_run_count_on_and_are_read_ahead():
+    (steps,), read = fed("pipedream-2bw", 3, 3)
+    assert read == [*range(STEPS)]
+    assert [[*micros] for micros in steps] == [
+        [0, 1, 2, 3, 4, 5],
+        [3, 4, 5, 6, 7, 8],
+        [6, 7, 8, 9, 10, 11],
+        [9, 10, 11, 12, 13, 14],
+        [12, 13, 14],
+    ]
+    assert about(steps[1][7]) == (2, 2, [202, 203], 1 / (5 * 64 + 1))
+
+
+def test_a_microbatch_that_is_a_minibatch_is_scaled_by_its_own_targets():
+    (steps,), _ = fed("pipedream", 2, 3)
+    assert [micro.scale for micro in steps[4].values()] == [1 / 65, 1 / 128, 1 / 128]
+
+
+def test_a_microbatch_without_targets_has_a_scale():
+    targets = np.full((2, 4), IGNORE)
+    (micro,) = microbatches(0, targets, targets, 1)
+    assert micro.scale == 1

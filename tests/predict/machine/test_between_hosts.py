@@ -1,0 +1,339 @@
+"""Hosts without devices: what a card carries, what processors do, and that one does not need the
+other.  Times are by hand, for a machine of round numbers."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from hpc3d.predict.machine.between_hosts import carried, legs
+from hpc3d.predict.machine.machine import Link, Machine, Measured, Rates, dumps, load
+from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.planning.ranking import Ranking
+from hpc3d.predict.planning.search import Search
+from hpc3d.predict.simulation.simulated_clock import Carried
+from hpc3d.predict.simulation.simulator import Crowd, length, shared, simulate
+from tests.predict.planning.test_search import ROOT, config_of, settled
+
+ALPHA, WIRE, LAUNCH, MEMORY, NEAR, NEAR_ALPHA = 1e-4, 25e6, 1e-6, 1e9, 2e9, 1e-5
+MB = 1e6
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all")
+
+
+def hosts(ranks, cores=1, wake=0.0):
+    """Hosts of so many ranks whose cards carry 200 Mbit/s."""
+    near = (Link(ranks, NEAR_ALPHA, NEAR),) if ranks > 1 else ()
+    return Machine(
+        name="hosts",
+        source="round numbers",
+        ranks_per_node=ranks,
+        cores=cores,
+        memory_gb=1.0,
+        memory_bandwidth=MEMORY,
+        launch_s=LAUNCH,
+        gemm={"float32": Rates(9e10, (1e4, 1e6, 1e8), (1e9, 2e10, 9e10))},
+        links=(*near, Link(0, ALPHA, WIRE, WIRE)),
+        wake_s=wake,
+    )
+
+
+# Bytes on the card, for a block of 1 MB
+
+
+@pytest.mark.parametrize(
+    ("op", "counted", "carries"),
+    [
+        ("all_gather", 1 / 2, 1 / 2),
+        ("reduce_scatter", 1 / 2, 1 / 2),
+        ("all_reduce", 1, 1),
+        ("broadcast", 1, 1),
+        ("reduce", 1, 1),
+        ("all_to_all", 1 / 2, 1 / 2),
+        ("send", 1, 1),
+    ],
+)
+def test_with_one_rank_a_host_a_card_carries_what_a_trace_counts(op, counted, carries):
+    there = hosts(1).crossing((0, 1))
+    assert carried(op, counted * MB, there) == pytest.approx(carries * MB, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("op", "counted", "carries"),
+    [
+        ("all_gather", 7 / 8, 1 / 2),
+        ("reduce_scatter", 7 / 8, 1 / 2),
+        ("all_reduce", 14 / 8, 1),
+        ("broadcast", 1, 1),
+        ("reduce", 1, 1),
+        ("all_to_all", 7 / 8, 4 / 2),  # to each of the others a part of its own
+    ],
+)
+def test_with_four_ranks_a_host_a_card_carries_what_one_rank_would(op, counted, carries):
+    there = hosts(4).crossing(range(8))
+    assert (there.hosts, there.local) == (2, (0, 1, 2, 3))
+    assert carried(op, counted * MB, there) == pytest.approx(carries * MB, rel=1e-12)
+
+
+def test_three_hosts():
+    there = hosts(2).crossing(range(6))
+    assert carried("all_reduce", 2 * 5 / 6 * MB, there) == pytest.approx(4 / 3 * MB, rel=1e-12)
+    assert carried("all_gather", 5 / 6 * MB, there) == pytest.approx(2 / 3 * MB, rel=1e-12)
+
+
+# Seconds of a call
+
+
+def test_a_reduce_scatter_of_two_hosts():
+    """Half of the block leaves each card, both ways at once."""
+    found = legs(hosts(1), "reduce_scatter", MB / 2, (0, 1))
+    assert found.wired == pytest.approx(ALPHA + MB / 2 / WIRE, rel=1e-12)
+    assert found.work == pytest.approx(LAUNCH + MB / 2 / MEMORY, rel=1e-12)
+
+
+def test_a_call_in_two_levels():
+    """Inside a host 3/4 of the block of a rank, then 1/8 of it across from each."""
+    machine = hosts(4)
+    found = legs(machine, "reduce_scatter", 7 / 8 * MB, range(8))
+    inside = machine.call("reduce_scatter", 3 / 4 * MB, (0, 1, 2, 3))
+    assert found.work == pytest.approx(inside + LAUNCH + MB / 8 / MEMORY, rel=1e-12)
+    assert found.wired == pytest.approx(ALPHA + MB / 2 / WIRE, rel=1e-12)
+    both = legs(machine, "all_reduce", 14 / 8 * MB, range(8))
+    other = machine.call("all_gather", 3 / 4 * MB, (0, 1, 2, 3))
+    assert both.work == pytest.approx(inside + other + LAUNCH + MB / 4 / MEMORY, rel=1e-12)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_group_on_one_host_needs_no_wire(op):
+    machine = hosts(4)
+    found = legs(machine, op, MB, (0, 1, 2, 3))
+    assert found == (machine.call(op, MB, (0, 1, 2, 3)), 0.0)
+
+
+def test_groups_of_a_host_share_its_card():
+    """Four pairs across send four blocks; two groups of two ranks a host send two."""
+    four = legs(hosts(4), "all_gather", MB / 2, (0, 4)).wired
+    two = legs(hosts(4), "all_gather", 3 / 4 * MB, (0, 1, 4, 5)).wired
+    assert four == pytest.approx(ALPHA + 4 * MB / 2 / WIRE, rel=1e-12)
+    assert two == pytest.approx(ALPHA + 2 * MB / 2 / WIRE, rel=1e-12)
+    free = replace(hosts(4), links=(Link(4, NEAR_ALPHA, NEAR), Link(0, ALPHA, WIRE)))
+    assert legs(free, "all_gather", MB / 2, (0, 4)).wired == pytest.approx(ALPHA + MB / 2 / WIRE)
+
+
+def test_messages_share_the_card_with_those_that_leave_the_host():
+    """Of stages of two ranks on hosts of four, the second sends to the next host."""
+    assert legs(hosts(4), "send", MB, (2, 4)).wired == pytest.approx(ALPHA + 2 * MB / WIRE)
+    assert legs(hosts(4), "send", MB, (0, 4)).wired == pytest.approx(ALPHA + 4 * MB / WIRE)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_takes_its_legs(op):
+    machine = hosts(4)
+    work, wired = legs(machine, op, MB, range(8))
+    assert machine.call(op, MB, range(8)) == work + wired
+
+
+def test_what_was_measured_on_one_host_is_not_for_several():
+    table = Measured("all_gather", 2, 0, "at once", (1e3, 1e6), (1e-5, 1e-3))
+    machine = replace(hosts(2), measured=(table,))
+    assert machine.call("all_gather", 1e6, (0, 1)) == pytest.approx(1e-3)
+    across = legs(machine, "all_gather", 1e6, (0, 2))
+    assert across == pytest.approx((1e-3, ALPHA + 2 * 1e6 / WIRE))  # both pairs, by the card
+    devices = replace(machine, cores=0)
+    assert devices.call("all_gather", 1e6, (0, 2)) > 1e6 / WIRE
+
+
+# A clock
+
+
+def call(clock, members=(0, 1), queue="blocks"):
+    """A waited-for call about half a MB."""
+    end = clock.post("all_gather", MB / 2, members, queue)
+    return clock.until(end, Done())
+
+
+class Done:
+    def wait(self):
+        return None
+
+
+def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
+    """Three times as long with a third of a core is what it does itself, not what it waits."""
+    taken = []
+    for share in (1.0, 3.0):
+        clock = Carried(hosts(1), share)
+        clock.work(1e-3)
+        call(clock).wait()
+        taken.append((clock.now, clock.busy, clock.wired))
+    (now, busy, wired), (crowded, more, same) = taken
+    assert wired == same == round((ALPHA + MB / 2 / WIRE) * 1e9)
+    assert now == busy + wired
+    assert (more, crowded) == pytest.approx((3 * busy, 3 * busy + wired), abs=3)
+
+
+def test_what_a_rank_does_meanwhile_hides_the_wire():
+    clock = Carried(hosts(1))
+    pending = call(clock)
+    clock.work(5e-3)
+    pending.wait()
+    assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
+    assert clock.wired == pytest.approx((ALPHA + MB / 2 / WIRE - 5e-3) * 1e9, abs=2)
+
+
+def test_calls_of_both_queues_share_the_card():
+    """The second waits for the first, whichever queue it is in."""
+    clock, one = Carried(hosts(1)), ALPHA + MB / 2 / WIRE
+    first, second = call(clock), call(clock, queue="replicas")
+    second.wait()
+    assert clock.wired == pytest.approx(2 * one * 1e9, rel=0.05)
+    assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
+    first.wait()
+    assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
+
+
+def test_looking_at_a_clock_does_not_change_it():
+    clock = Carried(hosts(1))
+    call(clock)
+    before = dict(vars(clock)), dict(clock.ends)
+    for _ in range(3):
+        _ = clock.now, clock.busy, clock.wired
+        clock.wake(clock.now)
+    assert (dict(vars(clock)), dict(clock.ends)) == before
+
+
+# Steps
+
+SMALL = "model.layers=2 model.hidden=256 model.heads=8 model.sequence=64 train.batch=16"
+LAYOUTS = """
+x=8 scheme=1d
+x=8 scheme=1d-sequence
+x=4 y=2 scheme=2d-summa
+x=2 y=2 z=2
+x=2 y=2 z=2 order='z p d c e x y'
+x=2 y=2 z=2 order='y p d c e x z'
+d=2 x=2 y=2 scheme=2d
+d=2 x=4 scheme=1d
+d=8
+p=2 x=4 microbatches=4 schedule=1f1b
+""".strip().splitlines()
+
+
+def layout(line):
+    line, _, order = line.partition(" order=")
+    config = settled(f"{SMALL} {line}")
+    if order:
+        config = replace(config, mesh=replace(config.mesh, order=order.strip("'")))
+    return config
+
+
+def seconds(config, machine):
+    return length(simulate(config, 256, machine)) / 1e9
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_an_estimate_for_crowded_hosts_is_near_the_simulation(line, ranks):
+    machine, config = hosts(ranks, wake=2e-5), layout(line)
+    found, taken = Estimator(256, machine).estimate(config), seconds(config, machine)
+    assert found.seconds == pytest.approx(taken, rel=0.06)
+    parts = found.compute + found.bubble + found.waits.total()
+    assert parts == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.compute, found.bubble + 1e-12, *found.waits.values()) >= 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_bounds_are_below_simulations_of_crowded_hosts(line, ranks):
+    machine, config = hosts(ranks, wake=2e-5), layout(line)
+    estimator, bounds = Estimator(256, machine), layouts.Bounds(config, 8, 256, machine)
+    fixed = estimator.world(config).seconds
+    bounds.calibrate(config, estimator.parts(config), fixed)
+    place = bounds.moves(config, layouts.volumes(config))
+    assert 0 < bounds.least(place) <= seconds(config, machine)
+
+
+# Groups between hosts that ranks of a host are in, where none of their groups has all of them.
+LANES = {
+    "x=4 y=2 scheme=2d-summa": 2,
+    "x=2 y=2 z=2": 4,
+    "x=2 y=2 z=2 order='z p d c e x y'": 4,
+    "x=2 y=2 z=2 order='y p d c e x z'": 4,
+    "d=2 x=2 y=2 scheme=2d": 4,
+}
+
+
+@pytest.mark.parametrize("line", [line for line in LAYOUTS if "p=2" not in line])
+def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
+    """At a wire ever quicker; lanes that take turns hide some of it from each other."""
+    config, lanes = layout(line), LANES.get(line, 1)
+    for rate in (1, 1e2, 1e4):
+        slow = hosts(4)
+        wire = replace(slow.links[1], bandwidth=rate * WIRE, node_bandwidth=rate * WIRE)
+        slow = replace(slow, links=(slow.links[0], replace(wire, alpha_s=1e-6)))
+        (alone,) = simulate(config, 256, replace(slow, cores=4))
+        (crowd,) = simulate(config, 256, slow)
+        assert length([alone]) == pytest.approx(alone.busy + alone.wired, rel=2e-3)
+        early = (1 - 1 / lanes) / 2 * min(4 * alone.busy, crowd.wired)
+        wanted = 4 * alone.busy + crowd.wired - early
+        assert length([crowd]) == pytest.approx(wanted, rel=2e-2)
+        assert 0 < crowd.wired <= alone.wired + 1
+
+
+def test_stages_on_hosts_of_their_own_leave_their_cores_to_nobody():
+    """One microbatch: the ranks of a host work at the same time and wait at the same time.  On a
+    node with the cores of both each stage has all of them while the other one waits."""
+    config, quick = layout("p=2 x=4"), (Link(0, 1e-9, 1e12),)
+    for machine, times in ((hosts(4), 4), (hosts(8, cores=2), 2)):
+        machine = replace(machine, links=quick)
+        alone = simulate(config, 256, replace(machine, cores=8))
+        taken = length(simulate(config, 256, machine))
+        assert taken == pytest.approx(times * length(alone), rel=0.07)
+
+
+def test_more_of_the_wire_is_hidden_where_processors_are_slower():
+    """A rank sums along d beside its backward pass, which takes longer where cores are shared."""
+    config = settled(f"{SMALL} d=8 bucket_mb=0.5")
+    machine = replace(hosts(4), links=(Link(4, NEAR_ALPHA, NEAR), Link(0, ALPHA, 1e8, 1e8)))
+    (alone,) = simulate(config, 256, replace(machine, cores=4))
+    (crowd,) = simulate(config, 256, machine)
+    assert crowd.wired < 0.8 * alone.wired
+
+
+def test_without_a_crowd_a_step_is_run_once():
+    shares = []
+
+    def runs(share):
+        shares.append(share)
+        return simulate(layout("d=8"), 256, hosts(4, cores=4))
+
+    shared(Crowd(1.0, 1.0, 1.0), runs)
+    assert shares == [1.0]
+
+
+def test_a_plan_simulates_the_cube():
+    """2 hosts of 4 on one core each: it ties for the first place where there are no stages."""
+    machine = hosts(4, wake=2e-5)
+    line = "model.layers=1 model.hidden=256 model.heads=8 model.sequence=64 train.batch=16"
+    search = Search(config_of(line), 8, 256, machine, 16e9)
+    ranking = Ranking(search, search.run(10, 400), machine, most=1e4)
+    ranking.best(10)
+    cubes = [
+        row
+        for config, row in ranking.known.items()
+        if (config.mesh.x, config.mesh.y, config.mesh.z) == (2, 2, 2)
+    ]
+    assert cubes and all(row.simulated for row in cubes)
+
+
+def test_a_machine_of_hosts_is_written_as_the_documentation_says(tmp_path):
+    text = (ROOT / "docs" / "limits.md").read_text()
+    lines = text[text.index("    ranks_per_node") :].split("\n\n* ")[0]
+    shown = tomllib.loads(lines.replace("\n    ", "\n").strip())
+    links = tuple(Link(**link) for link in shown.pop("links"))
+    known = replace(hosts(8, cores=8), links=(Link(0, NEAR_ALPHA, NEAR),))
+    machine, path = replace(known, links=links, **shown), tmp_path / "hosts.toml"
+    path.write_text(dumps(machine))
+    assert load(path) == machine
+    assert (machine.ranks_per_node, machine.cores) == (4, 1)
+    found = legs(machine, "all_gather", MB / 2, (0, 4)).wired
+    assert found == pytest.approx(1e-4 + 4 * MB / 2 / 25e6, rel=1e-12)

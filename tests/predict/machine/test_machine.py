@@ -1,0 +1,456 @@
+"""Machines: rates and tables between their knots, groups placed on nodes by hand, and files."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc3d.config.input_file import TrainConfig
+from hpc3d.predict.machine.collective_costs import ALGORITHMS, doubling, ring
+from hpc3d.predict.machine.machine import ITEMSIZE, Link, Machine, Measured, Rates, dumps, load
+
+SHIPPED = sorted((Path(__file__).parents[3] / "inputs" / "machines").glob("*.toml"))
+
+NEAR = Link(4, 2e-6, 100e9)
+FAR = Link(0, 10e-6, 10e9, node_bandwidth=10e9)
+CLUSTER = Machine(
+    name="16 nodes of 4",
+    source="made up",
+    ranks_per_node=4,
+    cores=0,
+    memory_gb=16,
+    memory_bandwidth=1e12,
+    launch_s=5e-6,
+    gemm={"float32": Rates(15e12, (1e8, 1e10), (1e12, 10e12))},
+    links=(NEAR, FAR),
+    kernels={"softmax": 0.5e12},
+)
+
+
+# Products and kernels
+
+
+@pytest.mark.parametrize(
+    ("n", "rate"),
+    [
+        (50, 1e12),  # 1e8: the first knot
+        (5000, 10e12),  # 1e10: the last
+        (500, 10**12.5),  # 1e9: half way, in logarithms
+        (25, 1e12),  # flat beyond
+        (50_000, 10e12),
+    ],
+)
+def test_a_product_at_the_rate_of_its_size(n, rate):
+    machine = replace(CLUSTER, launch_s=0.0)
+    assert machine.product(1000, n, 1000, "float32") == pytest.approx(2e6 * n / rate, rel=1e-12)
+
+
+def test_knots_come_out_as_they_went_in():
+    rates = Rates(1.0, (3.0, 7.0, 11.0), (1.3, 2.7, 1.9))
+    assert [rates.curve(flop) for flop in rates.flop] == [*rates.rate]
+
+
+@pytest.mark.parametrize("dtype", get_args(get_type_hints(TrainConfig)["dtype"]))
+def test_an_element_has_the_bytes_of_its_type(dtype):
+    assert ITEMSIZE[dtype] == np.dtype(dtype).itemsize
+
+
+def test_a_batch_of_products_is_one_kernel():
+    one = CLUSTER.product(1000, 5000, 1000, "float32")
+    assert CLUSTER.product(100, 5000, 1000, "float32", batch=10) == one
+
+
+def test_no_product_is_quicker_than_its_launch():
+    assert CLUSTER.product(8, 8, 8, "float32") == 5e-6
+
+
+def test_a_device_moves_the_operands_through_its_memory():
+    """Of [10000, 1] [1, 10000] it writes 4e8 bytes, at 1e12 a second; a core counts as computing
+    2e8 operations at 10**12.15."""
+    seconds = (4e8 + 8e4) / 1e12
+    assert CLUSTER.product(10_000, 10_000, 1, "float32") == pytest.approx(seconds, rel=1e-12)
+    computed = 2e8 / (1e12 * 2**0.5)
+    product = replace(CLUSTER, cores=2).product(10_000, 10_000, 1, "float32")
+    assert product == pytest.approx(computed, rel=1e-12)
+
+
+def test_a_type_without_rates_is_refused():
+    with pytest.raises(ValueError, match=r"16 nodes of 4: no rates of float64 \(it has float32\)"):
+        CLUSTER.product(8, 8, 8, "float64")
+
+
+def test_a_kernel_is_a_launch_and_its_bytes():
+    assert CLUSTER.kernel("gelu", 1e6) == pytest.approx(5e-6 + 1e-6, rel=1e-12)
+    assert CLUSTER.kernel("softmax", 1e6) == pytest.approx(5e-6 + 2e-6, rel=1e-12)
+
+
+# Calls, by where their group lies
+
+
+def axis(start, stride, size):
+    return tuple(range(start, start + stride * size, stride))
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "alpha", "hop", "bandwidth"),
+    [
+        # A cube, 4 x 4 x 4 on nodes of 4: z lies inside a node; along y and x all 4 ranks of a
+        # node call other nodes at once, and each has a quarter of what leaves the node.
+        ("z", axis(8, 1, 4), 2e-6, 2e-6, 100e9),
+        ("y", axis(1, 4, 4), 10e-6, 10e-6, 2.5e9),
+        ("x", axis(5, 16, 4), 10e-6, 10e-6, 2.5e9),
+        # 8 x 8: rows of two whole nodes leave each once and have what leaves it to themselves;
+        # a tree has 2 steps on a node and 1 across, a ring 6 hops on nodes and 2 across.
+        ("row", axis(8, 1, 8), (2 * 2e-6 + 10e-6) / 3, (6 * 2e-6 + 2 * 10e-6) / 8, 10e9),
+        ("column", axis(3, 8, 8), 10e-6, 10e-6, 2.5e9),
+        # Pairs: inside, and every second rank of two nodes.
+        ("pair", axis(2, 1, 2), 2e-6, 2e-6, 100e9),
+        ("halves", axis(0, 2, 4), (2e-6 + 10e-6) / 2, (2 * 2e-6 + 2 * 10e-6) / 4, 5e9),
+    ],
+)
+def test_a_group_shares_what_leaves_its_node(name, members, alpha, hop, bandwidth):
+    g, beta = len(members), 1 / bandwidth
+    short, long = (
+        CLUSTER.call("all_gather", 1e3, members),
+        CLUSTER.call("all_gather", 1e8, members),
+    )
+    assert short == pytest.approx(5e-6 + doubling(alpha, beta, g, 1e3), rel=1e-12)
+    assert long == pytest.approx(5e-6 + ring(hop, beta, g, 1e8), rel=1e-12)
+
+
+def test_the_cube_in_numbers():
+    """8 MB all-gathered along z: 3 steps of 2 us and 80 us; along y: 3 of 10 us and 3.2 ms."""
+    assert CLUSTER.call("all_gather", 8e6, axis(0, 1, 4)) == pytest.approx(5e-6 + 86e-6)
+    assert CLUSTER.call("all_gather", 8e6, axis(0, 4, 4)) == pytest.approx(5e-6 + 3230e-6)
+
+
+def test_one_adapter_for_each_rank():
+    """Where only adapters limit, a group has as many as it has ranks on a node."""
+    machine = replace(CLUSTER, links=(NEAR, replace(FAR, node_bandwidth=40e9)))
+    for members, bandwidth in (
+        (axis(0, 4, 4), 10e9),
+        (axis(0, 2, 4), 20e9),
+        (axis(0, 1, 8), 40e9),
+    ):
+        assert machine.route(members).beta == pytest.approx(1 / bandwidth, rel=1e-12)
+    free = replace(CLUSTER, links=(NEAR, replace(FAR, node_bandwidth=0.0)))
+    assert free.route(axis(0, 1, 8)).beta == pytest.approx(1 / 40e9, rel=1e-12)
+
+
+def test_memory_that_the_ranks_of_a_node_share():
+    machine = replace(CLUSTER, links=(Link(0, 1e-6, 100e9, node_bandwidth=80e9),))
+    assert machine.route((0, 1)).beta == pytest.approx(1 / 20e9, rel=1e-12)
+
+
+def test_wires_that_join_pairs():
+    """A ring of 4 has three wires of each rank to go by, a pair one, wherever it lies."""
+    machine = replace(CLUSTER, links=(replace(NEAR, pair_bandwidth=30e9), FAR))
+    for members, bandwidth in (((0, 1), 30e9), ((1, 2, 3), 60e9), ((0, 1, 2, 3), 90e9)):
+        assert machine.route(members).beta == pytest.approx(1 / bandwidth, rel=1e-12)
+    assert machine.route(axis(0, 4, 4)) == CLUSTER.route(axis(0, 4, 4))
+
+
+def test_links_inside_of_nodes():
+    socket = Link(2, 1e-6, 200e9)
+    machine = replace(CLUSTER, links=(socket, NEAR, FAR))
+    assert machine.route((2, 3)).beta == 1 / 200e9
+    assert machine.route((1, 2)).beta == machine.route((0, 1, 2, 3)).beta == 1 / 100e9
+
+
+def test_a_message_has_its_pair():
+    assert CLUSTER.call("send", 1e8, (1, 0)) == pytest.approx(5e-6 + 2e-6 + 1e-3, rel=1e-12)
+    assert CLUSTER.call("recv", 1e8, (8, 4)) == pytest.approx(5e-6 + 10e-6 + 40e-3, rel=1e-12)
+
+
+def test_all_to_all_sends_every_part_on_its_own():
+    """8 ranks on 2 nodes: 4/7 of what each receives comes from the other node, at 2.5 GB/s, in 7
+    messages of (2 * 2 + 10) / 3 us."""
+    seconds = 5e-6 + 7 * 14e-6 / 3 + 4 / 7 * 1e8 / 2.5e9
+    assert CLUSTER.call("all_to_all", 1e8, axis(0, 1, 8)) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_an_all_reduce_goes_by_levels_where_that_is_cheaper():
+    """Between slow nodes 7 ranks of each exchange their seventh with a peer, in 2 messages; a ring
+    of 14 has 26 hops, of which every seventh is slow."""
+    links = (Link(7, 2e-6, 100e9), Link(0, 1e-3, 10e9, node_bandwidth=70e9))
+    machine = replace(CLUSTER, ranks_per_node=7, links=links)
+    nbytes = 2 * 13 / 14 * 7e6
+    inside = 2 * (6 * 2e-6 + 6e6 / 100e9)
+    across = 2 * 1e-3 + 1e6 / 10e9
+    seconds = machine.call("all_reduce", nbytes, axis(0, 1, 14))
+    assert seconds == pytest.approx(5e-6 + inside + across, rel=1e-12)
+
+
+def test_a_group_of_one_costs_nothing():
+    assert CLUSTER.call("all_reduce", 1e6, (7,)) == 0
+
+
+@given(
+    st.sampled_from(sorted(ALGORITHMS)),
+    st.integers(0, 7),
+    st.integers(1, 16),
+    st.integers(2, 16),
+    st.floats(1, 1e10),
+    st.floats(1, 1e10),
+)
+def test_more_bytes_take_no_less_time(op, start, stride, size, one, other):
+    members = axis(start, stride, size)
+    few, many = (CLUSTER.call(op, nbytes, members) for nbytes in sorted((one, other)))
+    assert few <= many * (1 + 1e-12)
+
+
+# Calls that were measured
+
+TABLE = Measured("all_gather", 4, 1, "alone", (1e3, 1e5), (1e-5, 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"),
+    [
+        (1e3, 1e-5),
+        (1e5, 1e-4),
+        (1e4, 10**-4.5),  # half way, in logarithms
+        # Beyond the knots on the line through them: 90 us for 99,000 bytes.
+        (2e5, 1e-4 + 1e5 * 9e-5 / 9.9e4),
+        (0, 1e-5 - 1e3 * 9e-5 / 9.9e4),
+    ],
+)
+def test_a_table_between_and_beyond_its_knots(nbytes, seconds):
+    machine = replace(CLUSTER, measured=(TABLE,))
+    assert machine.call("all_gather", nbytes, axis(4, 1, 4)) == pytest.approx(seconds, rel=1e-12)
+
+
+@given(st.floats(0, 1e9))
+def test_no_table_gives_time_back(nbytes):
+    steep = replace(TABLE, seconds=(1e-6, 1e-3))
+    falling = replace(TABLE, seconds=(1e-3, 1e-6))
+    assert steep.time(nbytes) >= 0
+    assert falling.time(nbytes) > 0
+
+
+def test_a_table_is_for_its_own_kind_of_group():
+    measured = replace(CLUSTER, measured=(TABLE,))
+    same = [
+        ("all_gather", axis(0, 4, 4)),
+        ("all_gather", axis(0, 1, 2)),
+        ("reduce_scatter", axis(0, 1, 4)),
+        ("all_gather", (0, 1, 3)),
+    ]
+    for op, members in same:
+        assert measured.call(op, 2e3, members) == CLUSTER.call(op, 2e3, members)
+    assert measured.call("all_gather", 1e3, (3, 2, 1, 0)) == 1e-5
+
+
+def test_at_once_comes_before_alone():
+    together = replace(TABLE, groups="at once", seconds=(2e-5, 2e-4))
+    for tables in ((TABLE, together), (together, TABLE)):
+        machine = replace(CLUSTER, measured=tables)
+        assert machine.call("all_gather", 1e3, axis(0, 1, 4)) == 2e-5
+
+
+def test_alone_is_no_measure_for_a_group_that_others_hinder():
+    """4 ranks on 4 nodes: on each node 3 more ranks send at the same time."""
+    far = replace(TABLE, stride=4)
+    machine, members = replace(CLUSTER, measured=(far,)), axis(0, 4, 4)
+    assert machine.call("all_gather", 1e3, members) == CLUSTER.call("all_gather", 1e3, members)
+    machine = replace(CLUSTER, measured=(replace(far, groups="at once"),))
+    assert machine.call("all_gather", 1e3, members) == 1e-5
+
+
+def test_a_group_of_whole_nodes_is_alone():
+    whole = replace(TABLE, members=8)
+    machine = replace(CLUSTER, measured=(whole,))
+    assert machine.call("all_gather", 1e3, range(8, 16)) == 1e-5
+
+
+# Files
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_machine_is_whole(path):
+    machine = load(path)
+    assert machine.name == path.stem
+    for rates in machine.gemm.values():
+        assert max(rates.rate) < rates.peak
+    assert machine.links[0].ranks == machine.ranks_per_node
+    assert machine.links[0].bandwidth > machine.links[1].bandwidth
+    assert 0 < machine.product(4096, 4096, 4096, "float16") < 2e-3
+
+
+def test_all_machines_are_shipped():
+    assert {path.stem for path in SHIPPED} >= {"v100-4x16", "a100-selene", "h100", "h200"}
+
+
+def test_two_dgx_a100_all_reduce_at_the_rate_that_nvidia_names():
+    """192 GB/s of busbw over 8 adapters (NVIDIA/nccl issue 812), which is what a rank receives a
+    second."""
+    machine = load(next(path for path in SHIPPED if path.stem == "a100-selene"))
+    busbw = 1e10 / machine.call("all_reduce", 1e10, range(16))
+    assert busbw == pytest.approx(192e9, rel=0.01)
+    table = machine.measured[2]
+    assert machine.call("all_reduce", table.bytes[5], range(8, 16)) == table.seconds[5]
+
+
+TEXT = dumps(replace(CLUSTER, measured=(TABLE,)))
+CURVE = TEXT[TEXT.index("flop = ") : TEXT.index("\n\n", TEXT.index("flop = ")) + 1]
+
+
+def said(text, tmp_path):
+    """The lines that loading this text gives."""
+    path = tmp_path / "machine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        load(path)
+    return str(error.value).splitlines()
+
+
+def test_the_file_of_these_tests_is_good(tmp_path):
+    path = tmp_path / "machine.toml"
+    path.write_text(TEXT, encoding="utf-8")
+    assert load(path) == replace(CLUSTER, measured=(TABLE,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("launch_s = 5e-06\n", "", "launch_s: missing; add it"),
+        ("cores = 0", "cores = 2.5", "cores: input should be a valid integer, not 2.5;"),
+        ("cores = 0", "cores = 2025-01-02", "cores: input should be a valid integer, not '2025-0"),
+        ("cores = 0", "cores = -1", "cores = -1: must be at least 0, which is a device for"),
+        ("cores = 0", "core = 0\ncores = 0", "core: unknown key; did you mean cores?"),
+        ('name = "16 nodes of 4"', 'name = " "', "name = ' ': must not be empty"),
+        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node = 0: must be at least 1"),
+        ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: must be positive"),
+        ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: must be at least 0, in"),
+        ("wake_s = 0.0", "wake_s = -1.0", "wake_s = -1.0: must be at least 0, in"),
+        ("widest_head = 128", "widest_head = -1", "widest_head = -1: must be at least 0: no"),
+        ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: must be at least 1"),
+        ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: unknown type; known are float64,"),
+        ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate; give as many of one"),
+        ("rate = [1", "rate = [-1", "gemm.float32: flop and rate must be positive numbers"),
+        ("flop = [1", "flop = [9000000", "gemm.float32.flop: must ascend; order the knots"),
+        ("flop = [1", "flop = [10000000000.0, 1", "gemm.float32: 3 flop and 2 rate; give as many"),
+        ("flop = [100000000.0", "flop = [10000000000.0", "gemm.float32.flop: must ascend;"),
+        ("peak = 1", "peak = 2.0 # 1", "gemm.float32.peak = 2: less than its own rates reach"),
+        (CURVE, "flop = []\nrate = []\n", "gemm.float32"),
+        ("launch_s = 5e-06", "launch_s = 1e9", "launch_s = 1000000000.0: must be at least 0"),
+        ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: must be at least 1"),
+        ("peak =", "peek =", "gemm.float32.peek: unknown key; did you mean peak?"),
+        ("ranks = 0", "ranks = 64", "links.1.ranks = 64: the last link joins all ranks; write 0"),
+        ("ranks = 4\n", "ranks = 0\n", "links.0.ranks = 0: must be at least 2, and 0 for the"),
+        ("alpha_s = 2e-06", "alpha_s = true", "links.0.alpha_s: input should be a valid number,"),
+        ("alpha_s = 2e-06", "alpha_s = inf", "links.0.alpha_s = inf: must be at least 0"),
+        ("\nbandwidth = 1", "\nbandwidth = -1", "links.0.bandwidth = -100000000000.0: must be"),
+        ("ndwidth = 0.0", "ndwidth = -2.0", "links.0.node_bandwidth = -2.0: must be at least 0"),
+        ("pair_bandwidth = 0.0", "pair_bandwidth = -1", "links.0.pair_bandwidth = -1.0: must be"),
+        ('"all_gather"', '"gather"', "measured.0.op = 'gather': unknown; known are all_gather,"),
+        ("members = 4", "members = 1", "measured.0.members = 1: must be at least 2"),
+        ("stride = 1", "stride = -1", "measured.0.stride = -1: must be at least 0"),
+        ('"alone"', '"both"', "measured.0.groups: input should be 'alone' or 'at once', not 'bo"),
+        ("bytes = [1000.0, ", "bytes = [", "measured.0: 1 bytes and 2 seconds; give as many"),
+        (
+            "[[measured]]",
+            TEXT[TEXT.index("[[meas") :] + "[[measured]]",
+            "measured: all_gather of 4",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(old, new, line, tmp_path):
+    assert old in TEXT
+    lines = said(TEXT.replace(old, new, 1), tmp_path)
+    expected = 2 if "peek" in new else 1  # the key that is unknown, and the one that is missing
+    assert len(lines) == expected
+    assert any(each.startswith(line) for each in lines), lines
+
+
+def test_links_go_outwards(tmp_path):
+    links = (NEAR, replace(NEAR, ranks=6), FAR)
+    (line,) = said(dumps(replace(CLUSTER, links=links)), tmp_path)
+    assert line.startswith("links.1.ranks = 6: must be a multiple of the 4 of the link before it;")
+    without = dumps(replace(CLUSTER, links=()))
+    assert said(without, tmp_path) == ["links: missing; add it"]
+    (line,) = said("links = []\n" + without, tmp_path)
+    assert line.startswith("links: none; add [[links]] with ranks = 0")
+
+
+def test_a_table_has_two_knots(tmp_path):
+    bad = replace(CLUSTER, measured=(replace(TABLE, bytes=(1.0,), seconds=(1.0,)),))
+    (line,) = said(dumps(bad), tmp_path)
+    assert line.startswith(
+        "measured.0: 1 bytes and 1 seconds; give as many of one as of the other"
+    )
+
+
+def test_a_machine_computes(tmp_path):
+    (line,) = said("gemm = {}\n" + dumps(replace(CLUSTER, gemm={})), tmp_path)
+    assert line.startswith("gemm: none; add [gemm.float32]")
+
+
+def test_all_errors_are_said_at_once(tmp_path):
+    bad = replace(
+        CLUSTER, name="", cores=-1, launch_s=-1.0, links=(NEAR,), measured=(TABLE, TABLE)
+    )
+    keys = [line.split(" = ")[0].split(":")[0] for line in said(dumps(bad), tmp_path)]
+    assert keys == ["name", "cores", "launch_s", "links.0.ranks", "measured"]
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^no-machine\.toml: there is no such machine; name a file, "
+    ):
+        load("no-machine.toml")
+
+
+POSITIVE, RATE, TIME = st.floats(1e-12, 1e18), st.floats(1, 1e18), st.floats(0, 10)
+KNOTS = st.lists(POSITIVE, min_size=2, max_size=5, unique=True).map(sorted).map(tuple)
+
+
+@st.composite
+def curves(draw):
+    x = draw(KNOTS)
+    y = draw(st.lists(POSITIVE, min_size=len(x), max_size=len(x)))
+    return x, tuple(y)
+
+
+@st.composite
+def machines(draw):
+    names = st.text(min_size=1).filter(str.strip).filter(str.isprintable)
+    dtypes = draw(st.sets(st.sampled_from(sorted(ITEMSIZE)), min_size=1))
+    inner = draw(st.lists(st.integers(2, 4), max_size=3))
+    links, ranks = [], 1
+    for factor in [*inner, 0]:
+        ranks *= factor
+        links.append(Link(ranks, draw(TIME), *draw(st.tuples(*[RATE] * 3))))
+    kinds = st.tuples(
+        st.sampled_from(sorted(ALGORITHMS)),
+        st.integers(2, 99),
+        st.integers(1, 99),
+        st.sampled_from(["alone", "at once"]),
+    )
+    return Machine(
+        name=draw(names),
+        source=draw(st.text()),
+        ranks_per_node=draw(st.integers(1, 64)),
+        cores=draw(st.integers(0, 64)),
+        memory_gb=draw(POSITIVE),
+        memory_bandwidth=draw(RATE),
+        launch_s=draw(TIME),
+        gemm={dtype: Rates(1e18, *draw(curves())) for dtype in sorted(dtypes)},
+        links=tuple(links),
+        kernels=draw(st.dictionaries(st.text(min_size=1), RATE, max_size=3)),
+        measured=tuple(
+            Measured(*kind, *draw(curves())) for kind in draw(st.sets(kinds, max_size=3))
+        ),
+    )
+
+
+@given(machine=machines())
+def test_a_machine_comes_back_from_its_text(machine, tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "machine.toml"
+    path.write_text(dumps(machine), encoding="utf-8")
+    assert load(path) == machine

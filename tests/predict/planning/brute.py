@@ -1,0 +1,59 @@
+"""All layouts that the rules allow, one by one: what a plan is held to."""
+
+from dataclasses import replace
+from itertools import permutations, product
+
+from hpc3d.config.input_file import AXES
+from hpc3d.pipeline.schedule import SCHEDULES
+from hpc3d.predict.planning import layouts
+from hpc3d.predict.simulation.simulator import simulate
+
+WAYS = [*product((True, False), ("none", "selective", "full"))]
+
+
+def every_layout(config, ranks, orders=False):
+    """The settled layouts of an unsettled `config` under synchronous schedules, with every order
+    of the axes if asked for; those left out are others' equals, step by step."""
+    base = layouts.bare(config)
+    for mesh in layouts.meshes(ranks, base.model.layers, base.train.batch):
+        placed = layouts.with_mesh(base, *mesh)
+        for each in ordered(placed) if orders else [placed]:
+            yield from filter(lambda one: not layouts.problems(one, ranks), variants(each))
+
+
+def ordered(config):
+    """The orders of the axes that have ranks."""
+    sizes = config.mesh.sizes()
+    split = [axis for axis in AXES if sizes[axis] > 1]
+    rest = [axis for axis in AXES if sizes[axis] == 1]
+    for order in permutations(split):
+        yield replace(config, mesh=replace(config.mesh, order=" ".join([*order, *rest])))
+
+
+def variants(config):
+    """What may be done on a mesh, allowed or not."""
+    mesh, train = config.mesh, config.train
+    gathers = mesh.x * mesh.y * mesh.z > 1
+    ways = [(keep, again) for keep, again in WAYS if keep or gathers]
+    zeros = range(4) if mesh.d > 1 else (0,)
+    counts = layouts.divisors(train.batch // mesh.d)
+    for (name, chunks), micros in product(schedules(mesh.p, config.model.layers), counts):
+        for zero, (keep, again) in product(zeros, ways):
+            changes = {"schedule": name, "chunks": chunks, "microbatches": micros, "zero": zero}
+            changes |= {"keep_gathered": keep, "recompute": again}
+            yield replace(config, parallel=replace(config.parallel, **changes))
+
+
+def schedules(stages, layers):
+    """(name, chunks) of the synchronous schedules; of one stage there is one, in one piece."""
+    for name, schedule in SCHEDULES.items():
+        chunks = [schedule.chunks] if schedule.chunks else range(2, layers // stages + 1)
+        if not schedule.asynchronous and (name == "none") == (stages == 1):
+            yield from ((name, count) for count in chunks)
+
+
+def step(config, vocabulary, machine):
+    """Seconds and peak bytes by simulation."""
+    runs = simulate(config, vocabulary, machine)
+    start, end = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
+    return (end - start) / 1e9, max(run.peak["all"] for run in runs)

@@ -1,0 +1,26 @@
+"""The memory of estimates against the peaks of simulations."""
+
+from itertools import islice
+
+import pytest
+
+from hpc3d.predict.planning.estimate import Estimator
+from tests.predict.planning.brute import every_layout, step
+from tests.predict.planning.test_search import CLUSTER, SMALL, config_of
+
+PIPELINES = [each for each in every_layout(config_of(SMALL), 8) if each.mesh.p > 1]
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (41, 83, 131, 197))]
+)
+def test_the_memory_of_pipelines_is_that_of_the_simulation(first):
+    """Of every schedule, with few and many microbatches, with every ZeRO and recomputation."""
+    estimator, wrong = Estimator(256, CLUSTER), []
+    for config in islice(PIPELINES, first, None, 241):
+        _, peak = step(config, 256, CLUSTER)
+        wrong.append(estimator.estimate(config).peak / peak - 1)
+    assert len(wrong) > 20
+    assert min(wrong) > -0.03
+    assert max(wrong) < 0.06
+    assert sum(map(abs, wrong)) / len(wrong) < 0.015

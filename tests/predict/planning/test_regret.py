@@ -1,0 +1,121 @@
+"""Plans against all layouts that the rules allow, every one of them simulated in the same run."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+
+from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.plan import ranked
+from hpc3d.predict.machine.machine import Link, Machine
+from hpc3d.predict.machine.machine import load as load_machine
+from tests.predict.machine.test_between_hosts import hosts
+from tests.predict.planning.brute import every_layout, step
+from tests.predict.planning.test_search import CLUSTER, ROOT, config_of, settled
+
+KEYS = [
+    *(f"model.{size}" for size in ("layers", "hidden", "heads", "sequence", "vocabulary")),
+    "train.batch",
+    "train.dtype",
+]
+HOSTS = hosts(2, wake=2e-5)  # of one core each
+PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), *CLUSTER.links[1:]))
+
+
+class Space(NamedTuple):
+    """A model on so many ranks of a machine; `memories` in bytes, less and less."""
+
+    model: str
+    ranks: int
+    machine: Machine
+    memories: tuple
+    orders: bool = False
+
+    def line(self):
+        values = zip(KEYS, self.model.split(), strict=True)
+        return " ".join(f"{key}={value}" for key, value in values)
+
+    def config(self):
+        config = config_of(self.line())
+        refuse([*unknown_values(config)])  # NumPy knows bfloat16 from here on
+        return config
+
+
+def machine(name):
+    return load_machine(ROOT / "inputs" / "machines" / f"{name}.toml")
+
+
+def chosen(space, memory):
+    """The seconds and the peak of what a plan says is the quickest."""
+    _, ranking = ranked(space.config(), space.ranks, space.machine, memory, 10)
+    row = ranking.best(10)[0]
+    assert row.simulated
+    return row.seconds, row.peak
+
+
+def hold(space):
+    """Within 2 % of the quickest that fits, for every memory; never quicker with less of it."""
+    config, found = space.config(), []
+    layouts = every_layout(config, space.ranks, space.orders)
+    steps = [step(each, config.model.vocabulary, space.machine) for each in layouts]
+    for memory in space.memories:
+        seconds, peak = chosen(space, memory)
+        best = min(seconds for seconds, peak in steps if peak <= memory)
+        assert peak <= memory
+        assert seconds <= 1.02 * best, memory
+        found.append(seconds)
+    assert all(more <= less for more, less in pairwise(found))
+
+
+def test_no_layout_of_two_ranks_is_quicker():
+    hold(Space("2 256 4 64 256 4 float32", 2, CLUSTER, (16e9, 20e6, 16e6)))
+
+
+SPACES = {
+    "16 H100": Space("2 2048 16 512 4096 8 bfloat16", 16, machine("h100"), (80e9, 448e6, 304e6)),
+    "8 A100": Space(
+        "4 1024 16 256 1024 8 float16", 8, machine("a100-selene"), (80e9, 190e6, 164e6)
+    ),
+    "4 A100": Space("4 512 8 128 256 4 float16", 4, machine("a100-vtrain"), (80e9, 72e6, 66e6)),
+    "6 H100": Space("3 768 12 256 2048 6 bfloat16", 6, machine("h100"), (80e9, 200e6, 120e6)),
+    "2 nodes of 2": Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 16e6, 12e6), True),
+    "2 hosts of 2": Space("2 256 4 64 256 4 float32", 4, HOSTS, (16e9, 16e6, 12e6), True),
+    "a host of 4 on 2 cores": Space(
+        "2 256 4 64 256 4 float32", 4, hosts(4, cores=2, wake=2e-5), (16e9, 16e6)
+    ),
+}
+
+
+KNOWN = {
+    "16 H100": "p=2 d=4 x=2 scheme=1d-sequence zero=2 schedule=zb-h1",
+    "8 A100": "p=4 d=2 zero=2 microbatches=2 schedule=zb-h1",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_fewer_microbatches_than_stages_and_zero_2_are_found(name):
+    space = SPACES[name]
+    config = settled(f"{space.line()} {KNOWN[name]}", space.ranks)
+    best, _ = step(config, config.model.vocabulary, space.machine)
+    assert chosen(space, 80e9)[0] <= 1.02 * best
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SPACES)
+def test_no_layout_is_quicker(name):
+    hold(SPACES[name])
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 20e6, 16e6, 13e6)),
+        pytest.param(SPACES["16 H100"], marks=pytest.mark.slow),
+    ],
+)
+def test_less_memory_never_gives_a_quicker_plan(space):
+    found = [chosen(space, memory) for memory in space.memories]
+    assert all(peak <= memory for (_, peak), memory in zip(found, space.memories))
+    assert all(more <= less for (more, _), (less, _) in pairwise(found))

@@ -1,0 +1,340 @@
+"""Plans against simulations: closed forms, estimates, and what a search finds and leaves."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
+from hpc3d.pipeline.schedule import find, streams
+from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.pipeline.timeline import makespan as measured
+from hpc3d.predict.machine.machine import Link, Machine, Rates
+from hpc3d.predict.machine.machine import load as load_machine
+from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.planning.makespan import makespan
+from hpc3d.predict.planning.ranking import Ranking, words
+from hpc3d.predict.planning.search import Search
+from hpc3d.predict.simulation.simulator import simulate
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = Machine(
+    name="nodes of 4",
+    source="made up",
+    ranks_per_node=4,
+    cores=0,
+    memory_gb=16,
+    memory_bandwidth=1e12,
+    launch_s=2e-6,
+    gemm=dict.fromkeys(("float32", "bfloat16"), Rates(15e12, (1e8, 1e10), (2e12, 10e12))),
+    links=(Link(4, 2e-6, 100e9), Link(0, 10e-6, 10e9, node_bandwidth=10e9)),
+)
+GB, VOCABULARY = 1e9, 51200
+SMALL = "model.layers=4 model.hidden=256 model.heads=8 model.sequence=128 train.batch=32"
+
+
+def config_of(line):
+    """The unsettled Config of a line of key=value; without a section they are of the layout."""
+    options = []
+    for word in line.split():
+        key, value = word.split("=")
+        section = "mesh." if key in "pdxyz" else "parallel."
+        options += ["--" + ("" if "." in key else section) + key, value]
+    return load(None, options)
+
+
+def settled(line, ranks=8):
+    config = config_of(line)
+    sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz"}
+    return settle(replace(config, mesh=replace(config.mesh, **sizes)), ranks)
+
+
+def step(config, machine=CLUSTER, vocabulary=256):
+    """Seconds and peak bytes by simulation."""
+    runs = simulate(config, vocabulary, machine)
+    start, end = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
+    return (end - start) / 1e9, max(run.peak["all"] for run in runs)
+
+
+def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=400, top=10):
+    found = Search(config_of(line), ranks, 256, machine, memory)
+    return found, found.run(top, most)
+
+
+def quickest(searched, timed):
+    """The quickest offer of a place that fits by its estimate, or None."""
+    return next(filter(searched.candidates.fits, timed.offers), None)
+
+
+# Closed forms
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "tolerance"),
+    [
+        ("gpipe", 1, 1e-9),
+        ("1f1b", 1, 0.02),
+        ("interleaved", 2, 1e-9),
+        ("interleaved", 4, 1e-9),
+        ("zb-h1", 1, 0.06),
+        ("zb-h2", 1, 0.1),
+        ("zb-v", 2, 0.05),
+    ],
+)
+def test_the_makespan_is_that_of_the_timeline(name, chunks, tolerance):
+    costs = [(1, 1, 1), (1, 1.5, 0.9), (1, 2, 1)]
+    for stages, rounds, cost, message in product(
+        (2, 4, 8), (0.25, 0.5, 1, 2, 4), costs, (0, 0.05, 0.2)
+    ):
+        micros = max(1, int(rounds * stages))
+        if find(name).forbids(stages, micros, chunks):
+            continue
+        passes, placement = streams(name, stages, micros, chunks)
+        exact = measured(timeline(passes, placement, Cost(*cost, message)))
+        forward, backward, weight = cost
+        if not name.startswith("zb"):
+            backward, weight = backward + weight, 0
+        times = [[seconds] * stages for seconds in (forward, backward, weight)]
+        found = makespan(name, micros, chunks, *times, message)
+        assert found == pytest.approx(exact, rel=tolerance), (stages, micros, cost, message)
+
+
+def test_a_slow_last_stage_sets_the_pace():
+    times = [1.0, 1.0, 2.0], [2.0, 2.0, 4.0], [0.0] * 3
+    assert makespan("gpipe", 10, 1, *times, 0) == 10 * 6 + 2 * 3
+    assert makespan("1f1b", 10, 1, *times, 0.1) == pytest.approx(10 * 6 + 2 * 3 + 2 * 0.1)
+
+
+# Estimates
+
+
+LAYOUTS = """
+x=8 scheme=1d
+x=8 scheme=1d-sequence recompute=selective
+x=4 y=2 scheme=2d
+x=2 y=2 z=2
+x=2 y=2 z=2 keep_gathered=false recompute=full
+x=2 y=2 z=2 scheme=2.5d
+x=2 y=4 scheme=2d-summa
+d=8
+d=4 x=2 scheme=1d zero=1
+d=4 x=2 zero=2
+d=4 x=2 zero=3 microbatches=2
+p=4 x=2 schedule=1f1b microbatches=8
+p=4 d=2 schedule=gpipe microbatches=4
+p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4
+p=4 x=2 scheme=1d schedule=zb-h1 microbatches=8 recompute=selective
+p=4 x=2 scheme=1d schedule=zb-h1 recompute=full
+p=4 d=2 schedule=zb-h1 zero=2
+p=4 d=2 schedule=zb-h2 microbatches=2
+p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
+d=8 train.backend=cupy
+x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
+p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_an_estimate_is_near_the_simulation(line):
+    config = settled(f"{SMALL} {line}")
+    found = Estimator(256, CLUSTER).estimate(config)
+    seconds, peak = step(config)
+    assert found.seconds == pytest.approx(seconds, rel=0.1)
+    assert found.peak == pytest.approx(peak, rel=0.1)
+    parts = found.compute + found.bubble + found.waits.total()
+    assert parts == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.compute, found.bubble + 1e-12, *found.waits.values()) >= 0
+
+
+def test_what_was_measured_for_one_layout_is_not_taken_for_another():
+    shared = Estimator(256, CLUSTER)
+    configs = [settled(f"{SMALL} {line}") for line in LAYOUTS]
+    together = [shared.estimate(config) for config in configs]
+    assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]
+
+
+# Layouts
+
+
+def test_every_cuboid_is_there_once():
+    found = [*layouts.meshes(8, layers=4, batch=32)]
+    assert len(found) == len(set(found))
+    assert all(p * d * x * y * z == 8 and p <= 4 for p, d, _, x, y, z in found)
+    cuboids = {mesh for mesh in found if mesh[2] in ("2d", "3d")}
+    # Of 8 = x y z there are 10; y alone is 1-D with sequence parallelism.
+    assert len([mesh for mesh in cuboids if mesh[:2] == (1, 1)]) == 10 - 1
+    assert (1, 1, "1d-sequence", 8, 1, 1) in found
+    assert (1, 1, "2d", 4, 2, 1) in found
+    assert (1, 8, "3d", 1, 1, 1) in found
+
+
+def test_microbatches_are_those_that_the_rules_allow():
+    config = settled(f"{SMALL} d=2 x=2 y=2 scheme=2d")
+    allowed = [
+        count
+        for count in range(1, 33)
+        if not layouts.problems(
+            replace(config, parallel=replace(config.parallel, microbatches=count)), 8
+        )
+    ]
+    assert 1 < len(allowed) < 16
+    assert layouts.microbatches(config, 8) == allowed
+
+
+def test_the_heaviest_axis_lies_inside_a_node():
+    config = settled("model.layers=4 model.hidden=512 train.batch=32 p=2 x=4 d=4 scheme=1d", 32)
+    config = replace(config, mesh=replace(config.mesh, order="x p d c e y z"))
+    turned = layouts.Bounds(config, 32, 256, CLUSTER).place(config).config
+    assert turned.mesh.order == "p d x c e y z"
+    assert step(turned)[0] < 0.8 * step(config)[0]
+
+
+def test_bounds_are_below_what_is_found():
+    searched, found = search()
+    for each in found.timed:
+        assert searched.bounds.least(each.place) < each.best.seconds
+
+
+def test_a_bound_knows_the_bubble_of_chunks():
+    """As many microbatches as stages, and a stage of four chunks: a bubble of 3/16, not of 3/4."""
+    line = "model.layers=16 model.hidden=1024 model.heads=8 model.sequence=512 train.batch=4 p=4"
+    config = settled(f"{line} microbatches=4 schedule=interleaved chunks=4", 4)
+    searched = Search(config, 4, 256, CLUSTER, 16 * GB)
+    searched.calibrate([searched.bounds.place(config)])
+    least, seconds = searched.bounds.least(searched.bounds.place(config)), step(config)[0]
+    assert 0.65 * seconds < least < seconds
+
+
+# The search
+
+
+def every_layout(searched, ways):
+    """All layouts of a search, with some ways to save memory."""
+    for place in searched.places():
+        mesh = place.config.mesh
+        zeros = (0, 1) if mesh.d > 1 else (0,)
+        for micros, (keep, recompute) in product(layouts.microbatches(place.config, 8), ways):
+            for (name, chunks), zero in product(layouts.schedules(mesh.p, micros, 4), zeros):
+                changes = {"microbatches": micros, "schedule": name, "chunks": chunks}
+                changes |= {"zero": zero, "keep_gathered": keep, "recompute": recompute}
+                parallel = replace(place.config.parallel, **changes)
+                yield replace(place.config, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("memory", "ways"),
+    [
+        (16 * GB, [(True, "none")]),
+        pytest.param(0.025 * GB, layouts.SAVERS, marks=pytest.mark.slow),
+    ],
+)
+def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways):
+    searched, found = search(memory=memory)
+    every = map(searched.estimator.estimate, every_layout(searched, ways))
+    best = min(each.seconds for each in every if each.peak <= memory)
+    assert found.timed[0].best.seconds <= 1.02 * best
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_layout_that_was_left_out_is_simulated_quicker():
+    searched, found = search()
+    best = Ranking(searched, found, CLUSTER, most=1e9).best(10)[0]
+    every = map(step, every_layout(searched, [(True, "none")]))
+    assert best.seconds <= 1.05 * min(seconds for seconds, _ in every)
+
+
+@pytest.mark.slow
+def test_with_less_memory_steps_take_longer():
+    steps = []
+    for memory in (1, 0.05, 0.03, 0.02):
+        searched, found = search(memory=memory * GB)
+        fitting = (quickest(searched, each) for each in found.timed if each.fits)
+        best = min(filter(None, fitting), key=lambda each: each.seconds)
+        assert step(best.config)[1] <= 1.1 * memory * GB
+        steps.append(best.seconds)
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+
+
+def test_zero_shares_out_what_does_not_fit_otherwise():
+    line = "model.layers=8 model.hidden=512 model.heads=8 model.sequence=64 train.batch=8"
+    searched = Search(config_of(line), 8, 256, CLUSTER, 16 * GB)
+    replicas = next(place for place in searched.places() if place.config.mesh.d == 8)
+    zeros = []
+    parameters = 4 * 8 * 12 * 512**2
+    # Values and gradients take 2 of these, the optimiser's states 2 more.
+    for memory in (8, 3.8, 2.6, 1.6):
+        searched.candidates.memory = memory * parameters
+        found = searched.timed(replicas)
+        assert found.fits
+        zeros.append(found.best.config.parallel.zero)
+    assert zeros == sorted(zeros) and zeros[-1] == 3
+
+
+def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
+    line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=1024 train.batch=8"
+    near = replace(CLUSTER, links=(Link(0, 1e-6, 1e12),))
+    searched = Search(config_of(line), 8, 256, near, 16 * GB)
+    replicas = next(place for place in searched.places() if place.config.mesh.d == 8)
+    (two,), (three,) = (
+        [*searched.candidates.options(replicas.config, 1, (zero,), (True, "selective"))]
+        for zero in (2, 3)
+    )
+    searched.candidates.memory = (two.peak + three.peak) / 2
+    found = quickest(searched, searched.timed(replicas)).config.parallel
+    assert (found.zero, found.recompute) == (3, "selective")
+
+
+def test_nothing_fits_no_memory():
+    _, found = search(memory=1e5, most=100)
+    assert not any(each.fits for each in found.timed)
+
+
+def test_slow_links_are_why_others_lose():
+    slow = replace(CLUSTER, links=(Link(0, 1e-4, 1e8),))
+    searched, found = search(machine=slow)
+    ranking = Ranking(searched, found, slow, most=1e9)
+    losers = ranking.losers(ranking.best(3)[0])
+    assert losers[0].reason.startswith("axis ")
+    assert sum(loser.count for loser in losers) == len(found.timed) - 1
+
+
+def test_layouts_have_names():
+    searched, found = search()
+    ranking = Ranking(searched, found, CLUSTER, most=1e9)
+    ranking.widen()
+    ranking.widen(config_of("p=1 d=1").mesh)
+    best, named = ranking.best(10), ranking.named(config_of("p=1 d=1").mesh)
+    assert {name: row.config.parallel.scheme[:2] for name, row in named.items()} == {
+        "1-D": "1d",
+        "2-D": "2d",
+        "cube": "3d",
+        "best cuboid": named["best cuboid"].config.parallel.scheme[:2],
+    }
+    assert named["best cuboid"].seconds <= named["cube"].seconds
+    cube = named["cube"].config
+    assert (cube.mesh.x, cube.mesh.y, cube.mesh.z, cube.mesh.d) == (2, 2, 2, 1)
+    assert named["cube"].seconds == pytest.approx(step(cube)[0], rel=1e-9)
+    assert all(best[0].seconds <= row.seconds for row in named.values())
+    assert [row.seconds for row in best] == sorted(row.seconds for row in best)
+
+
+def test_a_layout_in_words_is_that_of_the_input_file():
+    line = "p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=zb-h1"
+    assert words(settled(f"{SMALL} {line}")) == line
+
+
+def test_where_memory_is_short_fewer_microbatches_may_do_more_again():
+    """One microbatch with recomputation can be quicker than several without, and fit as well."""
+    line = "model.hidden=4096 model.heads=64 model.layers=8 model.sequence=2048 train.batch=32"
+    line += " train.dtype=float16"
+    machine = load_machine(ROOT / "inputs" / "machines" / "h100.toml")
+    found = Search(config_of(line), 16, VOCABULARY, machine, 10.5 * GB).run(3, 100)
+    first, _ = step(found.timed[0].best.config, machine, VOCABULARY)
+    other = settled(f"{line} x=8 y=2 scheme=2d recompute=selective", ranks=16)
+    seconds, peak = step(other, machine, VOCABULARY)
+    assert peak < 10.5 * GB
+    assert first < 1.02 * seconds

@@ -1,0 +1,100 @@
+"""Predicted = counted: bytes and messages of every rank, axis, op and phase, with no tolerance."""
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.config.load import load
+from hpc3d.config.rules import settle
+from hpc3d.predict.simulation.count import Prediction, every_rank, predict
+from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
+from hpc3d.training.trainer import Trainer
+from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
+from tests.strided import strided
+
+slow = pytest.mark.slow
+
+# One rank, cubes of 27 and 64 ranks, and four axes at once.
+MORE = """
+microbatches=3
+microbatches=2 optimizer=sgd
+x=3 y=3 z=3 scheme=3d hidden=72 batch=54
+x=3 y=3 z=3 scheme=3d hidden=72 batch=54 keep_gathered=false
+x=4 y=4 z=4 scheme=3d hidden=48 heads=16
+x=4 y=4 z=4 scheme=3d-broadcast hidden=48 heads=16
+x=16 scheme=1d hidden=32 heads=16
+""".strip().splitlines()
+
+
+def counted(config):
+    """What every rank of a real run does in its second step, as a Prediction."""
+
+    def rank(mesh):
+        recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15)
+        batches = Tokens(config) if mesh.rank == 0 else None
+        trainer = Trainer(mesh.traced(recorder), config, config.model.vocabulary, batches)
+        trainer.step(0)
+        recorder.count = 0
+        trainer.step(1)
+        events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+        return Prediction(events, [group["axis"] for group in recorder.header["groups"]], {})
+
+    return run(config.mesh.sizes(), rank)
+
+
+SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
+LINES = [*strided([*MIXES, *SMALL], 8), *(pytest.param(line, marks=slow) for line in MANY)]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_predicted_is_counted(line):
+    config = config_of(line)
+    predicted = list(every_rank(config, config.model.vocabulary))
+    for ours, theirs in zip(predicted, counted(config), strict=True):
+        assert ours.moved() == theirs.moved()
+        assert ours.flops() == theirs.flops()
+
+
+def test_calls_bytes_and_operations_are_added_up():
+    """Rows (category, op, phase, group, bytes, flops) by hand: `moved` of two runs that are
+    compared would be wrong in both."""
+    rows = [
+        ("comm", "all_gather", "forward", 0, 30, 0),
+        ("comm", "all_gather", "forward", 0, 12, 0),
+        ("comm", "all_gather", "forward", 1, 5, 0),
+        ("comm", "all_gather", "backward", 0, 7, 0),
+        ("comm", "barrier", "other", 1, 0, 0),
+        ("compute", "gemm", "forward", -1, 99, 600),
+        ("compute", "gemm", "backward", -1, 0, 1200),
+        ("compute", "attention", "forward", -1, 0, 50),
+        ("compute", "none", "forward", -1, 0, 0),
+    ]
+    events = np.zeros(len(rows), record_type(EVENTS))
+    for row, (category, op, phase, *numbers) in zip(events, rows):
+        row["category"], row["op"] = CATEGORY.index(category), OP.index(op)
+        row["phase"], (row["group"], row["bytes"], row["flops"]) = PHASE.index(phase), numbers
+    found = Prediction(events, ["x", "y"], {})
+    assert found.moved() == {
+        ("x", "all_gather", "forward"): (2, 42),
+        ("y", "all_gather", "forward"): (1, 5),
+        ("x", "all_gather", "backward"): (1, 7),
+        ("y", "barrier", "other"): (1, 0),
+    }
+    assert found.flops() == {"gemm": 1800, "attention": 50}
+
+
+def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():
+    """175 B parameters on 1,024 ranks: a rank of the middle of the pipeline."""
+    words = (
+        "--model.layers 96 --model.hidden 12288 --model.heads 96 --model.sequence 2048 "
+        "--model.vocabulary 51200 --train.batch 1024 --parallel.microbatches 64 "
+        "--mesh.p 8 --mesh.x 2 --mesh.y 8 --mesh.z 8 --parallel.schedule 1f1b"
+    )
+    config = settle(load(None, words.split()), 1024)
+    middle = dict.fromkeys(config.mesh.sizes(), 0) | {"p": 3}
+    found = predict(config, 51200, middle)
+    # 12 of 96 layers: 12 h^2 on 128 ranks, and 13 h of vectors on 8 each.
+    assert found.peak["parameter"] == 4 * 12 * (12 * 12288**2 // 128 + 13 * 12288 // 8)
+    products = 72 * 1024 * 12 * 2048 * 12288**2 / 128
+    assert found.flops()["gemm"] == pytest.approx(products, rel=1e-12)

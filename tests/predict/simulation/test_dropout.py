@@ -1,0 +1,100 @@
+"""Dropout in predictions: the memory it takes is that of a run, and machines are told of it."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hpc3d import trace
+from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.comm.threads import run
+from hpc3d.model.attention import attend, attend_grad
+from hpc3d.model.random import Mask
+from hpc3d.model.random import words as key_of
+from hpc3d.predict.simulation.count import every_rank
+from hpc3d.predict.simulation.simulator import settled
+from hpc3d.training.trainer import Trainer
+from tests.pipeline.mixes import Tokens, config_of
+from tests.runs import train, words
+
+# Threads hold messages in other places than ranks of a node, which are predicted.
+ALONE = """
+microbatches=3
+microbatches=3 recompute=selective sequence=6
+microbatches=2 recompute=full gelu=exact
+schedule=zb-v chunks=2 microbatches=3
+schedule=zb-v chunks=2 microbatches=3 recompute=selective
+""".strip().splitlines()
+PIPELINES = """
+p=4 schedule=gpipe microbatches=6
+p=2 schedule=zb-h1 microbatches=4 recompute=full
+p=4 d=2 schedule=zb-h2 microbatches=4 zero=3
+""".strip().splitlines()
+
+
+def peaks(line):
+    """Of every rank by kind: predicted and counted."""
+    config = config_of(f"{line} dropout=0.25")
+
+    def rank(mesh):
+        batches = Tokens(config) if mesh.rank == 0 else None
+        trainer = Trainer(mesh, config, config.model.vocabulary, batches)
+        trainer.step(0)
+        trainer.step(1)
+        return Counter(mesh.pool.peak)
+
+    predicted = [Counter(found.peak) for found in every_rank(config, config.model.vocabulary)]
+    return predicted, run(config.mesh.sizes(), rank)
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_the_memory_of_a_rank_is_predicted(line):
+    predicted, counted = peaks(line)
+    assert predicted == counted
+
+
+@pytest.mark.parametrize("line", PIPELINES)
+def test_activations_of_a_pipeline_are_predicted(line):
+    for predicted, counted in zip(*peaks(line), strict=True):
+        assert predicted["activation"] == counted["activation"] > 0
+
+
+@pytest.mark.slow
+def test_peaks_on_real_ranks(tmp_path):
+    """Every kind of memory of a cube of ranks, in the second step."""
+    layout = {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "parallel__recompute": "selective"}
+    layout["model__dropout"] = 0.1
+    folder = train(8, tmp_path, train__steps=2, **layout)
+    config = settled(None, words(tmp_path, **layout), 8)
+    with trace.open(folder / "trace.h5") as opened:
+        memory, names = opened.memory.columns(), opened.memory.labels("kind")
+    second = memory["step"] == 1
+    for rank, predicted in enumerate(every_rank(config, config.model.vocabulary)):
+        mine = second & (memory["rank"] == rank)
+        kinds = [names[kind] for kind in memory["kind"][mine]]
+        counted = dict(zip(kinds, memory["peak"][mine].tolist(), strict=True))
+        assert counted and counted == {kind: predicted.peak.get(kind, 0) for kind in counted}
+
+
+class Told(Meter):
+    def __init__(self):
+        self.kernels = Counter()
+
+    def kernel(self, name, nbytes):
+        self.kernels[name] += nbytes
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_attention_tells_of_its_dropout(dropout):
+    """The probabilities are read and written once more, forward and backward."""
+    batch, heads, sequence, width = 3, 4, 16, 8
+    pool = ShapePool(Told())
+    qkv = pool.empty((batch * sequence, heads * 3 * width), np.float32)
+    columns = heads * sequence**2
+    drop = Mask(key_of((1, "p")), 0.1, range(batch), range(columns), columns) if dropout else None
+    out, probabilities = attend(qkv, sequence, width, pool.empty, drop)
+    attend_grad(out, qkv, probabilities, sequence, width, pool.empty, drop)
+    sides, scores = qkv.nbytes + out.nbytes, 4 * batch * columns
+    expected = {"attend": sides + scores, "attend_grad": sides + scores + qkv.nbytes}
+    expected |= {"dropped": 4 * scores} if dropout else {}
+    assert pool.meter.kernels == expected

@@ -1,0 +1,139 @@
+"""Recomputation in the trace: which events are repeated, how often, and what that costs.
+
+Attention is computed, and counted, with its masked half, as the published formulas do.
+"""
+
+from collections import Counter
+from itertools import groupby, product
+
+import numpy as np
+import pytest
+
+from hpc3d.predict.simulation.count import every_rank, predict
+from hpc3d.trace.schema import CATEGORY, OP, PHASE
+from tests.pipeline.mixes import config_of
+from tests.predict.simulation.test_count import counted
+
+FORWARD, RECOMPUTE = PHASE.index("forward"), PHASE.index("recompute")
+MESSAGES = [OP.index("send"), OP.index("recv")]
+
+MIXES = """
+p=1 schedule=none microbatches=2 layers=2
+p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d
+x=2 z=2 schedule=none microbatches=2 layers=2 scheme=2.5d
+p=2 x=2 y=2 schedule=1f1b microbatches=3 scheme=2d-summa
+p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=2 zero=3 scheme=1d-sequence
+x=2 y=2 z=2 schedule=none microbatches=1 layers=2 keep_gathered=false
+""".strip().splitlines()
+
+
+def repeated(prediction, phase):
+    """The work of blocks in a phase, in all of its details, and how often it was done."""
+    events = prediction.events
+    chosen = (events["phase"] == phase) & (events["layer"] >= 0)
+    chosen &= (events["category"] != CATEGORY.index("copy")) & ~np.isin(events["op"], MESSAGES)
+    what = ("layer", "microbatch", "chunk", "name", "op", "group", "bytes", "flops")
+    return Counter(events[chosen][list(what)].tolist())
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("line", MIXES)
+def test_predicted_is_counted_and_the_forward_pass_is_repeated_once(line, recompute):
+    config = config_of(f"{line} recompute={recompute}")
+    for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
+        assert ours.moved() == theirs.moved()
+        assert ours.flops() == theirs.flops()
+        for found in (ours, theirs):
+            forward, again = repeated(found, FORWARD), repeated(found, RECOMPUTE)
+            assert again == (forward if recompute == "full" else of_scores(forward))
+            assert again
+
+
+def of_scores(work):
+    """Of attention the product q k', half of its operations."""
+    attention = {row: count for row, count in work.items() if row[4] == OP.index("attention")}
+    return Counter({(*what, flops / 2): count for (*what, flops), count in attention.items()})
+
+
+TURNS = {
+    "1f1b none": "forward backward",
+    "1f1b selective": "forward backward recompute backward",
+    "1f1b full": "forward recompute backward",
+    "zb-h1 none": "forward backward_input backward_weight",
+    "zb-h1 selective": "forward backward_input recompute backward_input backward_weight",
+    "zb-h1 full": "forward recompute backward_input backward_weight",
+}
+
+
+@pytest.mark.parametrize("how", TURNS)
+def test_what_is_repeated_is_so_in_b(how):
+    schedule, recompute = how.split()
+    line = f"p=2 x=2 schedule={schedule} microbatches=3 recompute={recompute}"
+    for rank in every_rank(config_of(line), 29):
+        layers = set(rank.events["layer"].tolist()) - {-1}
+        found = {turns(rank.events, *place) for place in product(layers, range(3))}
+        assert found == {TURNS[how]}
+
+
+def turns(events, layer, micro):
+    """The phases in which a block computes products, in their order."""
+    own = events[(events["layer"] == layer) & (events["microbatch"] == micro)]
+    phases = own["phase"][np.isin(own["op"], [OP.index("gemm"), OP.index("attention")])]
+    return " ".join(PHASE[number] for number, _ in groupby(phases))
+
+
+B, S, H, L, V = 6, 8, 12, 3, 40
+SIZES = f"batch={B} sequence={S} hidden={H} heads=4 layers={L} vocabulary={V}"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "blocks", "attention", "head"),
+    [("none", 72, 12, 6), ("selective", 72, 14, 6), ("full", 96, 16, 6)],
+)
+@pytest.mark.parametrize("mesh", ["schedule=none", "p=3 x=2 schedule=zb-h1 microbatches=3"])
+def test_hardware_flops(recompute, blocks, attention, head, mesh):
+    """blocks B L s h^2 + attention B L s^2 h + head B s h V.
+
+    "none" is equation 7 of arXiv:2205.05198, "full" equation 3 of arXiv:2104.04473.  "selective"
+    repeats q k', 2 B L s^2 h; equation 8 of arXiv:2205.05198 has 12 more than equation 7, as
+    though the product with v and the backward pass of attention were repeated, too.
+    """
+    config = config_of(f"{SIZES} {mesh} recompute={recompute}")
+    total = sum(
+        sum(rank.flops()[op] for op in ("gemm", "attention") if op in rank.flops())
+        for rank in every_rank(config, V)
+    )
+    assert total == blocks * B * L * S * H**2 + attention * B * L * S**2 * H + head * B * S * H * V
+    formulas = {"none": eq7(), "selective": eq8() - 10 * B * L * S**2 * H, "full": eq3()}
+    assert total == pytest.approx(formulas[recompute], rel=1e-14)
+
+
+def eq7():
+    return 72 * B * L * S * H**2 * (1 + S / (6 * H) + V / (12 * H * L))
+
+
+def eq8():
+    return 72 * B * L * S * H**2 * (1 + S / (3 * H) + V / (12 * H * L))
+
+
+def eq3():
+    return 96 * B * L * S * H**2 * (1 + S / (6 * H) + V / (16 * L * H))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_in_flight(recompute):
+    """1F1B: a layer more on every stage is min(m, p - i) times more to keep on stage i of p."""
+    stages, micros = 4, 3
+    n, scores = 6 * 8 * 12, 6 * 4 * 8 * 8
+    kept = {"none": 16 * n + scores, "selective": 16 * n, "full": n}[recompute]
+
+    def peak(layers, stage):
+        line = f"p={stages} schedule=1f1b microbatches={micros} recompute={recompute}"
+        sizes = f"batch={6 * micros} sequence=8 hidden=12 heads=4 layers={layers}"
+        config = config_of(f"{line} {sizes}")
+        found = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}).peak
+        return found["all"] - sum(found[kind] for kind in ("parameter", "gradient", "optimizer"))
+
+    for stage in range(stages):
+        more = peak(12, stage) - peak(8, stage)
+        assert more == 8 * kept * min(micros, stages - stage)

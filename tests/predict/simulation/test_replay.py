@@ -1,0 +1,37 @@
+"""A pass that is played leaves the memory, the calls and the peaks of one that is run."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.predict.simulation.memory_recorder import Ledger
+from hpc3d.predict.simulation.replay import Studio
+
+
+def studio():
+    """One of a rank without peers, whose clock stands still."""
+    mesh = SimpleNamespace(pool=Pool(), comms={})
+    return Studio(mesh, Ledger(0, lambda: 0), SimpleNamespace(now=0, busy=0, wired=0))
+
+
+@pytest.mark.parametrize(
+    ("freed", "taken"), [("activation", "gradient"), ("gradient", "activation")]
+)
+def test_what_a_played_pass_frees_goes_before_what_it_takes(freed, taken):
+    """800 bytes go, then 500 come: in none of three passes are there more than when it began,
+    though the two together would be."""
+    stage, micro = studio(), SimpleNamespace(carry=SimpleNamespace(brought={}))
+    pool = stage.mesh.pool
+    pool.count(taken, 0)  # neither the order in which kinds came nor that of their names matters
+    held = [pool.empty((800,), "u1", freed) for _ in range(3)]
+    with stage.take("pass", micro):
+        held.pop()
+        held.append(pool.empty((500,), "u1", taken))
+    for number in (1, 2):  # without an array of their own: what a pass keeps is only counted
+        pool.reset_peak()
+        with stage.play("pass", micro, number):
+            pass
+        assert (pool.live[freed], pool.live[taken]) == (800 * (2 - number), 500 * (1 + number))
+        assert pool.peak["all"] == 800 * (3 - number) + 500 * number
+        assert pool.peak[taken] == 500 * (1 + number)

@@ -1,0 +1,159 @@
+"""A simulated step is the program's own: rows, numbers, memory; and its clock adds up."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpc3d import trace
+from hpc3d.analyze.metrics.prediction import prediction_rows
+from hpc3d.analyze.metrics.step import time_rows
+from hpc3d.predict.simulation import write_trace as write
+from hpc3d.predict.simulation.count import predict
+from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.summary import summary
+from hpc3d.predict.simulation.write_trace import prediction, write_trace
+from hpc3d.trace.annotations import write_prediction
+from hpc3d.trace.checks_per_rank import violations
+from hpc3d.trace.schema import CATEGORY, OP
+from hpc3d.training.device import WORKSPACE
+from tests.pipeline.mixes import MIXES, config_of
+from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
+from tests.strided import strided
+
+TIMES = {"t_start", "t_global", "dur", "posted", "name"}
+COPY = CATEGORY.index("copy")
+ASYNCHRONOUS = """
+p=4 schedule=pipedream microbatches=6 tied=false clip=0 steps=4
+p=4 schedule=pipedream-2bw microbatches=8 tied=false steps=4
+p=2 d=2 x=2 schedule=pipedream-2bw microbatches=4 steps=3
+""".strip().splitlines()
+PLAYED = """
+p=1 schedule=none microbatches=4 backend=cupy dtype=float32
+x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
+p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
+""".strip().splitlines()
+PIPELINES = ASYNCHRONOUS + [
+    line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
+]
+
+
+def simulated(line):
+    config = config_of(line)
+    return config, simulate(config, config.model.vocabulary, MACHINE)
+
+
+@pytest.mark.parametrize("line", [*strided(PIPELINES, 3), *PLAYED])
+def test_played_passes_are_like_those_that_are_run(line):
+    """Every value of every row but times, and the peak of every kind of memory."""
+    config, runs = simulated(line)
+    for stage, run in enumerate(runs):
+        coords = dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}
+        whole = predict(config, config.model.vocabulary, coords)
+        rows = run.rows[run.rows["category"] != COPY]
+        for name in {*rows.dtype.names} - TIMES:
+            np.testing.assert_array_equal(rows[name], whole.events[name], err_msg=name)
+        assert Counter(run.peak) == Counter(whole.peak)
+
+
+@pytest.mark.parametrize("line", PIPELINES[len(ASYNCHRONOUS) :: 5])
+def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
+    config, runs = simulated(line)
+    path = write_trace(tmp_path, runs, config, MACHINE)
+    found = summary(runs, config, MACHINE)
+    write_prediction(path, prediction(runs, found))
+    with trace.open(path) as opened:
+        assert opened.attrs["kind"] == "simulated" and opened.attrs["complete"]
+        assert violations(opened) == []
+        assert len(opened.ranks) == len(np.unique(opened.events["rank"])) == found["ranks"]
+        assert opened.prediction["value"][0] == found["step_time_s"]
+        peaks = [row for row in prediction_rows(opened) if row["quantity"] == "peak_all_bytes"]
+        assert [row["ratio"] for row in peaks] == [1.0] * config.mesh.p
+        shares = [row["share"] for row in time_rows(opened)]
+        assert sum(shares) == pytest.approx(1, abs=1e-9)
+
+
+def test_token_tables_and_logits_are_named():
+    """The first stage and the last have a table; the last has logits, of 72 tokens."""
+    config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
+    found = summary(runs, config, MACHINE)["memory"]["stages"]
+    assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
+    assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
+
+
+def test_the_time_of_a_product_and_of_a_call_are_the_machines():
+    _, (run,) = simulated("x=4 scheme=1d hidden=32 heads=4 batch=4")
+    gemm = run.rows[(run.rows["op"] == OP.index("gemm"))]
+    np.testing.assert_allclose(gemm["dur"], np.maximum(1e3, gemm["flops"] / FLOPS * 1e9), atol=1)
+    calls = run.rows[run.rows["op"] == OP.index("all_reduce")]
+    large = calls[calls["bytes"] == calls["bytes"].max()]
+    seconds = MACHINE.call("all_reduce", int(large["bytes"][0]), (0, 1, 2, 3))
+    assert large["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
+
+
+GPU = "p=1 schedule=none microbatches=2 hidden=32 heads=4 backend=cupy dtype=float32"
+
+
+def test_a_recorded_step_does_what_another_does():
+    (_, (plain,)), (_, (recorded,)) = simulated(GPU), simulated(f"{GPU} graph=true")
+    assert recorded.seconds == plain.seconds
+    assert len(recorded.rows) == len(plain.rows)
+
+
+def test_attention_of_a_gpu_keeps_no_scores():
+    """In 16 bits: half of 2 products of 2 T^2 D a head forward, and what goes in and out."""
+    machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
+    line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1"
+    (run,) = simulate(config_of(line), 29, machine)
+    forward, backward = run.rows[run.rows["op"] == OP.index("attention")][:2]
+    heads, rows = 2 * 4, 2 * 1024
+    flop = 2 * heads * 1024**2 * 8
+    nbytes = 2 * rows * (3 * 32 + 32) + 4 * heads * 1024
+    assert forward["dur"] == pytest.approx(1e9 * max(flop / FLOPS, nbytes / BYTES), abs=1)
+    assert backward["dur"] == pytest.approx(2.5 * forward["dur"], abs=2)
+    scores = 2 * heads * 1024**2
+    assert run.peak["activation"] + run.peak["workspace"] - WORKSPACE < scores
+
+
+def test_kernels_move_their_bytes():
+    """The first of a norm whose rows are split: moments read x and write two numbers a row."""
+    _, (run,) = simulated("z=2 scheme=3d hidden=32 heads=4 batch=4")
+    norm = run.rows[(run.rows["op"] == OP.index("norm"))][0]
+    rows = 4 * 3
+    assert norm["dur"] == pytest.approx(1e9 * (LAUNCH + 8 * (rows * 16 + 2 * rows) / BYTES), abs=1)
+
+
+def test_a_stage_waits_for_the_one_before_it():
+    """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
+    line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
+    config, runs = simulated(line)
+    assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
+    config, runs = simulated(
+        line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64")
+    )
+    # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
+    assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
+
+
+def test_sums_run_beside_backward_only_where_they_may():
+    line = "d=2 schedule=none microbatches=2 zero=0 bucket_mb=0.001 hidden=96 batch=96"
+    waits = {}
+    for overlap in ("true", "false"):
+        config, runs = simulated(f"{line} overlap={overlap}")
+        found = summary(runs, config, MACHINE)
+        waits[overlap] = found["communication"] * found["step_time_s"]
+    assert waits["true"] < 0.8 * waits["false"]
+
+
+def test_steps_that_overlap_make_no_trace(tmp_path):
+    config, runs = simulated(ASYNCHRONOUS[0])
+    with pytest.raises(ValueError, match="its steps overlap"):
+        write_trace(tmp_path, runs, config, MACHINE)
+
+
+def test_a_trace_of_too_many_rows_is_refused(tmp_path, monkeypatch):
+    config, runs = simulated("p=2 schedule=gpipe microbatches=4")
+    monkeypatch.setattr(write, "MOST_ROWS", 2 * len(runs[0].rows) - 1)
+    with pytest.raises(ValueError, match="leave --out away"):
+        write_trace(tmp_path, [run._replace(rows=runs[0].rows) for run in runs], config, MACHINE)

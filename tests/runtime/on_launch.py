@@ -1,0 +1,130 @@
+"""Ways for a job to end: `on_launch.py MODE FOLDER` on the ranks of an MPI job.
+
+Every rank leaves a file in FOLDER when what is to be done at its end is done.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hpc3d.plain import Problems
+from hpc3d.runtime import launch
+
+
+def environment(job):
+    names = ("OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle")
+    print(*(os.environ.get(name, "-") for name in names), flush=True)
+
+
+def fail(job):
+    """One rank raises, the others wait for it inside of MPI."""
+    if job.rank == 1:
+        raise RuntimeError("a message of rank 1")
+    job.barrier()
+
+
+def fail_all(job):
+    raise RuntimeError("a message of all ranks")
+
+
+def fail_in_thread(job):
+    def work():
+        raise RuntimeError("a message of a thread")
+
+    if job.rank == 1:
+        threading.Thread(target=work).start()
+    job.comm.recv(source=1)
+
+
+def leave_early(job):
+    if job.rank == 1:
+        sys.exit(3)
+    job.barrier()
+
+
+def return_code(job):
+    if job.rank == 1:
+        return 3
+    job.barrier()
+
+
+def leave_well(job):
+    sys.exit(0)
+
+
+def refuse(job):
+    def wrong():
+        raise Problems(["one.key = 1: remedy", "another.key = 2: remedy"])
+
+    job.agree(wrong)
+
+
+def agree(job):
+    return 0 if job.agree(lambda: (os.getpid(), job.rank))[1] == 0 else 1
+
+
+def terminated(job, wait):
+    """Rank 0 ends rank 1, which waits in `wait`, as a launcher ends it."""
+    pids = job.comm.allgather(os.getpid())
+    if job.rank == 1:
+        wait()
+    time.sleep(0.3)
+    os.kill(pids[1], signal.SIGTERM)
+    time.sleep(60)
+
+
+def terminated_in_mpi(job):
+    terminated(job, lambda: job.comm.recv(source=0))
+
+
+def terminated_in_shared_memory(job):
+    import numpy as np
+
+    from hpc3d.comm.cartesian import build
+
+    comm = build({"x": job.size}).comm("x")
+    terminated(job, lambda: comm.all_gather(np.ones(3)).wait())
+
+
+def terminated_at_work(job):
+    terminated(job, lambda: sum(iter(lambda: 1, 0)))
+
+
+def unheard(job):
+    """Rank 0 fails while the launcher sleeps, which is woken when that rank has ended."""
+    launcher, here = os.getppid(), Path(f"/proc/{os.getpid()}/cmdline")
+    if job.rank == 1:
+        job.comm.recv(source=0)
+    if os.fork() == 0:
+        os.setsid()
+        while here.read_bytes():  # empty when the process has ended, and nobody looked yet
+            time.sleep(0.1)
+        os.kill(launcher, signal.SIGCONT)
+        os._exit(0)
+    os.kill(launcher, signal.SIGSTOP)
+    raise RuntimeError("a message of rank 0")
+
+
+def at_end(job):
+    def broken():
+        raise OSError("no space left")
+
+    def mark():
+        time.sleep(0.2)
+        Path(sys.argv[2], str(job.rank)).touch()
+
+    job.at_end += [mark] if sys.argv[1] == "return_code" else [broken, mark]
+
+
+def body(job):
+    at_end(job)
+    code = globals()[sys.argv[1]](job)
+    launch.finish(job)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run("test", body))

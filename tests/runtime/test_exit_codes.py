@@ -1,0 +1,24 @@
+"""Exit codes are promised: scripts of other people look at them."""
+
+import os
+import re
+from pathlib import Path
+
+from hpc3d.runtime import exit_codes
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_codes_are_those_that_the_readme_lists():
+    codes = {name: value for name, value in vars(exit_codes).items() if isinstance(value, int)}
+    assert codes == {
+        "FAILED": 1,
+        "BAD_INPUT": 2,
+        "CHECK_FAILED": 3,
+        "NOT_FINITE": 4,
+        "STALLED": 5,
+        "STOPPED": os.EX_TEMPFAIL,
+    }
+    table = README.read_text(encoding="utf-8").split("| exit code |")[1].split("\n\n")[0]
+    listed = {int(code) for code in re.findall(r"^\| (\d+) ", table, re.MULTILINE)}
+    assert {*codes.values()} <= listed

@@ -1,0 +1,217 @@
+"""How a job starts and ends: threads, yielding, one line for bad input, no rank left behind."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpc3d.runtime import launch
+from tests.mpi import ROOT, mpirun, surroundings
+from tests.runs import said
+from tests.strided import strided
+
+slow = pytest.mark.slow
+
+RANKS = "OMPI_COMM_WORLD_LOCAL_SIZE"
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that makes this a rank of another machine, as far as the launch can see."""
+    for name in (*launch.THREAD_VARIABLES, *launch.LOCAL_RANKS, YIELD):
+        monkeypatch.setenv(name, "")  # so that what is set on the way is undone
+        monkeypatch.delenv(name)
+
+    def pretend(cores, own, launcher, allowed):
+        now = {0: set(range(own)), os.getppid(): set(range(launcher))}
+        monkeypatch.setattr(os, "sysconf", lambda name: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: now[pid])
+        monkeypatch.setattr(
+            os,
+            "sched_setaffinity",
+            lambda pid, wish: now.update({pid: {*wish} & {*range(allowed)}}),
+        )
+        return now
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("cores", "own", "launcher", "allowed", "ranks", "threads", "yields"),
+    [
+        pytest.param(8, 8, 8, 8, None, 8, False, id="alone"),
+        pytest.param(8, 8, 8, 8, "4", 2, False, id="two cores a rank"),
+        pytest.param(8, 8, 8, 8, "3", 2, False, id="a core too many"),
+        pytest.param(8, 8, 8, 8, "64", 1, True, id="more ranks than cores"),
+        pytest.param(8, 1, 8, 8, "8", 1, False, id="bound to a core"),
+        pytest.param(8, 4, 8, 8, "2", 4, False, id="bound to a socket"),
+        pytest.param(8, 4, 8, 8, "8", 1, False, id="four ranks bound to a socket"),
+        pytest.param(8, 1, 8, 8, "2", 1, False, id="bound to less than its share"),
+        pytest.param(64, 2, 2, 2, "2", 1, False, id="container"),
+        pytest.param(64, 2, 2, 2, "4", 1, True, id="container, more ranks than cores"),
+        pytest.param(64, 2, 64, 2, "4", 1, True, id="launcher outside of the container"),
+        pytest.param(2, 1, 1, 2, "2", 1, True, id="launcher bound by the user"),
+        pytest.param(8, 8, 8, 8, "4(x2)", 2, False, id="as Slurm writes it"),
+    ],
+)
+def test_cores_are_shared(
+    machine, monkeypatch, cores, own, launcher, allowed, ranks, threads, yields
+):
+    affinity = machine(cores, own, launcher, allowed)
+    if ranks:
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", ranks)
+    launch.set_environment()
+    assert {os.environ[name] for name in launch.THREAD_VARIABLES} == {str(threads)}
+    assert (YIELD in os.environ) == yields
+    assert affinity[0] == set(range(own))
+
+
+def test_what_the_user_set_stays(machine, monkeypatch):
+    machine(8, 8, 8, 8)
+    monkeypatch.setenv(RANKS, "64")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv(YIELD, "0")
+    launch.set_environment()
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert os.environ[YIELD] == "0"
+
+
+def job(ranks, mode, folder, timeout=60, **environment):
+    """The finished job, and the ranks that did at their end what was to be done."""
+    words = ("-m", "tests.runtime.on_launch", mode, folder)
+    done = mpirun(ranks, *words, timeout=timeout, environment=environment)
+    return done, sorted(int(name) for name in os.listdir(folder))
+
+
+@pytest.fixture
+def one_core():
+    """This process and those that it starts, bound to one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def test_real_ranks_yield_on_one_core(one_core, tmp_path):
+    done, _ = job(2, "environment", tmp_path)
+    assert done.stdout.split() == ["1", "1"] * 2
+
+
+def test_real_ranks_share_the_cores(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    done, _ = job(2, "environment", tmp_path)
+    assert done.stdout.split()[0] == str(max(1, cores // 2))
+    assert ("1" if cores == 1 else "-") == done.stdout.split()[1]
+
+
+def alone(*words, **environment):
+    settings = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(
+        command, env=settings, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE"])
+def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
+    done = alone("hpc3d.train", "--run.out", str(tmp_path), **{name: "64"})
+    line, *more = done.stderr.splitlines()
+    assert line == "hpc3d.train: 64 processes were meant, but MPI sees 1"
+    assert any("-> " in line and "srun --mpi=pmix" in line for line in more)
+    assert done.returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
+    where = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
+    done = alone("hpc3d.train", "--run.out", str(tmp_path), **where)
+    assert bool(done.stderr) == (rank == 0)
+    assert done.returncode == 2
+
+
+def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
+    done, ended = job(1, "agree", tmp_path, SLURM_NTASKS="64")
+    assert (done.returncode, ended) == (0, [0])
+
+
+@pytest.mark.parametrize("mode", ["agree", "leave_well"])
+def test_a_good_end(mode, tmp_path):
+    done, _ = job(3, mode, tmp_path)
+    assert done.returncode == 0
+
+
+def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
+    done, _ = job(4, "refuse", tmp_path)
+    expected = ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
+    assert said(done) == expected
+    assert done.returncode == 2
+    assert "MPI_ABORT" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "message"),
+    [
+        ("fail", 1, "RuntimeError: a message of rank 1"),
+        ("leave_early", 3, "hpc3d.test: rank 1 exited with 3"),
+        pytest.param("fail_in_thread", 1, "RuntimeError: a message of a thread", marks=slow),
+        pytest.param("return_code", 3, "hpc3d.test: rank 1 exited with 3", marks=slow),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
+    done, ended = job(4, mode, tmp_path)
+    assert done.seconds < 20
+    assert done.returncode == code
+    assert done.stderr.count(message) == 1
+    (line,) = said(done)
+    assert line.startswith("hpc3d.test: rank 1 ")
+    assert 1 in ended
+
+
+def test_a_failure_of_all_ranks_is_said_once(tmp_path):
+    done, _ = job(4, "fail_all", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("a message of all ranks\n") == 1
+
+
+def test_a_rank_alone_fails_without_a_word_of_mpi(tmp_path):
+    done = alone("tests.runtime.on_launch", "fail_all", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("hpc3d.test: rank 0 failed\nTraceback")
+    assert done.stderr.rstrip().endswith("RuntimeError: a message of all ranks")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+@pytest.mark.parametrize(
+    "mode", strided(["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"], 3)
+)
+def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
+    done, _ = job(2, mode, tmp_path)
+    assert done.returncode == 128 + 15
+    end = time.monotonic() + 5
+    while not (tmp_path / "1").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_rank_ends_even_where_the_launcher_does_not_listen(tmp_path):
+    try:
+        done, ended = job(2, "unheard", tmp_path)
+    finally:
+        subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)
+    assert done.returncode != 0
+    assert said(done)[0] == "hpc3d.test: rank 0 failed"
+    assert 0 in ended
+
+
+def test_what_goes_wrong_at_the_end_is_said_and_does_not_stop_the_rest(tmp_path):
+    done, ended = job(2, "agree", tmp_path)
+    (line,) = said(done)
+    assert re.fullmatch("hpc3d.test: rank [01]: at the end: no space left", line)
+    assert (done.returncode, ended) == (0, [0, 1])

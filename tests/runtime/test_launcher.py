@@ -1,0 +1,65 @@
+"""A launcher that outlives its ranks is ended, and nothing else is."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpc3d.runtime import launcher
+from hpc3d.runtime.launcher import born, end_later
+from tests.mpi import ROOT
+from tests.runs import wait_for
+
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+WAITS = "import time; print(flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """A function that begins a process of Python; it is gone after the test."""
+    monkeypatch.setattr(launcher, "HEARD", 0.3)
+    monkeypatch.setattr(launcher, "AGAIN", 0.3)
+    processes = []
+
+    def begin(text):
+        process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(("text", "code"), [(WAITS, -15), (DEAF, -9)])
+def test_it_is_told_to_end_then_killed(text, code, begun):
+    process = begun(text)
+    end_later((process.pid, born(process.pid)))
+    wait_for(lambda: process.poll() is not None, 20)
+    assert process.returncode == code
+
+
+def test_another_process_with_its_number_is_left_alone(begun):
+    process = begun(WAITS)
+    end_later((process.pid, "0"))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("prterun", True), ("bash-of-a-job", False)])
+def test_only_a_parent_with_the_name_of_one_is_a_launcher(name, is_one, tmp_path):
+    parent = tmp_path / name
+    ask = "import os; from hpc3d.runtime.launcher import launcher as l; print(l(), os.getppid())"
+    parent.write_text(f'#!/bin/sh\n{sys.executable} -c "{ask}"\ntrue\n')
+    parent.chmod(0o755)
+    done = subprocess.run([parent], cwd=ROOT, text=True, capture_output=True, check=True)
+    pid = done.stdout.split()[-1]
+    assert done.stdout.startswith(f"({pid}, '" if is_one else "None ")
+
+
+def test_nothing_happens_without_a_launcher(monkeypatch):
+    monkeypatch.setattr(launcher.os, "fork", lambda: pytest.fail("a process"))
+    end_later(None)

@@ -1,0 +1,211 @@
+"""What the doctor finds where MPI, its mpirun and the launcher do not fit together."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpc3d.diagnose.node_checks import FAIL, OK, WARN
+from hpc3d.runtime import mpi_library
+from hpc3d.runtime.mpi_library import Mpi
+from tests.diagnose.planted import only, script, started_by_nobody, verdicts
+from tests.mpi import ROOT
+
+OURS = Mpi("Open MPI", "5.0.11", "/opt/mpi/lib/libmpi.so.40")
+HYDRA = "HYDRA build details:\n    Version:      5.0.2\n"
+LISTS = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions: pmix_v4"
+OLDER = "srun: MPI types are...\nsrun: none\nsrun: pmi2"
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    started_by_nobody(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "verdict", "text"),
+    [
+        (OURS._replace(path="/opt/mpi/bin/mpirun"), OK, "belongs to the library"),
+        (OURS._replace(version="4.1.4"), WARN, "but the library is 5.0.11"),
+        (Mpi("MPICH", "5.0.2", "/x/mpirun"), FAIL, "each rank would be alone"),
+        (Mpi("of unknown make", None, "/x/mpirun"), WARN, "does not say whose it is"),
+        (None, FAIL, "not on PATH"),
+    ],
+)
+def test_an_mpirun_and_the_library(launcher, verdict, text, no_launcher, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    found = next(mpi_library.mpirun(OURS, launcher))
+    assert found[:2] == (verdict, "mpirun") and text in found.text
+    assert bool(found.remedy) == (verdict != OK)
+
+
+def test_without_mpirun_there_may_be_srun(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script(tmp_path / "srun", "")
+    assert only(mpi_library.mpirun(OURS, None)).verdict == WARN
+
+
+def test_the_mpirun_beside_the_library_is_named(tmp_path):
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "mpirun", "")
+    mpi = OURS._replace(path=str(tmp_path / "lib" / "libmpi.so.40"))
+    assert mpi_library.put_on_path(mpi).endswith(f'export PATH="{tmp_path}/bin:$PATH"')
+    assert mpi_library.put_on_path(OURS).startswith(
+        "put the mpirun of Open MPI 5.0.11 first on PATH"
+    )
+
+
+@pytest.mark.parametrize(
+    ("printed", "maker", "version"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to", "Open MPI", "4.1.4"),
+        (HYDRA, "MPICH", "5.0.2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18 Build", "Intel MPI", "2021.18"),
+        ("mpirun: unrecognized option", "of unknown make", None),
+    ],
+)
+def test_an_mpirun_says_whose_it_is(printed, maker, version, monkeypatch, tmp_path):
+    path = script(tmp_path / "mpirun", f"cat <<END\n{printed}\nEND")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert mpi_library.on_path() == (maker, version, str(path))
+
+
+def test_root_needs_to_consent(no_launcher, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    found = only(mpi_library.root())
+    assert found[:2] == (FAIL, "root") and all(
+        name in found.remedy for name in mpi_library.CONSENT
+    )
+    monkeypatch.setenv(mpi_library.CONSENT[0], "1")
+    assert mpi_library.CONSENT[0] + "=" not in only(mpi_library.root()).remedy
+    monkeypatch.setenv(mpi_library.CONSENT[1], "1")
+    assert not list(mpi_library.root())
+
+
+@pytest.mark.parametrize(
+    ("version", "variable"), [("4.1.4", mpi_library.CROWD_4), ("5.0.11", mpi_library.CROWD_5)]
+)
+def test_more_ranks_than_cores(version, variable, no_launcher, monkeypatch, tmp_path):
+    launcher = OURS._replace(version=version, path=str(tmp_path / "bin" / "mpirun"))
+    assert "--oversubscribe" in only(mpi_library.crowd(launcher)).text
+    monkeypatch.setenv(variable, "1" if version < "5" else ":OVERSUBSCRIBE")
+    assert "starts them" in only(mpi_library.crowd(launcher)).text
+    monkeypatch.setenv(mpi_library.YIELD, "0")
+    assert verdicts(mpi_library.crowd(launcher))[1] == (WARN, "more ranks than cores")
+
+
+def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_path):
+    launcher = OURS._replace(path=str(tmp_path / "bin" / "mpirun"))
+    (tmp_path / "etc").mkdir()
+    file = tmp_path / "etc" / "prte-mca-params.conf"
+    file.write_text("rmaps_default_mapping_policy = slot:oversubscribe\n")
+    assert mpi_library.allows_more(launcher)
+
+
+# ------------------------------------------------------------------------------ launchers
+
+
+@pytest.mark.parametrize(
+    ("printed", "maker", "verdict", "way"),
+    [
+        (LISTS, "Open MPI", OK, "--mpi=pmix"),
+        (LISTS, "MPICH", OK, "--mpi=pmi2"),
+        (OLDER, "Open MPI", WARN, "takes none of it"),
+        (OLDER, "Intel MPI", OK, "--mpi=pmi2"),
+    ],
+)
+def test_srun_offers_what_the_library_takes_or_not(
+    printed, maker, verdict, way, no_launcher, monkeypatch, tmp_path
+):
+    script(tmp_path / "srun", f"cat <<END\n{printed}\nEND")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = only(mpi_library.slurm(OURS._replace(maker=maker)))
+    assert found[:2] == (verdict, "srun") and way in found.text
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "64")
+    job, _ = mpi_library.slurm(OURS)
+    assert job.text == "a job of 64 tasks on 1 node"
+
+
+def test_an_srun_that_is_not_set_up_says_nothing_outside_of_a_job(
+    no_launcher, monkeypatch, tmp_path
+):
+    script(tmp_path / "srun", "echo srun: fatal: no configuration; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert not list(mpi_library.slurm(OURS))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert verdicts(mpi_library.slurm(OURS)) == [(OK, "Slurm"), (WARN, "srun")]
+
+
+@pytest.mark.parametrize(
+    ("maker", "variables", "text", "remedy"),
+    [
+        ("Open MPI", {"SLURM_STEP_NUM_TASKS": "64"}, "speaks neither PMI", "srun --mpi=pmix"),
+        (
+            "Open MPI",
+            {"SLURM_STEP_NUM_TASKS": "64", "PMI_RANK": "0", "PMI_SIZE": "64"},
+            "speaks PMI-2",
+            "srun --mpi=pmix",
+        ),
+        ("MPICH", {"SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0"}, "PMIx", "srun --mpi=pmi2"),
+        ("Open MPI", {"SLURM_NTASKS": "64"}, "neither srun nor mpirun", "srun --mpi=pmix"),
+        (
+            "MPICH",
+            {"OMPI_COMM_WORLD_SIZE": "64"},
+            "mpirun of Open MPI started 64",
+            "first on PATH",
+        ),
+        (
+            "Open MPI",
+            {"PMI_SIZE": "64", "MPI_LOCALNRANKS": "64", "PMI_RANK": "0"},
+            "mpirun of MPICH started 64",
+            "first on PATH",
+        ),
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "64"}, "is another Open MPI", "first on PATH"),
+    ],
+)
+def test_why_a_process_is_alone(maker, variables, text, remedy, no_launcher, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = mpi_library.apart(64, OURS._replace(maker=maker))
+    assert found[:2] == (FAIL, "launcher")
+    assert text in found.text and remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("variable", "foreign_to"),
+    [("OMPI_COMM_WORLD_SIZE", "MPICH"), ("MPI_LOCALNRANKS", "Open MPI"), ("PMIX_RANK", None)],
+)
+def test_an_mpi_that_another_mpirun_started_is_not_started(
+    variable, foreign_to, no_launcher, monkeypatch
+):
+    monkeypatch.setenv(variable, "2")
+    makers = [
+        maker for maker in ("MPICH", "Open MPI") if mpi_library.foreign(Mpi(maker, "5", None))
+    ]
+    assert makers == ([foreign_to] if foreign_to else [])
+
+
+def test_what_train_says_of_a_world_of_one_comes_at_once(no_launcher):
+    program = """
+import time
+from hpc3d.runtime.mpi_library import brief
+begin = time.perf_counter()
+lines = brief(64)
+print(time.perf_counter() - begin, *lines, sep="\\n")
+"""
+    settings = {**os.environ, "SLURM_STEP_NUM_TASKS": "64", "SLURM_NTASKS": "64"}
+    seconds, *lines = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=settings,
+        check=True,
+    ).stdout.splitlines()
+    assert float(seconds) < 1
+    assert lines[0].startswith("FAIL  launcher: srun started 64 processes, each is alone")
+    assert lines[1].startswith("      -> srun --mpi=")
+    assert any(line.startswith("ok    MPI library: ") for line in lines)

@@ -1,0 +1,122 @@
+"""A folder that not all hosts see is refused, before anything is written there."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc3d.runtime import shared_folder
+from hpc3d.runtime.host_map import Homes
+from hpc3d.runtime.shared_folder import REMEDY, refuse_unshared
+
+HOMES = Homes(["hn1", "hn1", "hn2", "hn2", "hn3"], [0, 0, 2, 2, 4])
+
+
+class Refused(Exception):
+    pass
+
+
+class Job:
+    """A rank of `size` threads, of which each calls the same."""
+
+    def __init__(self, rank, size, table, meet):
+        self.rank, self.size, self.table, self.meet = rank, size, table, meet
+        self.comm = SimpleNamespace(bcast=lambda value: self.gather(value)[0])
+
+    def gather(self, value):
+        self.table[self.rank] = value
+        self.meet.wait(20)
+        values = [*self.table]
+        self.meet.wait(20)
+        return values
+
+    def refuse(self, problem):
+        raise Refused(problem)
+
+
+def asked(homes, folder):
+    """What each rank of a job on these hosts is told, None where it may go on."""
+    size = len(homes.hosts)
+    table, meet, said = [None] * size, threading.Barrier(size), [None] * size
+
+    def work(rank):
+        try:
+            refuse_unshared(Job(rank, size, table, meet), homes, lambda: Path(folder))
+        except Refused as refused:
+            said[rank] = str(refused)
+
+    threads = [threading.Thread(target=work, args=[rank], name=str(rank)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def assert_refused(said, line):
+    """Rank 0 says so, and no rank goes on."""
+    assert said[0] == line and None not in said
+
+
+@pytest.fixture
+def views(monkeypatch):
+    """{rank: how many looks it takes to see what others write}, for ranks with a view of their
+    own, and the files that were looked for."""
+    delays, looked, exists = {}, [], Path.exists
+
+    def seen(path):
+        name = threading.current_thread().name
+        if not (name.isdigit() and path.name.startswith(".hpc3d-")):
+            return exists(path)
+        rank = int(name)
+        looked.append((rank, path))
+        delays[rank] = delays.get(rank, 0) - 1
+        return delays[rank] < 0 and exists(path)
+
+    monkeypatch.setattr(Path, "exists", seen)
+    monkeypatch.setattr(shared_folder, "SEEN_WITHIN", 0.5)
+    return delays, looked
+
+
+def test_all_hosts_see_the_folder(views, tmp_path):
+    _, looked = views
+    assert asked(HOMES, tmp_path) == [None] * 5
+    assert sorted(rank for rank, _ in looked) == [2, 4]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_may_come_late_as_on_nfs(views, tmp_path):
+    views[0][2] = 2
+    assert asked(HOMES, tmp_path) == [None] * 5
+    assert [rank for rank, _ in views[1]].count(2) == 3
+
+
+def test_hosts_that_do_not_see_it_are_named_on_all_ranks(views, tmp_path):
+    views[0][4] = 10**6
+    line = f"{tmp_path}: hn3 does not see what hn1 writes there; {REMEDY}"
+    assert_refused(asked(HOMES, tmp_path), line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_and_a_folder_that_is_not_made_yet(views, tmp_path):
+    views[0].update({2: 10**6, 4: 10**6})
+    out = tmp_path / "results" / "new"
+    line = f"{out}: hn2 and hn3 do not see what hn1 writes in {tmp_path}; {REMEDY}"
+    assert_refused(asked(HOMES, out), line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_host_leaves_no_file(views, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "touch", lambda *_, **__: pytest.fail("a file"))
+    assert asked(Homes(["hn1"] * 3, [0] * 3), tmp_path) == [None] * 3
+    assert not views[1]
+
+
+def test_where_rank_0_cannot_write_nobody_looks(views, tmp_path, monkeypatch):
+    def touch(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "touch", touch)
+    assert asked(HOMES, tmp_path) == [None] * 5
+    assert not views[1]

@@ -1,0 +1,118 @@
+"""Published steps of Megatron-LM, predicted; the machine's file knows none of them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from hpc3d.predict.machine.machine import load
+from hpc3d.studies import megatron_report
+from hpc3d.studies.megatron import (
+    LAYERS,
+    RECOMPUTATION,
+    SELENE,
+    STATES,
+    WEAK_SCALING,
+    config_of,
+    errors,
+    facts,
+    layers,
+    predicted,
+    rows,
+    states,
+    weak,
+)
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return load(SELENE)
+
+
+@pytest.fixture(scope="module")
+def recomputation(machine):
+    return rows(RECOMPUTATION, machine)
+
+
+@pytest.mark.slow
+def test_steps_of_arxiv_2205_05198_are_within_5_percent_and_10_at_worst(recomputation):
+    assert [row["published_s"] for row in recomputation] == [1.42, 1.10, 18.13, 13.75]
+    found = errors(recomputation)
+    assert found["mean"] <= 0.05
+    assert found["worst"] <= 0.10
+
+
+def test_what_sequence_parallelism_and_selective_recomputation_gain(recomputation):
+    """Published: 1.29 and 1.32 times as fast."""
+    for full, selective in zip(recomputation[::2], recomputation[1::2], strict=True):
+        gain, published = (full[key] / selective[key] for key in ("predicted_s", "published_s"))
+        assert gain == pytest.approx(published, rel=0.06)
+
+
+def test_layers_of_arxiv_2205_05198(machine):
+    """Forward and backward together within 5 % on average."""
+    found = layers(machine)
+    ratios = [sum(row["predicted_ms"]) / sum(row["published_ms"]) for row in found]
+    assert len(ratios) == len(LAYERS)
+    assert sum(abs(ratio - 1) for ratio in ratios) / len(ratios) <= 0.05
+    assert max(abs(ratio - 1) for ratio in ratios) <= 0.10
+
+
+def test_memory_of_parameters_and_optimiser_is_within_2_percent():
+    """The figures are 18 bytes for each of 12 L h^2 / n parameters."""
+    found = states()
+    for row, (_, count, hidden, _, p, published) in zip(found, STATES, strict=True):
+        assert 18 * 12 * count * hidden**2 / (8 * p) / 2**30 == published
+        assert abs(row["error"]) <= 0.02
+        assert row["with_tables_GiB"] > row["predicted_GiB"]
+
+
+def test_published_rates_become_seconds():
+    """Equation 3 of 2104.04473 for its largest model: 502 PFLOP/s of 3,072 GPUs, 102.6 s."""
+    row = weak(*WEAK_SCALING[-1])
+    assert row.seconds == pytest.approx(102.63, abs=0.01)
+    config = config_of(row)
+    assert (config.mesh.p, config.mesh.d, config.parallel.microbatches) == (64, 6, 512)
+
+
+def test_smaller_steps_of_sc21_are_within_10_percent(machine):
+    found = rows([weak(*values) for values in WEAK_SCALING[:4]], machine)
+    assert errors(found)["mean"] <= 0.10
+    assert errors(found)["worst"] <= 0.10
+
+
+@pytest.mark.slow
+def test_each_fact_of_the_machine_counts(machine):
+    """Without it a step of 22B is another one; with none of the kernels it is far off."""
+    found = facts(machine)
+    everything = found.pop("with all")
+    assert len(found) == len(machine.kernels) + 2
+    assert all(without != everything for without in found.values())
+    assert found["kernels"][1] < -0.10
+
+
+def test_a_slower_machine_is_noticed(machine):
+    """The goal does not hold for any machine: products at four fifths of their rate."""
+    rates = machine.gemm["float16"]
+    slow = replace(rates, rate=tuple(0.8 * rate for rate in rates.rate))
+    found = rows(RECOMPUTATION[:2], replace(machine, gemm={"float16": slow}))
+    assert errors(found)["worst"] > 0.10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_steps_of_sc21_are_within_10_percent(machine):
+    found = [predicted(weak(*values), machine) for values in WEAK_SCALING]
+    assert errors(found)["mean"] <= 0.10
+    assert errors(found)["worst"] <= 0.15
+
+
+@pytest.mark.slow
+def test_the_command_prints_and_returns_plain_values(capsys, monkeypatch):
+    import json
+
+    monkeypatch.setattr(megatron_report, "WEAK_SCALING", WEAK_SCALING[:3])
+    found = megatron_report.main(SimpleNamespace(machine=None))
+    assert json.loads(json.dumps(found)) == found
+    out = capsys.readouterr().out
+    assert "7.5B" in out and "absolute error: mean" in out

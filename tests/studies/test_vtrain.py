@@ -1,0 +1,199 @@
+"""vTrain's published steps: predicted from a tenth of them, and layouts chosen by it."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc3d.predict.machine.machine import Rates, load
+from hpc3d.studies.vtrain import (
+    COMPOSED,
+    EVERY,
+    MEASURED,
+    ROW,
+    Calibration,
+    Profile,
+    Steps,
+    calibrate,
+    read,
+    with_values,
+)
+from hpc3d.studies.vtrain_report import bends, choices, report
+from tests.predict.fixed import MACHINE as FIXED
+
+INPUTS = Path(__file__).parents[2] / "inputs"
+ROWS = INPUTS / "published" / "vtrain-single.csv.gz"
+MANY_NODES = INPUTS / "published" / "vtrain-multi.csv.gz"
+MACHINE = INPUTS / "machines" / "a100-vtrain.toml"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return read(ROWS)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return report(ROWS, MANY_NODES, MACHINE)
+
+
+@pytest.mark.slow
+def test_steps_are_predicted_and_layouts_chosen(found):
+    """Mean 10 %, median 6 %; for every model the layout chosen is within 3 % of the best."""
+    result = found["with a factor a profile"]
+    assert found["calibrate"] * 10 <= found["rows"] == 1440
+    assert result["errors"]["all"]["mean"] <= 0.10
+    assert result["errors"]["all"]["median"] <= 0.06
+    assert result["choices"]["models"] == result["choices"]["close"] == 144
+    assert result["choices"]["worst"] <= 0.03
+
+
+@pytest.mark.slow
+def test_the_machine_alone_reaches_the_mean(found):
+    """Without factors of profiles; and the values are such as an A100 has."""
+    result = found["the machine alone"]
+    assert result["errors"]["all"]["mean"] <= 0.10
+    assert result["values"]["attention_GB_per_s"] < 2039
+    assert 5 < result["values"]["launch_us"] < 100
+    assert result["values"]["odd"] > 1
+
+
+def test_the_file_of_the_machine_has_what_is_found(found):
+    machine, values = load(MACHINE), found["the machine alone"]["values"]
+    assert machine.launch_s * 1e6 == pytest.approx(values["launch_us"], rel=0.05)
+    for kernel in ("attend", "attend_again", "attend_grad"):
+        assert machine.kernels[kernel] / 1e9 == pytest.approx(
+            values["attention_GB_per_s"], rel=0.05
+        )
+
+
+def test_measured_steps_of_many_nodes_are_predicted_without_using_one(found):
+    """From the rows of one node alone; the largest models, which are the steadiest, best."""
+    errors = found["measured"]["errors"]
+    assert errors["all"]["mean"] <= 0.10
+    assert errors["all"]["median"] <= 0.06
+    assert errors["hidden 12288"]["max"] <= 0.06
+
+
+def test_the_rows_are_composed(rows):
+    """To the last digit on lines over the layers: no clock did that; a row that is off shows."""
+    assert bends(rows) < 2e-6
+    bent = rows.copy()
+    place = np.flatnonzero((rows["d"] == 1) & (rows["layers"] == 16))[0]
+    bent["ms"][place] += 0.001
+    assert bends(bent) == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_known_machine_and_its_profiles_are_found(rows):
+    """From steps that it was given; a profile that no row tells about has the factor 1."""
+    few = rows[::EVERY].copy()
+    truth = Calibration(*with_values(load(MACHINE), (30e-6, 7e11, 2.5)), {})
+    steps = Steps(few)
+    few["ms"] = steps.seconds(truth) * 1e3
+    alone = calibrate(few, load(MACHINE), profiles=False)
+    assert alone.odd == pytest.approx(truth.odd, rel=1e-3)
+    assert alone.machine.launch_s == pytest.approx(30e-6, rel=1e-3)
+    assert alone.machine.kernels["attend"] == pytest.approx(7e11, rel=1e-3)
+    slow = steps.profiles[0]
+    few["ms"] = steps.seconds(truth._replace(factors={slow: 1.2})) * 1e3
+    factors = calibrate(few, load(MACHINE)).factors
+    assert factors.pop(slow) == pytest.approx(1.2, rel=0.02)
+    # The machine takes over a small part of what the profiles have in common.
+    assert [*factors.values()] == pytest.approx([1.0] * len(factors), abs=0.02)
+
+
+def test_recomputing_adds_a_forward_pass_and_padding_adds_tokens():
+    """A rank's part of the vocabulary is a multiple of 128: 50304 tokens on 1 rank, 50688 on 4."""
+    block, again = (Profile(1024, 16, 1024, 4, 1).work(each) for each in (COMPOSED, MEASURED))
+    both = block["block"].forward + block["block"].backward
+    assert again["block"].backward == both
+    assert again["block"].forward == block["block"].forward
+    assert [MEASURED.vocabulary(t) for t in (1, 2, 4)] == [50304, 50432, 50688]
+    assert [COMPOSED.vocabulary(t) for t in (1, 2, 8)] == [50257, 50256, 50256]
+
+
+def test_a_step_is_its_passes_messages_sum_and_update():
+    """On two nodes of 8: replicas of 8 tensor ranks one on each, two stages one on each."""
+    machine = replace(FIXED, gemm={"float16": Rates(1e12, (1.0,), (1e12,))})
+    rows = [(16, 4, 1, 128, 8, 4, 64, 8, 2, 1, 1.0), (16, 4, 1, 128, 8, 4, 64, 2, 4, 2, 1.0)]
+    calibration = Calibration(machine, 1.0, {Profile(128, 8, 64, 8, 1): 3.0})
+    found = Steps(np.array(rows, ROW)).seconds(calibration)
+    for t, d, micros, blocks, factor, step in (
+        (8, 2, 2, 4, 3, found[0]),
+        (2, 4, 1, 2, 1, found[1]),
+    ):
+        work = Profile(128, 8, 64, t, 1).work(COMPOSED)
+        held = work["embedding"].parameters + blocks * work["block"].parameters
+        across = (0, 8) if d == 2 else (0, 2, 4, 6)
+        seconds = machine.call("all_reduce", 4 * (1 - 1 / d) * held, across)
+        seconds += machine.kernel("adamw", 22 * held)
+        for name, times, slower in (("embedding", 1, 1), ("block", 4, factor), ("head", 1, 1)):
+            for asked in (work[name].forward, work[name].backward):
+                computation, calls = calibration.seconds(asked)
+                seconds += micros * times * (slower * computation + calls)
+        if d == 4:
+            seconds += 2 * machine.call("send", 2 * 64 * 128, (0, 8))
+        assert step == pytest.approx(seconds, rel=1e-12)
+
+
+def test_the_best_prediction_is_chosen_and_the_loss_counted(rows):
+    """Of two layouts of one model the one that is predicted quicker, though it is not."""
+    same = (rows["ranks"] == 2) & (rows["hidden"] == 1024) & (rows["layers"] == 24)
+    two = rows[same & (rows["batch"] == 2)]
+    order = np.argsort(two["ms"])
+    (good,) = choices(two, two["ms"])
+    (bad,) = choices(two, -two["ms"])
+    assert (good.chosen, good.best, good.among, good.loss) == (order[0], order[0], 2, 0)
+    assert bad.chosen == order[1]
+    assert bad.loss == pytest.approx(two["ms"].max() / two["ms"].min() - 1)
+
+
+NAMES = "# GPUs,global batch,..."
+GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("8,32,4,1024,16,24,1024,2,2,1,219.7", "row 3: 8 ranks are not t d p = 2 x 2 x 1; corr"),
+        ("8,32,3,1024,16,24,1024,2,2,2,219.7", "row 3: batch = 32 does not divide by d micro; "),
+        ("8,32,4,1024,16,25,1024,2,2,2,219.7", "row 3: layers = 25 does not divide by p; corr"),
+        ("8,32,4,1024,16,24,1024,2,2,2,-1.5", "row 3: ms = -1.5: must be positive; correct it"),
+        ("8,32,4,1024,16,24,1024,2,2,2,nan", "row 3: ms = nan: must be positive; correct it"),
+        ("0,32,4,1024,16,24,1024,0,2,2,1.5", "row 3: ranks = 0: must be positive; correct it"),
+        ("8,32,4,1024,16,24,1024,2,2,219.7", "the columns are ranks, batch, micro"),
+        ("a,32,4,1024,16,24,1024,2,2,2,1.5", "the columns are ranks, batch, micro"),
+    ],
+)
+def test_rows_that_are_no_steps_are_refused(tmp_path, line, message):
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([NAMES, GOOD, GOOD, line] + [GOOD] * 30))
+    with pytest.raises(ValueError, match=r"rows\.csv") as refusal:
+        read(path)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_files_that_hold_no_rows_are_refused(tmp_path):
+    whole = ROWS.read_bytes()
+    files = {"empty.csv": b"", "few.csv": f"{NAMES}\n{GOOD}".encode(), "cut.csv.gz": whole[:9000]}
+    files |= {"text.csv.gz": b"no gzip", "broken.csv.gz": whole[:5000] + b"x" * 50 + whole[5050:]}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    for name in [*files, "absent.csv", "."]:
+        with pytest.raises(ValueError, match="; ") as refusal:
+            read(tmp_path / name)
+        assert str(refusal.value).startswith(str(tmp_path / name) + ": ")
+        assert "\n" not in str(refusal.value)
+        assert ".;" not in str(refusal.value)
+    with pytest.raises(ValueError, match=r"/absent.csv: No such file or directory; name a file"):
+        read(tmp_path / "absent.csv")
+
+
+def test_the_file_reads_alike_compressed_or_not(tmp_path, rows):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(gzip.decompress(ROWS.read_bytes()))
+    assert (read(path) == rows).all()
+    assert rows.dtype == ROW

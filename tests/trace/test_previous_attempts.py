@@ -1,0 +1,243 @@
+"""The trace of a run that goes on has what was done before, as if it had not ended."""
+
+import time
+from itertools import product
+
+import h5py
+import numpy as np
+import pytest
+
+import hpc3d.trace
+from hpc3d.benchmarks.harness import Noise
+from hpc3d.comm import threads
+from hpc3d.trace import merge as merging
+from hpc3d.trace.checks_per_rank import violations
+from hpc3d.trace.locate import trace_of
+from hpc3d.trace.merge import merge
+from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.segment import segment_path
+from hpc3d.training.run_folder import set_aside
+from hpc3d.training.trainer import Trainer
+from tests.analyze.traces import config_of, header
+from tests.trace import small
+
+RANKS = 2
+PIPELINE = {
+    "mesh__p": 2,
+    "parallel__schedule": "1f1b",
+    "parallel__microbatches": 2,
+    "model__layers": 2,
+}
+FLAT = {"mesh__x": 2, "model__layers": 2}
+CREATED = "2025-01-02T03:04:{:02}+00:00"
+
+
+def attempt(folder, first, last, created=5, clock=time.monotonic_ns, layout=PIPELINE, **changes):
+    """Train steps `first` to `last` - 1 of a run, after what was there has moved aside."""
+    config = config_of(RANKS, train__steps=last, **layout)
+    aside = len([*folder.glob("config-*.toml")])
+    if (folder / "trace").exists():
+        merge(folder)
+        (folder / "config.toml").touch()
+        set_aside(folder, aside + 1)
+
+    def rank(mesh):
+        top = {**header(config, mesh.rank, RANKS), "created_utc": CREATED.format(created)}
+        recorder = Recorder(folder, top | changes, clock=clock)
+        batches = Noise(config, 17) if mesh.rank == 0 else None
+        trainer = Trainer(mesh.traced(recorder), config, 17, batches)
+        for number in range(first, last):
+            trainer.step(number)
+            with trainer.mesh.trace.span("snapshot", "none"):  # between steps
+                time.sleep(0.001)
+        recorder.flush()
+
+    threads.run(config.mesh.sizes(), rank)
+    merge(folder)
+
+
+def opened(folder, name="trace.h5"):
+    return hpc3d.trace.open(folder / name)
+
+
+def steps_of(trace, rank=0):
+    return trace.steps["step"][trace.steps["rank"] == rank].tolist()
+
+
+def rows(trace, *names):
+    """The values of some columns by rank and step, in the order of the file."""
+    events, found = trace.events, {}
+    columns = [events[name].tolist() for name in ("rank", "step", *names)]
+    for rank, step, *values in zip(*columns, strict=True):
+        found.setdefault((rank, step), []).append(values)
+    return found
+
+
+SAME = ("op", "category", "bytes", "count", "peer", "microbatch", "stage", "layer", "dur")
+
+
+def test_what_was_not_undone_is_followed_by_what_was_done_then(tmp_path):
+    attempt(tmp_path, 0, 4)
+    attempt(tmp_path, 2, 6)
+    with opened(tmp_path, "trace-1.h5") as trace:
+        before = rows(trace, *SAME, "t_start")
+        assert steps_of(trace) == [0, 1, 2, 3]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "trace").symlink_to(tmp_path / "trace")
+    with hpc3d.trace.open(merge(tmp_path / "alone")) as trace:
+        after = rows(trace, *SAME, "t_start")
+    with opened(tmp_path) as trace:
+        found = rows(trace, *SAME, "t_start")
+        assert violations(trace) == []
+        assert trace.attrs["complete"], trace.attrs["missing"]
+        assert all(steps_of(trace, rank) == [*range(6)] for rank in range(RANKS))
+        assert {*trace.memory["step"].tolist()} == {*range(6)}
+        assert trace.attrs["segments"] == RANKS
+    for (rank, step), values in found.items():
+        if step >= 0:
+            assert values == (before if step < 2 else after)[rank, step], (rank, step)
+    # Behind steps 0 and 1 of the first attempt, and those of the second.
+    assert found[0, -1] == before[0, -1][:2] + after[0, -1]
+
+
+def test_every_value_is_kept_and_parents_are_followed(tmp_path):
+    small.write_all(tmp_path)
+    merge(tmp_path)
+    (tmp_path / "config.toml").touch()
+    set_aside(tmp_path, 1)
+    for rank in range(small.RANKS):
+        small.write(tmp_path, rank, 2)
+        segment_path(tmp_path, rank, 2).rename(segment_path(tmp_path, rank, 0))
+    parts = product(range(small.RANKS), range(3))
+    expected = [row for part in parts for row in small.rows_of(*part)]
+    expected.sort(key=lambda row: (row["rank"], row["t_start"]))
+    for row in expected:
+        row["seq"] += small.ROWS * (row["step"] == 2)
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        events = trace.events.columns()
+        names = [trace.strings[number] for number in events["name"]]
+    assert names == [row["name"] for row in expected]
+    for name in events.keys() - {"name", "group", "parent"}:
+        assert events[name].tolist() == [row[name] for row in expected], name
+    for row, parent in zip(expected, events["parent"].tolist(), strict=True):
+        child = row["count"] % small.ROWS == 2
+        assert parent == -1 if not child else events["count"][parent] == row["count"] + 3
+
+
+def test_what_every_attempt_dropped_is_added_up(tmp_path):
+    """A segment says how many its attempt had dropped by then: 5; and 2, then 3."""
+    for number in range(small.SEGMENTS):
+        for rank in range(small.RANKS):
+            small.write(tmp_path, rank, number, {"dropped": 5})
+    merge(tmp_path)
+    (tmp_path / "config.toml").touch()
+    set_aside(tmp_path, 1)
+    for rank, number in product(range(small.RANKS), (0, 1)):
+        small.write(tmp_path, rank, 2 + number, {"dropped": 2 + number})
+        segment_path(tmp_path, rank, 2 + number).rename(segment_path(tmp_path, rank, number))
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        lines = trace.attrs["missing"].splitlines()
+    assert lines == [f"rank {rank}: 8 events, its table was full" for rank in range(small.RANKS)]
+
+
+def test_numbers_of_calls_go_on(tmp_path):
+    attempt(tmp_path, 0, 2)
+    attempt(tmp_path, 2, 4)
+    attempt(tmp_path, 3, 5)
+    with opened(tmp_path) as trace:
+        numbered = trace.events["seq"] >= 0
+        steps, numbers = (trace.events[name][numbered] for name in ("step", "seq"))
+        ends = [(numbers[steps == step].min(), numbers[steps == step].max()) for step in range(5)]
+        assert violations(trace) == []
+        assert steps_of(trace) == [*range(5)]
+    # attempts do not share numbers
+    assert ends[1][1] < ends[2][0] and ends[2][1] < ends[3][0]
+
+
+def test_a_clock_that_began_again_is_moved_by_the_time_on_the_wall(tmp_path):
+    origin = time.monotonic_ns()
+    attempt(tmp_path, 0, 3, created=5)
+    attempt(tmp_path, 3, 5, created=45, clock=lambda: time.monotonic_ns() - origin)
+    with opened(tmp_path) as trace:
+        mine = trace.steps["rank"] == 0
+        start = trace.steps["t_start"][mine]
+        assert violations(trace) == []
+        for name in ("t_start", "t_global", "posted"):
+            assert (trace.events[name][trace.events["step"] > 2] > origin).all()
+        assert steps_of(trace) == [*range(5)]
+        assert trace.attrs["created_utc"] == CREATED.format(5)
+    assert start[3] - start[0] == pytest.approx(40e9, abs=1e7)
+
+
+@pytest.mark.slow
+def test_an_attempt_of_an_unknown_time_comes_later_all_the_same(tmp_path):
+    origin = time.monotonic_ns()
+    attempt(tmp_path, 0, 3, created=5)
+    attempt(tmp_path, 3, 5, created=5, clock=lambda: time.monotonic_ns() - origin)
+    with opened(tmp_path) as trace:
+        assert violations(trace) == []
+
+
+def test_of_another_layout_is_left_aside_and_said_so(tmp_path):
+    attempt(tmp_path, 0, 3)
+    attempt(tmp_path, 2, 5, layout=FLAT)
+    with opened(tmp_path) as trace:
+        assert steps_of(trace) == [2, 3, 4]
+        missing = trace.attrs["missing"]
+        assert missing == "steps before 2: of another layout, in trace-1.h5"
+    attempt(tmp_path, 2, 5)  # all of the second attempt is undone: the first one is gone on with
+    with opened(tmp_path) as trace:
+        assert steps_of(trace) == [*range(5)] and trace.attrs["complete"]
+        assert violations(trace) == []
+
+
+def test_what_goes_wrong_later_is_not_taken_for_damage(tmp_path, monkeypatch):
+    attempt(tmp_path, 0, 2)
+    attempt(tmp_path, 2, 4)
+    monkeypatch.setattr(merging, "supplements", lambda *_: int("no number"))
+    with pytest.raises(ValueError, match="no number"):
+        merge(tmp_path)
+
+
+def rubbish(path):
+    path.write_bytes(b"rubbish")
+
+
+def flip(path):
+    """A bit of a column, which only its checksum tells."""
+    with h5py.File(path) as file:
+        place = file["events/dur"].id.get_chunk_info(0).byte_offset
+    content = bytearray(path.read_bytes())
+    content[place + 30] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [rubbish, flip])
+def test_a_damaged_trace_is_named(tmp_path, damage):
+    attempt(tmp_path, 0, 2)
+    attempt(tmp_path, 2, 4)
+    damage(tmp_path / "trace-1.h5")
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        assert steps_of(trace) == [2, 3]
+        assert trace.attrs["missing"].startswith("steps before 2: ")
+        assert "trace-1.h5" in trace.attrs["missing"]
+
+
+def test_a_rank_that_wrote_nothing_more_keeps_what_it_had(tmp_path):
+    attempt(tmp_path, 0, 2)
+    attempt(tmp_path, 2, 4, run_id="renamed")
+    segment_path(tmp_path, 0, 0).unlink()
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        assert [steps_of(trace, rank) for rank in range(RANKS)] == [[0, 1], [*range(4)]]
+        assert trace.attrs["missing"] == "rank 0: nothing after step 1"
+        assert trace.attrs["run_id"] == "renamed"
+        assert violations(trace) == []
+        assert np.unique(trace.events["rank"]).tolist() == [*range(RANKS)]
+
+
+def test_before_an_attempt_has_a_trace_the_one_before_is_named(tmp_path):
+    attempt(tmp_path, 0, 2)
+    (tmp_path / "config.toml").write_text("")
+    set_aside(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"trace-1\.h5 has what was done before"):
+        trace_of(tmp_path)

@@ -1,0 +1,68 @@
+"""docs/trace.md says what the definitions say, and its examples run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpc3d.trace import schema
+from hpc3d.trace.annotations import write_calibration
+from hpc3d.trace.merge import merge
+from hpc3d.trace.trace_page import page
+from tests.trace.small import expected_events, write_all
+from tests.trace.test_file import MEASURED
+
+FILE = Path(__file__).parents[2] / "docs" / "trace.md"
+
+
+def test_the_page_is_that_of_the_definitions():
+    assert FILE.read_text(encoding="utf-8") == page(), (
+        "python -m hpc3d.trace.trace_page > docs/trace.md"
+    )
+
+
+def test_all_that_is_defined_is_on_the_page():
+    text = page()
+    for table, (description, columns) in schema.LAYOUT.items():
+        assert table == "/" or f"### `/{table}`\n\n{description}\n" in text
+        for column in columns:
+            assert f"| `{column.name}` |" in text and column.description in text
+    for attribute in schema.ATTRIBUTES:
+        assert f"| `{attribute.name}` |" in text
+    for names in schema.ENUMS.values():
+        assert ", ".join(f"{code} {name}" for code, name in enumerate(names)) in text
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    path = merge(write_all(tmp_path / "results" / "RUN"))
+    write_calibration(path, MEASURED)
+    monkeypatch.chdir(tmp_path)
+    return path.parent
+
+
+def example(first):
+    """What a block of the page that begins with `first` defines, and the indented one after it."""
+    blocks = re.findall(r"```python\n(.*?)```", page(), re.DOTALL)
+    start = next(number for number, block in enumerate(blocks) if block.startswith(first))
+    rest = [block for block in blocks[start + 1 : start + 2] if block.startswith(" ")]
+    defined = {}
+    exec("".join([blocks[start], *rest]), defined)
+    return defined
+
+
+def test_the_example_in_numpy_and_pandas_runs(run):
+    defined = example("import hpc3d.trace")
+    expected = expected_events()
+    assert defined["duration"].tolist() == [row["dur"] for row in expected]
+    assert defined["mine"].tolist() == [row["dur"] for row in expected if row["rank"] == 3]
+    assert defined["names"] == [row["name"] for row in expected]
+    assert defined["events"]["axis"].value_counts().to_dict() == {"": 16, "x": 16, "y": 16}
+
+
+def test_the_example_in_h5py_runs(run, monkeypatch):
+    monkeypatch.chdir(run)
+    gemms = [
+        r["dur"] for r in expected_events() if r["rank"] == 3 and schema.OP[r["op"]] == "gemm"
+    ]
+    assert example("import h5py")["gemms"].tolist() == gemms

@@ -1,0 +1,132 @@
+"""The folder of a run that goes on: reopened, wherever that was interrupted, and by one only."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+import hpc3d.trace
+from hpc3d.checkpoints.resume import run_to_resume
+from hpc3d.config.input_file import Config
+from hpc3d.training import run_folder
+from tests.checkpoints.lives import at_write, child, ended, kill
+from tests.trace.test_previous_attempts import attempt, steps_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that was killed while it saved step 3; it had a trace, and was asked to stop."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    run.mkdir()
+    attempt(run, 0, 3)
+    (run / "config.toml").write_text("first = 1\n")
+    (run / "checkpoints" / "step-00000003.tmp").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000003.tmp" / "rank-00000.bin").touch()
+    (run / "STOP").touch()
+    return run
+
+
+def reopen(run):
+    run_folder.reopen(run, "second = 2\n")
+
+
+@pytest.mark.slow
+def test_reopening_can_be_killed_at_every_point(run, tmp_path):
+    points, copy = tmp_path / "points", tmp_path / "copy"
+
+    def interrupted(point):
+        paths = at_write(point, kill, within=str(copy))
+        reopen(copy)
+        points.write_text(str(len(paths)))
+
+    shutil.copytree(run, copy)
+    assert ended(child(interrupted, 0)) == 0
+    for point in range(1, 1 + int(points.read_text())):
+        shutil.rmtree(copy)
+        shutil.copytree(run, copy)
+        assert ended(child(interrupted, point)) == -9
+        assert run_to_resume(["--resume", str(copy)]) == copy, point
+        reopen(copy)
+        assert (copy / "config.toml").read_text() == "second = 2\n"
+        assert "first = 1\n" in [path.read_text() for path in copy.glob("config-*.toml")]
+        assert not [*(copy / "checkpoints").iterdir()] and not (copy / "STOP").exists()
+        (aside,) = copy.glob("trace-*.h5")
+        with hpc3d.trace.open(aside) as trace:
+            assert steps_of(trace) == [0, 1, 2], point
+        assert not (copy / "trace.h5").exists() and not [*(copy / "trace").iterdir()]
+    assert point > 10
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatch):
+    copy = shutil.copytree(run, tmp_path / "copy")
+
+    def full(*_):
+        raise OSError(28, os.strerror(28), str(copy))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match=r"--resume .*copy: cannot write there \(No space left"):
+        reopen(copy)
+
+
+def test_why_a_folder_cannot_be_made_is_told(tmp_path, monkeypatch):
+    def taken(*_):
+        raise FileExistsError("100 runs gpt exist already")
+
+    monkeypatch.setattr(run_folder, "fresh", taken)
+    with pytest.raises(ValueError, match=r"cannot write there \(100 runs gpt exist already\); "):
+        run_folder.create(replace(Config(), run=replace(Config().run, out=str(tmp_path))), "")
+
+
+def test_a_lock_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "lock").symlink_to("/dev/full")
+    with pytest.raises(OSError) as full:
+        run_folder.claim(tmp_path)
+    assert full.value.filename == str(tmp_path / "lock")
+
+
+def test_only_one_run_is_at_work_in_a_folder(tmp_path):
+    held = run_folder.claim(tmp_path)
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is at work there"):
+        run_folder.claim(tmp_path, patience=0.2)
+    held.close()
+    run_folder.claim(tmp_path, patience=0).close()
+
+
+def test_a_killed_process_holds_no_lock(tmp_path):
+    def claim_and_die():
+        held = run_folder.claim(tmp_path)
+        assert held
+        kill()
+
+    assert ended(child(claim_and_die)) == -9
+    run_folder.claim(tmp_path, patience=0).close()
+
+
+def test_a_file_system_without_locks_is_trusted(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", unknown)
+    run_folder.claim(tmp_path, patience=0).close()
+
+
+def test_the_revision_is_that_of_the_source_and_of_no_folder_around_it(tmp_path, monkeypatch):
+    def git(*words):
+        name = "-c", "user.name=a", "-c", "user.email=a@b"
+        command = ["git", "-C", tmp_path, *name, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    source = tmp_path / "lib" / "__init__.py"
+    source.parent.mkdir()
+    source.touch()
+    monkeypatch.setattr(run_folder.hpc3d, "__file__", str(source))
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "theirs")
+    assert run_folder.git_revision() == ""
+    git("add", ".")
+    git("commit", "-q", "-m", "ours")
+    assert run_folder.git_revision() == git("rev-parse", "HEAD")
+    source.write_text("changed = True")
+    assert run_folder.git_revision() == git("rev-parse", "HEAD") + "+"
