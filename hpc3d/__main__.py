@@ -20,9 +20,9 @@ def main(argv=None):
     command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in COMMANDS:
         return import_module(f"hpc3d.{command}").main(words)
-    from hpc3d.runtime import launch
+    from hpc3d.runtime import environment
 
-    if launch.number_in(launch.OWN_RANK, default=0):
+    if environment.number_in(environment.OWN_RANK, default=0):
         return 0  # a launcher that sees a failure ends the others, before the first has spoken
     return answer(command)
 

@@ -31,14 +31,14 @@ import sys
 from importlib import import_module
 
 from hpc3d.cli import Parser, positive, run
-from hpc3d.runtime import launch
+from hpc3d.runtime import environment, launch
 
 MODULES = {
-    "pairs": ("overhead", "step", "trace", "overlap", "schemes"),
-    "guards": ("guards",),
-    "calls": ("calls",),
-    "calibration": ("calibrate",),
-    "predicted": ("findings", "published", "speedups", "vtrain"),
+    "benchmarks.overheads": ("overhead", "step", "trace", "overlap", "schemes"),
+    "benchmarks.guards": ("guards",),
+    "benchmarks.calls": ("calls",),
+    "benchmarks.calibration": ("calibrate",),
+    "studies.reproductions": ("findings", "published", "speedups", "vtrain"),
 }
 BENCHMARKS = {name: module for module, names in MODULES.items() for name in names}
 SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
@@ -49,7 +49,7 @@ def main(argv=None):
     if options.names == ["calls"]:
         return launch.run("bench", lambda job: benchmark("calls")(job, options))
     if SINGLE & {*options.names}:  # before NumPy is loaded
-        os.environ |= dict.fromkeys(launch.THREAD_VARIABLES, "1")
+        os.environ |= dict.fromkeys(environment.THREAD_VARIABLES, "1")
     return run("bench", lambda: measure(options))
 
 
@@ -83,7 +83,7 @@ class Names(argparse.Action):
 
 def benchmark(name):
     """The function of a benchmark, whose module is loaded only now."""
-    return getattr(import_module(f"hpc3d.benchmarks.{BENCHMARKS[name]}"), name)
+    return getattr(import_module(f"hpc3d.{BENCHMARKS[name]}"), name)
 
 
 if __name__ == "__main__":

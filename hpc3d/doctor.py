@@ -19,9 +19,10 @@ from pathlib import Path
 from hpc3d.cli import Parser, run
 from hpc3d.comm import cuda_aware_probe, transport
 from hpc3d.diagnose import node_checks, storage_checks
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, examine, outcome
-from hpc3d.runtime import launch, mpi_library
+from hpc3d.runtime import environment, launch, mpi_library
 from hpc3d.runtime.exit_codes import CHECK_FAILED, Ended
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
+from hpc3d.runtime.probe import outcome
 
 EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
@@ -55,11 +56,11 @@ def main(argv=None):
     options = parsed(argv)
     if not started():
         return run("doctor", lambda: conclude(told(alone(options)), options))
-    launch.set_environment()
-    meant = launch.number_in(launch.WORLD_RANKS, default=1)
+    environment.set_environment()
+    meant = environment.number_in(environment.WORLD_RANKS, default=1)
     mpi = mpi_library.found()
     if mpi is None or mpi_library.foreign(mpi) or mpi_library.world() == 1 < meant:
-        if launch.number_in(launch.OWN_RANK, default=0):
+        if environment.number_in(environment.OWN_RANK, default=0):
             return 0  # a launcher that sees a failure ends the others, before the first has spoken
         return conclude(told(lonely(options, meant)), options)
     unmet(options)
@@ -99,7 +100,7 @@ def seconds(text):
 
 def started():
     """Whether a launcher started this process; a shell or a batch script in a job did not."""
-    step = launch.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
+    step = environment.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
     return step > 1 or any(name in os.environ for name in STARTED)
 
 
@@ -144,8 +145,8 @@ def alone(options):
 
 def local(options):
     """What one process finds by itself."""
-    ranks = launch.number_in(launch.LOCAL_RANKS, default=1)
-    most = max(ranks, launch.cores_of_node())
+    ranks = environment.number_in(environment.LOCAL_RANKS, default=1)
+    most = max(ranks, environment.cores_of_node())
     yield from node_checks.python()
     yield from examine(node_checks.packages)
     yield from examine(node_checks.threads, ranks)

@@ -210,7 +210,8 @@ def _schedule(options):
     found = _found(options, passes, rows)
     _print(found, rows)
     if options.png:
-        from hpc3d.analyze.report.gantt import draw_gantt, spans
+        from hpc3d.analyze.metrics.pass_spans import spans
+        from hpc3d.analyze.report.gantt import draw_gantt
 
         draw_gantt([(_title(found), spans(rows))], options.png)
     if options.json:

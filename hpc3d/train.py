@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc3d.runtime import launch
+from hpc3d.runtime import environment, launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, Ended
 
 
@@ -236,7 +236,7 @@ def prepare(config, reader):
         model=replace(config.model, vocabulary=vocabulary),
         data=replace(config.data, tokenizer=tokens.tokenizer),
     )
-    refuse_what_cannot_fit(config, launch.number_in(launch.LOCAL_RANKS, default=1))
+    refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
     sizes = config.model.sequence, config.train.batch
     reader["batches"] = Batches(tokens, *sizes, config.seed)
     reader["program"] = program_of(config)

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d import train
-from hpc3d.runtime import launch
+from hpc3d.runtime import environment
 
-launch.set_environment()
+environment.set_environment()
 
 from hpc3d.comm.abft.checker import Ledger  # noqa: E402
 from hpc3d.comm.mpi import Mpi  # noqa: E402

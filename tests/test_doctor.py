@@ -13,7 +13,7 @@ import pytest
 
 from hpc3d import doctor
 from hpc3d.diagnose import storage_checks
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN
+from hpc3d.runtime.finding import FAIL, OK, WARN
 from hpc3d.trace import file
 from tests.diagnose.planted import only, script, verdicts
 from tests.mpi import ROOT, mpirun, surroundings

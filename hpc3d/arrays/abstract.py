@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from hpc3d.arrays.pool import Pool
-from hpc3d.comm.communicator import contiguous
+from hpc3d.arrays.pool import Pool, contiguous
 
 
 class Meter:

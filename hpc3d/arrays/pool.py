@@ -141,3 +141,9 @@ def lease_of(array):
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, Lease) else None
+
+
+@kernel
+def contiguous(block):
+    """The block in one piece of memory, row by row."""
+    return np.ascontiguousarray(block)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.checkpoints.block_slices import uncovered, whole_of
-from hpc3d.checkpoints.manifest import STATES
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
@@ -16,6 +15,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
+from hpc3d.training.optimizer import STATES
 from hpc3d.training.trainer import shape_of
 
 

@@ -10,9 +10,9 @@ import re
 import numpy as np
 
 from hpc3d.limits import MOST_COUNT
+from hpc3d.training.optimizer import STATES
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
-STATES = ("value", "master", "first", "second")
 BFLOAT16 = "bfloat16"  # NumPy has no letter for it
 FLOATS = {"<f2": 2, BFLOAT16: 2, "<f4": 4, "<f8": 8}  # types of elements, and their bytes
 SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")

@@ -1,6 +1,5 @@
 """Checkpoints of a run as it goes."""
 
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -89,9 +88,3 @@ class Saver:
         if self.told:
             self.say(f"{self.told}, {self.exposed:.2f} s of it in the way of training")
         self.thread, self.told = None, ""
-
-
-def clear(run_dir):
-    """Remove what a killed run had begun to save."""
-    for folder in (Path(run_dir) / "checkpoints").glob("step-????????.tmp"):
-        shutil.rmtree(folder)

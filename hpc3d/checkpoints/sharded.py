@@ -20,9 +20,10 @@ import numpy as np
 
 from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import Rectangle, rectangles
-from hpc3d.checkpoints.manifest import FORMAT, STATES, VERSION, name_of, read_manifest, type_of
+from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, read_manifest, type_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
+from hpc3d.training.optimizer import STATES
 
 
 def block_of(item, mesh):

@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from hpc3d.arrays.pool import Pool, kernel
+from hpc3d.arrays.pool import Pool, contiguous
 
 # In memory that they share, members sum all of an all-reduce up to this size each; above, a slice.
 SMALL_SUM = 1 << 14
@@ -149,12 +149,6 @@ class Self(Communicator):
 
     def exchange(self, block):
         return ready(block)
-
-
-@kernel
-def contiguous(block):
-    """The block in one piece of memory, row by row."""
-    return np.ascontiguousarray(block)
 
 
 def rows_first(block, dim):

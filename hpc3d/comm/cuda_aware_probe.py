@@ -10,8 +10,9 @@ import sys
 import warnings
 from importlib.util import find_spec
 
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, installed, outcome
 from hpc3d.runtime import mpi_library as library
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
+from hpc3d.runtime.probe import installed, outcome
 
 DRIVER = "/proc/driver/nvidia/version"
 EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"

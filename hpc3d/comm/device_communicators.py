@@ -7,9 +7,10 @@ from mpi4py import MPI
 from hpc3d.comm.comm_stream import Traffic
 from hpc3d.comm.cuda_aware_mpi import Direct, Passing
 from hpc3d.comm.host_staged import Staged
-from hpc3d.comm.mesh import QUEUES, queue_of
+from hpc3d.comm.mesh import queue_of
 from hpc3d.comm.mpi import Mpi
 from hpc3d.comm.nccl import Nccl, grouped, split
+from hpc3d.cuda.device import QUEUES
 
 
 def communicators(transport, cart, lines, pool):

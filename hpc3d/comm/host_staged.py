@@ -12,7 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from hpc3d.comm.communicator import Communicator, Pending, contiguous
+from hpc3d.arrays.pool import contiguous
+from hpc3d.comm.communicator import Communicator, Pending
 
 CHUNK = 4 << 20  # bytes of what a block has of each member
 INTEGERS = np.dtype(np.uint16)

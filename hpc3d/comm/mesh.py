@@ -5,7 +5,6 @@ from hpc3d.comm.communicator import Self
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
 WORLD = "world"  # what the group of all ranks lies along
-QUEUES = ("blocks", "replicas")
 
 
 def queue_of(axis):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hpc3d.comm import cuda_aware_probe
 from hpc3d.comm.nccl import OLDEST
-from hpc3d.diagnose.node_checks import OK, Finding
+from hpc3d.runtime.finding import OK, Finding
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.mpi_library import library_file
 

@@ -13,12 +13,11 @@ from math import prod
 
 import numpy as np
 
-from hpc3d.arrays.pool import Pool, from_host, on_host, to_host, value_of, writeable
-from hpc3d.comm.communicator import contiguous
-from hpc3d.comm.mesh import QUEUES
+from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, value_of, writeable
 
 DONE, NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
+QUEUES = ("blocks", "replicas")
 
 
 def imported():

@@ -18,20 +18,13 @@ from mpi4py import MPI
 import hpc3d
 from hpc3d.comm.cartesian import build
 from hpc3d.comm.shared_memory import Node
-from hpc3d.diagnose.node_checks import (
-    FAIL,
-    OK,
-    WARN,
-    Finding,
-    count,
-    installed,
-    requirements,
-    size,
-)
+from hpc3d.diagnose.node_checks import requirements, size
 from hpc3d.diagnose.storage_checks import ELSEWHERE, scratch
+from hpc3d.runtime.environment import cores_of_node
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
 from hpc3d.runtime.host_map import homes_of, spans
-from hpc3d.runtime.launch import cores_of_node
 from hpc3d.runtime.mpi_library import YIELD
+from hpc3d.runtime.probe import installed
 from hpc3d.runtime.shared_folder import REMEDY, appears
 
 SMALL, LARGE = 8, 4 << 20  # bytes of a message

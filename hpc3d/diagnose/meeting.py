@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpc3d.diagnose.job_checks import spans
-from hpc3d.diagnose.node_checks import FAIL, Finding
+from hpc3d.runtime.finding import FAIL, Finding
 
 WITHIN = 5  # s, for the messages
 LATER = 2  # s by which another rank may be late

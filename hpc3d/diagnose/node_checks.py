@@ -10,18 +10,14 @@ import os
 import platform
 import re
 import resource
-import signal
-import subprocess
 import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from hpc3d.plain import plain, why
-from hpc3d.runtime import launch
+from hpc3d.plain import why
+from hpc3d.runtime import environment
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
+from hpc3d.runtime.probe import installed, outcome, release
 
-OK, WARN, FAIL = "ok", "warn", "FAIL"
 OLDEST = (3, 11)
 BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
 # h5py alone: a wrong HDF5 library aborts the process that loads it.
@@ -31,72 +27,6 @@ LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
 FILES, FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
-
-
-class Finding(NamedTuple):
-    """`verdict` (OK, WARN, FAIL) on a `subject`: the `text`, what to do where it is wrong, and the
-    lines that something else `printed`."""
-
-    verdict: str
-    subject: str
-    text: str
-    remedy: str = ""
-    printed: tuple = ()
-
-    def lines(self) -> list[str]:
-        """As people read it: a line, under it what was printed, and the remedy."""
-        remedy = self.remedy.split("\n") if self.remedy else []
-        return [
-            plain(f"{self.verdict:5} {self.subject}: {self.text}"),
-            *(f"      {plain(line)}" for line in self.printed),
-            *(f"      -> {plain(line)}" for line in remedy),
-        ]
-
-
-def examine(check, *arguments):
-    """The findings of a check; what it raises is one, too."""
-    try:
-        yield from check(*arguments)
-    except Exception as error:
-        subject, what = check.__name__.replace("_", " "), f"{type(error).__name__}: {error}"
-        remedy = "it may need what else is wrong here: repair that first"
-        yield Finding(WARN, subject, f"could not be checked ({what})", remedy)
-
-
-def outcome(command, seconds, **environment):
-    """The exit code of a command and what it printed; None for one that took too long.
-
-    It is ended with all of its process group.  Its output goes to a file: a pipe might be held
-    open by what it started.
-    """
-    with tempfile.TemporaryFile("w+", errors="replace") as printed:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **environment},
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                end(process)
-        printed.seek(0)
-        return code, printed.read()
-
-
-def end(process):
-    """End a process, which gets the time to end its ranks, then the rest of its group."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(2)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def python():
@@ -140,30 +70,16 @@ def requirements():
     return [found.groups() for found in map(BOUND.match, lines) if found]
 
 
-def installed(name):
-    """The version of a package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def release(version):
-    """A version's numbers, without zeros at the end: 2.0.0rc1 is as good as 2."""
-    numbers = re.match(r"[\d.]*", version)[0].strip(".").split(".")
-    while len(numbers) > 1 and not int(numbers[-1]):
-        numbers.pop()
-    return [int(number or 0) for number in numbers]
-
-
 def threads(ranks):
     """Cores, and the threads that `ranks` ranks of this node start on them."""
-    cores = launch.cores_of_node()
+    cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
-    asked = {name: os.environ[name] for name in launch.THREAD_VARIABLES if os.environ.get(name)}
+    asked = {
+        name: os.environ[name] for name in environment.THREAD_VARIABLES if os.environ.get(name)
+    }
     text = f"{count(cores, 'core')} for {count(ranks, 'rank')}, {bound} of them for this process; "
     given = " ".join(f"{name}={value}" for name, value in asked.items())
-    told = [launch.number_in([name], default=0) for name in asked]
+    told = [environment.number_in([name], default=0) for name in asked]
     if all(0 < number <= share for number in told):
         yield Finding(OK, "threads", text + (given or f"{count(share, 'thread')} a rank"))
     else:
@@ -246,11 +162,6 @@ def limits(ranks):
     if any(os.path.isdir(path) for path in FABRICS) and locked != resource.RLIM_INFINITY:
         text = f"{size(locked)}: network cards and GPUs transfer from locked memory"
         yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
-
-
-def count(number, noun):
-    """A number of things, in words."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def below(limit, need):

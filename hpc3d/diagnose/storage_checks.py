@@ -6,8 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, size
+from hpc3d.diagnose.node_checks import size
 from hpc3d.plain import why
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 
 LITTLE = 10**9  # bytes
 NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")

@@ -3,7 +3,7 @@ in memory."""
 
 from math import sqrt
 
-from hpc3d.comm.communicator import contiguous
+from hpc3d.arrays.pool import contiguous
 
 
 class Attention:

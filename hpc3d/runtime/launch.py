@@ -14,11 +14,9 @@ import time
 import traceback
 
 from hpc3d.plain import lines_of, plain, plain_streams, why
+from hpc3d.runtime.environment import LOCAL_RANK, OWN_RANK, WORLD_RANKS, number_in, set_environment
 from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, Ended, Unusable
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
-WORLD_RANKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -31,40 +29,6 @@ DISK = (
 MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
 SPOKEN = 0.5  # seconds until what is printed has left the host
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
-LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-def number_in(names, default):
-    """The first number that an environment variable of `names` begins with."""
-    for name in names:
-        digits = os.environ.get(name, "").split("(")[0].split(",")[0]
-        if digits.isdigit():
-            return int(digits)
-    return default
-
-
-def cores_of_node():
-    """How many cores of this node the job may use, whatever the launcher bound this rank to.
-
-    The launcher's own cores are those that it was given; a container may allow fewer.
-    """
-    bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, bound)
-    return len(allowed & (bound | os.sched_getaffinity(os.getppid())))
-
-
-def set_environment():
-    """Share the node's cores among its ranks; let waiting ranks yield where cores are fewer."""
-    cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
-    threads = min(cores // ranks, len(os.sched_getaffinity(0)))
-    chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))
-    for variable in THREAD_VARIABLES:
-        os.environ.setdefault(variable, chosen)
-    if ranks > cores:
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def run(name, body):

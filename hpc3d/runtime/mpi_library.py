@@ -9,8 +9,9 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding, count, outcome, release
-from hpc3d.runtime import launch
+from hpc3d.runtime import environment
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
+from hpc3d.runtime.probe import outcome, release
 
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # More ranks than cores: Open MPI 4 reads the first, Open MPI 5 the second.
@@ -175,8 +176,8 @@ def slurm(mpi):
     """The job, where this is in one, and what srun offers, where it is set up."""
     inside = "SLURM_JOB_ID" in os.environ
     if inside:
-        tasks = launch.number_in(("SLURM_NTASKS",), default=1)
-        nodes = launch.number_in(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), default=1)
+        tasks = environment.number_in(("SLURM_NTASKS",), default=1)
+        nodes = environment.number_in(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), default=1)
         yield Finding(OK, "Slurm", f"a job of {count(tasks, 'task')} on {count(nodes, 'node')}")
     if shutil.which("srun") is None:
         return

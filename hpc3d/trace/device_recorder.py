@@ -18,7 +18,8 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 
 from hpc3d.comm.communicator import Pending
-from hpc3d.comm.mesh import QUEUES, WORLD, queue_of
+from hpc3d.comm.mesh import WORLD, queue_of
+from hpc3d.cuda.device import QUEUES
 from hpc3d.trace.device_clock import DeviceClock, Line
 from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, Recorder, Span
 from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
-from hpc3d.checkpoints.manifest import STATES
 from hpc3d.comm.abft.checker import Ledger
 from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
+from hpc3d.training.optimizer import STATES
 
 SHOWN = 10  # lines about what is wrong
 

@@ -9,6 +9,7 @@ from hpc3d.arrays.pool import kernel
 
 CHUNK = 1 << 14  # elements that stay in the cache through an update
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
+STATES = ("value", "master", "first", "second")
 
 
 class Optimizer:

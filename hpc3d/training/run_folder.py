@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,6 @@ from itertools import count
 from pathlib import Path
 
 import hpc3d
-from hpc3d.checkpoints import saver
 from hpc3d.plain import why
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import naming, replacing
@@ -57,7 +57,7 @@ def reopen(folder, text):
     where the folder cannot be written to.
     """
     try:
-        saver.clear(folder)
+        clear(folder)
         for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
             path.unlink(missing_ok=True)
         with suppress(ValueError):  # nothing of its trace can be read
@@ -181,3 +181,9 @@ def git_revision():
     if revision.returncode:
         return ""
     return revision.stdout.split()[0] + ("+" if changed.returncode == 1 else "")
+
+
+def clear(run_dir):
+    """Remove what a killed run had begun to save."""
+    for folder in (Path(run_dir) / "checkpoints").glob("step-????????.tmp"):
+        shutil.rmtree(folder)

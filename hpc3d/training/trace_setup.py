@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from hpc3d import __version__
 from hpc3d.config.load import to_toml
-from hpc3d.runtime.launch import cores_of_node
+from hpc3d.runtime.environment import cores_of_node
 
 # What the trace and what the training loop reads, in ns and in s: the same clock.
 CLOCKS = {

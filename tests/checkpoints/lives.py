@@ -6,12 +6,13 @@ import sys
 import threading
 
 from hpc3d.checkpoints.resume import resume
-from hpc3d.checkpoints.saver import Saver, clear
+from hpc3d.checkpoints.saver import Saver
 from hpc3d.checkpoints.sharded import steps_of
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import CheckpointConfig
 from hpc3d.config.load import to_toml
 from hpc3d.plain import Problems
+from hpc3d.training.run_folder import clear
 from tests.pipeline.mixes import config_of, trainer_of
 
 LAYOUTS = {

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.comm import cuda_aware_probe
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN, Finding
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from tests.diagnose.planted import only, script
 from tests.mpi import ROOT
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from hpc3d.arrays.pool import from_host, on_host, to_host, value_of, writeable
+from hpc3d.arrays.pool import contiguous, from_host, on_host, to_host, value_of, writeable
 from hpc3d.comm import threads
-from hpc3d.comm.communicator import contiguous
 from hpc3d.cuda import launch_table
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.training.device import Updates

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from hpc3d.arrays.pool import from_host, to_host, value_of, writeable
+from hpc3d.arrays.pool import contiguous, from_host, to_host, value_of, writeable
 from hpc3d.comm.comm_stream import Traffic
-from hpc3d.comm.communicator import Self, contiguous, ready
+from hpc3d.comm.communicator import Self, ready
 from hpc3d.comm.host_staged import Staged
 from hpc3d.cuda import device as cuda
 from hpc3d.cuda.device import Cuda, DevicePool, bound

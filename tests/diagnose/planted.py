@@ -2,8 +2,8 @@
 
 import os
 
-from hpc3d.diagnose.node_checks import OK
-from hpc3d.runtime import launch
+from hpc3d.runtime import environment
+from hpc3d.runtime.finding import OK
 
 
 def started_by_nobody(monkeypatch):
@@ -11,7 +11,7 @@ def started_by_nobody(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "PRTE_")):
             monkeypatch.delenv(name)
-    for name in launch.THREAD_VARIABLES:
+    for name in environment.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.diagnose import node_checks, storage_checks
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN
 from hpc3d.runtime import launch
+from hpc3d.runtime.finding import FAIL, OK, WARN
 from tests.diagnose.planted import only, started_by_nobody, verdicts
 from tests.mpi import ROOT
 

@@ -14,12 +14,12 @@ from functools import partial
 import mpi4py
 import numpy as np
 
-from hpc3d.arrays.pool import Pool, on_host
+from hpc3d.arrays.pool import Pool, contiguous, on_host
 from hpc3d.comm.comm_stream import Traffic
-from hpc3d.comm.communicator import contiguous
 from hpc3d.comm.host_staged import Staged
-from hpc3d.comm.mesh import QUEUES, Mesh, queue_of
+from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.comm.nccl import Nccl
+from hpc3d.cuda.device import QUEUES
 from tests.fakes.places import array_at
 
 mpi4py.rc.initialize = False  # the calls of MPI are played, too

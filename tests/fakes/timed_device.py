@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc3d.comm.comm_stream import Traffic
 from hpc3d.comm.communicator import Communicator, Pending
-from hpc3d.comm.mesh import QUEUES
+from hpc3d.cuda.device import QUEUES
 
 TICK = 500  # ns of what events tell
 POST, REACH, WAKE = 1_000, 2_000, 3_000  # ns to post, until an idle stream begins, to wake up

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpc3d.runtime import launch
+from hpc3d.runtime import environment
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said
 from tests.strided import strided
@@ -22,7 +22,7 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 @pytest.fixture
 def machine(monkeypatch):
     """A function that makes this a rank of another machine, as far as the launch can see."""
-    for name in (*launch.THREAD_VARIABLES, *launch.LOCAL_RANKS, YIELD):
+    for name in (*environment.THREAD_VARIABLES, *environment.LOCAL_RANKS, YIELD):
         monkeypatch.setenv(name, "")  # so that what is set on the way is undone
         monkeypatch.delenv(name)
 
@@ -64,8 +64,8 @@ def test_cores_are_shared(
     affinity = machine(cores, own, launcher, allowed)
     if ranks:
         monkeypatch.setenv("SLURM_TASKS_PER_NODE", ranks)
-    launch.set_environment()
-    assert {os.environ[name] for name in launch.THREAD_VARIABLES} == {str(threads)}
+    environment.set_environment()
+    assert {os.environ[name] for name in environment.THREAD_VARIABLES} == {str(threads)}
     assert (YIELD in os.environ) == yields
     assert affinity[0] == set(range(own))
 
@@ -75,7 +75,7 @@ def test_what_the_user_set_stays(machine, monkeypatch):
     monkeypatch.setenv(RANKS, "64")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setenv(YIELD, "0")
-    launch.set_environment()
+    environment.set_environment()
     assert os.environ["OMP_NUM_THREADS"] == "5"
     assert os.environ[YIELD] == "0"
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hpc3d.diagnose.node_checks import FAIL, OK, WARN
 from hpc3d.runtime import mpi_library
+from hpc3d.runtime.finding import FAIL, OK, WARN
 from hpc3d.runtime.mpi_library import Mpi
 from tests.diagnose.planted import only, script, started_by_nobody, verdicts
 from tests.mpi import ROOT

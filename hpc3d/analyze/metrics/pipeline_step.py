@@ -13,7 +13,7 @@ import numpy as np
 
 from hpc3d.analyze.metrics.bubble import BACKWARD
 from hpc3d.analyze.metrics.columns import beside, labelled
-from hpc3d.analyze.report.gantt import spans
+from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction

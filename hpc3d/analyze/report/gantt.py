@@ -17,30 +17,10 @@ KINDS = {
 WIDTH, TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
 
 
-class Span(NamedTuple):
-    """What a stage does from `start` to `end` [s]: a kind of `KINDS`, behind the number of its
-    chunk unless it is 0, such as F or 1BW, and the text on it."""
-
-    start: float
-    end: float
-    kind: str
-    label: str
-
-
 class Panels(NamedTuple):
     """Panels (title, rows) above each other; a row holds the spans of a stage."""
 
     panels: list
-
-
-def spans(timeline):
-    """The rows of a timeline of `hpc3d.pipeline.timeline` as those of a panel."""
-    return [[Span(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
-
-
-def _kind(instruction):
-    op, mb, chunk = instruction
-    return f"{chunk or ''}{op if mb >= 0 else op.lower()}", str(mb) if mb >= 0 else ""
 
 
 def draw_gantt(panels, path):

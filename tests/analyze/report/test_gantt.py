@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hpc3d.analyze.report.gantt import draw_gantt, gantt, spans
+from hpc3d.analyze.metrics.pass_spans import spans
+from hpc3d.analyze.report.gantt import draw_gantt, gantt
 from hpc3d.analyze.report.plot_matplotlib import COLOURS
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
