@@ -20,7 +20,7 @@ from hpc3d.cli import Parser, run
 from hpc3d.comm import cuda_aware_probe, transport
 from hpc3d.diagnose import node_checks, storage_checks
 from hpc3d.runtime import environment, launch, mpi_library
-from hpc3d.runtime.exit_codes import CHECK_FAILED, Ended
+from hpc3d.runtime.exit_codes import CHECK_FAILED, JobExit
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
 from hpc3d.runtime.probe import outcome
 
@@ -222,7 +222,7 @@ def meet(job, options):
     """End with the same exit code on all ranks, of which rank 0 prints what they find."""
     findings = together(job, options)
     found = told(findings) if job.rank == 0 else list(findings)
-    raise Ended(job.comm.bcast(conclude(found, options) if job.rank == 0 else None))
+    raise JobExit(job.comm.bcast(conclude(found, options) if job.rank == 0 else None))
 
 
 def together(job, options):

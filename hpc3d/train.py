@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.runtime import environment, launch
-from hpc3d.runtime.exit_codes import FAILED, STOPPED, Ended
+from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """What rank 0 tells the others before the first step."""
 
     config: object
@@ -58,7 +58,7 @@ def train(job, words):
     refuse_unshared(job, homes, lambda: reader["run"] or Path(config.run.out).absolute())
     plan = job.agree(lambda: prepare(config, reader))
     program = job.deal(lambda: programs(plan.config, reader["program"]))
-    from hpc3d.training.guard import Wrong
+    from hpc3d.training.guard import GuardError
     from hpc3d.training.stop_request import Stop
 
     config = plan.config
@@ -66,14 +66,14 @@ def train(job, words):
     run = begin(job, plan, program, reader.get("batches"), ours._replace(homes=homes))
     try:
         done = steps(plan, run, stop)
-    except Wrong as wrong:
+    except GuardError as wrong:
         give_up(job, plan, run, wrong)
     end(job, plan, run, done)
     if done < config.train.steps:
-        raise Ended(STOPPED if run.saver.saved == done else FAILED)
+        raise JobExit(STOPPED if run.saver.saved == done else FAILED)
 
 
-class Run(NamedTuple):
+class RunningJob(NamedTuple):
     """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
 
     trainer: object
@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
 
 def begin(job, plan, program, batches, hardware):
-    """The Run of this rank: mesh, model, optimiser, in the state that it goes on from."""
+    """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
     from hpc3d.checkpoints.resume import resume
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.watchdog import Watchdog
@@ -112,15 +112,18 @@ def begin(job, plan, program, batches, hardware):
         log.say(f"resume: {line}")
     start = resume(job, plan.folder, trainer, log.say) if plan.resumed else 0
     saver = saver_of(job, plan, trainer, batches, log)
-    return Run(trainer, saver, watchdog, log, batches, start)
+    return RunningJob(trainer, saver, watchdog, log, batches, start)
 
 
 def steps(plan, run, stop):
     """Make the steps, until the last one or a request to stop; how many are done."""
-    from hpc3d.training.guard import Replicas, Spikes
+    from hpc3d.training.guard import LossSpikes, ReplicaCheck
 
     config, trainer, log = plan.config, run.trainer, run.log
-    replicas, spikes = Replicas(trainer, config.guard.replicas_every), Spikes(config.guard.spike)
+    replicas, spikes = (
+        ReplicaCheck(trainer, config.guard.replicas_every),
+        LossSpikes(config.guard.spike),
+    )
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
         if number % config.trace.sync_every == 0:
@@ -187,7 +190,7 @@ def give_up(job, plan, run, wrong):
     )
     launch.finish(job)
     job.barrier()
-    raise Ended(wrong.code)
+    raise JobExit(wrong.code)
 
 
 def explain():
@@ -249,7 +252,7 @@ def prepare(config, reader):
         config = laid_out(config)
         where = folder.create(config, load.to_toml(config))
         reader["lock"] = folder.claim(where)
-    return Plan(config, where, folder.git_revision(), bool(run), changed)
+    return RunPlan(config, where, folder.git_revision(), bool(run), changed)
 
 
 def saver_of(job, plan, trainer, batches, log):

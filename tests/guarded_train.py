@@ -15,8 +15,8 @@ from hpc3d.runtime import environment
 
 environment.set_environment()
 
-from hpc3d.comm.abft.checker import Ledger  # noqa: E402
-from hpc3d.comm.mpi import Mpi  # noqa: E402
+from hpc3d.comm.abft.checker import AbftChecker  # noqa: E402
+from hpc3d.comm.mpi import MpiCommunicator  # noqa: E402
 from hpc3d.training import trainer as loop  # noqa: E402
 
 STEP = 2
@@ -35,7 +35,7 @@ def product(trainer, hit):
         hit(lambda: flip(c, c.size // 2))
         plain(self, a, b, c)
 
-    plain, Ledger.product = Ledger.product, check
+    plain, AbftChecker.product = AbftChecker.product, check
 
 
 def received(trainer, hit):
@@ -45,7 +45,7 @@ def received(trainer, hit):
         pending = plain(self, block)
         return pending.then(lambda whole: hit(lambda: flip(whole, 0)) or whole)
 
-    plain, Mpi.gather_rows = Mpi.gather_rows, gather_rows
+    plain, MpiCommunicator.gather_rows = MpiCommunicator.gather_rows, gather_rows
 
 
 def replica(trainer, hit):

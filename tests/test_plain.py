@@ -15,7 +15,7 @@ from hpc3d.cli import run
 from hpc3d.config.load import literal
 from hpc3d.diagnose import node_checks
 from hpc3d.plain import Problems, lines_of, plain, plain_in, plain_streams
-from hpc3d.runtime.exit_codes import Unusable
+from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.launch import what_happened
 from hpc3d.trace.locate import trace_of
 from hpc3d.training import run_folder as folders
@@ -370,7 +370,7 @@ def test_a_log_that_cannot_be_written_is_named():
             "--resume",
         ),
         (SystemExit("a\nb"), r"exited with a\nb"),
-        (Unusable("a\x1b"), r"failed: a\u001b; then start again, or go on with --resume"),
+        (BadData("a\x1b"), r"failed: a\u001b; then start again, or go on with --resume"),
     ],
 )
 def test_what_happened_to_a_rank_is_a_line(error, line):

@@ -1,10 +1,10 @@
 """Arrays without data: the program runs on them and counts what it would do, for any size.
 
-A `Shape` has the shape and the type of an array, and lives as long: NumPy's own functions take it
-(NEP 13 and 18) and give Shapes, a view keeps the memory that it shows, and a `ShapePool` counts it
-like a `Pool` does.  Communicators of them move nothing (comm/), so one rank runs
-alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a kernel
-with a rule of its own (`rule`, hpc3d.model.shapes).
+An `AbstractArray` has the shape and the type of an array, and lives as long: NumPy's own functions
+take it (NEP 13 and 18) and give AbstractArrays, a view keeps the memory that it shows, and a
+`AbstractPool` counts it like a `Pool` does.  Communicators of them move nothing (comm/), so one
+rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a
+kernel with a rule of its own (`rule`, hpc3d.model.shapes).
 
 Every operation is told to the `meter` of its arrays' pool, which may let time pass for it.
 """
@@ -18,7 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from hpc3d.arrays.pool import Pool, contiguous
 
 
-class Meter:
+class CostMeter:
     """Who is notified of what is computed: nobody.  Times of a machine are in simulated_clock.py.
 
     `widest` is the widest head that the machine's fused attention takes.
@@ -42,7 +42,7 @@ class Flags(NamedTuple):
     writeable: bool
 
 
-class Lease:
+class AbstractLease:
     """Memory of a kind that is not there: its death gives the bytes back."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
@@ -54,7 +54,7 @@ class Lease:
         self.give_back()
 
 
-class Shape(NDArrayOperatorsMixin):
+class AbstractArray(NDArrayOperatorsMixin):
     """An array of a `pool` with a shape and a type and no data; `lease` is the memory that it
     shows."""
 
@@ -214,7 +214,7 @@ def dot(a, b):
 
 
 def of_shapes(arrays):
-    return [array for array in arrays if isinstance(array, Shape)]
+    return [array for array in arrays if isinstance(array, AbstractArray)]
 
 
 FUNCTIONS = {
@@ -240,26 +240,28 @@ def rule(function):
             first.meter.kernel(function.__name__, sum(array.nbytes for array in touched))
             return result
 
-        function.register(Shape)(counted)
+        function.register(AbstractArray)(counted)
         return counted
 
     return register
 
 
-contiguous.register(Shape)(lambda block: block)
+contiguous.register(AbstractArray)(lambda block: block)
 
 
-class ShapePool(Pool):
+class AbstractPool(Pool):
     """Counts arrays without data as `Pool` counts others; they tell `meter` what is computed."""
 
-    kind = Shape
+    kind = AbstractArray
 
     def __init__(self, meter=None):
         super().__init__()
-        self.meter = meter or Meter()
+        self.meter = meter or CostMeter()
 
     def empty(self, shape, dtype, kind="activation"):
         shape, dtype = tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         self.count(kind, nbytes)
-        return self.kind(shape, dtype, self, Lease(kind, lambda: self.count(kind, -nbytes)))
+        return self.kind(
+            shape, dtype, self, AbstractLease(kind, lambda: self.count(kind, -nbytes))
+        )

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Rectangle(NamedTuple):
+class BlockSlices(NamedTuple):
     """Rows and columns of a tensor; a vector is one row."""
 
     top: int
@@ -19,7 +19,7 @@ class Rectangle(NamedTuple):
 
     def within(self, other):
         """The part that both have."""
-        return Rectangle(
+        return BlockSlices(
             max(self.top, other.top),
             min(self.bottom, other.bottom),
             max(self.left, other.left),
@@ -35,7 +35,7 @@ class Rectangle(NamedTuple):
 def whole_of(shape):
     """The rectangle of all of a tensor."""
     *rows, columns = shape
-    return Rectangle(0, *(rows or [1]), 0, columns)
+    return BlockSlices(0, *(rows or [1]), 0, columns)
 
 
 def rectangles(block, start, stop):
@@ -58,7 +58,7 @@ def _rectangle(block, width, start, stop):
     top, left = divmod(start, width)
     rows = max(1, (stop - start) // width)
     right = width if left + stop - start >= width else left + stop - start
-    return Rectangle(
+    return BlockSlices(
         block.top + top, block.top + top + rows, block.left + left, block.left + right
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.inspect import shapes_of
-from hpc3d.checkpoints.sharded import Piece, complete, write_shard
+from hpc3d.checkpoints.sharded import StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
 
@@ -31,7 +31,7 @@ def state(shapes, dtype, read):
     pieces, offset = [], 0
     for name, shape in shapes.items():
         for kind in ("value", "first", "second"):
-            pieces.append(Piece(name, kind, dtype.str, offset, [whole_of(shape)]))
+            pieces.append(StoredPiece(name, kind, dtype.str, offset, [whole_of(shape)]))
             offset += prod(shape) * dtype.itemsize
 
     def arrays():

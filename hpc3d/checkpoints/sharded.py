@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import from_host, on_host, to_host
-from hpc3d.checkpoints.block_slices import Rectangle, rectangles
+from hpc3d.checkpoints.block_slices import BlockSlices, rectangles
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, read_manifest, type_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
@@ -31,10 +31,10 @@ def block_of(item, mesh):
     *rows, columns = item.layout.slices(item.shape, mesh)
     rows = rows[0] if rows else slice(0, 1)
     end = min(rows.stop, item.rows) if item.rows else rows.stop
-    return Rectangle(rows.start, max(rows.start, end), columns.start, columns.stop)
+    return BlockSlices(rows.start, max(rows.start, end), columns.start, columns.stop)
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """What a rank holds of one array of a tensor: consecutive elements, at `offset` bytes."""
 
     name: str
@@ -50,7 +50,7 @@ class Snapshot:
     def __init__(self, parameters, optimizer):
         self.pieces, self.arrays, offset = [], [], 0
         for name, kind, parts, elements in shares(parameters, optimizer):
-            self.pieces.append(Piece(name, kind, name_of(elements.dtype), offset, parts))
+            self.pieces.append(StoredPiece(name, kind, name_of(elements.dtype), offset, parts))
             self.arrays.append(to_host(elements).view(np.uint8))
             offset += elements.nbytes
 
@@ -186,7 +186,7 @@ class Checkpoint:
             data = np.memmap(self.folder / file["file"], "u1", "r") if file["bytes"] else None
             for name, kind, stored, offset, parts in file["pieces"]:
                 dtype = type_of(stored)
-                for part in itertools.starmap(Rectangle, parts):
+                for part in itertools.starmap(BlockSlices, parts):
                     nbytes = part.size * dtype.itemsize
                     elements = data[offset : offset + nbytes].view(dtype)
                     shape = part.bottom - part.top, part.right - part.left

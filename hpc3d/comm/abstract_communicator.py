@@ -4,12 +4,12 @@ from math import prod
 
 import numpy as np
 
-from hpc3d.arrays.abstract import Shape, ShapePool
+from hpc3d.arrays.abstract import AbstractArray, AbstractPool
 from hpc3d.comm.communicator import SMALL_SUM, Communicator, Pending, ready
 from hpc3d.comm.mesh import Mesh
 
 
-class Counted(Communicator):
+class AbstractCommunicator(Communicator):
     """Takes the memory that the communicators of real ranks take; arrays with data go through.
 
     That is the whole of what is gathered.  Ranks of one node (comm/shared_memory.py) also copy
@@ -33,7 +33,7 @@ class Counted(Communicator):
 
     def like(self, block, shape, kind="communication"):
         """A block of another shape that came from elsewhere."""
-        if isinstance(block, Shape):
+        if isinstance(block, AbstractArray):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)
 
@@ -47,7 +47,11 @@ class Counted(Communicator):
 
     def sum_all(self, block, op):
         copy, total = self.placed(block), self.like(block, block.shape)
-        large = isinstance(total, Shape) and block.nbytes > SMALL_SUM and block.size >= self.size
+        large = (
+            isinstance(total, AbstractArray)
+            and block.nbytes > SMALL_SUM
+            and block.size >= self.size
+        )
         if large and self.of_node:
             total.lease.shared = True  # all members read one total
         return Pending(lambda copy=copy: total)
@@ -73,12 +77,12 @@ class Counted(Communicator):
 
 def rank_of(sizes, coords, pool=None):
     """The mesh of one rank of `sizes` at `coords`, alone and without data."""
-    pool, place = pool or ShapePool(), 0
+    pool, place = pool or AbstractPool(), 0
     for axis, size in sizes.items():
         place = place * size + coords[axis]
-    world = Counted(place, prod(sizes.values()), None, pool)
+    world = AbstractCommunicator(place, prod(sizes.values()), None, pool)
     comms = {
-        axis: Counted(coords[axis], size, line(sizes, coords, axis), pool)
+        axis: AbstractCommunicator(coords[axis], size, line(sizes, coords, axis), pool)
         for axis, size in sizes.items()
         if size > 1
     }

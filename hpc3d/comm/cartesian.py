@@ -7,9 +7,9 @@ from mpi4py import MPI
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
-from hpc3d.comm.mpi import Mpi
-from hpc3d.comm.shared_memory import Node, usable
-from hpc3d.comm.two_level import Hosts
+from hpc3d.comm.mpi import MpiCommunicator
+from hpc3d.comm.shared_memory import SharedMemory, usable
+from hpc3d.comm.two_level import TwoLevel
 
 
 def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
@@ -49,8 +49,12 @@ def together(line, members, pool, hosts):
     """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
-        return Mpi(line, members, pool)
-    return Hosts(line, members, pool, hosts) if len({*hosts}) > 1 else Node(line, members, pool)
+        return MpiCommunicator(line, members, pool)
+    return (
+        TwoLevel(line, members, pool, hosts)
+        if len({*hosts}) > 1
+        else SharedMemory(line, members, pool)
+    )
 
 
 def ranks(line, cart):

@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import contextmanager
 
 
-class Flight:
+class AsyncCall:
     """Calls that are under way together: their `arrays` on the device, those that the host has
     `lent` them, and the event at their end."""
 
@@ -22,7 +22,7 @@ class Flight:
         self.arrays, self.lent, self.done = [], [], None
 
 
-class Traffic:
+class CommStream:
     """The calls of a rank's communicators in one queue (hpc3d.comm.mesh), in program order on
     one stream: they must not overtake each other in another order on another rank.
 
@@ -36,7 +36,7 @@ class Traffic:
 
     def post(self, call, *arrays, lent=()):
         """Make `call(stream=...)`, which reads and writes `arrays` of the device and those that
-        are `lent` by the host; its Flight."""
+        are `lent` by the host; its AsyncCall."""
         if self.open:
             return self.add(self.open, call, arrays, lent)
         flight = self.add(self.begin(), call, arrays, lent)
@@ -62,7 +62,7 @@ class Traffic:
 
     def begin(self):
         self.sending.wait_event(self.compute.record())
-        return Flight()
+        return AsyncCall()
 
     def add(self, flight, call, arrays, lent):
         flight.arrays += arrays

@@ -14,11 +14,11 @@ from math import inf
 import numpy as np
 
 from hpc3d.comm.communicator import ready
-from hpc3d.comm.host_staged import Staged, integers, narrowed, widened
-from hpc3d.comm.mpi import OPERATIONS, Mpi
+from hpc3d.comm.host_staged import HostStaged, integers, narrowed, widened
+from hpc3d.comm.mpi import OPERATIONS, MpiCommunicator
 
 
-class Direct(Mpi):
+class CudaAwareMpi(MpiCommunicator):
     """The members of one MPI communicator `comm`, whose blocks are on `device`."""
 
     long = inf  # MPI knows better how memory of devices goes over the wire
@@ -71,7 +71,7 @@ class Direct(Mpi):
         return ready(narrowed(total, result))
 
 
-class Passing(Staged):
+class CudaAwareMessages(HostStaged):
     """The same for messages only: all else goes through the hosts, for an MPI that takes memory of
     devices in `direct`'s messages."""
 

@@ -210,18 +210,18 @@ def says_yes(path):
 
 
 def attempt():
-    """One of two ranks: every call of a Direct communicator from device memory, with results that
-    are known."""
+    """One of two ranks: every call of a CudaAwareMpi communicator from device memory, with results
+    that are known."""
     from mpi4py import MPI
 
     if not says_yes(library.library_file()):
         return STAGED
-    from hpc3d.comm.cuda_aware_mpi import Direct
+    from hpc3d.comm.cuda_aware_mpi import CudaAwareMpi
     from hpc3d.cuda.device import DevicePool, bound
 
     comm = MPI.COMM_WORLD
     pool = DevicePool(bound(comm.rank))
-    return TAKEN if right(Direct(comm, pool.device, range(comm.size), pool)) else WRONG
+    return TAKEN if right(CudaAwareMpi(comm, pool.device, range(comm.size), pool)) else WRONG
 
 
 def right(comm):

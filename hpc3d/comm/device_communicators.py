@@ -4,11 +4,11 @@ from contextlib import nullcontext
 
 from mpi4py import MPI
 
-from hpc3d.comm.comm_stream import Traffic
-from hpc3d.comm.cuda_aware_mpi import Direct, Passing
-from hpc3d.comm.host_staged import Staged
+from hpc3d.comm.comm_stream import CommStream
+from hpc3d.comm.cuda_aware_mpi import CudaAwareMessages, CudaAwareMpi
+from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import queue_of
-from hpc3d.comm.mpi import Mpi
+from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.nccl import Nccl, grouped, split
 from hpc3d.cuda.device import QUEUES
 
@@ -37,31 +37,36 @@ def by_nccl(cart, lines, pool):
 
 def by_mpi(cart, lines, pool):
     return {
-        axis: Direct(line, pool.device, members, pool) for axis, (line, members) in lines.items()
+        axis: CudaAwareMpi(line, pool.device, members, pool)
+        for axis, (line, members) in lines.items()
     }
 
 
 def by_hosts(cart, lines, pool):
-    return {axis: Staged(*how) for axis, how in through_hosts(lines, pool).items()}
+    return {axis: HostStaged(*how) for axis, how in through_hosts(lines, pool).items()}
 
 
 def by_messages(cart, lines, pool):
     direct = by_mpi(cart, lines, pool)
-    return {axis: Passing(direct[axis], *how) for axis, how in through_hosts(lines, pool).items()}
+    return {
+        axis: CudaAwareMessages(direct[axis], *how)
+        for axis, how in through_hosts(lines, pool).items()
+    }
 
 
 def through_hosts(lines, pool):
-    """{axis: what a Staged is made of}; hosts receive in memory that devices copy themselves."""
+    """{axis: what a HostStaged is made of}; hosts receive in memory that devices copy
+    themselves."""
     pinned, traffic = pool.device.pinned, traffics(pool.device, nullcontext)
     return {
-        axis: (Mpi(line, members, pinned), traffic[queue_of(axis)], pinned, pool)
+        axis: (MpiCommunicator(line, members, pinned), traffic[queue_of(axis)], pinned, pool)
         for axis, (line, members) in lines.items()
     }
 
 
 def traffics(device, group):
-    """The Traffic of each queue."""
-    return {queue: Traffic(device, group, queue) for queue in QUEUES}
+    """The CommStream of each queue."""
+    return {queue: CommStream(device, group, queue) for queue in QUEUES}
 
 
 MAKERS = {

@@ -19,7 +19,7 @@ CHUNK = 4 << 20  # bytes of what a block has of each member
 INTEGERS = np.dtype(np.uint16)
 
 
-class Staged(Communicator):
+class HostStaged(Communicator):
     """The members of the communicator `comm` of hosts, all with devices; it may not ask that its
     arrays die in an order (as Node does), for here they live until a device has read them.
 

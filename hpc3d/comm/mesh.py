@@ -19,7 +19,7 @@ def along(axis):
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 
-class Silent:
+class NullRecorder:
     """The recorder of a mesh that nobody traces."""
 
     step = layer = -1
@@ -81,7 +81,7 @@ class Mesh:
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
-        self.trace, self.guard = trace or Silent(), guard or Trusting()
+        self.trace, self.guard = trace or NullRecorder(), guard or Trusting()
 
     def size(self, axis):
         return self.sizes.get(axis, 1)

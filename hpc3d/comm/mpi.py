@@ -48,7 +48,7 @@ def wait_until(done):
             sleep(NAP * min(10, 1 + tries / 64))
 
 
-class Mpi(Communicator):
+class MpiCommunicator(Communicator):
     """The members of one MPI communicator.  All of them wait for their collectives in one order.
 
     Messages of `long` bytes and more are those that MPI asks for.

@@ -21,7 +21,7 @@ import numpy as np
 
 from hpc3d.arrays.pool import Lease, lease_of, size_class
 from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
-from hpc3d.comm.mpi import Mpi, wait_until
+from hpc3d.comm.mpi import MpiCommunicator, wait_until
 
 SHARED = "/dev/shm"
 SEGMENT = 1 << 20
@@ -66,7 +66,7 @@ class SharedLease(Lease):
         self.region, self.slot_of = region, None
 
 
-class Node(Mpi):
+class SharedMemory(MpiCommunicator):
     """The members of one MPI communicator that all live on this node."""
 
     def __init__(self, comm, members, pool):

@@ -11,7 +11,7 @@ from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, rea
 from hpc3d.comm.mesh import Mesh
 
 
-class Group:
+class ThreadGroup:
     """What the members of one communicator share: a slot each, a barrier, and the mail."""
 
     def __init__(self, members):
@@ -96,12 +96,14 @@ def meshes(shape, pool_of=Pool):
     names, sizes = list(shape), list(shape.values())
     coords = list(itertools.product(*map(range, sizes)))
     ranks = {coord: rank for rank, coord in enumerate(coords)}
-    world, groups = Group(tuple(range(len(coords)))), {}
+    world, groups = ThreadGroup(tuple(range(len(coords)))), {}
 
     def line(axis, coord):
         """The group of the ranks that differ from `coord` along `axis` only."""
         along = [(*coord[:axis], i, *coord[axis + 1 :]) for i in range(sizes[axis])]
-        return groups.setdefault((axis, along[0]), Group(tuple(ranks[place] for place in along)))
+        return groups.setdefault(
+            (axis, along[0]), ThreadGroup(tuple(ranks[place] for place in along))
+        )
 
     def mesh(rank, coord):
         pool = pool_of()

@@ -18,11 +18,11 @@ from math import prod
 import numpy as np
 
 from hpc3d.comm.communicator import REDUCTIONS, fold
-from hpc3d.comm.mpi import Mpi, arriving, slices_of
-from hpc3d.comm.shared_memory import Node
+from hpc3d.comm.mpi import MpiCommunicator, arriving, slices_of
+from hpc3d.comm.shared_memory import SharedMemory
 
 
-class Hosts(Mpi):
+class TwoLevel(MpiCommunicator):
     """The members of one MPI communicator, of which member j is on host `hosts[j]`."""
 
     def __init__(self, comm, members, pool, hosts):
@@ -36,7 +36,10 @@ class Hosts(Mpi):
         self.peers = self.table[:, self.lane]
         part = comm.Split(self.host, self.lane), comm.Split(self.lane, self.host)
         here, there = ([members[j] for j in own] for own in (self.table[self.host], self.peers))
-        self.node, self.wire = Node(part[0], here, pool), Mpi(part[1], there, pool)
+        self.node, self.wire = (
+            SharedMemory(part[0], here, pool),
+            MpiCommunicator(part[1], there, pool),
+        )
 
     @property
     def readers(self):

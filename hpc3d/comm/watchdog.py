@@ -39,7 +39,7 @@ class Watchdog:
 
     def __init__(self, job, mesh, run_dir, seconds, homes):
         self.job, self.pool = job, mesh.pool
-        self.place = Place({**mesh.comms, WORLD: mesh.world})
+        self.place = RankPosition({**mesh.comms, WORLD: mesh.world})
         self.reports = Reports(job, run_dir / "watchdog", homes)
         self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
         self.leads = homes.nodes[job.rank] == job.rank
@@ -115,7 +115,7 @@ class Watchdog:
             os._exit(STALLED)
 
 
-class Place:
+class RankPosition:
     """Where a rank is: in a call along one of the axes of `comms`, or in none, of `step`."""
 
     def __init__(self, comms):

@@ -15,7 +15,7 @@ from hpc3d.cuda.cublaslt_library import (
     Unsupported,
     load,
 )
-from hpc3d.cuda.cublaslt_plan import Plan, operand_of
+from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
 # How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
 ANY_REDUCTION, COMPUTE_TYPE_REDUCTION = 7, 2
@@ -81,7 +81,7 @@ class Lt:
 
     def planned(self, key, vector, matrix):
         """A new plan with its algorithm, for which the alignment of every address matters."""
-        plan = Plan(self.library, key, self.tf32)
+        plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
         for name, operand in plan.operands.items():
             self.prefer(f"MIN_ALIGNMENT_{name}_BYTES", operand.alignment)

@@ -70,7 +70,7 @@ def operand_of(array):
     return array.shape, array.strides, array.dtype, address & -address
 
 
-class Plan:
+class ProductPlan:
     """Descriptor, layouts and, once it is asked for, algorithm: all but the addresses."""
 
     def __init__(self, library, key, tf32=False):

@@ -51,7 +51,7 @@ class Case(NamedTuple):
         return {"attn_scale": 1 / sqrt(self.width), "diagonal_band_right_bound": 0}
 
 
-class Plan(NamedTuple):
+class AttentionGraph(NamedTuple):
     """A graph that is ready to run, and the memory that it works in."""
 
     graph: object
@@ -164,7 +164,7 @@ class Flash:
         if key not in self.plans:
             with self.told(f"build {describe.__name__} of {case}"):
                 graph = self.build(describe, case)
-            self.plans[key] = Plan(graph, self.memory(graph.get_workspace_size()))
+            self.plans[key] = AttentionGraph(graph, self.memory(graph.get_workspace_size()))
         return self.plans[key]
 
     def build(self, describe, case):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.extras import need
-from hpc3d.runtime.exit_codes import Unusable
+from hpc3d.runtime.exit_codes import BadData
 
 END = 0  # in bytes it is NUL, which no text file holds
 END_NAME = "<|end|>"
@@ -27,7 +27,7 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise Unusable(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
+        raise BadData(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
 
 
 reading_text = partial(

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import hpc3d
 from hpc3d.comm.cartesian import build
-from hpc3d.comm.shared_memory import Node
+from hpc3d.comm.shared_memory import SharedMemory
 from hpc3d.diagnose.node_checks import requirements, size
 from hpc3d.diagnose.storage_checks import ELSEWHERE, scratch
 from hpc3d.runtime.environment import cores_of_node
@@ -158,7 +158,7 @@ def transport(job):
     before = time.perf_counter()
     right = known_sum(comm) and known_gather(comm)
     spent = max(job.gather(time.perf_counter() - before))
-    how = "shared memory" if isinstance(comm, Node) else "MPI"
+    how = "shared memory" if isinstance(comm, SharedMemory) else "MPI"
     text = f"sum and gather of {size(SUMMED * 8)} on each node, by {how}, in {spent * 1e3:.1f} ms"
     yield verdict_on(job, "node", right, text)
 

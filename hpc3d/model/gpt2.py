@@ -17,7 +17,7 @@ from hpc3d.tensor.matmul import Matmul
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSizes:
     """The sizes of a model; `std` is that of the initial weights.  With `fused_gelu` a device does
     GELU within products, where it has whole matrices."""
 

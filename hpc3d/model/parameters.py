@@ -75,7 +75,7 @@ def initialise(value, item, seed, mesh):
         value[drawn.stop - drawn.start :] = 0
 
 
-class Place(NamedTuple):
+class FlatSlices(NamedTuple):
     """Where a parameter lies in the flat arrays: blocks, padded to `parts` equal parts, and this
     rank's own part of each; `state` in the arrays of the optimiser."""
 
@@ -86,7 +86,7 @@ class Place(NamedTuple):
     state: slice
 
 
-class Piece(NamedTuple):
+class UpdateSlice(NamedTuple):
     """A stretch that the optimiser updates: slices of value, gradient and state."""
 
     value: slice
@@ -147,7 +147,7 @@ class Parameters:
         if self.whole(item):
             own = -(-own // self.parts)
             value = grad = own * self.parts
-        return Place(
+        return FlatSlices(
             slice(values, values + value),
             slice(grads, grads + grad),
             self.own(values, value, own),
@@ -215,11 +215,11 @@ def merged(items, places):
     pieces = []
     for item in items:
         place = places[item]
-        piece = Piece(place.own_value, place.own_grad, place.state, item.decay)
+        piece = UpdateSlice(place.own_value, place.own_grad, place.state, item.decay)
         if pieces and follows(pieces[-1], piece):
             last = pieces.pop()
             joined = (slice(a.start, b.stop) for a, b in zip(last[:3], piece[:3], strict=True))
-            piece = Piece(*joined, item.decay)
+            piece = UpdateSlice(*joined, item.decay)
         pieces.append(piece)
     return pieces
 

@@ -11,7 +11,7 @@ from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, parse
 TURN = "turn"
 
 
-class Table(NamedTuple):
+class ScheduleTable(NamedTuple):
     """The streams of all stages, where their parts lie, and the number of microbatches."""
 
     streams: list[list[Instruction]]
@@ -19,7 +19,7 @@ class Table(NamedTuple):
     micros: int
 
 
-def from_csv(path: str) -> Table:
+def from_csv(path: str) -> ScheduleTable:
     """The schedule of a file.
 
     Cells hold F, B, W and BW only: passes add the rest.  A first row of the one word `turn` says
@@ -64,7 +64,7 @@ def _table(rows):
         raise ValueError(f"row {rows[0][0]}: a turn wants chunks 0 and 1, the file has {chunks}")
     for row, stream in streams.items():
         _refuse_gaps(row, stream, micros, chunks)
-    return Table([*streams.values()], Placement(len(streams), chunks, turn), micros)
+    return ScheduleTable([*streams.values()], Placement(len(streams), chunks, turn), micros)
 
 
 def _stream(row, cells):

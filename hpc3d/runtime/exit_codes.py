@@ -12,11 +12,11 @@ STOPPED = 75  # before its last step, on request, with everything saved: sysexit
 REFUSED = (ValueError, OSError, OverflowError, MemoryError, RecursionError)
 
 
-class Unusable(ValueError):
+class BadData(ValueError):
     """What was given, as a text to train on, is not what it should be: one line, with a remedy."""
 
 
-class Ended(Exception):
+class JobExit(Exception):
     """All ranks end the job with `code`; what there is to say has been said."""
 
     def __init__(self, code):

@@ -11,7 +11,7 @@ import time
 from mpi4py import MPI
 
 from hpc3d.plain import lines_of, plain
-from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED, Ended
+from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED, JobExit
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
@@ -59,7 +59,7 @@ class Job:
         if self.rank == 0:
             for problem in problems:
                 self.complain(plain(problem))
-        raise Ended(BAD_INPUT)
+        raise JobExit(BAD_INPUT)
 
     def complain(self, text):
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)

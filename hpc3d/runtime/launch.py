@@ -15,7 +15,7 @@ import traceback
 
 from hpc3d.plain import lines_of, plain, plain_streams, why
 from hpc3d.runtime.environment import LOCAL_RANK, OWN_RANK, WORLD_RANKS, number_in, set_environment
-from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, Ended, Unusable
+from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, BadData, JobExit
 
 DISK = (
     errno.ENOSPC,
@@ -40,10 +40,9 @@ def run(name, body):
 def started(name, body):
     """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
 
-    An end that all ranks agree on (`Ended`) is the same exit code everywhere.  Anything else that
-    goes wrong on one rank is printed once, with its rank, and aborts the job after `job.at_end`
-    has been called.
-    """
+    An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
+    that goes wrong on one rank is printed once, with its rank, and aborts the job after
+    `job.at_end` has been called."""
     set_environment()
     early = []  # before there is a job
     for number in ASKING:
@@ -66,7 +65,7 @@ def started(name, body):
         if same := job.namesakes():
             job.refuse(same)
         code = body(job)
-    except Ended as end:
+    except JobExit as end:
         return end.code
     except SystemExit as error:
         code = error.code
@@ -117,7 +116,7 @@ def what_happened(error):
     if isinstance(error, SystemExit):
         return f"exited with {plain(str(error.code))}"
     what = plain(str(error))
-    if isinstance(error, Unusable):
+    if isinstance(error, BadData):
         return f"failed: {what}; then start again, or go on with --resume"
     if isinstance(error, OSError) and error.errno in DISK:
         where = f": {plain(str(error.filename))}" if error.filename else ""

@@ -26,7 +26,7 @@ INSTALL = (
 )
 
 
-class Mpi(NamedTuple):
+class MpiInstall(NamedTuple):
     """One MPI: its maker, version (None if unknown) and a file of it (None if unknown)."""
 
     maker: str
@@ -53,7 +53,7 @@ def loaded():
     from mpi4py import MPI
 
     maker, version = MPI.get_vendor()
-    return Mpi(maker, ".".join(map(str, version)), library_file())
+    return MpiInstall(maker, ".".join(map(str, version)), library_file())
 
 
 def found():
@@ -91,7 +91,7 @@ def on_path():
         return None
     _, printed = outcome([path, "--version"], 10)
     version = re.search(r"\d+\.\d+[.\d]*", printed)
-    return Mpi(maker_of(printed), version and version[0], path)
+    return MpiInstall(maker_of(printed), version and version[0], path)
 
 
 def maker_of(printed):

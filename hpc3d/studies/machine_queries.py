@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
-from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.communicator import Self
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build, microbatches
 from hpc3d.predict.simulation.simulated_clock import representative
 
 
-class Tally(Meter):
+class Tally(CostMeter):
     """Counts questions: (method of `Machine`, its arguments) -> how often."""
 
     def __init__(self):
@@ -40,7 +40,7 @@ class Tally(Meter):
         return asked
 
 
-class Work(NamedTuple):
+class PartWork(NamedTuple):
     """A part of the model on one rank: its parameters, and what its passes ask."""
 
     parameters: int
@@ -49,10 +49,10 @@ class Work(NamedTuple):
 
 
 def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
-    """The Work of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of one
-    microbatch of `sequences`; what is recomputed is in the backward pass."""
+    """The PartWork of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of
+    one microbatch of `sequences`; what is recomputed is in the backward pass."""
     tally = Tally()
-    mesh = representative(sizes, ShapePool(tally), Self())
+    mesh = representative(sizes, AbstractPool(tally), Self())
     parameters = Parameters(mesh, dtype)
     (stage,) = build(mesh, parameters, model, split, [part], recompute=recompute)
     parameters.allocate(seed=0)
@@ -63,4 +63,4 @@ def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
     y, saved = stage.forward(x, micro)
     forward = tally.taken()
     stage.backward(None if part.last else y, saved, micro)
-    return Work(parameters.value.size, forward, tally.taken())
+    return PartWork(parameters.value.size, forward, tally.taken())

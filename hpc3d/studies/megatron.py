@@ -33,7 +33,7 @@ STATE = 18  # bytes a parameter: float16 values; float32 gradients, values and m
 KINDS = ("parameter", "gradient", "optimizer")
 
 
-class Row(NamedTuple):
+class PublishedStep(NamedTuple):
     """A published step: `t` ranks of tensor parallelism, `p` stages of `chunks` parts, `micro`
     sequences a microbatch and replica."""
 
@@ -55,10 +55,12 @@ class Row(NamedTuple):
 
 # arXiv:2205.05198, table 5; without recomputation of everything there is sequence parallelism.
 RECOMPUTATION = [
-    Row("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d", "full", True, 1.42),
-    Row("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d-sequence", "selective", True, 1.10),
-    Row("175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d", "full", True, 18.13),
-    Row("175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75),
+    PublishedStep("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d", "full", True, 1.42),
+    PublishedStep("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d-sequence", "selective", True, 1.10),
+    PublishedStep("175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d", "full", True, 18.13),
+    PublishedStep(
+        "175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75
+    ),
 ]
 # Its table 4, the layers of the 22B model: scheme, recomputed, milliseconds of both passes.
 LAYERS = [
@@ -103,15 +105,15 @@ messages of stages into t parts, which are sent whole here."""
 
 
 def weak(model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate):
-    """The Row of one of WEAK_SCALING: equation 3 turns FLOP/s a rank into seconds."""
+    """The PublishedStep of one of WEAK_SCALING: equation 3 turns FLOP/s a rank into seconds."""
     flop = 96 * batch * SEQUENCE * layers * hidden**2
     flop *= 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     layout = layers, hidden, heads, t, p, ranks, batch, micro, chunks
-    return Row(model, *layout, "1d", "full", p == 1, flop / (ranks * rate * 1e12))
+    return PublishedStep(model, *layout, "1d", "full", p == 1, flop / (ranks * rate * 1e12))
 
 
 def config_of(row):
-    """The settled Config of a Row."""
+    """The settled Config of a PublishedStep."""
     replicas = row.ranks // (row.t * row.p)
     parallel = ParallelConfig(
         scheme=row.scheme,
@@ -132,7 +134,8 @@ def config_of(row):
 
 
 def rows(published, machine):
-    """Of each Row in `published` a dict: its names, seconds, error, bubble, share of calls."""
+    """Of each PublishedStep in `published` a dict: its names, seconds, error, bubble, share of
+    calls."""
     return [predicted(row, machine) for row in published]
 
 
@@ -182,7 +185,7 @@ def states():
     found = []
     for model, count, hidden, heads, p, published in STATES:
         layout = count, hidden, heads, 8, p, 8 * p, 1, 1, 1, "1d-sequence", "selective"
-        config = config_of(Row(model, *layout, True, 0.0))
+        config = config_of(PublishedStep(model, *layout, True, 0.0))
         peak = predict(config, VOCABULARY, dict.fromkeys(AXES, 0)).peak
         held = sum(peak[kind] for kind in KINDS)
         tables = STATE * hidden * (VOCABULARY // 8 + SEQUENCE)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.extras import need
-from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
@@ -121,7 +121,7 @@ class Profile(NamedTuple):
     def work(self, published):
         """The Work of each part of the model on one of t ranks; fitted values cover dropout."""
         vocabulary = published.vocabulary(self.t)
-        model = Shape(1, self.hidden, self.heads, self.sequence, vocabulary)
+        model = ModelSizes(1, self.hidden, self.heads, self.sequence, vocabulary)
         how = {"p": 1, "x": self.t}, self.micro, np.dtype(np.float16)
         return {
             name: work_of(model, SCHEMES["1d"], *how, part, published.recompute)
@@ -129,7 +129,7 @@ class Profile(NamedTuple):
         }
 
 
-class Calibration(NamedTuple):
+class ProfileFactors(NamedTuple):
     """A machine; how much longer a product with an odd side takes on it; and by profile the time
     of the layers' kernels against that of the machine, 1 where no row tells."""
 
@@ -235,7 +235,7 @@ def one_f_one_b(passes, micros, message):
 
 
 def calibrate(rows, base, profiles=True):
-    """The Calibration that explains `rows` best, from a machine with what is published of it.
+    """The ProfileFactors that explains `rows` best, from a machine with what is published of it.
 
     The values of FREE, and with `profiles` a factor for each: least squares of the logarithms of
     the steps, where a factor counts as an error as far as SPREAD makes it unlikely.
@@ -247,7 +247,7 @@ def calibrate(rows, base, profiles=True):
     doubt = (NOISE / SPREAD) ** 2 if profiles else inf
 
     def residuals(logarithms):
-        fixed, layers = steps.split(Calibration(*with_values(base, np.exp(logarithms)), {}))
+        fixed, layers = steps.split(ProfileFactors(*with_values(base, np.exp(logarithms)), {}))
         change = changes(steps.profile, fixed, layers, measured, doubt)
         predicted = fixed + layers * (1 + change[steps.profile])
         return np.concatenate([np.log(predicted / measured), change * NOISE / SPREAD])
@@ -255,9 +255,11 @@ def calibrate(rows, base, profiles=True):
     start, *bounds = np.log([*FREE.values()]).T
     values = np.exp(least_squares(residuals, start, bounds=bounds, diff_step=1e-4).x)
     machine, odd = with_values(base, values)
-    fixed, layers = steps.split(Calibration(machine, odd, {}))
+    fixed, layers = steps.split(ProfileFactors(machine, odd, {}))
     change = changes(steps.profile, fixed, layers, measured, doubt)
-    return Calibration(machine, odd, dict(zip(steps.profiles, (1 + change).tolist(), strict=True)))
+    return ProfileFactors(
+        machine, odd, dict(zip(steps.profiles, (1 + change).tolist(), strict=True))
+    )
 
 
 def changes(profile, fixed, layers, measured, doubt):

@@ -25,7 +25,7 @@ SIZE = {
 
 def collectives(trace):
     """Members make the same calls in the same order; none has the result before all have come."""
-    calls = Calls(trace)
+    calls = GroupCalls(trace)
     wrong = {
         "a call in a group that its rank is not in": calls.place < 0,
         "a call that its rank makes twice": calls.repeated(),
@@ -89,7 +89,7 @@ def _comparable(trace, rows):
     return known[trace.events["rank"][rows]]
 
 
-class Calls:
+class GroupCalls:
     """The collectives of a trace.
 
     `rows` of /events by group, number and rank, their `columns`, the `size` of their group and

@@ -195,7 +195,7 @@ STRINGS = (Column("name", TEXT, "text", "a name; no other row has it"),)
 RANK_PTR = Column("rank_ptr", "i8", "index", "rank r owns rows rank_ptr[r] to rank_ptr[r + 1]", 0)
 
 
-class Table(NamedTuple):
+class TableSchema(NamedTuple):
     """A group of the file: what it holds, and its datasets."""
 
     description: str
@@ -203,39 +203,43 @@ class Table(NamedTuple):
 
 
 LAYOUT = {
-    "/": Table(
+    "/": TableSchema(
         "What the ranks of a training run did, and what it cost; docs/trace.md explains it."
     ),
-    "strings": Table("Names of events and of hosts, which other tables count.", STRINGS),
-    "ranks": Table("One row per rank.", (*RANKS, COORDS)),
-    "groups": Table("One row per group of ranks that communicate.", (*GROUPS, MEMBERS)),
-    "clock": Table("How far the hosts' clocks are from that of rank 0."),
-    "clock/samples": Table(
+    "strings": TableSchema("Names of events and of hosts, which other tables count.", STRINGS),
+    "ranks": TableSchema("One row per rank.", (*RANKS, COORDS)),
+    "groups": TableSchema("One row per group of ranks that communicate.", (*GROUPS, MEMBERS)),
+    "clock": TableSchema("How far the hosts' clocks are from that of rank 0."),
+    "clock/samples": TableSchema(
         "One row per exchange between the clocks of two hosts, which bounds their offset by half"
         " of its round trip.",
         CLOCK_SAMPLES,
     ),
-    "clock/model": Table(
+    "clock/model": TableSchema(
         "One row per piece of a rank's clock: t_global = t + offset_ns + drift (t - t0) for the"
         " last t0 <= t, and before them all for the first.",
         CLOCK_MODEL,
     ),
-    "events": Table(
+    "events": TableSchema(
         "One row per thing that a rank did, sorted by (rank, t_start); one that encloses others"
         " comes before them.",
         EVENTS,
     ),
-    "index": Table("Where in /events the rows of a rank are.", (RANK_PTR,)),
-    "memory": Table("One row per rank, completed step and kind of arrays.", MEMORY),
-    "steps": Table("One row per rank and completed step.", STEPS),
-    "calibration": Table("What calls cost by themselves, one group per operation and mesh axis."),
-    "calibration/<op>": Table("Calls of one operation, one group per mesh axis."),
-    "calibration/<op>/<axis>": Table(
+    "index": TableSchema("Where in /events the rows of a rank are.", (RANK_PTR,)),
+    "memory": TableSchema("One row per rank, completed step and kind of arrays.", MEMORY),
+    "steps": TableSchema("One row per rank and completed step.", STEPS),
+    "calibration": TableSchema(
+        "What calls cost by themselves, one group per operation and mesh axis."
+    ),
+    "calibration/<op>": TableSchema("Calls of one operation, one group per mesh axis."),
+    "calibration/<op>/<axis>": TableSchema(
         "One row per size of a call; its attributes fit a line to them: t = alpha + beta bytes,"
         " alpha in s and beta in s/B.",
         CALIBRATION,
     ),
-    "prediction": Table("One row per quantity that a model of the run predicts.", PREDICTION),
+    "prediction": TableSchema(
+        "One row per quantity that a model of the run predicts.", PREDICTION
+    ),
 }
 
 

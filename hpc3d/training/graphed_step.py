@@ -11,7 +11,7 @@ that keep their place (feed.Standing).
 from collections import Counter
 
 
-class Replay:
+class GraphedStep:
     """Runs the steps of `trainer` by `graph` (hpc3d.cuda.graph)."""
 
     def __init__(self, trainer, graph):
@@ -49,9 +49,9 @@ class Replay:
 
 
 def replay_of(trainer, wanted):
-    """The Replay of a trainer on a device, None where it is not `wanted`, or nothing runs."""
+    """The GraphedStep of a trainer on a device, None where it is not `wanted`, or nothing runs."""
     if not wanted or not trainer.mesh.pool.fused:
         return None
     from hpc3d.cuda.graph import CudaGraph
 
-    return Replay(trainer, CudaGraph(trainer.mesh.pool.device))
+    return GraphedStep(trainer, CudaGraph(trainer.mesh.pool.device))

@@ -1,6 +1,6 @@
 """What keeps a run from going on with wrong numbers, and who says what is wrong.
 
-All ranks raise the same `Wrong` at the same step: before the update for numbers that are not
+All ranks raise the same `GuardError` at the same step: before the update for numbers that are not
 finite, products and messages, after the step for replicas.  Each brings what it found itself.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
-from hpc3d.comm.abft.checker import Ledger
+from hpc3d.comm.abft.checker import AbftChecker
 from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
 from hpc3d.training.optimizer import STATES
@@ -25,7 +25,7 @@ class Find(NamedTuple):
     line: str
 
 
-class Wrong(Exception):
+class GuardError(Exception):
     """A number is wrong on some rank; `found` are the finds of this one."""
 
     def __init__(self, found):
@@ -33,12 +33,12 @@ class Wrong(Exception):
         self.found = found
 
 
-class NotFinite(Wrong):
+class NotFinite(GuardError):
     code = NOT_FINITE
     what = "not finite"
 
 
-class Corrupt(Wrong):
+class Corrupt(GuardError):
     code = CHECK_FAILED
     what = "corrupted"
 
@@ -46,7 +46,7 @@ class Corrupt(Wrong):
 def guarded(mesh, guard):
     """The mesh whose products and messages are checked where a GuardConfig wants it."""
     every = guard.products_every
-    return mesh.guarded(Ledger(mesh.rank, every)) if every else mesh
+    return mesh.guarded(AbftChecker(mesh.rank, every)) if every else mesh
 
 
 def lines(wrong, found):
@@ -121,7 +121,7 @@ def described(item, block, kind):
     return f"{place}: {bad(block)} of {block.size} elements of its {kind} are not finite"
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares, after every `every`-th step (0: never), what must have the same bits on several
     ranks: parameters and the optimiser's states, by a hash of 64 bits each."""
 
@@ -226,7 +226,7 @@ def hash_of(block, factors):
     return total
 
 
-class Spikes:
+class LossSpikes:
     """Counts losses more than `limit` standard deviations (0: none) above the mean of those before
     them: of the last WINDOW, once LEAST have been seen."""
 

@@ -38,7 +38,7 @@ class Standing(Carrier):
             self.pool.refill(array, make(here[first]))
 
 
-class Feed:
+class MicrobatchLoader:
     """Batches, read on rank 0 (`batches` is None elsewhere), broadcast and cut.
 
     Microbatch i of a training step is number i; under an asynchronous schedule the numbers count

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import value_of
-from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
@@ -16,7 +16,7 @@ from hpc3d.pipeline.weight_versions import WEIGHTS, InPlace
 from hpc3d.training import guard
 from hpc3d.training.graphed_step import replay_of
 from hpc3d.training.loss_scale import scale_of
-from hpc3d.training.microbatch_loader import Feed
+from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
 
 
@@ -50,7 +50,7 @@ class Trainer:
         batches,
         program=None,
         clock=time.perf_counter,
-        feed=Feed,
+        feed=MicrobatchLoader,
     ):
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
@@ -164,7 +164,7 @@ class Trainer:
 
 
 def shape_of(model, vocabulary, fused_gelu=False):
-    return Shape(
+    return ModelSizes(
         model.layers,
         model.hidden,
         model.heads,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.arrays.abstract import AbstractPool, CostMeter
 
 
-class Tape(Meter):
+class Tape(CostMeter):
     """The kernels and products that were told."""
 
     def __init__(self):
@@ -47,7 +47,7 @@ TOLD = {
 @pytest.mark.parametrize("what", TOLD)
 def test_what_an_operation_tells(what):
     operation, expected = TOLD[what]
-    pool = ShapePool(Tape())
+    pool = AbstractPool(Tape())
     x, y = (pool.empty((4, 6), np.float32) for _ in "xy")
     real = operation(np.ones((4, 6), np.float32), np.ones((4, 6), np.float32))
     pool.meter.told.clear()

@@ -4,13 +4,13 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpc3d.checkpoints.block_slices import Rectangle, overlap, uncovered, whole_of
+from hpc3d.checkpoints.block_slices import BlockSlices, overlap, uncovered, whole_of
 from hpc3d.checkpoints.inspect import config_of, inconsistencies, shapes_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints.lives import live
 
-WHOLE = Rectangle(0, 5, 0, 6)
-HALF = Rectangle(0, 3, 0, 6)
+WHOLE = BlockSlices(0, 5, 0, 6)
+HALF = BlockSlices(0, 3, 0, 6)
 
 
 @st.composite
@@ -32,7 +32,7 @@ def cut(draw, block=WHOLE):
 def rectangle(draw):
     """One that may reach beyond the whole."""
     top, left = draw(st.integers(0, 5)), draw(st.integers(0, 6))
-    return Rectangle(top, draw(st.integers(top + 1, 6)), left, draw(st.integers(left + 1, 7)))
+    return BlockSlices(top, draw(st.integers(top + 1, 6)), left, draw(st.integers(left + 1, 7)))
 
 
 def times(parts):
@@ -61,13 +61,13 @@ def test_parts_cover_if_every_element_is_there_once(parts, more, data):
 def test_it_says_what_is_missing():
     assert uncovered([HALF], WHOLE) == "12 of 30 elements are nowhere"
     assert uncovered([], WHOLE) == "30 of 30 elements are nowhere"
-    twice = [WHOLE, Rectangle(1, 3, 2, 4)]
+    twice = [WHOLE, BlockSlices(1, 3, 2, 4)]
     assert uncovered(twice, WHOLE) == "rows 1 to 3 lie in two files"
-    assert "outside of 5 x 6" in uncovered([Rectangle(0, 5, 0, 7)], WHOLE)
+    assert "outside of 5 x 6" in uncovered([BlockSlices(0, 5, 0, 7)], WHOLE)
 
 
 def test_a_vector_is_one_row():
-    assert whole_of((7,)) == Rectangle(0, 1, 0, 7)
+    assert whole_of((7,)) == BlockSlices(0, 1, 0, 7)
     assert whole_of((5, 6)) == WHOLE
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc3d.checkpoints import sharded
-from hpc3d.checkpoints.block_slices import Rectangle, rectangles
+from hpc3d.checkpoints.block_slices import BlockSlices, rectangles
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from tests.pipeline.drawn import layouts
@@ -145,7 +145,7 @@ def test_on_one_layout_it_is_the_same_to_the_last_bit(checkpoints, line):
 
 @given(st.integers(0, 5), st.integers(1, 7), st.integers(0, 40), st.integers(0, 40))
 def test_rectangles_have_the_elements_of_a_stretch_in_order(rows, width, start, length):
-    block = Rectangle(2, 2 + rows, 3, 3 + width)
+    block = BlockSlices(2, 2 + rows, 3, 3 + width)
     whole = np.arange(rows * width).reshape(rows, width)
     parts = rectangles(block, start, start + length)
     found = [whole[part.of(block)].ravel() for part in parts]

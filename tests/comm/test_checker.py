@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from hpc3d.comm.abft.checked_communicator import Checked
-from hpc3d.comm.abft.checker import Ledger
+from hpc3d.comm.abft.checked_communicator import CheckedCommunicator
+from hpc3d.comm.abft.checker import AbftChecker
 from hpc3d.comm.abft.checksum import Signs, slack, terms, words
 from hpc3d.comm.communicator import Communicator
-from hpc3d.comm.mesh import Silent
+from hpc3d.comm.mesh import NullRecorder
 from hpc3d.comm.threads import run
 from tests.comm.cases import CASES
 
@@ -81,7 +81,7 @@ def found(op, bit, work, dtype="float32"):
     """What each member finds when a bit flips in what the faulty one gets from `op`."""
 
     def rank(mesh):
-        comm, ledger, trace = mesh.comm("x"), Ledger(mesh.rank), Silent()
+        comm, ledger, trace = mesh.comm("x"), AbftChecker(mesh.rank), NullRecorder()
         comm = Faulty(comm, op, bit) if mesh.rank == FAULTY and bit is not None else comm
         checked = ledger.wrap(comm, "x")
         trace.layer, trace.phase, trace.step = 2, "backward", 7
@@ -139,9 +139,9 @@ def test_several_calls_in_flight_and_several_steps():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_checked_communicator_does_what_the_bare_one_does(case):
     def rank(mesh):
-        ledger = Ledger(mesh.rank)
+        ledger = AbftChecker(mesh.rank)
         comm = ledger.wrap(mesh.comm("x"), "x")
-        ledger.begin(0, Silent())
+        ledger.begin(0, NullRecorder())
         for dtype in ("float64", "float32", "int32"):
             case(comm, dtype)
         ledger.settle()
@@ -152,10 +152,10 @@ def test_a_checked_communicator_does_what_the_bare_one_does(case):
 
 def test_only_every_so_many_steps_are_noted():
     def rank(mesh):
-        ledger, counts = Ledger(mesh.rank, every=3), []
+        ledger, counts = AbftChecker(mesh.rank, every=3), []
         comm = ledger.wrap(mesh.comm("x"), "x")
         for number in range(7):
-            ledger.begin(number, Silent())
+            ledger.begin(number, NullRecorder())
             CALLS["sum_all"](comm, drawn(comm, (2, 2)))
             swap(comm, drawn(comm, (2, 2)))
             counts.append((len(comm.notes), len(comm.sent)))
@@ -169,13 +169,13 @@ def test_only_every_so_many_steps_are_noted():
 
 def test_a_message_under_way_over_the_end_of_a_step_is_compared_in_the_next():
     def rank(mesh):
-        ledger, comm = Ledger(mesh.rank), mesh.comm("x")
+        ledger, comm = AbftChecker(mesh.rank), mesh.comm("x")
         comm = Faulty(comm, "take", 2) if mesh.rank == FAULTY else comm
         comm = ledger.wrap(comm, "x")
-        ledger.begin(0, Silent())
+        ledger.begin(0, NullRecorder())
         comm.send(np.ones(4), (comm.rank + 1) % SIZE)
         first = ledger.settle()
-        ledger.begin(1, Silent())
+        ledger.begin(1, NullRecorder())
         comm.recv((4,), np.float64, (comm.rank - 1) % SIZE).wait()
         return first, ledger.settle(), len(comm.sent), len(comm.arrived)
 
@@ -190,7 +190,7 @@ def product(dtype="float32", m=96, k=48, n=64, seed=0):
 
 def finds(a, b, c):
     """What a ledger says of a product."""
-    ledger, trace = Ledger(4), Silent()
+    ledger, trace = AbftChecker(4), NullRecorder()
     trace.step, trace.layer, trace.phase = 3, 1, "forward"
     ledger.begin(3, trace)
     ledger.product(a, b, c)
@@ -256,9 +256,9 @@ def sums(blocks):
     """What the members of an axis say of a reduce-scatter of their blocks."""
 
     def rank(mesh):
-        ledger = Ledger(mesh.rank)
+        ledger = AbftChecker(mesh.rank)
         comm = ledger.wrap(mesh.comm("x"), "x")
-        ledger.begin(0, Silent())
+        ledger.begin(0, NullRecorder())
         comm.reduce_scatter(blocks[mesh.rank]).wait()
         comm.all_reduce(blocks[mesh.rank].ravel()).wait()
         ledger.settle()
@@ -282,8 +282,8 @@ def test_the_rounding_of_a_sum_is_no_find(kind):
 
 def test_a_block_that_was_multiplied_is_not_summed_again():
     a, b, c = product(m=6)
-    ledger = Ledger(0)
-    ledger.begin(0, Silent())
+    ledger = AbftChecker(0)
+    ledger.begin(0, NullRecorder())
     ledger.product(a, b, c)
     np.testing.assert_array_equal(ledger.rows(c, 2), ledger.signs.rows(c, 2))
     assert ledger.rows(c, 2).base is ledger.latest[1]
@@ -350,7 +350,7 @@ def test_all_of_what_members_read_in_one_memory_is_watched_there(readers, givers
     whole = np.zeros(len(givers))
     whole.flags.writeable = False
     watched = [
-        Checked(Reader(rank, 4), Ledger(rank), "x").watched(whole, givers)
+        CheckedCommunicator(Reader(rank, 4), AbftChecker(rank), "x").watched(whole, givers)
         for rank in range(readers)
     ]
     assert {giver for seen in watched for giver in seen} == {*givers}

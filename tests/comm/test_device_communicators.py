@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm import host_staged
-from hpc3d.comm.comm_stream import Flight, Traffic
+from hpc3d.comm.comm_stream import AsyncCall, CommStream
 from hpc3d.comm.threads import meshes, run
 from tests.comm.cases import CASES, long_blocks
 from tests.fakes.fake_device import DeviceArray, on_device, plain
@@ -148,7 +148,7 @@ def test_nor_where_nobody_waits():
     assert on_devices(2, rank) == [2.0, 2.0]
 
 
-class Careless(Traffic):
+class Careless(CommStream):
     """Forgets the arrays of its calls."""
 
     def add(self, flight, *call):
@@ -157,7 +157,7 @@ class Careless(Traffic):
         return flight
 
 
-class Hasty(Traffic):
+class Hasty(CommStream):
     """Lets calls follow nothing, or nothing follow them."""
 
     def __init__(self, device, group, queue, forgets):
@@ -165,7 +165,7 @@ class Hasty(Traffic):
         self.forgets = forgets
 
     def begin(self):
-        return super().begin() if self.forgets == "after" else Flight()
+        return super().begin() if self.forgets == "after" else AsyncCall()
 
     def land(self, flight):
         if self.forgets == "before":
@@ -182,7 +182,7 @@ class Hasty(Traffic):
     ids=["arrays forgotten", "nothing before", "nothing after"],
 )
 def test_the_device_finds_what_is_wrong_with_the_order(traffic):
-    """Each rule of Traffic, left out, is found: by rubbish in a result, or by the device."""
+    """Each rule of CommStream, left out, is found: by rubbish in a result, or by the device."""
 
     def rank(comm):
         for number in range(20):

@@ -9,7 +9,7 @@ from hpc3d.comm import cuda_aware_probe, transport
 from hpc3d.comm.nccl import number_of, split
 from hpc3d.comm.transport import Seat, choose, refuse, sharing, taken
 from hpc3d.cuda import device
-from hpc3d.runtime.exit_codes import BAD_INPUT, Ended
+from hpc3d.runtime.exit_codes import BAD_INPUT, JobExit
 from tests.diagnose.planted import script
 from tests.fakes.fake_cupy import FakeCupy
 
@@ -193,9 +193,9 @@ def test_what_ranks_lack_is_said_once(problems, lines):
 
     def told(*problems):
         said.extend(problems)
-        raise Ended(BAD_INPUT)
+        raise JobExit(BAD_INPUT)
 
-    with pytest.raises(Ended):
+    with pytest.raises(JobExit):
         refuse(SimpleNamespace(refuse=told), problems)
     assert said == lines
 

@@ -11,7 +11,7 @@ from hpc3d.arrays.pool import Pool
 from hpc3d.comm import threads, watchdog
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import WORLD, Mesh
-from hpc3d.comm.watchdog import GRACE, LATER, TOLD, Place, Watchdog
+from hpc3d.comm.watchdog import GRACE, LATER, TOLD, RankPosition, Watchdog
 from hpc3d.runtime.exit_codes import STALLED
 from hpc3d.runtime.host_map import Homes, spans
 from tests.runs import wait_for
@@ -262,4 +262,4 @@ def test_ranks_as_text(ranks, text):
 @pytest.mark.parametrize(("axis", "where"), [("x", "along x"), (WORLD, "over all ranks")])
 def test_a_call_of_all_ranks_is_along_no_axis(axis, where):
     comm = SimpleNamespace(waiting=("all_reduce", 3, 8, None))
-    assert str(Place({axis: comm})) == f"in all_reduce {where} (call 3, 8 bytes) of step -1"
+    assert str(RankPosition({axis: comm})) == f"in all_reduce {where} (call 3, 8 bytes) of step -1"

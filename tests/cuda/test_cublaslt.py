@@ -13,7 +13,7 @@ import pytest
 from hpc3d.cuda import cublaslt_library
 from hpc3d.cuda.cublaslt import Lt
 from hpc3d.cuda.cublaslt_library import Library, Unsupported, load
-from hpc3d.cuda.cublaslt_plan import Plan, operand_of
+from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 from hpc3d.model.ops import gelu_tanh
 from tests.fakes.fake_cublaslt import FakeLt
 from tests.fakes.fake_device import DeviceArray
@@ -399,7 +399,7 @@ def test_the_real_library_is_told(real):
     a, b = placed((3, M, K), BF16, "columns"), placed((3, K, N), BF16, "padded rows")
     out, bias, aux = placed((3, M, N), BF16), vector(BF16, 1), placed((3, M, N), BF16)
     key = tuple(map(operand_of, (a, b, out, None, bias, None, aux, None)))
-    plan = Plan(Library(real), key)
+    plan = ProductPlan(Library(real), key)
     plan.point(bias, aux)
     i4, u4, i8, u8 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
     operation = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import contiguous, from_host, to_host, value_of, writeable
-from hpc3d.comm.comm_stream import Traffic
+from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.communicator import Self, ready
-from hpc3d.comm.host_staged import Staged
+from hpc3d.comm.host_staged import HostStaged
 from hpc3d.cuda import device as cuda
 from hpc3d.cuda.device import Cuda, DevicePool, bound
 from tests.fakes.fake_cupy import FakeCupy
@@ -154,7 +154,7 @@ def test_a_value_is_that_after_all_that_was_asked_for():
 def test_what_is_landed_is_free_but_for_what_the_host_lent():
     """Computation follows the call, so its memory may be used again; the host follows nothing."""
     _, device = slow()
-    traffic = Traffic(device, nullcontext)
+    traffic = CommStream(device, nullcontext)
     array, host = device.empty(3, float), np.ones(3)
     there, lent = weakref.ref(array), weakref.ref(host)
     flight = traffic.post(lambda stream: None, array, lent=[host])
@@ -181,8 +181,8 @@ class Receiving(Self):
 
 def test_hosts_receive_into_memory_that_no_device_still_reads():
     _, device = slow()
-    traffic, pool = Traffic(device, nullcontext), DevicePool(device)
-    comm = Staged(Receiving(device.pinned), traffic, device.pinned, pool)
+    traffic, pool = CommStream(device, nullcontext), DevicePool(device)
+    comm = HostStaged(Receiving(device.pinned), traffic, device.pinned, pool)
     blocks = [comm.recv((4,), np.float32, 0).wait() for _ in range(3)]
     assert [device.download(block).tolist() for block in blocks] == [[1] * 4, [2] * 4, [3] * 4]
 

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hpc3d.arrays.abstract import Meter
+from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.cuda import launch_table
 from hpc3d.model.attention import attend
@@ -42,7 +42,7 @@ def observed(mesh, config):
     return dict(mesh.pool.peak)
 
 
-class Counts(Meter):
+class Counts(CostMeter):
     """Counts what is told, as a Launcher does what is launched."""
 
     def __init__(self):

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from hpc3d import doctor
 from hpc3d.comm import cuda_aware_probe
-from hpc3d.comm.mpi import Mpi
-from hpc3d.comm.shared_memory import Node
+from hpc3d.comm.mpi import MpiCommunicator
+from hpc3d.comm.shared_memory import SharedMemory
 from hpc3d.diagnose import job_checks
 from hpc3d.runtime import launch, shared_folder
 from hpc3d.runtime.job import Job
@@ -50,22 +50,22 @@ def no_folder(job):
 
 def message(job):
     """MPI's sum is wrong, but on rank 0."""
-    summed = Mpi.sum_all
+    summed = MpiCommunicator.sum_all
 
     def wrong(self, block, op):
         return summed(self, block, op).then(lambda total: total + job.rank)
 
-    return [patch.object(Mpi, "sum_all", wrong)]
+    return [patch.object(MpiCommunicator, "sum_all", wrong)]
 
 
 def memory(job):
     """What is gathered in shared memory is stale."""
-    gathered = Node.gather_rows
+    gathered = SharedMemory.gather_rows
 
     def wrong(self, block):
         return gathered(self, block).then(lambda whole: whole * 0)
 
-    return [patch.object(Node, "gather_rows", wrong)]
+    return [patch.object(SharedMemory, "gather_rows", wrong)]
 
 
 def cores(job):

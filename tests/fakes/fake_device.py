@@ -15,8 +15,8 @@ import mpi4py
 import numpy as np
 
 from hpc3d.arrays.pool import Pool, contiguous, on_host
-from hpc3d.comm.comm_stream import Traffic
-from hpc3d.comm.host_staged import Staged
+from hpc3d.comm.comm_stream import CommStream
+from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.comm.nccl import Nccl
 from hpc3d.cuda.device import QUEUES
@@ -326,7 +326,7 @@ class Host:
 
 
 @contextmanager
-def on_device(mesh, beside, transport="nccl", kind=Traffic, pool=DevicePool):
+def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
     """The mesh of a rank on threads, with its arrays on a device.  Those of `beside`, the same on
     threads of its own, carry what hosts and receipts say."""
     device, pool = Device(mesh.rank), pool()
@@ -336,15 +336,15 @@ def on_device(mesh, beside, transport="nccl", kind=Traffic, pool=DevicePool):
     }
 
     def talk(axis, comm):
-        from hpc3d.comm.cuda_aware_mpi import Direct, Passing
+        from hpc3d.comm.cuda_aware_mpi import CudaAwareMessages, CudaAwareMpi
         from tests.fakes.fake_mpi import FakeMpi
 
         traffic = traffics[queue_of(axis)]
-        direct = Direct(FakeMpi(comm), device, comm.members, pool)
+        direct = CudaAwareMpi(FakeMpi(comm), device, comm.members, pool)
         staged = comm, traffic, Pool(), pool
         if transport in ("mpi", "mpi-messages", "staged"):
-            made = {"mpi": direct, "mpi-messages": Passing(direct, *staged)}
-            return made.get(transport) or Staged(*staged)
+            made = {"mpi": direct, "mpi-messages": CudaAwareMessages(direct, *staged)}
+            return made.get(transport) or HostStaged(*staged)
         nccl, host = FakeNccl(comm, beside.comm(axis), traffic.sending), Host(beside.comm(axis))
         return Nccl(nccl, host, traffic, comm.members, pool)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from hpc3d.comm.comm_stream import Traffic
+from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.cuda.device import QUEUES
 
@@ -120,7 +120,7 @@ class Comm(Communicator):
 
     def __init__(self, device, rank=0, size=2, lasts=100_000, meet=int, host=0, queue="blocks"):
         super().__init__(rank, size)
-        self.device, self.traffic = device, Traffic(device, self.group, queue)
+        self.device, self.traffic = device, CommStream(device, self.group, queue)
         self.stream = device.queues[queue]
         self.lasts, self.meet, self.host, self.ran = lasts, meet, host, []
 

@@ -68,14 +68,14 @@ class Lazy:
 def begun(device):
     from cupy.cuda import nccl
 
-    from hpc3d.comm.comm_stream import Traffic
+    from hpc3d.comm.comm_stream import CommStream
     from hpc3d.comm.nccl import Nccl, grouped, split
 
     if not getattr(nccl, "available", False):
         raise Skip("CuPy finds no libnccl")
     pool = device.pool()
     whole, parts = split(nccl, Alone(), {"x": (0, 0)})
-    traffic = Traffic(pool.device, grouped(nccl))
+    traffic = CommStream(pool.device, grouped(nccl))
     made = Nccl(parts["x"], Alone(), traffic, (0,), pool)
     made.whole = whole  # lives as long as its part
     return made

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import LayerNorm, Linear
 from hpc3d.model.loss import IGNORE
@@ -20,8 +20,8 @@ from tests.tensor.cases import CUBOIDS, SPLITS, sizes
 SEQUENCES = 48
 SHAPE = {"layers": 2, "hidden": 48, "heads": 24, "sequence": 3, "vocabulary": 29, "std": 0.2}
 KINDS = {
-    "plain": Shape(**SHAPE),
-    "untied, exact, dropout": Shape(**SHAPE, tied=False, gelu="exact", dropout=0.25),
+    "plain": ModelSizes(**SHAPE),
+    "untied, exact, dropout": ModelSizes(**SHAPE, tied=False, gelu="exact", dropout=0.25),
 }
 
 

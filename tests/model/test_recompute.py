@@ -12,7 +12,7 @@ import hpc3d.model.shapes  # noqa: F401
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
-from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.parameters import Parameters
 from hpc3d.pipeline.engine import Later
 from hpc3d.tensor.split import SCHEMES
@@ -75,7 +75,7 @@ def test_on_real_ranks():
 
 B, T, H, HEADS = 12, 4, 24, 12
 N, SCORES = B * T * H, B * HEADS * T * T  # elements of X and of the probabilities
-MODEL = Shape(layers=1, hidden=H, heads=HEADS, sequence=T, vocabulary=29)
+MODEL = ModelSizes(layers=1, hidden=H, heads=HEADS, sequence=T, vocabulary=29)
 
 
 def block_on(mesh, scheme="1d", keep="", recompute="none"):

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
-from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.loss import IGNORE
 from hpc3d.model.random import keep, words
 from hpc3d.tensor.split import Split
@@ -33,7 +33,7 @@ def serial(shape):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gelu", ["tanh", "exact"])
 def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
-    shape = Shape(**SHAPE, tied=tied, gelu=gelu, std=0.3)
+    shape = ModelSizes(**SHAPE, tied=tied, gelu=gelu, std=0.3)
     same_as(torch_reference.loss, shape)
 
 
@@ -100,11 +100,11 @@ class Dropped:
 
 
 def test_dropout_is_where_gpt_2_has_it():
-    same_as(Dropped(0.25).loss, Shape(**SHAPE, std=0.3, dropout=0.25))
+    same_as(Dropped(0.25).loss, ModelSizes(**SHAPE, std=0.3, dropout=0.25))
 
 
 def test_five_adamw_steps_are_those_of_torch():
-    shape = Shape(**SHAPE, std=0.3)
+    shape = ModelSizes(**SHAPE, std=0.3)
     model = serial(shape)
     weights = torch_reference.weights_of(model.parameters)
     decayed = [weights[item.name] for item in model.parameters if item.decay]

@@ -11,7 +11,7 @@ from hpc3d.model.loss import IGNORE
 from hpc3d.model.stage import microbatches
 from hpc3d.pipeline.instruction import parse
 from hpc3d.pipeline.program import STEP, cut, program_of
-from hpc3d.training.microbatch_loader import Feed
+from hpc3d.training.microbatch_loader import MicrobatchLoader
 
 STEPS = 5
 
@@ -122,7 +122,7 @@ def fed(schedule, stages, micros, ranks=1):
 
     def rank(mesh):
         source = batches if mesh.rank == 0 else None
-        feed = Feed(mesh, settled, source, plan.asynchronous, plan.ahead)
+        feed = MicrobatchLoader(mesh, settled, source, plan.asynchronous, plan.ahead)
         return [dict(feed.fetch(number)) for number in range(STEPS)]
 
     return run({"p": ranks}, rank), batches.read

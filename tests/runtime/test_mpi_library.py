@@ -8,11 +8,11 @@ import pytest
 
 from hpc3d.runtime import mpi_library
 from hpc3d.runtime.finding import FAIL, OK, WARN
-from hpc3d.runtime.mpi_library import Mpi
+from hpc3d.runtime.mpi_library import MpiInstall
 from tests.diagnose.planted import only, script, started_by_nobody, verdicts
 from tests.mpi import ROOT
 
-OURS = Mpi("Open MPI", "5.0.11", "/opt/mpi/lib/libmpi.so.40")
+OURS = MpiInstall("Open MPI", "5.0.11", "/opt/mpi/lib/libmpi.so.40")
 HYDRA = "HYDRA build details:\n    Version:      5.0.2\n"
 LISTS = "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions: pmix_v4"
 OLDER = "srun: MPI types are...\nsrun: none\nsrun: pmi2"
@@ -28,8 +28,8 @@ def no_launcher(monkeypatch):
     [
         (OURS._replace(path="/opt/mpi/bin/mpirun"), OK, "belongs to the library"),
         (OURS._replace(version="4.1.4"), WARN, "but the library is 5.0.11"),
-        (Mpi("MPICH", "5.0.2", "/x/mpirun"), FAIL, "each rank would be alone"),
-        (Mpi("of unknown make", None, "/x/mpirun"), WARN, "does not say whose it is"),
+        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "each rank would be alone"),
+        (MpiInstall("of unknown make", None, "/x/mpirun"), WARN, "does not say whose it is"),
         (None, FAIL, "not on PATH"),
     ],
 )
@@ -183,7 +183,9 @@ def test_an_mpi_that_another_mpirun_started_is_not_started(
 ):
     monkeypatch.setenv(variable, "2")
     makers = [
-        maker for maker in ("MPICH", "Open MPI") if mpi_library.foreign(Mpi(maker, "5", None))
+        maker
+        for maker in ("MPICH", "Open MPI")
+        if mpi_library.foreign(MpiInstall(maker, "5", None))
     ]
     assert makers == ([foreign_to] if foreign_to else [])
 

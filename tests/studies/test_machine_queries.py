@@ -5,11 +5,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from hpc3d.model.gpt2 import Shape
+from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.stage import Part
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.studies.machine_queries import work_of
-from hpc3d.studies.vtrain import PARTS, Calibration, one_f_one_b
+from hpc3d.studies.vtrain import PARTS, ProfileFactors, one_f_one_b
 from hpc3d.tensor.split import SCHEMES
 from hpc3d.trace.schema import CATEGORY, PHASE
 from hpc3d.training.trainer import shape_of
@@ -35,7 +35,7 @@ def test_a_block_asks_for_the_products_and_calls_of_megatron(t):
     """24 b s h^2 + 4 b s^2 h forward (arXiv:2205.05198, appendix A), and twice that backward; two
     all-reduces of b s h each way (arXiv:2104.04473, section 3.2)."""
     b, s, h = 3, 64, 128
-    work = work_of(Shape(1, h, 4, s, 256), SCHEMES["1d"], {"p": 1, "x": t}, b, HALF, BLOCK)
+    work = work_of(ModelSizes(1, h, 4, s, 256), SCHEMES["1d"], {"p": 1, "x": t}, b, HALF, BLOCK)
     forward = (24 * b * s * h**2 + 4 * b * s**2 * h) // t
     assert (flop(work.forward), flop(work.backward)) == (forward, 2 * forward)
     received = 2 * b * s * h * HALF.itemsize * (t - 1) // t
@@ -48,7 +48,7 @@ def test_a_block_asks_for_the_products_and_calls_of_megatron(t):
 def test_the_ends_ask_for_the_table():
     """The logits' product and its two gradients, 2 b s h V each; the embedding has none."""
     b, s, h, v = 2, 32, 64, 512
-    how = Shape(1, h, 4, s, v), SCHEMES["1d"], {"p": 1}, b, HALF
+    how = ModelSizes(1, h, 4, s, v), SCHEMES["1d"], {"p": 1}, b, HALF
     head, embedding = (work_of(*how, PARTS[name]) for name in ("head", "embedding"))
     assert (flop(head.forward), flop(head.backward)) == (2 * b * s * h * v, 4 * b * s * h * v)
     assert flop(embedding.forward) == flop(embedding.backward) == 0
@@ -72,7 +72,7 @@ def config_with(p, micros):
 
 
 def by_tally(p, micros):
-    config, calibration = config_with(p, micros), Calibration(MACHINE, 1.0, {})
+    config, calibration = config_with(p, micros), ProfileFactors(MACHINE, 1.0, {})
     model = shape_of(config.model, config.model.vocabulary)
     how = model, config.split(), {"p": 1}, 2, np.dtype(np.float32)
     seconds = {}

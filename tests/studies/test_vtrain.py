@@ -13,8 +13,8 @@ from hpc3d.studies.vtrain import (
     EVERY,
     MEASURED,
     ROW,
-    Calibration,
     Profile,
+    ProfileFactors,
     Steps,
     calibrate,
     read,
@@ -89,7 +89,7 @@ def test_the_rows_are_composed(rows):
 def test_a_known_machine_and_its_profiles_are_found(rows):
     """From steps that it was given; a profile that no row tells about has the factor 1."""
     few = rows[::EVERY].copy()
-    truth = Calibration(*with_values(load(MACHINE), (30e-6, 7e11, 2.5)), {})
+    truth = ProfileFactors(*with_values(load(MACHINE), (30e-6, 7e11, 2.5)), {})
     steps = Steps(few)
     few["ms"] = steps.seconds(truth) * 1e3
     alone = calibrate(few, load(MACHINE), profiles=False)
@@ -118,7 +118,7 @@ def test_a_step_is_its_passes_messages_sum_and_update():
     """On two nodes of 8: replicas of 8 tensor ranks one on each, two stages one on each."""
     machine = replace(FIXED, gemm={"float16": Rates(1e12, (1.0,), (1e12,))})
     rows = [(16, 4, 1, 128, 8, 4, 64, 8, 2, 1, 1.0), (16, 4, 1, 128, 8, 4, 64, 2, 4, 2, 1.0)]
-    calibration = Calibration(machine, 1.0, {Profile(128, 8, 64, 8, 1): 3.0})
+    calibration = ProfileFactors(machine, 1.0, {Profile(128, 8, 64, 8, 1): 3.0})
     found = Steps(np.array(rows, ROW)).seconds(calibration)
     for t, d, micros, blocks, factor, step in (
         (8, 2, 2, 4, 3, found[0]),

@@ -6,7 +6,7 @@ import pytest
 from hpc3d.analyze.metrics.breakdown import rank_rows
 from hpc3d.analyze.metrics.columns import own_time
 from hpc3d.analyze.metrics.critical_path import critical_path
-from hpc3d.analyze.metrics.pipeline_step import Passes
+from hpc3d.analyze.metrics.pipeline_step import StepPasses
 from hpc3d.analyze.metrics.step import between_rows, time_rows
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.trace.checks_per_rank import inside
@@ -73,7 +73,7 @@ def test_the_critical_path_keeps_to_what_is_computed(trace):
 
 
 def test_a_pass_ends_with_what_is_computed(trace):
-    (only,) = Passes(trace).measured(0)[0]
+    (only,) = StepPasses(trace).measured(0)[0]
     assert only[:2] == pytest.approx((0, 9e-3))
 
 

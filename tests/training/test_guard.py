@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpc3d.comm.abft.checker import Ledger
+from hpc3d.comm.abft.checker import AbftChecker
 from hpc3d.comm.communicator import Communicator
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import GuardConfig
@@ -17,10 +17,10 @@ from hpc3d.training.guard import (
     SHOWN,
     Corrupt,
     Find,
+    GuardError,
+    LossSpikes,
     NotFinite,
-    Replicas,
-    Spikes,
-    Wrong,
+    ReplicaCheck,
     guarded,
     hash_of,
     lines,
@@ -87,7 +87,7 @@ class Hurt(Communicator):
         return flip(block, 8 * block.itemsize - 2 if self.bit else 8 * block.itemsize - 9, 5)
 
 
-class Slip(Ledger):
+class Slip(AbftChecker):
     """A ledger below which a product goes wrong: number `countdown` from when it is set."""
 
     countdown = -1
@@ -112,9 +112,9 @@ def trained(line, hurt_rank=None, fault=None, guards=True):
             if hit:
                 comms = {axis: Hurt(comm, mesh.size("x")) for axis, comm in mesh.comms.items()}
                 mesh.comms = comms
-            mesh = mesh.guarded((Slip if hit else Ledger)(mesh.rank))
+            mesh = mesh.guarded((Slip if hit else AbftChecker)(mesh.rank))
         trainer, seen = trainer_of(mesh, config), []
-        replicas = Replicas(trainer, int(guards))
+        replicas = ReplicaCheck(trainer, int(guards))
         try:
             for number in range(STEPS):
                 if hit:
@@ -122,7 +122,7 @@ def trained(line, hurt_rank=None, fault=None, guards=True):
                 step = trainer.step(number)
                 seen.append((step.loss, step.grad_norm))
                 replicas.after(number)
-        except Wrong as wrong:
+        except GuardError as wrong:
             return wrong
         return seen, [item.value.copy() for item in trainer.parameters]
 
@@ -289,7 +289,7 @@ def test_a_hash_tells_the_places_of_numbers():
 def test_replicas_are_compared_after_every_so_many_steps():
     def rank(mesh):
         trainer = trainer_of(mesh, settled("x=2 scheme=1d"))
-        replicas = Replicas(trainer, 3)
+        replicas = ReplicaCheck(trainer, 3)
         item = next(item for item in trainer.parameters if item.name.endswith("gamma"))
         item.value[0] = mesh.rank
         stops = []
@@ -336,7 +336,7 @@ def test_few_lines_are_shown_and_those_near_the_cause_first():
 
 
 def test_a_spike_is_a_loss_far_above_those_before():
-    spikes = Spikes(6.0)
+    spikes = LossSpikes(6.0)
     quiet = [3.2 + 0.1 * (-1) ** number for number in range(10)]
     assert [spikes.see(loss) for loss in [9.0, *quiet]] == [None] * 11
     assert spikes.see(3.3) is None
@@ -359,7 +359,7 @@ def test_a_spike_is_a_loss_far_above_those_before():
     ],
 )
 def test_where_a_spike_begins(before, loss, spike):
-    spikes = Spikes(6.0)
+    spikes = LossSpikes(6.0)
     for each in before:
         spikes.see(each)
     assert bool(spikes.see(loss)) is spike
@@ -367,6 +367,6 @@ def test_where_a_spike_begins(before, loss, spike):
 
 @pytest.mark.parametrize(("limit", "before"), [(0.0, 30), (6.0, 9)])
 def test_no_spike_is_seen_when_off_or_too_early(limit, before):
-    spikes = Spikes(limit)
+    spikes = LossSpikes(limit)
     assert [spikes.see(1.0 + number % 2) for number in range(before)] == [None] * before
     assert spikes.see(1e9) is None

@@ -19,7 +19,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, steps_of
 from hpc3d.comm import nccl, threads
 from hpc3d.config.input_file import CheckpointConfig
 from hpc3d.config.load import to_toml
-from hpc3d.training.guard import Corrupt, NotFinite, Replicas, Wrong
+from hpc3d.training.guard import Corrupt, GuardError, NotFinite, ReplicaCheck
 from tests.checkpoints.lives import Ranks
 from tests.comm.test_checker import flip
 from tests.fakes import fake_device
@@ -155,7 +155,7 @@ def test_what_is_saved_is_what_numpy_saves(tmp_path):
     assert found["nccl"] == found[None]
 
 
-class OnHost(Replicas):
+class OnHost(ReplicaCheck):
     """Replicas whose hashes must have come to the host."""
 
     def gathered(self, comm, hashes):
@@ -179,7 +179,7 @@ def hurt(line, fault, transport="nccl"):
                 if then:
                     then()
                 replicas.after(number)
-        except Wrong as wrong:
+        except GuardError as wrong:
             return wrong
         return None
 

@@ -19,7 +19,7 @@ from hpc3d.analyze.metrics.step import ratio
 HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "none", "name": ""}
 
 
-class Segment(NamedTuple):
+class PathSegment(NamedTuple):
     """A piece of the path: what `rank` does from `start` to `end`, in seconds from the first begin
     of the step on any rank."""
 
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 def critical_path(trace, calls, step):
-    """The Segments of a step, in order, from the first begin to the last end of any rank.
+    """The PathSegments of a step, in order, from the first begin to the last end of any rank.
 
     `calls` are `waits.calls_of(trace)`.  Of events that enclose others only these are seen.
     ValueError if the trace has no events of the step.
@@ -50,7 +50,7 @@ def critical_path(trace, calls, step):
     rank, start, end, row = pieces[::-1].T
     times = (rank, (start - first) * 1e-9, (end - first) * 1e-9)
     parts = zip(*(column.tolist() for column in times), _described(trace, row))
-    return [Segment(*part, **what) for *part, what in parts]
+    return [PathSegment(*part, **what) for *part, what in parts]
 
 
 class _Rows:
@@ -140,7 +140,8 @@ def _described(trace, rows):
 
 
 def path_rows(segments, keys):
-    """Seconds and share of a critical path by any fields of its Segments, the largest first."""
+    """Seconds and share of a critical path by any fields of its PathSegments, the largest
+    first."""
     seconds, whole = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hpc3d.analyze.metrics.pipeline_step import configuration
 
 
-class Layout(NamedTuple):
+class RunLayout(NamedTuple):
     """The layout of a run: its `kind`, such as "3d, 1f1b", or "" on one rank; the `family` of its
     tensor parallelism (1d, 2d, 2.5d or 3d: the loops that are cut), None without any; and the
     `sizes` of the mesh axes."""
@@ -26,14 +26,14 @@ class Layout(NamedTuple):
 
 
 def layout_of(trace):
-    """The Layout of a run; without a configuration its kind is the run's id."""
+    """The RunLayout of a run; without a configuration its kind is the run's id."""
     sizes = dict(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     config = configuration(trace)
     if config is None:
-        return Layout(trace.attrs["run_id"], None, sizes)
+        return RunLayout(trace.attrs["run_id"], None, sizes)
     wide = {axis for axis, size in sizes.items() if size > 1}
     cut = [letter for letter, axes in _tensor_axes(config).items() if axes & wide]
-    return Layout(_kind(config, cut, wide), _family(config, cut, wide), sizes)
+    return RunLayout(_kind(config, cut, wide), _family(config, cut, wide), sizes)
 
 
 def _tensor_axes(config):

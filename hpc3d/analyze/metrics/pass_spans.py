@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class PassSpan(NamedTuple):
     """What a stage does from `start` to `end` [s]: a kind of `KINDS`, behind the number of its
     chunk unless it is 0, such as F or 1BW, and the text on it."""
 
@@ -15,7 +15,7 @@ class Span(NamedTuple):
 
 def spans(timeline):
     """The rows of a timeline of `hpc3d.pipeline.timeline` as those of a panel."""
-    return [[Span(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
+    return [[PassSpan(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
 
 
 def _kind(instruction):

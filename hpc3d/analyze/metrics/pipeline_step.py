@@ -38,7 +38,7 @@ def observe(trace, step):
     config = configuration(trace)
     if not config or config.mesh.p * config.parallel.microbatches == 1:
         return [], []
-    passes = Passes(trace)
+    passes = StepPasses(trace)
     rows = passes.measured(step)
     if not one_time(trace) or not any(rows):
         return [], []
@@ -95,7 +95,7 @@ def pairs(rows):
 # Measured
 
 
-class Passes:
+class StepPasses:
     """The passes of a run as one rank of each stage made them: the one with the lowest number.
 
     A stage has a rank for each place on the data and tensor axes, `ranks[stage]` of them; they

@@ -36,7 +36,7 @@ EARLY = ("broadcast",)  # may wait when they are called
 
 
 @dataclass(frozen=True)
-class Calls:
+class CallInstances:
     """The calls of a trace, those of one meeting next to each other.
 
     Times are ns on rank 0's clock.  Of each call: its `row` in /events, whether this is where it
@@ -90,8 +90,8 @@ class Calls:
 
 
 def calls_of(trace):
-    """The Calls of an open trace: all rows of category comm that have a number, and those of
-    category copy that are the calls of broadcasts."""
+    """The CallInstances of an open trace: all rows of category comm that have a number, and those
+    of category copy that are the calls of broadcasts."""
     row, meeting = _meetings(trace)
     start, end, posted = _times(trace, row)
     rank = trace.events["rank"][row]
@@ -99,7 +99,7 @@ def calls_of(trace):
     last = np.maximum.reduceat(posted, first)
     latest = _first_where(posted == last[meeting], first)
     source = _reason(trace, row, meeting, first, latest, end <= last[meeting])
-    return Calls(
+    return CallInstances(
         trace=trace,
         row=row,
         ending=trace.events["seq"][row] >= 0,

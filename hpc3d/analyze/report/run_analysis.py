@@ -14,7 +14,7 @@ from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
 from hpc3d.analyze.metrics.loads import notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
-from hpc3d.analyze.metrics.pipeline_step import Passes, configuration, observe, runs_on
+from hpc3d.analyze.metrics.pipeline_step import StepPasses, configuration, observe, runs_on
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.metrics.run_summary import about
 from hpc3d.analyze.metrics.steady import Steady
@@ -43,7 +43,7 @@ DROPPED = "events of {ranks}: trust only the step, loss and memory tables, the o
 
 
 @dataclass(frozen=True)
-class Run:
+class RunAnalysis:
     """A run: what it was, its configuration (TOML), what its trace lacks and where it contradicts
     itself (a line each), and its tables by the names of run_tables.py.  All text of the
     trace is plain.
@@ -92,7 +92,7 @@ def compare(traces, runs):
 
 
 def examine(trace, peak=None, step=None, events=EVENTS):
-    """The Run of an open trace.
+    """The RunAnalysis of an open trace.
 
     `peak` is the FLOP/s of one rank that MFU refers to, `step` the one whose timeline is drawn
     (the one that took the median time) with at most `events` events.  ValueError if no step was
@@ -131,7 +131,7 @@ def examine(trace, peak=None, step=None, events=EVENTS):
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
     drawn_of = step, drawn, panels, plain_in(matrices)
-    return Run(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
+    return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
 def distinct(runs):
@@ -209,7 +209,7 @@ def _bubble(trace, step):
     """The parts of the stages' idle time; an asynchronous schedule has none."""
     if runs_on(configuration(trace)):
         return []
-    return bubble_rows(Passes(trace).measured(step))
+    return bubble_rows(StepPasses(trace).measured(step))
 
 
 def _doubts(calls, tables):

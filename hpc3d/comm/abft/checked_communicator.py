@@ -32,7 +32,7 @@ def place(where):
     return f"step {where.step}, {layer}{where.phase}"
 
 
-class Checked(Communicator):
+class CheckedCommunicator(Communicator):
     """A communicator whose calls are noted in a ledger while it is active.
 
     A row of `rows` is a call: for each member what was given to it, then what came from it.  Of a

@@ -17,11 +17,11 @@ import weakref
 
 import numpy as np
 
-from hpc3d.comm.abft.checked_communicator import Checked, place
+from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, place
 from hpc3d.comm.abft.checksum import Signs, quiet, wrong_row
 
 
-class Ledger:
+class AbftChecker:
     """The notes of a rank, for every `every`-th step; `found` says what is wrong here."""
 
     def __init__(self, rank, every=1):
@@ -31,7 +31,7 @@ class Ledger:
 
     def wrap(self, comm, axis):
         """`comm` with every call noted."""
-        self.comms.append(Checked(comm, self, axis))
+        self.comms.append(CheckedCommunicator(comm, self, axis))
         return self.comms[-1]
 
     def begin(self, number, trace):

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401
-from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.config.load import stored
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.count import Blanks
-from hpc3d.predict.simulation.memory_recorder import Ledger
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.trace.schema import CATEGORY, OP
 from hpc3d.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ class Product(NamedTuple):
         return 2.0 * self.m * self.n * self.k * self.batch
 
 
-class Kernel(NamedTuple):
+class TimedKernel(NamedTuple):
     name: str
     bytes: int
 
@@ -57,7 +57,7 @@ class Call(NamedTuple):
     members: int
 
 
-class Work(NamedTuple):
+class TimedWork(NamedTuple):
     """What a rank does between the ends of two rows: `told` are Products and Kernels, `call` is
     the Call of the second row, None if that is no call."""
 
@@ -66,7 +66,7 @@ class Work(NamedTuple):
     seconds: float
 
 
-class Told(Meter):
+class Told(CostMeter):
     """All that the arrays of a rank tell, in order."""
 
     def __init__(self):
@@ -76,7 +76,7 @@ class Told(Meter):
         self.list.append(Product(m, n, k, dtype.name, batch))
 
     def kernel(self, name, nbytes):
-        self.list.append(Kernel(name, nbytes))
+        self.list.append(TimedKernel(name, nbytes))
 
 
 class Script(NamedTuple):
@@ -90,8 +90,8 @@ class Script(NamedTuple):
 def script_of(config, coords, program):
     """The Script of the rank at `coords` (axis -> coordinate)."""
     told = Told()
-    mesh = rank_of(config.mesh.sizes(), coords, ShapePool(told))
-    ledger = Ledger(mesh.rank, lambda: len(told.list))
+    mesh = rank_of(config.mesh.sizes(), coords, AbstractPool(told))
+    ledger = MemoryRecorder(mesh.rank, lambda: len(told.list))
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)
     trainer.step(0)
@@ -104,8 +104,8 @@ def script_of(config, coords, program):
 
 
 def works(trace, skip=2):
-    """The Work of every rank of an open trace in a step, a list: medians over its steps, without
-    the first `skip` of them.
+    """The TimedWork of every rank of an open trace in a step, a list: medians over its steps,
+    without the first `skip` of them.
 
     ValueError for a trace of another clock than the processor's (on the wall a rank also waits,
     and where ranks share a processor the work of one is in the times of the other), or one that
@@ -126,11 +126,11 @@ def works(trace, skip=2):
 
 
 def parts(told, call, before, inside):
-    """The Work before a row and in it; what Python does before a call is part of this call,
+    """The TimedWork before a row and in it; what Python does before a call is part of this call,
     unless there is something else that it may be."""
     if call is None or not told:
-        return [Work(told, call, before + inside)]
-    return [Work(told, None, before), Work((), call, inside)]
+        return [TimedWork(told, call, before + inside)]
+    return [TimedWork(told, None, before), TimedWork((), call, inside)]
 
 
 def configuration(trace):

@@ -16,8 +16,8 @@ from statistics import median
 
 import numpy as np
 
-from hpc3d.predict.calibration.align_trace import Kernel, Product
-from hpc3d.predict.machine.machine import Link, Machine, Measured, Rates
+from hpc3d.predict.calibration.align_trace import Product, TimedKernel
+from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
 from hpc3d.predict.simulation.simulator import simulate
 
 LEAST_S = 1e-7  # no call is faster
@@ -93,7 +93,7 @@ def kernels_of(works, rates):
 
 
 def kernels_in(work):
-    return [each for each in work.told if isinstance(each, Kernel)]
+    return [each for each in work.told if isinstance(each, TimedKernel)]
 
 
 def in_products(work, rates):
@@ -114,14 +114,14 @@ def positive(matrix, values):
 
 
 def tables_of(works, bandwidth):
-    """A Measured for every operation and number of members."""
+    """A CallTable for every operation and number of members."""
     found = defaultdict(list)
     for work in works:
         if work.call and work.call.bytes:
             point = work.call.bytes, max(LEAST_S, work.seconds)
             found[work.call.op, work.call.members].append(point)
     return tuple(
-        Measured(op, members, 0, "at once", *table(knots(points), bandwidth))
+        CallTable(op, members, 0, "at once", *table(knots(points), bandwidth))
         for (op, members), points in sorted(found.items())
     )
 

@@ -78,7 +78,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CallTable:
     """A table of measured calls: `seconds` that an `op` takes whose trace says `bytes`.
 
     The group has `members`, `stride` ranks apart (0: any number of them, on one node); `groups`
@@ -177,7 +177,7 @@ class Machine:
     gemm: dict[str, Rates]
     links: tuple[Link, ...]
     kernels: dict[str, float] = field(default_factory=dict)
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[CallTable, ...] = ()
     wake_s: float = 0.0
     widest_head: int = 128
 

@@ -8,10 +8,10 @@ from math import inf
 
 from hpc3d.plain import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
-from hpc3d.predict.machine.machine import ITEMSIZE, Link, Machine, Measured, Rates
+from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
 
 LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
-PARTS = {"gemm": Rates, "links": Link, "measured": Measured}
+PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def validate(tree):

@@ -19,8 +19,16 @@ from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.makespan import makespan
-from hpc3d.predict.planning.pass_costs import NOTHING, Passes, Sample
-from hpc3d.predict.planning.peak import SPLIT, Work, buckets, contents, moving, together, work_of
+from hpc3d.predict.planning.pass_costs import NOTHING, PassSeconds, Sample
+from hpc3d.predict.planning.peak import (
+    SPLIT,
+    StageWork,
+    buckets,
+    contents,
+    moving,
+    together,
+    work_of,
+)
 from hpc3d.predict.simulation.simulator import crowd_of
 
 TOKEN = 4  # bytes
@@ -53,12 +61,12 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """The Passes of the parts of a model, and the bytes of a block between them."""
+class PartCosts:
+    """The PassSeconds of the parts of a model, and the bytes of a block between them."""
 
-    layer: Passes
-    first: Passes
-    last: Passes
+    layer: PassSeconds
+    first: PassSeconds
+    last: PassSeconds
     block: int
 
 
@@ -107,7 +115,8 @@ class Estimator:
         return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
     def works(self, config, parts, stages):
-        """The Work of each stage on a microbatch, with what processors do for its messages."""
+        """The StageWork of each stage on a microbatch, with what processors do for its
+        messages."""
         split = config.parallel.schedule in SPLIT
         works = {stage: work_of(parts, stage, split) for stage in set(stages)}
         if not self.machine.cores or len(stages) == 1:
@@ -115,7 +124,7 @@ class Estimator:
         handled, found = self.handled(config, parts.block), []
         for number, stage in enumerate(stages):
             work, messages = works[stage], handled * messages_of(config, number)
-            found.append(Work(messages + work.forward, messages + work.backward, work.weight))
+            found.append(StageWork(messages + work.forward, messages + work.backward, work.weight))
         return found
 
     def once(self, name, make, config, *others):
@@ -145,7 +154,7 @@ class Estimator:
         return self.once("sample", make, config, *how, data_place(config))
 
     def parts(self, config):
-        """The Measured costs of a microbatch."""
+        """The PartCosts costs of a microbatch."""
         parallel, mesh = config.parallel, config.mesh
         sequences, halves = config.train.batch // parallel.microbatches, parallel.schedule in SPLIT
 
@@ -162,7 +171,7 @@ class Estimator:
             rows, columns = sample.stages[LAYER].block_of(sequences)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.passes(LAYER, sequences, halves)
-            return Measured(layer, *self.once("ends", ends, config, *how), block)
+            return PartCosts(layer, *self.once("ends", ends, config, *how), block)
 
         deep = (zero, data_place(config)) if zero else ()
         how = sequences // mesh.d, keep, halves, deep
@@ -292,7 +301,8 @@ def stretched(done, share):
 
 
 def totals_of(works, micros):
-    """The Pass of each stage on so many microbatches; stages of the same content share a Work."""
+    """The Pass of each stage on so many microbatches; stages of the same content share a
+    StageWork."""
     known = {id(work): work for work in works}
     known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
     return [known[id(work)] for work in works]

@@ -40,7 +40,7 @@ SHORT = 2  # places with the same p and d that are looked at in any case
 LEAST = 0.7  # of what one layout computes or moves, another may do without
 
 
-class Place(NamedTuple):
+class Candidate(NamedTuple):
     """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
     axis, `work` those of them that a processor takes for them."""
 
@@ -142,7 +142,7 @@ class Bounds:
         return self.machine.call("all_gather", 1e6, (0, stride))
 
     def place(self, config):
-        """The Place of a layout, the heaviest axes innermost if they gain by that."""
+        """The Candidate of a layout, the heaviest axes innermost if they gain by that."""
         volume = volumes(config)
         place = self.moves(config, volume)
         if self.placed and volume:
@@ -174,7 +174,7 @@ class Bounds:
         return self.fixed + max(alone, self.crowd * busy if self.crowd > 1 else 0.0)
 
     def moves(self, config, volume):
-        """The Place of a layout, with two calls a product, four a layer."""
+        """The Candidate of a layout, with two calls a product, four a layer."""
         sizes = config.mesh.sizes()
         calls = 8 * config.model.layers / config.mesh.p
         if config.parallel.scheme == "2d-summa":
@@ -188,7 +188,7 @@ class Bounds:
             members = members[:2] if axis == "p" else members
             each = legs(self.machine, op, count * itemsize / times, members)
             found[axis], work = times * sum(each), work + times * each.work
-        return Place(config, found, work)
+        return Candidate(config, found, work)
 
 
 def seconds(sample, sequences):

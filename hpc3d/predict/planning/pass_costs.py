@@ -19,7 +19,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import LAYER, Micro, build
 from hpc3d.pipeline.engine import Later
 from hpc3d.predict.simulation.abstract_gpu import pool_of
-from hpc3d.predict.simulation.simulated_clock import Carried, Clock, representative
+from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import Carrier
 from hpc3d.training.optimizer import OPTIMIZERS
 from hpc3d.training.trainer import shape_of
@@ -72,7 +72,7 @@ NONE = Counter()
 NOTHING = Pass(0.0, NONE, 0, 0, 0.0, NONE)
 
 
-class Passes(NamedTuple):
+class PassSeconds(NamedTuple):
     """Of a part of the model: forward, the whole backward pass, and its two halves."""
 
     forward: Pass
@@ -81,10 +81,10 @@ class Passes(NamedTuple):
     weight: Pass
 
     def __add__(self, other):
-        return Passes(*(one + two for one, two in zip(self, other)))
+        return PassSeconds(*(one + two for one, two in zip(self, other)))
 
     def __mul__(self, times):
-        return Passes(*(each * times for each in self))
+        return PassSeconds(*(each * times for each in self))
 
 
 class Waits(Clock):
@@ -132,14 +132,14 @@ class Waits(Clock):
         return Pending(finish)
 
 
-class CarriedWaits(Waits, Carried):
+class CarriedWaits(Waits, HostDrivenClock):
     """The same where no device moves blocks: what the rank does for a call is a part of it."""
 
     def post(self, op, nbytes, members, queue):
         self.latest, begin = members, self.now
         calls, nbytes = self.cut(nbytes)
         for _ in range(calls):
-            end = Carried.post(self, op, nbytes, members, queue)
+            end = HostDrivenClock.post(self, op, nbytes, members, queue)
         self.waited[members] += self.now - begin
         return end
 
@@ -189,19 +189,20 @@ class Sample:
         return parameters, optimizer
 
     def passes(self, part, sequences, halves):
-        """The Passes of a part on a microbatch of so many sequences; its halves if asked for."""
+        """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
+        for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
         zeros = np.broadcast_to(zeros, (sequences, self.shape.sequence))
         micro = Micro(0, 0, zeros, zeros, 1.0, Carrier(self.pool))
         forward, saved = self.forward(stage, micro, part)
         whole = self.backward(stage, micro, part, saved, at_once)
         if not halves:
-            return Passes(forward, whole, NOTHING, NOTHING)
+            return PassSeconds(forward, whole, NOTHING, NOTHING)
         _, saved = self.forward(stage, micro, part)
         later = Later(self.mesh.trace)
         backward = self.backward(stage, micro, part, saved, later)
         _, weight = self.measured(later.run)
-        return Passes(forward, whole, backward, weight)
+        return PassSeconds(forward, whole, backward, weight)
 
     def forward(self, stage, micro, part):
         """The Pass, and what backward needs."""
@@ -246,7 +247,8 @@ class Sample:
         return seconds
 
     def update(self, times):
-        """The Passes of the sums of gradients over ranks, and of the update, of so many layers."""
+        """The PassSeconds of the sums of gradients over ranks, and of the update, of so many
+        layers."""
         (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
         buckets = Buckets(parameters, most)
         self.clock.times, self.clock.most = times, max(1.0, most)

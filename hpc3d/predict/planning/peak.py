@@ -18,7 +18,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # schedules whose backward pass has two halv
 PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """The passes of a part of the model on a microbatch."""
 
     forward: Pass
@@ -63,11 +63,12 @@ def together(chunks):
 
 @cache
 def work_of(parts, content, split):
-    """The Work of a Content on a microbatch, its backward pass in halves where it is `split`."""
+    """The StageWork of a Content on a microbatch, its backward pass in halves where it is
+    `split`."""
     ends = [parts.first] * content.first, [parts.last] * content.last
     order, nothing = [*ends[0], parts.layer * content.layers, *ends[1]], parts.layer * 0
     forward, back = sum(order, nothing).forward, sum(reversed(order), nothing)
-    return Work(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
+    return StageWork(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
 
 
 def moving(config, parts, chunks, number, gradient, sums, rest):

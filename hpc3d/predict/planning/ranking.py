@@ -24,7 +24,7 @@ SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fast
 NEW, KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
 
 
-class Row(NamedTuple):
+class RankedLayout(NamedTuple):
     """A layout with its step: `bubble` and `communication` are shares of it, `waits` seconds by
     axis, `kinds` the bytes of the fullest rank, on `stage`.  Not `simulated`: estimated."""
 
@@ -50,7 +50,7 @@ class Loser(NamedTuple):
 
     reason: str
     count: int
-    nearest: Row
+    nearest: RankedLayout
 
 
 def is_cube(mesh):
@@ -58,9 +58,9 @@ def is_cube(mesh):
 
 
 def estimated(estimate):
-    """The Row of an estimate."""
+    """The RankedLayout of an estimate."""
     seconds, waits = estimate.seconds, estimate.waits
-    return Row(
+    return RankedLayout(
         estimate.config,
         seconds,
         estimate.bubble / seconds,
@@ -74,13 +74,13 @@ def estimated(estimate):
 
 
 def simulated(config, vocabulary, machine):
-    """The Row of a simulation; the waits are those of the stage that idles least."""
+    """The RankedLayout of a simulation; the waits are those of the stage that idles least."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
     kinds = {name: size for name, size in worst.items() if name not in ("stage", "all", "tables")}
-    return Row(
+    return RankedLayout(
         config,
         seconds,
         found["bubble"],
@@ -144,7 +144,7 @@ class Ranking:
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
 
     def run(self, estimate):
-        """The Row of a layout by simulation."""
+        """The RankedLayout of a layout by simulation."""
         config = estimate.config
         self.left -= effort(config)
         row = simulated(config, self.search.estimator.vocabulary, self.machine)
@@ -154,14 +154,14 @@ class Ranking:
         return row
 
     def corrected(self, estimate):
-        """The Row of an estimate, as wrong as others were."""
+        """The RankedLayout of an estimate, as wrong as others were."""
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
         return estimated(estimate)._replace(seconds=seconds)
 
     def row(self, each):
-        """The Row of a place: the fastest of its layouts that were simulated and fit, or that of
-        an estimate; None if none fits."""
+        """The RankedLayout of a place: the fastest of its layouts that were simulated and fit, or
+        that of an estimate; None if none fits."""
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
         new = (one for one in each.offers if one.config not in self.known)
@@ -170,7 +170,7 @@ class Ranking:
         return quickest or next(map(self.corrected, likely), None)
 
     def looked_at(self, each):
-        """The Row of a place, by simulation while there is effort left."""
+        """The RankedLayout of a place, by simulation while there is effort left."""
         row = self.row(each)
         while row and not row.simulated and effort(row.config) <= self.left:
             self.run(self.offer(row.config))
@@ -205,8 +205,8 @@ class Ranking:
                 yield place
 
     def named(self, mesh=None):
-        """Name -> the Row of the best layout of that name, with the p and d of a mesh if one is
-        given; or None."""
+        """Name -> the RankedLayout of the best layout of that name, with the p and d of a mesh if
+        one is given; or None."""
         return {name: self.called(is_it, mesh) for name, is_it in NAMED.items()}
 
     def called(self, is_it, mesh):

@@ -19,11 +19,11 @@ REACH = 1.4  # times the fastest place: what others may gain by being looked int
 COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
 
 
-class Timed(NamedTuple):
+class TimedCandidate(NamedTuple):
     """What a place gives: of what may fit the memory the `offers`, fastest first; else what comes
     closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
 
-    place: layouts.Place
+    place: layouts.Candidate
     offers: list
     fits: bool
     sure: float
@@ -158,14 +158,14 @@ class Search:
         return ways * len(savers(config.mesh)) * zeros * orders
 
     def timed(self, place):
-        """The Timed of a place, as far as it takes to compare it with others."""
+        """The TimedCandidate of a place, as far as it takes to compare it with others."""
         return self.offered(place, self.candidates.promising(place.config))
 
     def offered(self, place, found):
-        """The Timed of a place with these estimates."""
+        """The TimedCandidate of a place with these estimates."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:
-            return Timed(place, [min(found, key=lambda each: each.peak)], False, inf)
+            return TimedCandidate(place, [min(found, key=lambda each: each.peak)], False, inf)
         offers = sorted(near.values(), key=seconds_of)
         sure = (each.seconds for each in offers if self.candidates.fits(each, SURE))
-        return Timed(place, offers, True, next(sure, inf))
+        return TimedCandidate(place, offers, True, next(sure, inf))

@@ -12,20 +12,20 @@ from math import prod
 import numpy as np
 
 import hpc3d.training.shapes  # noqa: F401  what is the same on hosts
-from hpc3d.arrays.abstract import Shape, ShapePool, of_shapes
+from hpc3d.arrays.abstract import AbstractArray, AbstractPool, of_shapes
 from hpc3d.arrays.pool import value_of
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cudnn_attention import Case, takes
 from hpc3d.training.device import UPDATES, WORKSPACE, Updates
 
 
-class DeviceShape(Shape):
+class DeviceShape(AbstractArray):
     """An array of a device, without data."""
 
     __slots__ = ()
 
 
-class DeviceShapes(ShapePool):
+class DeviceShapes(AbstractPool):
     """Arrays of a device that count as a `cuda.DevicePool` does."""
 
     kind, fused = DeviceShape, True
@@ -43,7 +43,7 @@ class Planned(Updates):
 
     def __init__(self, pool):
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
-        super().__init__(self.told, self.multiplied, Attention(pool), empty, pool.bring)
+        super().__init__(self.told, self.multiplied, AbstractAttention(pool), empty, pool.bring)
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def told(self, name, rows, columns, /, **given):
@@ -64,7 +64,7 @@ class Planned(Updates):
         return True
 
 
-class Attention:
+class AbstractAttention:
     """What model.flash.Flash does: of causal attention half of every product, with no scores in
     memory; five products backward, one of which is made again."""
 
@@ -109,4 +109,4 @@ def unrecorded(config):
 
 def pool_of(config, meter=None):
     """The arrays without data of a run's ranks."""
-    return (DeviceShapes if config.train.backend == "cupy" else ShapePool)(meter)
+    return (DeviceShapes if config.train.backend == "cupy" else AbstractPool)(meter)

@@ -12,25 +12,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.abstract import Shape
+from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.comm import threads
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
-from hpc3d.training.microbatch_loader import Feed
+from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 
 CAPACITY = 1 << 18
 COMM = CATEGORY.index("comm")
 
 
-class Blanks(Feed):
+class Blanks(MicrobatchLoader):
     """Batches of zeros: which tokens they are changes nothing here."""
 
     def batch(self, step):
-        pair = Shape((2, *self.shape), np.int32, self.mesh.pool)
+        pair = AbstractArray((2, *self.shape), np.int32, self.mesh.pool)
         self.mesh.world.broadcast(pair, 0).wait()
         zeros = np.broadcast_to(np.int32(0), self.shape)
         return zeros, zeros

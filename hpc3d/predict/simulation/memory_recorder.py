@@ -8,7 +8,7 @@ from hpc3d.trace.schema import EVENTS, record_type
 ROWS = record_type(EVENTS)
 
 
-class Ledger(Recorder):
+class MemoryRecorder(Recorder):
     """A recorder of rank `rank` that reads `clock` [ns] and never writes a file."""
 
     def __init__(self, rank, clock):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.abstract import Shape
+from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.model.layers import at_once
 from hpc3d.pipeline.engine import Later
 
@@ -119,7 +119,7 @@ class Kept:
         self.arrays = arrays
 
 
-class Replay:
+class ReplayedStage:
     """A stage whose passes are played, but for those of the microbatches in `run`."""
 
     def __init__(self, stage, studio, chunk, run):
@@ -195,16 +195,16 @@ GIVEN = object()  # the result of a pass of a stage without layers: what came in
 
 def sketch(array, given):
     """What it takes to make the like of an array, without its memory; other things as they are."""
-    if not isinstance(array, Shape):
+    if not isinstance(array, AbstractArray):
         return array
-    if isinstance(given, Shape) and given.lease is array.lease:
+    if isinstance(given, AbstractArray) and given.lease is array.lease:
         return GIVEN
     return Sketch(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
 
 
 def leases(saved):
     """The memory that nested tuples, lists and arrays of them hold."""
-    if isinstance(saved, Shape):
+    if isinstance(saved, AbstractArray):
         return {saved.lease} - {None}
     if isinstance(saved, (tuple, list)):
         return set().union(*map(leases, saved))

@@ -9,8 +9,8 @@ from collections import Counter
 
 import numpy as np
 
-from hpc3d.arrays.abstract import Meter
-from hpc3d.comm.abstract_communicator import Counted, line
+from hpc3d.arrays.abstract import CostMeter
+from hpc3d.comm.abstract_communicator import AbstractCommunicator, line
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.predict.machine.between_hosts import legs
@@ -18,7 +18,7 @@ from hpc3d.predict.machine.between_hosts import legs
 CARD = "card"  # whose end is among those of the queues
 
 
-class Clock(Meter):
+class Clock(CostMeter):
     """Whole nanoseconds from the start of a run, as a trace has them.
 
     `busy` is the part of them in which the rank computes, and `ends` is when the last collective
@@ -77,7 +77,7 @@ class Clock(Meter):
         return Pending(finish)
 
 
-class Carried(Clock):
+class HostDrivenClock(Clock):
     """Where no device moves blocks: the rank's processor does so when it makes the call.
 
     What goes to other hosts the card carries then, one call after the other, whatever the rank
@@ -137,14 +137,14 @@ class Carried(Clock):
 
 def clock_of(machine, share=1.0):
     """The Clock of a machine: Carried where its ranks have no devices."""
-    return (Carried if machine.cores else Clock)(machine, share)
+    return (HostDrivenClock if machine.cores else Clock)(machine, share)
 
 
 def nanoseconds(seconds):
     return round(seconds * 1e9)
 
 
-class Timed(Counted):
+class PipelineTimed(AbstractCommunicator):
     """A communicator whose calls take the machine's time, in a `queue` of hpc3d.comm.mesh; all
     members call at the same time."""
 
@@ -178,7 +178,7 @@ class Timed(Counted):
         return self.timed("all_to_all", nbytes, super().exchange(block))
 
 
-class Linked(Timed):
+class Linked(PipelineTimed):
     """A communicator with members on several stages, of which `stages` (member -> stage) are run.
 
     `peers` is the communicator of the stages, on threads: it carries times.  A message leaves when
@@ -223,7 +223,8 @@ def representative(sizes, pool, peers):
     coords = dict.fromkeys(sizes, 0) | {"p": peers.rank}
     members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
     comms = {
-        axis: Timed(0, sizes[axis], ranks, pool, queue_of(axis)) for axis, ranks in members.items()
+        axis: PipelineTimed(0, sizes[axis], ranks, pool, queue_of(axis))
+        for axis, ranks in members.items()
     }
     column = line(sizes, coords, "p")
     if peers.size > 1:

@@ -20,8 +20,8 @@ from hpc3d.config.rules import refuse, settle, unknown_values
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.count import Blanks
-from hpc3d.predict.simulation.memory_recorder import Ledger
-from hpc3d.predict.simulation.replay import Replay, Studio, to_run
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.predict.simulation.replay import ReplayedStage, Studio, to_run
 from hpc3d.predict.simulation.simulated_clock import clock_of, representative
 from hpc3d.training.trainer import Trainer
 
@@ -104,7 +104,7 @@ def run(peers, config, vocabulary, program, clock):
     """The StageRun of the stage whose number is that of this member of `peers`."""
     sizes = config.mesh.sizes()
     bare = representative(sizes, pool_of(config, clock), peers)
-    ledger = Ledger(bare.rank, lambda: clock.now)
+    ledger = MemoryRecorder(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
     trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
     logits = bytes_of_logits(trainer)
@@ -146,7 +146,7 @@ def play(trainer, mesh, ledger, clock, program):
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
     chosen = to_run(program.stages[mesh.coord("p")], sizes)
     trainer.engine.stages = [
-        Replay(stage, studio, chunk, chosen[chunk])
+        ReplayedStage(stage, studio, chunk, chosen[chunk])
         for chunk, stage in enumerate(trainer.engine.stages)
     ]
 

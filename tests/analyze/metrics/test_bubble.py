@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d.analyze.metrics.bubble import bubble_rows
-from hpc3d.analyze.metrics.pipeline_step import Passes
+from hpc3d.analyze.metrics.pipeline_step import StepPasses
 from hpc3d.pipeline.instruction import parse
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
@@ -81,7 +81,7 @@ def test_a_run_on_threads(tmp_path):
         return NAP if name == "gelu" and recorder.layer == 7 else 0
 
     sizes = {"mesh__p": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
-    rows = Passes(trained(tmp_path / "run", 2, nap, **sizes)).measured(1)
+    rows = StepPasses(trained(tmp_path / "run", 2, nap, **sizes)).measured(1)
     first, second = parts(rows)
     assert sum(first) > 6 * NAP > sum(second)
     assert first[0] > 0.5 * NAP and first[1] > 0.5 * NAP and first[2] > 3 * NAP

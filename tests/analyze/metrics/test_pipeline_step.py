@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from hpc3d.analyze.metrics.pipeline_step import (
-    Passes,
+    StepPasses,
     configuration,
     idle_shares,
     observe,
@@ -46,7 +46,7 @@ def run(request, tmp_path_factory):
         parallel__chunks=chunks,
     )
     with opened(folder) as recorded:
-        return Passes(recorded), *streams(name, stages, micros, chunks), along_x
+        return StepPasses(recorded), *streams(name, stages, micros, chunks), along_x
 
 
 def test_a_stage_is_seen_to_run_its_stream(run):
@@ -87,7 +87,7 @@ def test_an_asynchronous_schedule_runs_on_from_step_to_step(tmp_path, stages, mi
     folder = trained(tmp_path / "run", stages, parallel__schedule="pipedream-2bw", **sizes)
     given, _ = streams("pipedream-2bw", stages, micros, steps=STEPS)
     with opened(folder) as recorded:
-        passes, config = Passes(recorded), configuration(recorded)
+        passes, config = StepPasses(recorded), configuration(recorded)
     steps = [passes.measured(step) for step in range(STEPS)]
     for stage, stream in enumerate(given):
         seen = [what for rows in steps for *_, what in rows[stage]]

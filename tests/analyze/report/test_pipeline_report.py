@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d import report
-from hpc3d.analyze.metrics.pipeline_step import Passes, configuration, observe, simulated
+from hpc3d.analyze.metrics.pipeline_step import StepPasses, configuration, observe, simulated
 from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import median_step
 from hpc3d.analyze.report.gantt import gantt
@@ -72,7 +72,7 @@ def hand(tmp_path):
 
 def test_a_pass_is_all_of_its_events_but_messages(hand):
     with opened(hand) as recorded:
-        passes = Passes(recorded)
+        passes = StepPasses(recorded)
     assert_rows(passes.measured(1), MEASURED)
     assert_rows(passes.measured(0), [[(0, 5, "F0"), (100, 105, "BW0")]] * 2)
     assert passes.in_flight(1) == {0: 2, 1: 1}
@@ -80,7 +80,7 @@ def test_a_pass_is_all_of_its_events_but_messages(hand):
 
 def test_an_ideal_clock_takes_the_mean_of_the_medians(hand):
     with opened(hand) as recorded:
-        config, rows = configuration(recorded), Passes(recorded).measured(1)
+        config, rows = configuration(recorded), StepPasses(recorded).measured(1)
     ideal = simulated(config, 1, rows)
     assert_rows(ideal.rows, IDEAL)
     assert ideal.in_flight == {0: 2, 1: 1}
@@ -133,7 +133,7 @@ def test_the_ranks_of_a_stage_speak_through_the_first(tmp_path):
     late = [{**each, "t_start": each["t_start"] + 9 * MS, "stage": 0} for each in STAGE_0]
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1, 2: late}, mesh__p=3)
     with opened(run) as recorded:
-        passes = Passes(recorded)
+        passes = StepPasses(recorded)
     assert passes.ranks == {0: 2, 1: 1}
     assert_rows(passes.measured(1), MEASURED)
 
@@ -145,7 +145,7 @@ def test_split_backward_passes_cost_their_own(tmp_path):
     }
     run = by_hand(tmp_path / "run", events, parallel__chunks=2, parallel__schedule="zb-v")
     with opened(run) as recorded:
-        config, rows = configuration(recorded), Passes(recorded).measured(1)
+        config, rows = configuration(recorded), StepPasses(recorded).measured(1)
     # a microbatch in a stage is both chunks: 2 + 6, 4 + 8, 1 + 3
     assert simulated(config, 1, rows).cost == pytest.approx((8e-3, 12e-3, 4e-3, 0))
 
@@ -290,7 +290,7 @@ def test_what_is_computed_again_belongs_to_the_backward_pass(tmp_path):
     ]
     path = by_hand(tmp_path / "run", {0: rows, 1: []}, **SIZES | {"parallel__schedule": "zb-h1"})
     with opened(path) as recorded:
-        (row, *_) = Passes(recorded).measured(1)
+        (row, *_) = StepPasses(recorded).measured(1)
     assert [(round(a * 1e3), round(b * 1e3), str(what)) for a, b, what in row] == [
         (0, 4, "F0"),
         (4, 8, "F1"),

@@ -11,7 +11,7 @@ from hpc3d.predict.calibration.align_trace import works
 from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
 from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine.machine import Link, Machine, Rates, dumps, load
-from hpc3d.predict.simulation.simulated_clock import Carried
+from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
 from hpc3d.predict.simulation.simulator import run, simulate
 from hpc3d.predict.simulation.write_trace import write_trace
 from hpc3d.trace.schema import CATEGORY
@@ -36,7 +36,7 @@ RUNS = (
 OTHERS = ("x=2 y=2 hidden=144 batch=8", "p=2 z=2 hidden=144 batch=12 microbatches=3")
 
 
-class Worked(Carried):
+class Worked(HostDrivenClock):
     """The clock of a processor, which stands still while its rank waits.
 
     To look at it takes a nanosecond: no two rows end at one time, as on a real machine.

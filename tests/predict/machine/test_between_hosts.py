@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hpc3d.predict.machine.between_hosts import carried, legs
-from hpc3d.predict.machine.machine import Link, Machine, Measured, Rates, dumps, load
+from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates, dumps, load
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
-from hpc3d.predict.simulation.simulated_clock import Carried
+from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
 from hpc3d.predict.simulation.simulator import Crowd, length, shared, simulate
 from tests.predict.planning.test_search import ROOT, config_of, settled
 
@@ -134,7 +134,7 @@ def test_a_call_takes_its_legs(op):
 
 
 def test_what_was_measured_on_one_host_is_not_for_several():
-    table = Measured("all_gather", 2, 0, "at once", (1e3, 1e6), (1e-5, 1e-3))
+    table = CallTable("all_gather", 2, 0, "at once", (1e3, 1e6), (1e-5, 1e-3))
     machine = replace(hosts(2), measured=(table,))
     assert machine.call("all_gather", 1e6, (0, 1)) == pytest.approx(1e-3)
     across = legs(machine, "all_gather", 1e6, (0, 2))
@@ -161,7 +161,7 @@ def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
     """Three times as long with a third of a core is what it does itself, not what it waits."""
     taken = []
     for share in (1.0, 3.0):
-        clock = Carried(hosts(1), share)
+        clock = HostDrivenClock(hosts(1), share)
         clock.work(1e-3)
         call(clock).wait()
         taken.append((clock.now, clock.busy, clock.wired))
@@ -172,7 +172,7 @@ def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
 
 
 def test_what_a_rank_does_meanwhile_hides_the_wire():
-    clock = Carried(hosts(1))
+    clock = HostDrivenClock(hosts(1))
     pending = call(clock)
     clock.work(5e-3)
     pending.wait()
@@ -182,7 +182,7 @@ def test_what_a_rank_does_meanwhile_hides_the_wire():
 
 def test_calls_of_both_queues_share_the_card():
     """The second waits for the first, whichever queue it is in."""
-    clock, one = Carried(hosts(1)), ALPHA + MB / 2 / WIRE
+    clock, one = HostDrivenClock(hosts(1)), ALPHA + MB / 2 / WIRE
     first, second = call(clock), call(clock, queue="replicas")
     second.wait()
     assert clock.wired == pytest.approx(2 * one * 1e9, rel=0.05)
@@ -192,7 +192,7 @@ def test_calls_of_both_queues_share_the_card():
 
 
 def test_looking_at_a_clock_does_not_change_it():
-    clock = Carried(hosts(1))
+    clock = HostDrivenClock(hosts(1))
     call(clock)
     before = dict(vars(clock)), dict(clock.ends)
     for _ in range(3):

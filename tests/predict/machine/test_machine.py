@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpc3d.config.input_file import TrainConfig
 from hpc3d.predict.machine.collective_costs import ALGORITHMS, doubling, ring
-from hpc3d.predict.machine.machine import ITEMSIZE, Link, Machine, Measured, Rates, dumps, load
+from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates, dumps, load
 
 SHIPPED = sorted((Path(__file__).parents[3] / "inputs" / "machines").glob("*.toml"))
 
@@ -206,7 +206,7 @@ def test_more_bytes_take_no_less_time(op, start, stride, size, one, other):
 
 # Calls that were measured
 
-TABLE = Measured("all_gather", 4, 1, "alone", (1e3, 1e5), (1e-5, 1e-4))
+TABLE = CallTable("all_gather", 4, 1, "alone", (1e3, 1e5), (1e-5, 1e-4))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def machines(draw):
         links=tuple(links),
         kernels=draw(st.dictionaries(st.text(min_size=1), RATE, max_size=3)),
         measured=tuple(
-            Measured(*kind, *draw(curves())) for kind in draw(st.sets(kinds, max_size=3))
+            CallTable(*kind, *draw(curves())) for kind in draw(st.sets(kinds, max_size=3))
         ),
     )
 

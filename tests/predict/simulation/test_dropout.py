@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d import trace
-from hpc3d.arrays.abstract import Meter, ShapePool
+from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.threads import run
 from hpc3d.model.attention import attend, attend_grad
 from hpc3d.model.random import Mask
@@ -76,7 +76,7 @@ def test_peaks_on_real_ranks(tmp_path):
         assert counted and counted == {kind: predicted.peak.get(kind, 0) for kind in counted}
 
 
-class Told(Meter):
+class Told(CostMeter):
     def __init__(self):
         self.kernels = Counter()
 
@@ -88,7 +88,7 @@ class Told(Meter):
 def test_attention_tells_of_its_dropout(dropout):
     """The probabilities are read and written once more, forward and backward."""
     batch, heads, sequence, width = 3, 4, 16, 8
-    pool = ShapePool(Told())
+    pool = AbstractPool(Told())
     qkv = pool.empty((batch * sequence, heads * 3 * width), np.float32)
     columns = heads * sequence**2
     drop = Mask(key_of((1, "p")), 0.1, range(batch), range(columns), columns) if dropout else None

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.predict.simulation.memory_recorder import Ledger
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.replay import Studio
 
 
 def studio():
     """One of a rank without peers, whose clock stands still."""
     mesh = SimpleNamespace(pool=Pool(), comms={})
-    return Studio(mesh, Ledger(0, lambda: 0), SimpleNamespace(now=0, busy=0, wired=0))
+    return Studio(mesh, MemoryRecorder(0, lambda: 0), SimpleNamespace(now=0, busy=0, wired=0))
 
 
 @pytest.mark.parametrize(
