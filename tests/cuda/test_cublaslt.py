@@ -14,7 +14,7 @@ from hpc3d.cuda import cublaslt_library
 from hpc3d.cuda.cublaslt import Lt
 from hpc3d.cuda.cublaslt_library import Library, Unsupported, load
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
-from hpc3d.model.ops import gelu_tanh
+from hpc3d.ops.gelu import gelu_tanh
 from tests.fakes.fake_cublaslt import FakeLt
 from tests.fakes.fake_device import DeviceArray
 

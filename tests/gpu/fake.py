@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from hpc3d.cuda import launch_table
-from hpc3d.model import ops
+from hpc3d.ops.gelu import gelu_tanh
 from tests.gpu.notes import Skip
 
 # Where the tests of the kernels keep them, too.
@@ -134,5 +134,5 @@ def wide(array):
 def gelu(x):
     """The tanh-GELU and its slope."""
     slope, out = x.copy(), np.empty_like(x)
-    ops.gelu_tanh(slope, out)
+    gelu_tanh(slope, out)
     return out, slope

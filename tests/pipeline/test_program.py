@@ -7,8 +7,8 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
-from hpc3d.model.loss import IGNORE
 from hpc3d.model.stage import microbatches
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.pipeline.instruction import parse
 from hpc3d.pipeline.program import STEP, cut, program_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader

@@ -1,5 +1,5 @@
 // Numbers that depend on a key and on an element's global index, not on how it is cut: those
-// of hpc3d/model/random.py.  In a matrix with `width` columns it is row width + column; this
+// of hpc3d/ops/random.py.  In a matrix with `width` columns it is row width + column; this
 // rank's block begins at (first_row, first_column).  A block of threads has a row.
 #include "common.cuh"
 #include "random.cuh"

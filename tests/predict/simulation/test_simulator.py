@@ -9,6 +9,7 @@ import pytest
 from hpc3d import trace
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.metrics.step import time_rows
+from hpc3d.cuda.gpu import WORKSPACE
 from hpc3d.predict.simulation import write_trace as write
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate
@@ -17,7 +18,6 @@ from hpc3d.predict.simulation.write_trace import prediction, write_trace
 from hpc3d.trace.annotations import write_prediction
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.schema import CATEGORY, OP
-from hpc3d.training.device import WORKSPACE
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
 from tests.strided import strided
