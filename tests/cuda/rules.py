@@ -137,7 +137,7 @@ class Launcher:
         given = {key: plain(value) for key, value in given.items()}
         with self.one:
             self.count[name] += 1
-            twice = [given[key] for key in launch_table.UPDATED.get(name, ())]
+            twice = [given[key] for key in launch_table.kernels()[name].updated]
             moved = [value for value in (*given.values(), *twice) if isinstance(value, np.ndarray)]
             self.bytes[name] += sum(value.nbytes for value in moved)
             kernel = launch_table.kernels()[name]

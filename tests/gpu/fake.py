@@ -84,7 +84,7 @@ class Fake:
 
         if emulator.compiler() is None:
             raise Skip("no g++ for the emulator")
-        sources = {source: [] for source in launch_table.SHAPES}
+        sources = {source: [] for source in launch_table.sources()}
         for kernel in launch_table.kernels().values():
             sources[kernel.source] += kernel.instances
         texts = {s: emulator.program(launch_table.text(s), sources[s]) for s in sources}

@@ -48,7 +48,7 @@ class AbstractGpu(Gpu):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def launched(self, name, rows, columns, /, **given):
-        touched = [*given.values(), *(given[key] for key in launch_table.UPDATED.get(name, ()))]
+        touched = [*given.values(), *(given[key] for key in launch_table.kernels()[name].updated)]
         self.pool.meter.kernel(name, sum(array.nbytes for array in of_shapes(touched)))
 
     def multiplied(self, a, b, out, **epilogue):
