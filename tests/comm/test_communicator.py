@@ -21,7 +21,9 @@ def test_self(case):
     case(Self(), "float64")
 
 
-@pytest.mark.parametrize(("transport", "kind"), [("auto", "Node"), ("mpi", "Mpi")])
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("auto", "SharedMemory"), ("mpi", "MpiCommunicator")]
+)
 def test_real_ranks(transport, kind):
     out = checked(4, "-m", "tests.comm.on_mpi", transport, timeout=200)
     assert out.split() == ["1", "Self", "2", kind, "3", kind, "4", kind]
@@ -30,10 +32,39 @@ def test_real_ranks(transport, kind):
 @pytest.mark.parametrize(
     ("hosts", "longs", "kinds"),
     [
-        ("abcde", [1, 1 << 16], {2: "Mpi", 3: "Mpi", 4: "Mpi", 5: "Mpi"}),
-        ("abba", [1], {2: "Mpi", 3: "Mpi", 4: "Hosts"}),
-        ("aababb", [1 << 16], {2: "Node", 3: "Mpi", 4: "Mpi", 5: "Mpi", 6: "Hosts"}),
-        ("abccab", [1], {2: "Mpi", 3: "Mpi", 4: "Mpi", 5: "Mpi", 6: "Hosts"}),
+        (
+            "abcde",
+            [1, 1 << 16],
+            {
+                2: "MpiCommunicator",
+                3: "MpiCommunicator",
+                4: "MpiCommunicator",
+                5: "MpiCommunicator",
+            },
+        ),
+        ("abba", [1], {2: "MpiCommunicator", 3: "MpiCommunicator", 4: "TwoLevel"}),
+        (
+            "aababb",
+            [1 << 16],
+            {
+                2: "SharedMemory",
+                3: "MpiCommunicator",
+                4: "MpiCommunicator",
+                5: "MpiCommunicator",
+                6: "TwoLevel",
+            },
+        ),
+        (
+            "abccab",
+            [1],
+            {
+                2: "MpiCommunicator",
+                3: "MpiCommunicator",
+                4: "MpiCommunicator",
+                5: "MpiCommunicator",
+                6: "TwoLevel",
+            },
+        ),
     ],
 )
 def test_ranks_of_several_hosts(hosts, longs, kinds):

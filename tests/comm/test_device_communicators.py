@@ -68,9 +68,9 @@ def test_real_ranks():
     """The calls as mpi4py takes them, along two axes of a mesh."""
     out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)
     assert out.splitlines() == [
-        "mpi Direct Direct Self",
-        "mpi-messages Passing Passing Self",
-        "staged Staged Staged Self",
+        "mpi CudaAwareMpi CudaAwareMpi Self",
+        "mpi-messages CudaAwareMessages CudaAwareMessages Self",
+        "staged HostStaged HostStaged Self",
         "nccl Nccl Nccl Self",
     ]
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.diagnose import node_checks, storage_checks
-from hpc3d.runtime import launch
-from hpc3d.runtime.finding import FAIL, OK, WARN
+from hpc3d.runtime import environment
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
 from tests.diagnose.planted import only, started_by_nobody, verdicts
 from tests.mpi import ROOT
 
@@ -24,17 +24,17 @@ def no_launcher(monkeypatch):
 
 
 def test_a_finding_is_a_line_and_its_remedy():
-    lines = node_checks.Finding(FAIL, "MPI", "is broken", "repair it\nor not").lines()
+    lines = Finding(FAIL, "MPI", "is broken", "repair it\nor not").lines()
     assert lines == ["FAIL  MPI: is broken", "      -> repair it", "      -> or not"]
-    assert node_checks.Finding(OK, "MPI", "works").lines() == ["ok    MPI: works"]
+    assert Finding(OK, "MPI", "works").lines() == ["ok    MPI: works"]
 
 
 def test_a_check_that_raises_is_a_finding():
     def some_thing():
-        yield node_checks.Finding(OK, "a", "b")
+        yield Finding(OK, "a", "b")
         raise KeyError("c")
 
-    assert verdicts(node_checks.examine(some_thing)) == [(OK, "a"), (WARN, "some thing")]
+    assert verdicts(examine(some_thing)) == [(OK, "a"), (WARN, "some thing")]
 
 
 # -------------------------------------------------------------------------------- packages
@@ -93,7 +93,7 @@ def test_more_threads_than_cores(no_launcher, asked, monkeypatch):
 
 
 def test_ranks_share_the_cores(no_launcher, monkeypatch):
-    monkeypatch.setattr(launch, "cores_of_node", lambda: 8)
+    monkeypatch.setattr(environment, "cores_of_node", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert next(node_checks.threads(4)).verdict == OK
     assert next(node_checks.threads(8)).verdict == WARN
