@@ -46,18 +46,18 @@ def main(argv=None):
 def train(job, words):
     """The whole run on one rank."""
     if {"-h", "--help"} & set(words):
-        job.agree(explain)
+        job.from_root(explain)
         return
     from hpc3d.comm.device_setup import hardware
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
 
     reader = {}
-    config = job.agree(lambda: asked(job, words, reader))
+    config = job.from_root(lambda: asked(job, words, reader))
     ours, homes = hardware(job, config), homes_of(job)
     refuse_unshared(job, homes, lambda: reader["run"] or Path(config.run.out).absolute())
-    plan = job.agree(lambda: prepare(config, reader))
-    program = job.deal(lambda: programs(plan.config, reader["program"]))
+    plan = job.from_root(lambda: prepare(config, reader))
+    program = job.scatter_from_root(lambda: programs(plan.config, reader["program"]))
     from hpc3d.training.guard import GuardError
     from hpc3d.training.stop_request import Stop
 
@@ -99,7 +99,7 @@ def begin(job, plan, program, batches, hardware):
     if hardware.device:
         from hpc3d.cuda.gpu import use
 
-        job.at_end.append(hardware.device.close)
+        job.exit_hooks.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
     mesh = guarded(mesh, config.guard)
     watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)

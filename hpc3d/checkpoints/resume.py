@@ -146,7 +146,7 @@ def newest(job, run, trainer):
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
     what is wrong with those after it.  The job is refused without one."""
     wrong = []
-    for folder in job.agree(lambda: steps_of(run / "checkpoints")):
+    for folder in job.from_root(lambda: steps_of(run / "checkpoints")):
         opened = None
 
         def look(folder=folder):

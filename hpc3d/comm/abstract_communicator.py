@@ -20,7 +20,7 @@ class AbstractCommunicator(Communicator):
     @property
     def of_node(self):
         """Whether its members are ranks of a node, not devices."""
-        return not self.pool.fused
+        return not self.pool.on_device
 
     def buffer(self, shape, dtype):
         block = super().buffer(shape, dtype)

@@ -29,7 +29,7 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
         """The communicator of the ranks of `line`, named by their ranks in the mesh."""
         if line.size == 1:
             return Self(pool, cart.rank)
-        return together(line, members, pool, [nodes[rank] for rank in members])
+        return communicator_of(line, members, pool, [nodes[rank] for rank in members])
 
     lines = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
     lines = {name: (line, ranks(line, cart)) for name, line in lines.items() if line.size > 1}
@@ -45,7 +45,7 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
     return Mesh(dict(sizes), coords, comms, talk(cart, ranks(cart, cart)), pool=blocks)
 
 
-def together(line, members, pool, hosts):
+def communicator_of(line, members, pool, hosts):
     """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:

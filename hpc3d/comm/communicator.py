@@ -101,7 +101,7 @@ class Communicator:
     def all_to_all(self, block):
         return self.call("all_to_all", block.nbytes, None, self._all_to_all, contiguous(block))
 
-    def together(self):
+    def group(self):
         """A context whose messages are posted together, so that no one waits for another."""
         return nullcontext()
 

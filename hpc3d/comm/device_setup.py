@@ -29,7 +29,7 @@ def hardware(job, config):
         return Hardware(None, asked)
     from hpc3d.comm import transport
 
-    found = Hardware(*transport.settled(job, asked, train.dtype))
+    found = Hardware(*transport.choose_transport(job, asked, train.dtype))
     if train.graph and found.transport not in RECORDED:
         job.refuse(
             f"train.graph = true: transport {found.transport} needs the host in every step; use "

@@ -51,7 +51,7 @@ class NullRecorder:
         return False
 
 
-class Trusting:
+class NullGuard:
     """The guard of a mesh whose products and messages nobody checks."""
 
     found = ()
@@ -65,7 +65,7 @@ class Trusting:
     def product(self, a, b, c):
         pass
 
-    def settle(self):
+    def compare(self):
         return 0
 
 
@@ -81,7 +81,7 @@ class Mesh:
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
-        self.trace, self.guard = trace or NullRecorder(), guard or Trusting()
+        self.trace, self.guard = trace or NullRecorder(), guard or NullGuard()
 
     def size(self, axis):
         return self.sizes.get(axis, 1)
@@ -122,7 +122,7 @@ class Mesh:
         comms = self.wrapped(ledger)
         return Mesh(self.sizes, self.coords, *comms, self.trace, ledger, self.pool)
 
-    def wrapped(self, keeper):
-        """The communicators of all axes and that of all ranks, as `keeper` wraps them."""
-        comms = {axis: keeper.wrap(comm, axis) for axis, comm in self.comms.items()}
-        return comms, keeper.wrap(self.world, WORLD) if self.ranks > 1 else self.world
+    def wrapped(self, wrapper):
+        """The communicators of all axes and that of all ranks, as `wrapper` wraps them."""
+        comms = {axis: wrapper.wrap(comm, axis) for axis, comm in self.comms.items()}
+        return comms, wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world

@@ -103,7 +103,7 @@ class Nccl(Communicator):
         """All-to-all, of sends and receives that are posted together: NCCL has none of its own."""
         mixed = self.buffer(block.shape, block.dtype)
         count = block.shape[0] // self.size
-        with self.together():
+        with self.group():
             for peer in range(self.size):
                 part = slice(peer * count, (peer + 1) * count)
                 self.message(self.nccl.send, block[part], peer)
@@ -138,12 +138,12 @@ class Nccl(Communicator):
 
         return self.traffic.post(begin, block)
 
-    def together(self):
-        return self.traffic.together()
+    def group(self):
+        return self.traffic.group()
 
     def landing(self, flight, result):
         def finish():
-            self.traffic.land(flight)
+            self.traffic.finish(flight)
             self.nccl.check_async_error()
             return result
 

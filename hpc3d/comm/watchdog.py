@@ -74,7 +74,7 @@ class Watchdog:
 
     def movement(self):
         """What is another from look to look while the rank works."""
-        return self.place.done(), self.pool.live["activation"], len(self.job.told)
+        return self.place.done(), self.pool.live["activation"], len(self.job.signals)
 
     def act(self):
         """Speak where this rank was silent for too long, or another was and this one for half of
@@ -93,7 +93,7 @@ class Watchdog:
 
     def deserted(self):
         """Whether this rank was asked to end, and waits for others that may have ended."""
-        told = signal.SIGTERM in self.job.told and self.place.waiting()
+        told = signal.SIGTERM in self.job.signals and self.place.waiting()
         return told and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self):

@@ -154,7 +154,7 @@ def wrong_parts(config):
 def wrong_sizes(config):
     """Sizes of the model that do not divide over the axes that split them."""
     model, split = config.model, config.split()
-    turned, outer = split.next(), split.whole()
+    turned, outer = split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     sizes = config.mesh.sizes()
@@ -164,7 +164,10 @@ def wrong_sizes(config):
 
     whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
     rows = sequences // micros * model.sequence
-    inputs, outputs = (split.sharded.w[0], turned.sharded.w[0]), (turned.w[1], outer.next().w[1])
+    inputs, outputs = (
+        (split.of_gradient.w[0], turned.of_gradient.w[0]),
+        (turned.w[1], outer.next().w[1]),
+    )
     needs = {
         (batch, sequences // micros): whole,
         (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,

@@ -174,7 +174,7 @@ class DevicePool(Pool):
     """The arrays of a rank on its `device`, counted by kind.  CuPy's own pool uses their memory
     again, in the order of the stream `compute`."""
 
-    fused = True
+    on_device = True
 
     def __init__(self, device):
         super().__init__()

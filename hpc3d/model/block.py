@@ -43,7 +43,7 @@ class Block:
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
         self.gelu = GELU[model.gelu]
-        alone = self.up.matmul.alone and self.down.matmul.alone
+        alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = model.fused_gelu and alone
 
     def forward(self, x, micro):
@@ -132,8 +132,8 @@ class Block:
 
     def join(self, x, linear, a, dropout, micro):
         """x + dropout(linear(a)), and what backward needs of linear."""
-        if linear.matmul.whole and not dropout.rate:
-            return linear.forward(a, onto=x)
+        if linear.matmul.y_is_complete and not dropout.rate:
+            return linear.forward(a, residual=x)
         y, saved = linear.forward(a)
         y = self.drop(dropout, y, micro)
         with self.mesh.trace.span("residual"):

@@ -43,7 +43,7 @@ class ModelSizes:
 
 def add_table(mesh, parameters, shape, split, name, **how):
     """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
-    matmul = Matmul(mesh, split.whole().next())
+    matmul = Matmul(mesh, split.without_panels().next())
     count = mesh.count(matmul.dw_layout[0])
     size = (-(-shape.vocabulary // count) * count, shape.hidden)
     how |= {"std": shape.std, "decay": True, "rows": shape.vocabulary, **gradient(matmul)}
@@ -57,7 +57,7 @@ class Embeddings:
 
     def __init__(self, mesh, parameters, shape, split, table, seed):
         self.mesh, self.shape = mesh, shape
-        self.lookup = Embedding(mesh, table, split.whole().next())
+        self.lookup = Embedding(mesh, table, split.without_panels().next())
         self.position = parameters.add(
             "embedding.position",
             (shape.sequence, shape.hidden),
@@ -100,16 +100,16 @@ class Head:
     name = "head"
 
     def __init__(self, mesh, parameters, shape, split, table, keep):
-        self.mesh, self.table, self.layout = mesh, table, split.whole().y
+        self.mesh, self.table, self.layout = mesh, table, split.without_panels().y
         self.norm = LayerNorm(mesh, parameters, "head.norm", shape.hidden, split.x)
-        self.matmul = Matmul(mesh, split.whole(), keep, transposed=True)
+        self.matmul = Matmul(mesh, split.without_panels(), keep, transposed=True)
         self.loss = CrossEntropy(mesh, self.layout[1], shape.vocabulary)
 
     def forward(self, x, micro):
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         self.mesh.trace.layer = -1
         x, saved_norm = self.norm.forward(x)
-        logits, saved = self.matmul.apply(x, self.table.value)
+        logits, saved = self.matmul.forward_saving(x, self.table.value)
         if not writeable(logits):
             logits, shared = self.mesh.empty(logits.shape, logits.dtype), logits
             logits[...] = shared
@@ -130,7 +130,7 @@ class Head:
         return self.norm.backward(dx.wait(), saved_norm, residual=None)
 
     def weigh(self, rest):
-        if self.matmul.sums:
+        if self.matmul.dw_is_complete:
             return self.matmul.add_w(rest, self.table.grad)
         self.table.grad += self.matmul.adjoint_w(rest).wait()
 

@@ -19,7 +19,7 @@ from hpc3d.ops.norm import (
     normalise_sums,
 )
 from hpc3d.ops.product import accumulate
-from hpc3d.ops.random import Mask, words
+from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
@@ -47,11 +47,12 @@ class Linear:
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
 
-    def forward(self, x, onto=None):
-        """Y, and what backward needs; a `whole` product adds a block like Y."""
-        if self.matmul.whole:
-            return self.matmul.apply(x, self.weight.value, self.bias.value, onto)
-        y, saved = self.matmul.apply(x, self.weight.value)
+    def forward(self, x, residual=None):
+        """Y, and what backward needs; a product that is all of Y adds the `residual`."""
+        if self.matmul.y_is_complete:
+            added = {"bias": self.bias.value, "residual": residual}
+            return self.matmul.forward_saving(x, self.weight.value, **added)
+        y, saved = self.matmul.forward_saving(x, self.weight.value)
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
             return add_bias(y, self.bias.value, out), saved
@@ -59,19 +60,19 @@ class Linear:
     def activated(self, x):
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
-        given = self.weight.value, self.bias.value
-        return *self.matmul.apply(x, *given, gelu_input=h), h
+        added = {"bias": self.bias.value, "gelu_input": h}
+        return *self.matmul.forward_saving(x, self.weight.value, **added), h
 
-    def backward(self, dy, saved, later=at_once, **fused):
-        dx, rest = self.matmul.adjoint_x(saved, dy, **fused)
+    def backward(self, dy, saved, later=at_once, **epilogue):
+        dx, rest = self.matmul.backward_input(saved, dy, **epilogue)
         later(self.weigh, dy, rest)
         return dx.wait()
 
     def weigh(self, dy, rest):
         """The gradients of weight and bias."""
-        if self.matmul.whole and self.matmul.sums:
+        if self.matmul.y_is_complete and self.matmul.dw_is_complete:
             return self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
-        dw = self.matmul.adjoint_w(rest).wait()
+        dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
             self.bias.grad += sum_rows(dy)
@@ -155,7 +156,7 @@ class Dropout:
         return Mask(key, self.rate, where, range(block.start, block.stop), columns)
 
     def key(self, micro):
-        return words((self.seed, self.name, micro.step))
+        return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x, micro, rows, columns):
         """x times the factors; the same for a gradient."""

@@ -26,8 +26,8 @@ class Job:
     def __init__(self, name):
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.at_end, self.ending = [], threading.Lock()
-        self.told, self.stops, self.started = [], False, time.monotonic()
+        self.exit_hooks, self.ending = [], threading.Lock()
+        self.signals, self.stops, self.started = [], False, time.monotonic()
         self.launcher = launcher()
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
@@ -37,7 +37,7 @@ class Job:
         its next call for ever."""
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
-    def agree(self, function):
+    def from_root(self, function):
         """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
         refused on all ranks."""
         value, problems = None, ()
@@ -64,7 +64,7 @@ class Job:
     def complain(self, text):
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
-    def deal(self, function):
+    def scatter_from_root(self, function):
         """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
         return self.comm.scatter(function() if self.rank == 0 else None)
 

@@ -42,7 +42,7 @@ def started(name, body):
 
     An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
     that goes wrong on one rank is printed once, with its rank, and aborts the job after
-    `job.at_end` has been called."""
+    `job.exit_hooks` has been called."""
     set_environment()
     early = []  # before there is a job
     for number in ASKING:
@@ -57,7 +57,7 @@ def started(name, body):
     sys.excepthook = lambda kind, error, trace: die(job, error)
     threading.excepthook = lambda args: die(job, args.exc_value)
     leave_when_told(job)
-    job.told += early
+    job.signals += early
     try:
         meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:
@@ -99,9 +99,9 @@ def met(make, name):
 
 def explain_single(meant):
     """Why this process is alone although the launcher meant `meant` of them."""
-    from hpc3d.runtime.mpi_library import brief
+    from hpc3d.runtime.mpi_library import mismatch_report
 
-    return [f"{meant} processes were meant, but MPI sees 1", *brief(meant)]
+    return [f"{meant} processes were meant, but MPI sees 1", *mismatch_report(meant)]
 
 
 def die(job, error):
@@ -156,8 +156,8 @@ def leave_when_told(job):
     def listen():
         while True:
             (number,) = os.read(told, 1)
-            again = number in job.told
-            job.told.append(number)
+            again = number in job.signals
+            job.signals.append(number)
             if number == signal.SIGTERM and (again or not job.stops):
                 leave(job)
             elif number == signal.SIGTERM and not again:
@@ -202,10 +202,10 @@ def finish(job):
 
 
 def call_all(job):
-    """Call the functions of `job.at_end`; nothing may stop us here."""
-    while job.at_end:
+    """Call the functions of `job.exit_hooks`; nothing may stop us here."""
+    while job.exit_hooks:
         try:
-            job.at_end.pop(0)()
+            job.exit_hooks.pop(0)()
         except Exception as error:
             if job.first_to_fail():
                 job.complain(f"rank {job.rank}: at the end: {'; '.join(lines_of(error))}")

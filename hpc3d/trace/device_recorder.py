@@ -209,14 +209,14 @@ class DeviceTraced(Traced):
 
     def __init__(self, comm, recorder, group, stream):
         super().__init__(comm, recorder, group)
-        self.together, self.stream = self.departing, stream
+        self.group, self.stream = self.departing, stream
 
     @contextmanager
     def departing(self):
-        """The communicator's `together`, as one flight."""
+        """The communicator's `group`, as one flight."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
-        with self.recorder.flight("together", self.group, self.stream), self.comm.together():
+        with self.recorder.flight("together", self.group, self.stream), self.comm.group():
             yield
 
     def call(self, op, block, received, peer, method, *arguments):

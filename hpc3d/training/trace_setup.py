@@ -47,7 +47,7 @@ def recorded(job, mesh, config, folder, git, transport):
     if config.trace.clock == "wall":
         nodes = [place["node"] for place in places]
         recorder.clocks = Clocks(mesh.world, nodes, recorder.clock)
-    job.at_end.append(recorder.flush)
+    job.exit_hooks.append(recorder.flush)
     return mesh.traced(recorder)
 
 

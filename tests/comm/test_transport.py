@@ -7,13 +7,13 @@ import pytest
 
 from hpc3d.comm import cuda_aware_probe, transport
 from hpc3d.comm.nccl import number_of, split
-from hpc3d.comm.transport import Seat, choose, refuse, sharing, taken
+from hpc3d.comm.transport import RankDevice, choose, cuda_aware_support, refuse, sharing
 from hpc3d.cuda import device
 from hpc3d.runtime.exit_codes import BAD_INPUT, JobExit
 from tests.diagnose.planted import script
 from tests.fakes.fake_cupy import FakeCupy
 
-ONE = Seat("node1", "bus a", "H200 (0)", 22707, False, False)
+ONE = RankDevice("node1", "bus a", "H200 (0)", 22707, False, False)
 OWN = [ONE, ONE._replace(device="bus b", name="H200 (1)")]
 BOTH_0 = [ONE, ONE._replace(host="node2")]  # of two hosts
 SHARED = [ONE, ONE]
@@ -72,7 +72,7 @@ def test_parts_of_one_device_are_not_shared():
     assert line.startswith("ranks 1-2 share")
 
 
-AWARE = [seat._replace(aware=True) for seat in OWN]
+AWARE = [device._replace(aware=True) for device in OWN]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_what_mpi_takes_of_devices(seats, does, said, what, tmp_path, monkeypatc
     monkeypatch.delenv(transport.OVERRIDE, raising=False)
     if said:
         monkeypatch.setenv(transport.OVERRIDE, said)
-    assert taken(seats)[0] == what
+    assert cuda_aware_support(seats)[0] == what
 
 
 def test_what_the_user_says_must_be_known(monkeypatch):
     monkeypatch.setenv(transport.OVERRIDE, "yes")
     with pytest.raises(ValueError, match="HPC3D_MPI_DEVICE=yes: use none, p2p or full"):
-        taken(OWN)
+        cuda_aware_support(OWN)
 
 
 def test_a_trial_is_no_part_of_the_job_that_it_is_for(tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ def test_a_step_memory_or_a_signal_is_movement_too(what, watched):
     elif what == "memory":
         dog.pool.count("activation", 8)
     else:
-        dog.job.told.append(signal.SIGUSR1)
+        dog.job.signals.append(signal.SIGUSR1)
     second(1, 2)
     assert dog.silence == 0
 
@@ -215,7 +215,7 @@ def test_a_rank_that_is_told_to_end_leaves_when_nobody_answers(
     second, (dog, *_) = watched
     for _ in range(before):
         second(1, 2)
-    dog.job.told.append(told)
+    dog.job.signals.append(told)
     second(0, 1, 2)
     dog.place.comms["x"].waiting = ("recv", 3, 8, 0) if waits else None
     for _ in range(after or 20):

@@ -143,7 +143,7 @@ class Comm(Communicator):
         flight = self.traffic.post(call, *arrays)
 
         def finish():
-            self.traffic.land(flight)
+            self.traffic.finish(flight)
             return result
 
         return Pending(finish)

@@ -89,11 +89,11 @@ def test_root_needs_to_consent(no_launcher, monkeypatch):
 )
 def test_more_ranks_than_cores(version, variable, no_launcher, monkeypatch, tmp_path):
     launcher = OURS._replace(version=version, path=str(tmp_path / "bin" / "mpirun"))
-    assert "--oversubscribe" in only(mpi_library.crowd(launcher)).text
+    assert "--oversubscribe" in only(mpi_library.oversubscription(launcher)).text
     monkeypatch.setenv(variable, "1" if version < "5" else ":OVERSUBSCRIBE")
-    assert "starts them" in only(mpi_library.crowd(launcher)).text
+    assert "starts them" in only(mpi_library.oversubscription(launcher)).text
     monkeypatch.setenv(mpi_library.YIELD, "0")
-    assert verdicts(mpi_library.crowd(launcher))[1] == (WARN, "more ranks than cores")
+    assert verdicts(mpi_library.oversubscription(launcher))[1] == (WARN, "more ranks than cores")
 
 
 def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_path):
@@ -169,7 +169,7 @@ def test_an_srun_that_is_not_set_up_says_nothing_outside_of_a_job(
 def test_why_a_process_is_alone(maker, variables, text, remedy, no_launcher, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = mpi_library.apart(64, OURS._replace(maker=maker))
+    found = mpi_library.why_singletons(64, OURS._replace(maker=maker))
     assert found[:2] == (FAIL, "launcher")
     assert text in found.text and remedy in found.remedy
 
@@ -185,7 +185,7 @@ def test_an_mpi_that_another_mpirun_started_is_not_started(
     makers = [
         maker
         for maker in ("MPICH", "Open MPI")
-        if mpi_library.foreign(MpiInstall(maker, "5", None))
+        if mpi_library.started_by_other_mpi(MpiInstall(maker, "5", None))
     ]
     assert makers == ([foreign_to] if foreign_to else [])
 
@@ -193,9 +193,9 @@ def test_an_mpi_that_another_mpirun_started_is_not_started(
 def test_what_train_says_of_a_world_of_one_comes_at_once(no_launcher):
     program = """
 import time
-from hpc3d.runtime.mpi_library import brief
+from hpc3d.runtime.mpi_library import mismatch_report
 begin = time.perf_counter()
-lines = brief(64)
+lines = mismatch_report(64)
 print(time.perf_counter() - begin, *lines, sep="\\n")
 """
     settings = {**os.environ, "SLURM_STEP_NUM_TASKS": "64", "SLURM_NTASKS": "64"}
