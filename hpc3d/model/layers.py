@@ -5,6 +5,8 @@ branches, or by several microbatches in flight.  Gradients are added to `Paramet
 matrices by a call that is handed to `later`, which makes it at once or when their turn comes.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from hpc3d.arrays.pool import kernel, writeable
@@ -40,7 +42,7 @@ class Linear:
     def forward(self, x, onto=None):
         """Y, and what backward needs; a `whole` product adds a block like Y."""
         if self.matmul.whole:
-            return self.matmul.apply(x, self.weight.value, self.bias.value, onto)
+            return self.matmul.apply(x, self.weight.value, bias=self.bias.value, onto=onto)
         y, saved = self.matmul.apply(x, self.weight.value)
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
@@ -49,8 +51,8 @@ class Linear:
     def activated(self, x):
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
-        given = self.weight.value, self.bias.value
-        return *self.matmul.apply(x, *given, gelu_input=h), h
+        y, saved = self.matmul.apply(x, self.weight.value, bias=self.bias.value, gelu_input=h)
+        return y, saved, h
 
     def backward(self, dy, saved, later=at_once, **fused):
         dx, rest = self.matmul.adjoint_x(saved, dy, **fused)
@@ -72,6 +74,15 @@ def gradient(matmul):
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
 
+class NormSaved(NamedTuple):
+    """What backward of a norm needs: its rows as forward left them and what `ops.norm_grad` takes
+    beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
+
+    rows: np.ndarray
+    scales: np.ndarray | tuple
+    gamma: np.ndarray
+
+
 class LayerNorm:
     """y = (x - mean) / sqrt(var + 1e-5) gamma + beta over the columns of X[m, k]."""
 
@@ -87,8 +98,10 @@ class LayerNorm:
     def forward(self, x):
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                vectors = self.gamma.value, self.beta.value
-                return ops.norm(x, *vectors, self.EPSILON, self.mesh.empty)
+                y, saved = ops.norm(
+                    x, self.gamma.value, self.beta.value, self.EPSILON, self.mesh.empty
+                )
+            return y, NormSaved(*saved)
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = ops.moments(x)
         count = x.shape[1]
@@ -100,7 +113,7 @@ class LayerNorm:
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
             ops.normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
-        return y, (n, rstd, self.gamma.value)
+        return y, NormSaved(n, rstd, self.gamma.value)
 
     def backward(self, dy, saved, residual):
         """The gradient of x, plus `residual` where there is one."""
@@ -156,6 +169,13 @@ class Dropout:
             return ops.dropped(x, mask, self.mesh.empty(x.shape, x.dtype))
 
 
+class EmbeddingSaved(NamedTuple):
+    """The rows of the table that were looked up, and the shape of its working block."""
+
+    index: np.ndarray
+    shape: tuple
+
+
 class Embedding:
     """Rows of a table by token: the product of a one-hot X[m, v] with W[v, h].
 
@@ -184,15 +204,15 @@ class Embedding:
         index = micro.bring("embedding.index", self.index)
         with self.mesh.trace.span("embedding", "lookup"):
             partial = gather_rows(table, index)
-        return self.matmul.reduce(partial, self.split.y, k).wait(), (index, table.shape)
+        saved = EmbeddingSaved(index, table.shape)
+        return self.matmul.reduce(partial, self.split.y, k).wait(), saved
 
     def backward(self, dy, saved, micro):
-        index, shape = saved
         order = micro.bring("embedding.order", self.order)
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         dy = self.matmul.gather(dy, self.split.y, k).wait()
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = scatter_rows(dy, index, order, shape)
+            partial = scatter_rows(dy, saved.index, order, saved.shape)
         dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
         self.table.grad += dtable.wait()
 
