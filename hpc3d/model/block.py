@@ -1,6 +1,5 @@
 """A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
 
-from contextlib import contextmanager
 from math import sqrt
 from typing import NamedTuple
 
@@ -80,18 +79,10 @@ class Block:
         """What the forward pass did not keep: it runs once more, with the weights it had."""
         newest = self.parameters.value
         self.parameters.show(kept.weights)
-        with self.recomputing():
+        with self.mesh.trace.scope(phase="recompute"):
             _, saved = self.run(kept.x, micro)
         self.parameters.show(newest)
         return saved
-
-    @contextmanager
-    def recomputing(self):
-        """What is recorded in here is of phase "recompute"."""
-        trace = self.mesh.trace
-        trace.phase, phase = "recompute", trace.phase
-        yield
-        trace.phase = phase
 
     def run(self, x, micro):
         """The block of Y and what the backward pass works with."""
@@ -143,7 +134,7 @@ class Block:
         """The probabilities once more: half of the work."""
         trace, half = self.mesh.trace, self.flops(qkv) // 2
         drop = self.drop_probabilities(micro)
-        with self.recomputing(), trace.span("attention", "attention", half):
+        with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
             return attend_again(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
 
     def attend_grad(self, da, qkv, p, micro):

@@ -95,9 +95,9 @@ class Trainer:
         run(next(self.groups), micros)
         if self.config.alone:
             self.share = self.engine.losses.pop(number, 0.0)
-            self.total()
+            with trace.scope(phase="optimizer"):
+                self.total()
         self.mesh.pool.synchronize()
-        trace.phase = "other"
         seconds = self.clock() - start
         share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
         self.mesh.guard.end()
