@@ -43,7 +43,7 @@ class Later:
 
 
 class Engine:
-    """The stages of this rank, a chunk each, and what is in flight between them.
+    """The stages of this rank (`PipelineStage`), a chunk each, and what is in flight between them.
 
     `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
     training step, `seconds` the time of a run by operation on `clock`, and `peak` the largest

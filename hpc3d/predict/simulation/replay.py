@@ -120,11 +120,18 @@ class Kept:
 
 
 class ReplayedStage:
-    """A stage whose passes are played, but for those of the microbatches in `run`."""
+    """A `PipelineStage` whose passes are played, but for those of the microbatches in `run`."""
 
     def __init__(self, stage, studio, chunk, run):
         self.stage, self.studio, self.chunk, self.run = stage, studio, chunk, run
-        self.units, self.block_of, self.results = stage.units, stage.block_of, {}
+        self.results = {}
+
+    @property
+    def units(self):
+        return self.stage.units
+
+    def block_of(self, sequences):
+        return self.stage.block_of(sequences)
 
     def kind(self, name, micro):
         return name, self.chunk, micro.sequences
