@@ -5,6 +5,7 @@ run on arrays without data, and hpc3d.predict.planning.estimate puts a step toge
 """
 
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from math import ceil, inf
 from typing import NamedTuple
@@ -99,6 +100,15 @@ class Waits(Clock):
         self.waited, self.latest = Counter(), None
         self.idle = Counter() if machine.cores else self.waited
         self.times, self.most = 1, inf
+
+    @contextmanager
+    def repeated(self, times, most):
+        """Here all is done so many times as often, in calls of no more than `most` bytes."""
+        self.times, self.most = times, most
+        try:
+            yield
+        finally:
+            self.times, self.most = 1, inf
 
     def kernel(self, name, nbytes):
         begin, busy = self.now, self.busy
@@ -250,7 +260,6 @@ class Sample:
         layers."""
         (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
         buckets = Buckets(parameters, most)
-        self.clock.times, self.clock.most = times, max(1.0, most)
 
         def update():
             parameters.sum_of_squares()
@@ -258,7 +267,7 @@ class Sample:
             buckets.gather()
             buckets.begin()
 
-        _, sums = self.measured(buckets.wait)
-        _, rest = self.measured(update)
-        self.clock.times, self.clock.most = 1, inf
+        with self.clock.repeated(times, max(1.0, most)):
+            _, sums = self.measured(buckets.wait)
+            _, rest = self.measured(update)
         return sums, rest
