@@ -28,6 +28,14 @@ from hpc3d.runtime import environment, launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 
 
+class Asked(NamedTuple):
+    """What the command line and the input file ask for, and the folder of the run to go on with,
+    if there is one."""
+
+    config: object
+    run: Path | None
+
+
 class RunPlan(NamedTuple):
     """What rank 0 tells the others before the first step."""
 
@@ -36,6 +44,16 @@ class RunPlan(NamedTuple):
     git: str
     resumed: bool
     changes: list
+
+
+class Opened(NamedTuple):
+    """What rank 0 has opened for a run: its plan, the data, the program of all stages, and the
+    lock of its folder, which is held as long as this lives."""
+
+    plan: RunPlan
+    batches: object
+    program: object
+    lock: object
 
 
 def main(argv=None):
@@ -52,18 +70,19 @@ def train(job, words):
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
 
-    reader = {}
-    config = job.from_root(lambda: asked(job, words, reader))
+    config, resumed = job.agree(lambda: asked(job, words))
     ours, homes = hardware(job, config), homes_of(job)
-    refuse_unshared(job, homes, lambda: reader["run"] or Path(config.run.out).absolute())
-    plan = job.from_root(lambda: prepare(config, reader))
-    program = job.scatter_from_root(lambda: programs(plan.config, reader["program"]))
+    refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
+    opened = job.on_root(lambda: prepare(config, resumed))
+    plan = job.agree(lambda: opened.plan)
+    program = job.deal(lambda: programs(plan.config, opened.program))
     from hpc3d.training.guard import GuardError
     from hpc3d.training.stop_request import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    run = begin(job, plan, program, reader.get("batches"), ours._replace(homes=homes))
+    batches = opened.batches if opened else None
+    run = begin(job, plan, program, batches, ours._replace(homes=homes))
     try:
         done = steps(plan, run, stop)
     except GuardError as wrong:
@@ -200,23 +219,24 @@ def explain():
     print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
-def asked(job, words, reader):
-    """Rank 0: what the command line and the input file ask for; ValueError for what is wrong."""
+def asked(job, words):
+    """Rank 0: the Asked of the command line and the input file; ValueError for what is wrong."""
     from hpc3d.checkpoints.resume import fitted, run_to_resume
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, settle
 
-    run = reader["run"] = run_to_resume(words)
+    run = run_to_resume(words)
     path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
     config = load.load(path, words)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     refuse([*untrainable(config)])
-    return config
+    return Asked(config, run)
 
 
-def prepare(config, reader):
-    """Rank 0: open the text, make the folder; ValueError for what is wrong."""
+def prepare(config, run):
+    """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
+    wrong."""
     from hpc3d import shipped
     from hpc3d.checkpoints.resume import continued, laid_out
     from hpc3d.config import load
@@ -226,7 +246,6 @@ def prepare(config, reader):
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
-    run = reader["run"]
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
@@ -240,19 +259,18 @@ def prepare(config, reader):
         data=replace(config.data, tokenizer=tokens.tokenizer),
     )
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    sizes = config.model.sequence, config.train.batch
-    reader["batches"] = Batches(tokens, *sizes, config.seed)
-    reader["program"] = program_of(config)
-    changed = []
+    batches = Batches(tokens, config.model.sequence, config.train.batch, config.seed)
+    program, changed = program_of(config), []
     if run:
-        reader["lock"] = folder.claim(run)
+        lock = folder.claim(run)
         config, changed = continued(run, config)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = laid_out(config)
         where = folder.create(config, load.to_toml(config))
-        reader["lock"] = folder.claim(where)
-    return RunPlan(config, where, folder.git_revision(), bool(run), changed)
+        lock = folder.claim(where)
+    plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
+    return Opened(plan, batches, program, lock)
 
 
 def saver_of(job, plan, trainer, batches, log):

@@ -79,8 +79,8 @@ def against_torch(config, rounds):
     from hpc3d.benchmarks import torch_reference
 
     trainer = serial_trainer(config)
-    ours = trainer.parameters, trainer.shape
-    theirs = torch_reference.training_step(*ours, config.train, *Noise(config, 256).batch(0))
+    batch = Noise(config, 256).batch(0)
+    theirs = torch_reference.training_step(trainer.parameters, trainer.shape, config.train, *batch)
     return ratios(*in_turn(rounds, steps_of(trainer), theirs))
 
 

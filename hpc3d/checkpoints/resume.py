@@ -123,7 +123,8 @@ def resume(job, run, trainer, say):
     `say(line)` is told which one that is, and what is wrong with those after it.
     """
     opened, wrong = newest(job, run, trainer)
-    if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
+    problem = attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
+    if problems := agreed(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
     trainer.scaling.restore(opened.header.get("loss_scale"))
@@ -163,10 +164,10 @@ def newest(job, run, trainer):
     job.refuse(*wrong, NOTHING.format(run))
 
 
-def attempt(function, *arguments):
-    """What `function` says is wrong, or its OSError or ValueError does, in one line."""
+def attempt(function):
+    """What `function()` says is wrong, or its OSError or ValueError does, in one line."""
     try:
-        return function(*arguments)
+        return function()
     except (OSError, ValueError) as error:
         return "; ".join(lines_of(error))
 

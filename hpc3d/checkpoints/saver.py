@@ -54,10 +54,10 @@ class Saver:
         self.thread = threading.Thread(target=self.try_to_write, args=(snapshot, header, begin))
         self.thread.start()
 
-    def try_to_write(self, *arguments):
+    def try_to_write(self, snapshot, header, begin):
         """`write`, whose error names a file, or the folder."""
         try:
-            self.write(*arguments)
+            self.write(snapshot, header, begin)
         except OSError as error:
             error.filename = error.filename or self.parent
             raise

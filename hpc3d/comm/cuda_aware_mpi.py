@@ -75,6 +75,6 @@ class CudaAwareMessages(HostStaged):
     """The same for messages only: all else goes through the hosts, for an MPI that takes memory of
     devices in `direct`'s messages."""
 
-    def __init__(self, direct, *staged):
-        super().__init__(*staged)
-        self._send, self._recv = direct._send, direct._recv
+    def __init__(self, direct, comm, traffic, pinned, pool):
+        super().__init__(comm, traffic, pinned, pool)
+        self.post, self.take = direct.post, direct.take

@@ -43,13 +43,13 @@ def by_mpi(cart, lines, pool):
 
 
 def by_hosts(cart, lines, pool):
-    return {axis: HostStaged(*how) for axis, how in through_hosts(lines, pool).items()}
+    return {axis: HostStaged(**how) for axis, how in through_hosts(lines, pool).items()}
 
 
 def by_messages(cart, lines, pool):
     direct = by_mpi(cart, lines, pool)
     return {
-        axis: CudaAwareMessages(direct[axis], *how)
+        axis: CudaAwareMessages(direct[axis], **how)
         for axis, how in through_hosts(lines, pool).items()
     }
 
@@ -59,7 +59,12 @@ def through_hosts(lines, pool):
     themselves."""
     pinned, traffic = pool.device.pinned, comm_streams(pool.device, nullcontext)
     return {
-        axis: (MpiCommunicator(line, members, pinned), traffic[queue_of(axis)], pinned, pool)
+        axis: {
+            "comm": MpiCommunicator(line, members, pinned),
+            "traffic": traffic[queue_of(axis)],
+            "pinned": pinned,
+            "pool": pool,
+        }
         for axis, (line, members) in lines.items()
     }
 

@@ -19,6 +19,27 @@ def along(axis):
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 
+class Scope:
+    """A context whose events are of another layer or phase; after it they are what they were.
+
+    To enter it and to leave it is the same: recorder and scope exchange their values.
+    """
+
+    __slots__ = ("layer", "phase", "recorder")
+
+    def __init__(self, recorder, layer, phase):
+        self.recorder, self.layer, self.phase = recorder, layer, phase
+
+    def __enter__(self, *exception):
+        recorder = self.recorder
+        if self.layer is not None:
+            recorder.layer, self.layer = self.layer, recorder.layer
+        if self.phase is not None:
+            recorder.phase, self.phase = self.phase, recorder.phase
+
+    __exit__ = __enter__
+
+
 class NullRecorder:
     """The recorder of a mesh that nobody traces."""
 
@@ -28,6 +49,9 @@ class NullRecorder:
 
     def span(self, name, op="elementwise", flops=0):
         return self
+
+    def scope(self, layer=None, phase=None):
+        return Scope(self, layer, phase)
 
     def at(self, stage, chunk, microbatch):
         pass

@@ -120,8 +120,8 @@ class Nccl(Communicator):
             return ready(result)
 
         def begin(stream):
-            ends = source.data.ptr, target.data.ptr
-            function(*ends, counted.size, number_of(counted.dtype), *how, stream.ptr)
+            addresses, dtype = (source.data.ptr, target.data.ptr), number_of(counted.dtype)
+            function(*addresses, counted.size, dtype, *how, stream.ptr)
 
         return self.landing(self.traffic.post(begin, source, target), result)
 

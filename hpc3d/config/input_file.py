@@ -263,4 +263,4 @@ class Config:
             layers * (part + 1) // parts - layers * part // parts for part in range(parts)
         ]
         ends = [*accumulate(counts, initial=0)]
-        return [range(*ends) for ends in pairwise(ends)]
+        return [range(first, stop) for first, stop in pairwise(ends)]

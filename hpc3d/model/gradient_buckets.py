@@ -91,7 +91,9 @@ class Bucket:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
         self.places = [parameters.places[item] for item in items]
         sizes = [place.state.stop - place.state.start for place in self.places]
-        self.columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self.columns = [
+            slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))
+        ]
         self.pending = None
 
     @property

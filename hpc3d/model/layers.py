@@ -5,6 +5,8 @@ branches, or by several microbatches in flight.  Gradients are added to `Paramet
 matrices by a call that is handed to `later`, which makes it at once or when their turn comes.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
@@ -47,12 +49,11 @@ class Linear:
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
 
-    def forward(self, x, residual=None):
-        """Y, and what backward needs; a product that is all of Y adds the `residual`."""
-        if self.matmul.y_is_complete:
-            added = {"bias": self.bias.value, "residual": residual}
-            return self.matmul.forward_saving(x, self.weight.value, **added)
-        y, saved = self.matmul.forward_saving(x, self.weight.value)
+    def forward(self, x, onto=None):
+        """Y, and what backward needs; a `whole` product adds a block like Y."""
+        if self.matmul.whole:
+            return self.matmul.apply(x, self.weight.value, bias=self.bias.value, onto=onto)
+        y, saved = self.matmul.apply(x, self.weight.value)
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
             return add_bias(y, self.bias.value, out), saved
@@ -60,8 +61,8 @@ class Linear:
     def activated(self, x):
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
-        added = {"bias": self.bias.value, "gelu_input": h}
-        return *self.matmul.forward_saving(x, self.weight.value, **added), h
+        y, saved = self.matmul.apply(x, self.weight.value, bias=self.bias.value, gelu_input=h)
+        return y, saved, h
 
     def backward(self, dy, saved, later=at_once, **epilogue):
         dx, rest = self.matmul.backward_input(saved, dy, **epilogue)
@@ -83,6 +84,15 @@ def gradient(matmul):
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
 
+class NormSaved(NamedTuple):
+    """What backward of a norm needs: its rows as forward left them and what `ops.norm_grad` takes
+    beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
+
+    rows: np.ndarray
+    scales: np.ndarray | tuple
+    gamma: np.ndarray
+
+
 class LayerNorm:
     """y = (x - mean) / sqrt(var + 1e-5) gamma + beta over the columns of X[m, k]."""
 
@@ -98,8 +108,10 @@ class LayerNorm:
     def forward(self, x):
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                vectors = self.gamma.value, self.beta.value
-                return norm(x, *vectors, self.EPSILON, self.mesh.empty)
+                y, saved = ops.norm(
+                    x, self.gamma.value, self.beta.value, self.EPSILON, self.mesh.empty
+                )
+            return y, NormSaved(*saved)
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = moments(x)
         count = x.shape[1]
@@ -110,8 +122,8 @@ class LayerNorm:
         rstd = 1 / np.sqrt(squares / self.width + self.EPSILON)
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
-            normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
-        return y, (n, rstd, self.gamma.value)
+            ops.normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
+        return y, NormSaved(n, rstd, self.gamma.value)
 
     def backward(self, dy, saved, residual):
         """The gradient of x, plus `residual` where there is one."""
@@ -167,6 +179,13 @@ class Dropout:
             return dropped(x, mask, self.mesh.empty(x.shape, x.dtype))
 
 
+class EmbeddingSaved(NamedTuple):
+    """The rows of the table that were looked up, and the shape of its working block."""
+
+    index: np.ndarray
+    shape: tuple
+
+
 class Embedding:
     """Rows of a table by token: the product of a one-hot X[m, v] with W[v, h].
 
@@ -195,14 +214,14 @@ class Embedding:
         index = micro.bring("embedding.index", self.index)
         with self.mesh.trace.span("embedding", "lookup"):
             partial = gather_rows(table, index)
-        return self.matmul.reduce(partial, self.split.y, k).wait(), (index, table.shape)
+        saved = EmbeddingSaved(index, table.shape)
+        return self.matmul.reduce(partial, self.split.y, k).wait(), saved
 
     def backward(self, dy, saved, micro):
-        index, shape = saved
         order = micro.bring("embedding.order", self.order)
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         dy = self.matmul.gather(dy, self.split.y, k).wait()
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = scatter_rows(dy, index, order, shape)
+            partial = scatter_rows(dy, saved.index, order, saved.shape)
         dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
         self.table.grad += dtable.wait()

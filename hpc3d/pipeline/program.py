@@ -36,7 +36,7 @@ def cut(groups, updates):
     """Groups cut behind every `updates`-th Step; those behind the last one belong to it."""
     ends = [place for place, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
-    return (groups[slice(*edge)] for edge in pairwise(edges))
+    return (groups[start:stop] for start, stop in pairwise(edges))
 
 
 def program_of(config):
@@ -44,8 +44,9 @@ def program_of(config):
     parallel, stages = config.parallel, config.mesh.p
     asynchronous = find(parallel.schedule).asynchronous
     steps = config.train.steps if asynchronous else 1
-    sizes = stages, parallel.microbatches, parallel.chunks, steps
-    compute, placement = streams(parallel.schedule, *sizes)
+    compute, placement = streams(
+        parallel.schedule, stages, parallel.microbatches, parallel.chunks, steps
+    )
     ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0
     try:
         lowered = lower(compute, placement, parallel.overlap)

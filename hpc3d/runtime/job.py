@@ -40,6 +40,10 @@ class Job:
     def from_root(self, function):
         """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
         refused on all ranks."""
+        return self.comm.bcast(self.on_root(function))
+
+    def on_root(self, function):
+        """The same, for rank 0 alone: None on the others."""
         value, problems = None, ()
         if self.rank == 0:
             from hpc3d.patience import patience
@@ -49,8 +53,7 @@ class Job:
                     value = function()
             except REFUSED as error:
                 problems = lines_of(error)
-        value, problems = self.comm.bcast((value, problems))
-        if problems:
+        if problems := self.comm.bcast(problems):
             self.refuse(*problems)
         return value
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import value_of
-from hpc3d.model.gpt2 import ModelSizes
+from hpc3d.model.gpt2 import ModelSizes, ModelSpec
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
@@ -55,8 +55,8 @@ class Trainer:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
-        self.shape = shape_of(config.model, vocabulary, train.fused_gelu)
-        stages = self.stages(program.placement)
+        spec = spec_of(config, vocabulary)
+        self.shape, stages = spec.sizes, self.stages(spec, program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
         self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
@@ -71,15 +71,14 @@ class Trainer:
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
-    def stages(self, placement):
+    def stages(self, spec, placement):
         """The stages of this rank, a chunk each."""
-        config, stage, layers = self.config, self.mesh.coord("p"), self.config.layers()
+        stage, layers = self.mesh.coord("p"), self.config.layers()
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
         twin = next(iter(ends - {stage}), None) if stage in ends else None
-        how = config.keep(), config.seed, config.parallel.recompute, twin
-        return build(self.mesh, self.parameters, self.shape, config.split(), parts, *how)
+        return build(self.mesh, self.parameters, spec, parts, twin)
 
     def step(self, number, wish=int):
         """Step `number`: forward and backward of its microbatches, sums over ranks, update.
@@ -96,9 +95,9 @@ class Trainer:
         run(next(self.groups), micros)
         if self.config.alone:
             self.share = self.engine.losses.pop(number, 0.0)
-            self.total()
+            with trace.scope(phase="optimizer"):
+                self.total()
         self.mesh.pool.synchronize()
-        trace.phase = "other"
         seconds = self.clock() - start
         share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
         self.mesh.guard.end()
@@ -161,6 +160,12 @@ class Trainer:
         most = np.array([self.mesh.pool.peak["all"], wish], np.float64)
         peak, wish = self.mesh.world.all_reduce(most, "max").wait()
         return float(share), int(peak), int(wish)
+
+
+def spec_of(config, vocabulary):
+    """The ModelSpec of a run's model."""
+    sizes = shape_of(config.model, vocabulary, config.train.fused_gelu)
+    return ModelSpec(sizes, config.split(), config.keep(), config.seed, config.parallel.recompute)
 
 
 def shape_of(model, vocabulary, fused_gelu=False):

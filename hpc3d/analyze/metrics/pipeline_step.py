@@ -212,11 +212,12 @@ def simulated(config, step, rows):
     if the schedule is not there any more, or another: a CSV file is read again.
     """
     parallel, stages = config.parallel, config.mesh.p
-    sizes = parallel.schedule or "", stages, parallel.microbatches, parallel.chunks
     # The first stage is p-1 microbatches ahead of the last one: less than p steps.
     steps = min(config.train.steps, step + 1 + stages) if runs_on(config) else 1
     try:
-        passes, placement = streams(*sizes, steps)
+        passes, placement = streams(
+            parallel.schedule or "", stages, parallel.microbatches, parallel.chunks, steps
+        )
         cost = _mean_cost(rows, parallel.chunks)
         clock = timeline(passes, placement, cost)
     except ValueError:

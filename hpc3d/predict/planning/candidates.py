@@ -38,8 +38,8 @@ class Candidates:
                 break
         fitting = [each for each in found if self.fits(each)]
         if not fitting:
-            last = layouts.zeros(config, self.ranks)[-1], savers(mesh)[-1]
-            return [*found, *self.options(config, counts[-1], *last)]
+            group, way = layouts.zeros(config, self.ranks)[-1], savers(mesh)[-1]
+            return [*found, *self.options(config, counts[-1], group, way)]
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
     def every(self, best, limit):

@@ -70,6 +70,41 @@ class PartCosts:
     block: int
 
 
+class CostKey(NamedTuple):
+    """What a `cost` depends on, so that it is found once: always on backend, type and scheme and
+    on the places of the tensor axes; on the others where they are given.
+
+    `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `together`
+    whether one stage has both ends, and `times` how many layers an update is of; `data` and
+    `pipeline` are the places of d and p.
+    """
+
+    cost: str
+    backend: str
+    dtype: str
+    fused_gelu: bool
+    scheme: str
+    tensor: tuple
+    zero: int | None = None
+    keep: bool | None = None
+    recompute: str | None = None
+    sequences: int | None = None
+    halves: bool | None = None
+    together: bool | None = None
+    times: float | None = None
+    nbytes: int | None = None
+    data: tuple | None = None
+    pipeline: tuple | None = None
+
+
+def key_of(cost, config, **values):
+    """The CostKey of a cost of a layout."""
+    train = config.train
+    tensor = tuple([place for place in strides(config.mesh) if place[0] in "xyz"])
+    scheme = config.parallel.scheme
+    return CostKey(cost, train.backend, train.dtype, train.fused_gelu, scheme, tensor, **values)
+
+
 class Estimator:
     """Estimates steps of a model with `vocabulary` tokens; every cost is measured once."""
 
@@ -101,8 +136,16 @@ class Estimator:
         parallel = config.parallel
         seconds = [[stretched(each, share) for each in work] for work in works]
         message = self.message(config, parts.block)
-        how = parallel.schedule, parallel.microbatches, parallel.chunks
-        return makespan(*how, *zip(*seconds), message)
+        forward, backward, weight = zip(*seconds)
+        return makespan(
+            parallel.schedule,
+            parallel.microbatches,
+            parallel.chunks,
+            forward,
+            backward,
+            weight,
+            message,
+        )
 
     def stretch(self, config, parts, works, after, alone, busy, idle):
         """How much longer than `alone` everything takes but for what is `idle`."""
@@ -127,22 +170,18 @@ class Estimator:
             found.append(StageWork(messages + work.forward, messages + work.backward, work.weight))
         return found
 
-    def once(self, name, make, config, *others):
-        """What `make` finds, which depends on backend, type, scheme, tensor axes, their place and
-        `others`."""
-        train = config.train
-        kind = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
-        key = name, *kind, *(place for place in strides(config.mesh) if place[0] in "xyz"), *others
+    def once(self, key, make):
+        """The cost of a CostKey, which `make()` finds."""
         if key not in self.found:
             self.found[key] = make()
-            self.costs += name not in MESSAGES
+            self.costs += key.cost not in MESSAGES
         return self.found[key]
 
     def sample(self, config, zero, keep=True, recompute="none"):
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
-        together = mesh.p == 1 or parallel.schedule == "zb-v"
-        ends = ((FIRST, LAST),) if together else ((FIRST,), (LAST,))
+        both = mesh.p == 1 or parallel.schedule == "zb-v"
+        ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
         ends = ends if recompute == "none" else ()  # which do nothing again
 
         def make():
@@ -150,8 +189,16 @@ class Estimator:
             layout = replace(config, parallel=changed)
             return Sample(layout, self.vocabulary, self.machine, ends)
 
-        how = zero, keep, recompute, together
-        return self.once("sample", make, config, *how, data_place(config))
+        key = key_of(
+            "sample",
+            config,
+            zero=zero,
+            keep=keep,
+            recompute=recompute,
+            together=both,
+            data=data_place(config),
+        )
+        return self.once(key, make)
 
     def parts(self, config):
         """The PartCosts costs of a microbatch."""
@@ -171,11 +218,20 @@ class Estimator:
             rows, columns = sample.stages[LAYER].block_of(sequences)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.passes(LAYER, sequences, halves)
-            return PartCosts(layer, *self.once("ends", ends, config, *how), block)
+            first, last = self.once(key._replace(cost="ends", recompute=None), ends)
+            return PartCosts(layer, first, last, block)
 
-        deep = (zero, data_place(config)) if zero else ()
-        how = sequences // mesh.d, keep, halves, deep
-        return self.once("parts", measure, config, recompute, *how)
+        key = key_of(
+            "parts",
+            config,
+            zero=zero,
+            keep=keep,
+            recompute=recompute,
+            sequences=sequences // mesh.d,
+            halves=halves,
+            data=data_place(config) if zero else None,
+        )
+        return self.once(key, measure)
 
     def held(self, config, stage):
         """Bytes of the parameters, gradients and states of a stage, by kind."""
@@ -193,9 +249,8 @@ class Estimator:
         def measure():
             return sample.update(times)
 
-        return self.once(
-            "update", measure, config, times, config.parallel.zero, data_place(config)
-        )
+        zero, data = config.parallel.zero, data_place(config)
+        return self.once(key_of("update", config, zero=zero, times=times, data=data), measure)
 
     def hidden(self, config, parts, stage, sums):
         """Seconds of the sums along d that the last backward pass of a stage hides.
@@ -230,7 +285,7 @@ class Estimator:
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
         place = next(each for each in strides(config.mesh) if each[0] == "p")
-        return self.once(name, measure, config, nbytes, place)
+        return self.once(key_of(name, config, nbytes=nbytes, pipeline=place), measure)
 
     def on_its_way(self, nbytes, pair):
         if not self.machine.cores:
@@ -279,8 +334,16 @@ class Estimator:
         for number in {0, min(1, last), max(0, last - 1), last}:
             held = self.held(config, together(chunks[number]))
             times = held["gradient"] / layer
-            sizes = held["gradient"], times * sums, min(times, ahead) * rest
-            found[number] = held + Counter(moving(config, parts, chunks[number], number, *sizes))
+            beside = moving(
+                config,
+                parts,
+                chunks[number],
+                number,
+                gradient=held["gradient"],
+                sums=times * sums,
+                rest=min(times, ahead) * rest,
+            )
+            found[number] = held + Counter(beside)
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
 

@@ -5,6 +5,7 @@ run on arrays without data, and hpc3d.predict.planning.estimate puts a step toge
 """
 
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from math import ceil, inf
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import Carrier
 from hpc3d.training.optimizer import OPTIMIZERS
-from hpc3d.training.trainer import shape_of
+from hpc3d.training.trainer import spec_of
 
 
 class Alone(NamedTuple):
@@ -100,6 +101,15 @@ class Waits(Clock):
         self.idle = Counter() if machine.cores else self.waited
         self.times, self.most = 1, inf
 
+    @contextmanager
+    def repeated(self, times, most):
+        """Here all is done so many times as often, in calls of no more than `most` bytes."""
+        self.times, self.most = times, most
+        try:
+            yield
+        finally:
+            self.times, self.most = 1, inf
+
     def kernel(self, name, nbytes):
         begin, busy = self.now, self.busy
         super().kernel(name, nbytes)
@@ -164,7 +174,7 @@ class Sample:
 
     def __init__(self, config, vocabulary, machine, ends):
         self.config, self.sizes = config, config.mesh.sizes()
-        self.shape = shape_of(config.model, vocabulary, config.train.fused_gelu)
+        self.spec = spec_of(config, vocabulary)
         self.clock = (CarriedWaits if machine.cores else Waits)(machine)
         self.mesh = representative(self.sizes, pool_of(config, self.clock), Alone())
         self.pool = self.mesh.pool
@@ -180,8 +190,7 @@ class Sample:
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
         parameters = Parameters(self.mesh, config.train.dtype, config.parallel.zero)
-        how = config.keep(), config.seed, config.parallel.recompute
-        stages = build(self.mesh, parameters, self.shape, config.split(), parts, *how)
+        stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
         optimizer = OPTIMIZERS[config.train.optimizer](parameters, 0.0)
         self.held[parts] = Counter(self.pool.live) - before
@@ -192,7 +201,7 @@ class Sample:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
         for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
-        zeros = np.broadcast_to(zeros, (sequences, self.shape.sequence))
+        zeros = np.broadcast_to(zeros, (sequences, self.spec.sizes.sequence))
         micro = Micro(0, 0, zeros, zeros, 1.0, Carrier(self.pool))
         forward, saved = self.forward(stage, micro, part)
         whole = self.backward(stage, micro, part, saved, at_once)
@@ -251,7 +260,6 @@ class Sample:
         layers."""
         (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
         buckets = Buckets(parameters, most)
-        self.clock.times, self.clock.most = times, max(1.0, most)
 
         def update():
             parameters.sum_of_squares()
@@ -259,7 +267,7 @@ class Sample:
             buckets.gather()
             buckets.begin()
 
-        _, sums = self.measured(buckets.wait)
-        _, rest = self.measured(update)
-        self.clock.times, self.clock.most = 1, inf
+        with self.clock.repeated(times, max(1.0, most)):
+            _, sums = self.measured(buckets.wait)
+            _, rest = self.measured(update)
         return sums, rest

@@ -78,9 +78,8 @@ def moving(config, parts, chunks, number, gradient, sums, rest):
     parallel, stages = config.parallel, config.mesh.p
     split = parallel.schedule in SPLIT
     works = [work_of(parts, content, split) for content in chunks]
-    sizes = stages, parallel.microbatches, parallel.chunks
     blocks = parts.block * messages(stages, parallel.microbatches, number)
-    moments = [*moments_of(parallel.schedule, sizes, number, works, blocks), (0, rest)]
+    moments = [*moments_of(config, number, works, blocks), (0, rest)]
     layers = max(1, together(chunks).layers)
     layer = parts.layer.weight if split else parts.layer.whole
     posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
@@ -97,11 +96,13 @@ def messages(stages, micros, stage):
     return 2 * min(neighbours, micros) or 1
 
 
-def moments_of(schedule, sizes, number, works, blocks):
+def moments_of(config, number, works, blocks):
     """(bytes that wait as a pass begins, bytes of the pass at its peak)."""
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
-    for (op, chunk), live, kept in flights(schedule, *sizes, number):
+    parallel, stages = config.parallel, config.mesh.p
+    kinds = flights(parallel.schedule, stages, parallel.microbatches, parallel.chunks, number)
+    for (op, chunk), live, kept in kinds:
         held = sum(map(mul, live, forward)) + sum(map(mul, kept, inputs))
         yield held, getattr(works[chunk], PASS[op]).peak + blocks
 

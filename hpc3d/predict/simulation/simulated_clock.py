@@ -37,6 +37,13 @@ class Clock(CostMeter):
     def widest(self):
         return self.machine.widest_head
 
+    def advance(self, length, busy, wired):
+        """Let so many ns of a pass go by that is not run, of which the rank is busy, and waits for
+        the card of its host, so many."""
+        self.now += length
+        self.busy += busy
+        self.wired += wired
+
     def work(self, seconds):
         length = nanoseconds(self.share * seconds)
         self.now, self.busy = self.now + length, self.busy + length

@@ -116,9 +116,19 @@ def run(peers, config, vocabulary, program, clock):
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == SECOND]
-    rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
-    last = bytes_of_tables(trainer.parameters), logits, clock.busy - busy, clock.wired - wired
-    return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *last)
+    return StageRun(
+        rank=mesh.rank,
+        rows=ledger.rows(),
+        names=[*ledger.strings],
+        axes=axes,
+        step=ledger.steps[-1],
+        memory=memory,
+        peak=dict(mesh.pool.peak),
+        tables=bytes_of_tables(trainer.parameters),
+        logits=logits,
+        busy=clock.busy - busy,
+        wired=clock.wired - wired,
+    )
 
 
 def bytes_of_tables(parameters):
