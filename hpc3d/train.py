@@ -70,12 +70,12 @@ def train(job, words):
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
 
-    config, resumed = job.agree(lambda: asked(job, words))
+    config, resumed = job.from_root(lambda: asked(job, words))
     ours, homes = hardware(job, config), homes_of(job)
     refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
     opened = job.on_root(lambda: prepare(config, resumed))
-    plan = job.agree(lambda: opened.plan)
-    program = job.deal(lambda: programs(plan.config, opened.program))
+    plan = job.from_root(lambda: opened.plan)
+    program = job.scatter_from_root(lambda: programs(plan.config, opened.program))
     from hpc3d.training.guard import GuardError
     from hpc3d.training.stop_request import Stop
 

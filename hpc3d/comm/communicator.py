@@ -76,7 +76,7 @@ class Communicator:
 
     def all_gather(self, block, dim=0):
         block = contiguous(rows_first(block, dim))
-        pending = self.call("all_gather", block.nbytes, None, partial(self.gather_rows, block))
+        pending = self.call("all_gather", block.nbytes, None, partial(self._all_gather, block))
         return (
             pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
         )
@@ -85,26 +85,26 @@ class Communicator:
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
         block = contiguous(rows_first(block, dim))
-        move = partial(self.scatter_rows, block)
+        move = partial(self._reduce_scatter, block)
         pending = self.call("reduce_scatter", block.nbytes, None, move)
         return (
             pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
         )
 
     def all_reduce(self, block, op="sum"):
-        move = partial(self.sum_all, contiguous(block), op)
+        move = partial(self._all_reduce, contiguous(block), op)
         return self.call("all_reduce", block.nbytes, None, move)
 
     def broadcast(self, block, root):
-        move = partial(self.spread, contiguous(block), root)
+        move = partial(self._broadcast, contiguous(block), root)
         return self.call("broadcast", block.nbytes, root, move)
 
     def reduce(self, block, root):
-        move = partial(self.collect, contiguous(block), root)
+        move = partial(self._reduce, contiguous(block), root)
         return self.call("reduce", block.nbytes, root, move)
 
     def all_to_all(self, block):
-        move = partial(self.exchange, contiguous(block))
+        move = partial(self._all_to_all, contiguous(block))
         return self.call("all_to_all", block.nbytes, None, move)
 
     def group(self):

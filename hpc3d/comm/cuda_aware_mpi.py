@@ -77,4 +77,4 @@ class CudaAwareMessages(HostStaged):
 
     def __init__(self, direct, comm, traffic, pinned, pool):
         super().__init__(comm, traffic, pinned, pool)
-        self.post, self.take = direct.post, direct.take
+        self._send, self._recv = direct._send, direct._recv

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.model import ops
-from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
+from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.gelu import GELU, gelu_grad
+from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.matmul import Saved
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.model import ops
 from hpc3d.model.layers import Dropout, Embedding, LayerNorm, NormSaved, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
+from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul, Saved, Split
 
@@ -57,7 +57,7 @@ class ModelSpec:
 
 def add_table(mesh, parameters, spec, name, **how):
     """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
-    matmul, sizes = Matmul(mesh, spec.split.whole().next()), spec.sizes
+    matmul, sizes = Matmul(mesh, spec.split.without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
     shape = (-(-sizes.vocabulary // count) * count, sizes.hidden)
     how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
@@ -123,7 +123,7 @@ class Head:
     name = "head"
 
     def __init__(self, mesh, parameters, spec, table):
-        sizes, whole = spec.sizes, spec.split.whole()
+        sizes, whole = spec.sizes, spec.split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
         self.norm = LayerNorm(mesh, parameters, "head.norm", sizes.hidden, spec.split.x)
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
@@ -133,7 +133,7 @@ class Head:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         self.mesh.trace.layer = -1
         x, saved_norm = self.norm.forward(x)
-        logits, saved_product = self.matmul.apply(x, self.table.value)
+        logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         if not writeable(logits):
             logits, shared = self.mesh.empty(logits.shape, logits.dtype), logits
             logits[...] = shared

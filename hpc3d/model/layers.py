@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.ops.embedding import gather_rows, scatter_rows
-from hpc3d.ops.norm import (
+from hpc3d.embedding import gather_rows, scatter_rows
+from hpc3d.norm import (
     combine_moments,
     moments,
     norm,
@@ -20,9 +20,9 @@ from hpc3d.ops.norm import (
     normalise_grad,
     normalise_sums,
 )
-from hpc3d.ops.product import accumulate
-from hpc3d.ops.random import Mask, philox_key
-from hpc3d.ops.rows import add_bias, dropped, sum_rows
+from hpc3d.product import accumulate
+from hpc3d.random import Mask, philox_key
+from hpc3d.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
 
@@ -49,11 +49,13 @@ class Linear:
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
 
-    def forward(self, x, onto=None):
-        """Y, and what backward needs; a `whole` product adds a block like Y."""
-        if self.matmul.whole:
-            return self.matmul.apply(x, self.weight.value, bias=self.bias.value, onto=onto)
-        y, saved = self.matmul.apply(x, self.weight.value)
+    def forward(self, x, residual=None):
+        """Y, and what backward needs; a product that is all of Y adds the `residual`."""
+        if self.matmul.y_is_complete:
+            return self.matmul.forward_saving(
+                x, self.weight.value, bias=self.bias.value, residual=residual
+            )
+        y, saved = self.matmul.forward_saving(x, self.weight.value)
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
             return add_bias(y, self.bias.value, out), saved
@@ -61,7 +63,9 @@ class Linear:
     def activated(self, x):
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
-        y, saved = self.matmul.apply(x, self.weight.value, bias=self.bias.value, gelu_input=h)
+        y, saved = self.matmul.forward_saving(
+            x, self.weight.value, bias=self.bias.value, gelu_input=h
+        )
         return y, saved, h
 
     def backward(self, dy, saved, later=at_once, **epilogue):
@@ -85,7 +89,7 @@ def gradient(matmul):
 
 
 class NormSaved(NamedTuple):
-    """What backward of a norm needs: its rows as forward left them and what `ops.norm_grad` takes
+    """What backward of a norm needs: its rows as forward left them and what `norm_grad` takes
     beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
 
     rows: np.ndarray
@@ -108,7 +112,7 @@ class LayerNorm:
     def forward(self, x):
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                y, saved = ops.norm(
+                y, saved = norm(
                     x, self.gamma.value, self.beta.value, self.EPSILON, self.mesh.empty
                 )
             return y, NormSaved(*saved)
@@ -122,7 +126,7 @@ class LayerNorm:
         rstd = 1 / np.sqrt(squares / self.width + self.EPSILON)
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
-            ops.normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
+            normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
         return y, NormSaved(n, rstd, self.gamma.value)
 
     def backward(self, dy, saved, residual):

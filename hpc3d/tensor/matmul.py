@@ -87,12 +87,12 @@ class Matmul:
         """The stored blocks of dX and dW."""
         return self.backward_saved(Saved(x, w, ""), dy)
 
-    def apply(self, x, w, **fused):
-        """Y and what `adjoint` needs of X and W.  What is `fused` into a product that is `whole`
-        may be a `bias` and a block like Y to add it `onto`, and what else a device does."""
+    def forward_saving(self, x, w, **epilogue):
+        """Y, and what `backward_saved` needs of X and W.  Where `y_is_complete`, the `epilogue` of
+        a product (hpc3d.ops.product) may have a bias, a residual and GELU."""
         pending = self.gather_x(x), self.gather_w(w)
         a, b = (block.wait() for block in pending)
-        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], **fused)
+        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], **epilogue)
         saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
         return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
 
@@ -158,12 +158,12 @@ class Matmul:
                 pending = comm.all_reduce(pending.wait())
         return pending
 
-    def multiply(self, a, b, foreign, **fused):
+    def multiply(self, a, b, foreign, **epilogue):
         """a b, written where the first reduction over `foreign` wants it."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), None)
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
-            product(a, b, out, **fused)
+            product(a, b, out, **epilogue)
         self.mesh.guard.product(a, b, out)
         return out
 
