@@ -44,7 +44,7 @@ class CommStream:
         return flight
 
     @contextmanager
-    def group(self):
+    def grouped(self):
         """The calls in this context are one: none waits for another."""
         self.open = flight = self.begin()
         try:

@@ -107,17 +107,17 @@ class Communicator:
         move = partial(self._all_to_all, contiguous(block))
         return self.call("all_to_all", block.nbytes, None, move)
 
-    def group(self):
+    def grouped(self):
         """A context whose messages are posted together, so that no one waits for another."""
         return nullcontext()
 
     def send(self, block, peer):
-        move = partial(self.post, contiguous(block), peer)
+        move = partial(self._send, contiguous(block), peer)
         return self.call("send", block.nbytes, peer, move)
 
     def recv(self, shape, dtype, peer):
         nbytes = prod(shape) * np.dtype(dtype).itemsize
-        return self.call("recv", nbytes, peer, partial(self.take, shape, dtype, peer))
+        return self.call("recv", nbytes, peer, partial(self._recv, shape, dtype, peer))
 
     def call(self, op, nbytes, peer, move):
         """The pending block of `move()`; `peer` is the root or the other member, if there is

@@ -103,7 +103,7 @@ class Nccl(Communicator):
         """All-to-all, of sends and receives that are posted together: NCCL has none of its own."""
         mixed = self.buffer(block.shape, block.dtype)
         count = block.shape[0] // self.size
-        with self.group():
+        with self.grouped():
             for peer in range(self.size):
                 part = slice(peer * count, (peer + 1) * count)
                 self.message(self.nccl.send, block[part], peer)
@@ -138,8 +138,8 @@ class Nccl(Communicator):
 
         return self.traffic.post(begin, block)
 
-    def group(self):
-        return self.traffic.group()
+    def grouped(self):
+        return self.traffic.grouped()
 
     def landing(self, flight, result):
         def finish():

@@ -150,14 +150,14 @@ class Head:
         """The gradient of X, of the summed loss times its factor."""
         self.mesh.trace.layer = -1
         dlogits = self.loss.backward(saved.loss, micro.factor())
-        dx, rest = self.matmul.adjoint_x(saved.product, dlogits)
+        dx, rest = self.matmul.backward_input(saved.product, dlogits)
         later(self.weigh, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
     def weigh(self, rest):
         if self.matmul.dw_is_complete:
             return self.matmul.add_w(rest, self.table.grad)
-        self.table.grad += self.matmul.adjoint_w(rest).wait()
+        self.table.grad += self.matmul.backward_weight(rest).wait()
 
     def counts(self):
         """Whether this rank's rows of the loss are the copy that counts."""

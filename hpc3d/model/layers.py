@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.embedding import gather_rows, scatter_rows
-from hpc3d.norm import (
+from hpc3d.ops.embedding import gather_rows, scatter_rows
+from hpc3d.ops.norm import (
     combine_moments,
     moments,
     norm,
@@ -20,9 +20,9 @@ from hpc3d.norm import (
     normalise_grad,
     normalise_sums,
 )
-from hpc3d.product import accumulate
-from hpc3d.random import Mask, philox_key
-from hpc3d.rows import add_bias, dropped, sum_rows
+from hpc3d.ops.product import accumulate
+from hpc3d.ops.random import Mask, philox_key
+from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
 

@@ -77,7 +77,7 @@ class Engine:
         self.seconds.clear()
         for group in groups:
             self.closing = group[-1].op == "Reduce"
-            with self.mesh.comm("p").group() if group[0].op in MESSAGES else nullcontext():
+            with self.mesh.comm("p").grouped() if group[0].op in MESSAGES else nullcontext():
                 for instruction in group:
                     self.execute(instruction)
         for channel in [*self.sent]:

@@ -209,14 +209,14 @@ class DeviceTraced(Traced):
 
     def __init__(self, comm, recorder, group, stream):
         super().__init__(comm, recorder, group)
-        self.group, self.stream = self.departing, stream
+        self.grouped, self.stream = self.departing, stream
 
     @contextmanager
     def departing(self):
         """The communicator's `group`, as one flight."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
-        with self.recorder.flight("together", self.group, self.stream), self.comm.group():
+        with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
             yield
 
     def call(self, op, block, received, peer, post):

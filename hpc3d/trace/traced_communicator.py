@@ -28,7 +28,7 @@ class Traced:
         self.comm, self.recorder, self.group = comm, recorder, group
         self.rank, self.size = comm.rank, comm.size
         self.members, self.pool = comm.members, comm.pool
-        self.buffer, self.group, self.sequence = comm.buffer, comm.group, Counter()
+        self.buffer, self.grouped, self.sequence = comm.buffer, comm.grouped, Counter()
 
     def all_gather(self, block, dim=0):
         received = block.nbytes * (self.size - 1)

@@ -75,7 +75,7 @@ def send_and_recv(comm, dtype):
         return
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     first, second = (blocks(comm, (3, 4), dtype, seed) for seed in (0, 1))
-    with comm.together():
+    with comm.grouped():
         sent = [comm.send(block[comm.rank], after) for block in (first, second)]
         received = [comm.recv((3, 4), np.dtype(dtype), before) for _ in range(2)]
     same(received[0].wait(), first[before])

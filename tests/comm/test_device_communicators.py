@@ -31,7 +31,7 @@ class Brought:
 
     def __init__(self, comm):
         self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, comm.members
-        self.together, self.buffer = comm.together, lambda *how: plain(comm.buffer(*how))
+        self.grouped, self.buffer = comm.grouped, lambda *how: plain(comm.buffer(*how))
 
     def recv(self, *how):
         return self.comm.recv(*how).then(plain)
@@ -94,7 +94,7 @@ def test_messages_both_ways_at_once():
 
     def rank(comm):
         block = np.full((4, 2), comm.rank, np.float64).view(DeviceArray)
-        with comm.together():
+        with comm.grouped():
             sent, got = (
                 comm.send(block, 1 - comm.rank),
                 comm.recv((4, 2), np.float64, 1 - comm.rank),

@@ -148,8 +148,8 @@ class Comm(Communicator):
 
         return Pending(finish)
 
-    def together(self):
-        return self.traffic.together()
+    def grouped(self):
+        return self.traffic.grouped()
 
     def _all_gather(self, block):
         return self.fly(np.concatenate([block] * self.size), block)

@@ -124,11 +124,13 @@ FUSED = {
 
 
 @pytest.mark.parametrize("what", FUSED)
-@pytest.mark.parametrize("fused", [True, False])
-def test_what_a_device_may_do_in_one_product(what, fused):
+@pytest.mark.parametrize("on_device", [True, False])
+def test_what_a_device_may_do_in_one_product(what, on_device):
     """`whole` where Y is no partial sum, `sums` where dW is none, `alone` where nothing is."""
     split, sizes, expected = FUSED[what]
-    mesh = SimpleNamespace(pool=SimpleNamespace(fused=fused), size=lambda axis: sizes.get(axis, 1))
+    mesh = SimpleNamespace(
+        pool=SimpleNamespace(on_device=on_device), size=lambda axis: sizes.get(axis, 1)
+    )
     matmul = Matmul(mesh, split)
     found = matmul.y_is_complete, matmul.dw_is_complete, matmul.is_local
-    assert found == (expected if fused else (False, False, False))
+    assert found == (expected if on_device else (False, False, False))

@@ -42,7 +42,7 @@ class CheckedCommunicator(Communicator):
     def __init__(self, comm, ledger, axis):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        self.buffer, self.group = comm.buffer, comm.group
+        self.buffer, self.grouped = comm.buffer, comm.grouped
         self.rows, self.notes = np.zeros((ROWS, 2 * self.size), np.uint64), []
         self.came = np.zeros((ROWS, self.size), bool)
         self.sums, self.maxima = {}, []
