@@ -302,7 +302,7 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
         (f"--train.dtype float16 {TWO}", "train.dtype = float16: ... pipedream-2bw ... bfloat16"),
         (
             "--train.graph true --train.dtype bfloat16",
-            "train.graph = true: ... model.sequence = 64 ... 128",
+            "train.graph = true: ... 64 ... 128",
         ),
     ],
 )
