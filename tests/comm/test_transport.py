@@ -65,7 +65,7 @@ def test_the_way_that_is_taken(asked, seats, mpi, way, why):
 def test_a_way_that_cannot_be_is_refused(asked, seats, line):
     with pytest.raises(ValueError) as refused:
         choose(asked, seats, lambda: NONE)
-    assert re.match(elided(f"{line} ... mesh.transport = auto"), str(refused.value))
+    assert re.match(elided(f"{line}... mesh.transport = auto"), str(refused.value))
 
 
 def test_parts_of_one_device_are_not_shared():
