@@ -170,19 +170,19 @@ TAMPERED = {
     ),
     "op": (
         change("events/op", call("all_gather"), schema.OP.index("reduce_scatter")),
-        "/events: ... op ... members: 1 row",
+        "/events: ... op ...: 1 row",
     ),
     "step": (
         change("events/step", call("all_gather"), 2),
-        "/events: ... step ... members: 1 row",
+        "/events: ... step ...: 1 row",
     ),
     "dtype": (
         change("events/dtype", call("all_gather"), schema.DTYPE.index("int32")),
-        "/events: ... dtype ... members: 1 row",
+        "/events: ... dtype ...: 1 row",
     ),
     "elements": (
         change("events/count", call("all_reduce"), (1,)),
-        "/events: ... count ... members: 1 row",
+        "/events: ... count ...: 1 row",
     ),
     "bytes": (
         change("events/bytes", call("reduce_scatter"), (4,)),
@@ -224,9 +224,9 @@ TAMPERED = {
         change("events/dur", 3, -1),
         "/events: dur ... 0: 1 row, ... 3",
     ),
-    "unknown": (change("events/op", 3, 77), "events/op ... value ... 77"),
+    "unknown": (change("events/op", 3, 77), "events/op ... 77"),
     "coordinate": (change("ranks/coords", (3, 1), -2), "/ranks: coords ... -1: 1 row"),
-    "root": (change("events/group", 3, 10**6), "events/group points"),
+    "root": (change("events/group", 3, 10**6), "events/group ... 1000000;"),
 }
 
 
