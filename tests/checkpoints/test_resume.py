@@ -58,7 +58,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
     for folder in steps_of(tmp_path / "checkpoints")[:damaged]:
         (folder / "rank-00001.bin").write_bytes(b"")
     if damaged == 2:
-        with pytest.raises(ValueError, match=r"(?s)03 is no.*02 is no.*train anew"):
+        with pytest.raises(ValueError, match=r"(?s)step-00000003 .*step-00000002 .*train"):
             live(tmp_path, "x=2", 4)
         return
     live(tmp_path, "x=2", 4)
@@ -75,7 +75,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
         ("dropout=0.5", True, None),
         ("optimizer=sgd", True, None),  # which needs none
         ("optimizer=sgd", False, None),
-        ("", False, "has no first and second moments"),
+        ("", False, " first and second moments"),
         ("layers=2", True, "has model.layers = 1"),
         ("tied=false", True, "has model.tied = True"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from itertools import product
 from math import prod
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from hpc3d.checkpoints import sharded
 from hpc3d.checkpoints.block_slices import BlockSlices, rectangles
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
+from tests.elided import elided
 from tests.pipeline.drawn import layouts
 from tests.pipeline.mixes import (
     Trained,
@@ -168,10 +170,14 @@ def flip(path):
     ("name", "damage", "said"),
     [
         ("rank-00001.bin", truncate, "rank-00001.bin has"),
-        ("rank-00001.bin", flip, "rank-00001.bin was changed"),
+        ("rank-00001.bin", flip, "rank-00001.bin ... changed"),
         ("rank-00002.bin", lambda path: path.unlink(), "No such file"),
-        ("manifest.json", truncate, "is no whole checkpoint"),
-        ("manifest.json", lambda path: path.write_text("{}"), "is no whole checkpoint"),
+        ("manifest.json", truncate, "step-00000002 ... manifest"),
+        (
+            "manifest.json",
+            lambda path: path.write_text("{}"),
+            "step-00000002 ... manifest",
+        ),
         ("manifest.json", lambda path: path.unlink(), "No such file"),
     ],
 )
@@ -184,11 +190,11 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, name, damage, said):
         found = Checkpoint(tmp_path / "step-00000002").damage()
     except ValueError as error:
         found = str(error)
-    assert said in found
+    assert re.search(elided(said), found)
 
 
 def test_another_model_is_refused(checkpoints):
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match=r"model\.layers = |layers\.4\."):
         resumed("p=1 schedule=none microbatches=2 layers=5", checkpoints(LAYOUTS[0]))
 
 

@@ -122,14 +122,14 @@ def test_a_flip_is_found_where_it_happened(op, dtype):
 )
 def test_the_one_that_gave_it_is_named(op, giver):
     (line,) = found(op, 3, CALLS[op])[FAULTY]
-    assert f"what came from rank {giver} is not what it" in line
+    assert f" rank {giver} " in line.rpartition(":")[2]
 
 
 def test_a_maximum_that_differs_is_found_by_the_minority():
     lines = found("_all_reduce", 3, lambda comm, block: comm.all_reduce(block, "max").wait())
     assert [len(here) for here in lines] == [0, 1, 0]
-    assert "all_reduce of 30 elements" in lines[FAULTY][0]
-    assert lines[FAULTY][0].endswith("the maximum is not that of the other ranks")
+    assert "all_reduce of 30 " in lines[FAULTY][0]
+    assert lines[FAULTY][0].rpartition(":")[2].count("maximum") == 1
 
 
 def test_several_calls_in_flight_and_several_steps():

@@ -1,5 +1,6 @@
 """The input file: types, keys, overrides, and the text that a run saves."""
 
+import re
 import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.load import known_keys, load, to_toml
 from hpc3d.config.rules import settle
 from tests.config.refused import problems
+from tests.elided import elided
 
 SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
 
@@ -19,35 +21,35 @@ SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("train.steps", "many", "train.steps: input should be a valid integer, not 'many';"),
-        ("train.steps", "2.5", "train.steps: input should be a valid integer, not 2.5;"),
-        ("train.steps", "true", "train.steps: input should be a valid integer, not True;"),
-        ("train.steps", '"20"', "train.steps: input should be a valid integer, not '20';"),
-        ("train.clip", "[1]", "train.clip: input should be a valid number, not [1];"),
-        ("model.tied", "1", "model.tied: input should be a valid boolean, not 1;"),
-        ("data.path", "5", "data.path: input should be a valid string, not 5;"),
-        ("mesh", "8", "mesh: input should be an object, not 8;"),
-        ("seed", "2025-01-02", "seed: input should be a valid integer, not '2025-01-02';"),
+        ("train.steps", "many", "train.steps: ... 'many';"),
+        ("train.steps", "2.5", "train.steps: ... 2.5;"),
+        ("train.steps", "true", "train.steps: ... True;"),
+        ("train.steps", '"20"', "train.steps: ... '20';"),
+        ("train.clip", "[1]", "train.clip: ... [1];"),
+        ("model.tied", "1", "model.tied: ... 1;"),
+        ("data.path", "5", "data.path: ... 5;"),
+        ("mesh", "8", "mesh: ... 8;"),
+        ("seed", "2025-01-02", "seed: ... '2025-01-02';"),
     ],
 )
 def test_a_wrong_type_is_refused(option, value, line):
     (said,) = problems(f"--{option}", value)
-    assert said.startswith(line)
-    assert said.endswith("correct the value")
+    assert re.match(elided(line), said)
 
 
 @pytest.mark.parametrize(
     ("option", "line"),
     [
-        ("train.stepz", "train.stepz: unknown key; did you mean train.steps?"),
-        ("steps", "steps: unknown key; did you mean train.steps?"),
-        ("run.name", "run.name: unknown key; did you mean name?"),
-        ("modell", "modell: unknown key; did you mean model?"),
-        ("run.qqq", "run.qqq: unknown key; known here: run.out, run.signal, run.watchdog_s"),
+        ("train.stepz", "train.stepz: ... train.steps?"),
+        ("steps", "steps: ... train.steps?"),
+        ("run.name", "run.name: ... name?"),
+        ("modell", "modell: ... model?"),
+        ("run.qqq", "run.qqq: ... run.out, run.signal, run.watchdog_s"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_full_name_of_a_near_one(option, line):
-    assert problems(f"--{option}", "1") == [line]
+    (said,) = problems(f"--{option}", "1")
+    assert re.fullmatch(elided(line), said)
 
 
 def test_all_errors_are_said_at_once(tmp_path):
@@ -67,34 +69,34 @@ def test_all_errors_are_said_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (b"\xff\xfe\x00", "input.toml: not valid TOML"),
-        (b"[train\n", "input.toml: not valid TOML"),
-        (b"a = 1\na = 2\n", "input.toml: not valid TOML"),
+        (b"\xff\xfe\x00", "input.toml: ... TOML"),
+        (b"[train\n", "input.toml: ... TOML"),
+        (b"a = 1\na = 2\n", "input.toml: ... TOML"),
     ],
 )
 def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
     (said,) = problems(text=text, folder=tmp_path)
-    assert line in said
+    assert re.search(elided(line), said)
 
 
 def test_a_missing_file_is_refused(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
-        with pytest.raises(ValueError, match="; name a file, or one of gpt-"):
+        with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
             load(path, [])
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--train.steps"], "--train.steps: no value; write --train.steps VALUE"),
-        (["--train.steps", "--seed", "1"], "--train.steps: no value; write --train.steps VALUE"),
-        (["--seed", "1", "input.toml"], "input.toml: not understood; write INPUT.toml --section"),
-        (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low is a value and holds no"),
+        (["--train.steps"], "--train.steps: ... --train.steps VALUE"),
+        (["--train.steps", "--seed", "1"], "--train.steps: ... --train.steps VALUE"),
+        (["--seed", "1", "input.toml"], "input.toml: ... INPUT.toml --section.key VALUE"),
+        (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
     ],
 )
 def test_a_command_line_that_is_not_understood_is_refused(options, line):
     (said,) = problems(*options)
-    assert said.startswith(line)
+    assert re.match(elided(line), said)
 
 
 def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):

@@ -1,5 +1,6 @@
 """Schedules as strings, their sizes in memory, and what they refuse."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -179,7 +180,7 @@ def test_instructions_as_text():
     "nonsense", ["", "F", "f3", "3", "F-1", "Step1", "1Step", "Reduce3", "FB2"]
 )
 def test_nonsense_is_no_instruction(nonsense):
-    with pytest.raises(ValueError, match="is no instruction: write"):
+    with pytest.raises(ValueError, match=re.escape(repr(nonsense))):
         parse(nonsense)
 
 
@@ -208,20 +209,20 @@ def test_the_turn_of_a_v():
     assert placement.first(0, 0)
     assert placement.last(0, 1)
     for stage, message in ((3, "SendF0"), (3, "1RecvF0"), (0, "RecvF0"), (0, "1SendF0")):
-        with pytest.raises(ValueError, match=f"stage {stage}: {message}: no other stage"):
+        with pytest.raises(ValueError, match=f"stage {stage}: {message}: "):
             placement.other(stage, parse(message))
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "line"),
     [
-        ("none", (2, 4, 1), "mesh.p = 2: schedule none is for one stage; use 1f1b or mesh.p = 1"),
-        ("1f1b", (2, 0, 1), "parallel.microbatches = 0: must be at least 1"),
-        ("gpipe", (0, 1, 1), "mesh.p = 0: must be at least 1"),
-        ("1f1b", (2, 4, 2), "parallel.chunks = 2: schedule 1f1b wants 1"),
-        ("zb-v", (2, 4, 1), "parallel.chunks = 1: schedule zb-v wants 2"),
-        ("interleaved", (4, 3, 2), "parallel.microbatches = 3: .* use 4 or more, or mesh.p = 3"),
-        ("pipedream-2bw", (4, 2, 1), "parallel.microbatches = 2: .* use 4 or more, or mesh.p = 2"),
+        ("none", (2, 4, 1), "mesh.p = 2: schedule none .* 1f1b or mesh.p = 1"),
+        ("1f1b", (2, 0, 1), "parallel.microbatches = 0: .* 1"),
+        ("gpipe", (0, 1, 1), "mesh.p = 0: .* 1"),
+        ("1f1b", (2, 4, 2), "parallel.chunks = 2: schedule 1f1b .* 1"),
+        ("zb-v", (2, 4, 1), "parallel.chunks = 1: schedule zb-v .* 2"),
+        ("interleaved", (4, 3, 2), "parallel.microbatches = 3: .* 4 .* mesh.p = 3"),
+        ("pipedream-2bw", (4, 2, 1), "parallel.microbatches = 2: .* 4 .* mesh.p = 2"),
     ],
 )
 def test_sizes_that_are_forbidden(name, sizes, line):
@@ -230,12 +231,12 @@ def test_sizes_that_are_forbidden(name, sizes, line):
 
 
 def test_a_synchronous_schedule_is_one_step():
-    with pytest.raises(ValueError, match="steps = 2: schedule 1f1b is one step"):
+    with pytest.raises(ValueError, match=r"steps = 2: schedule 1f1b .* 1"):
         streams("1f1b", 2, 4, steps=2)
 
 
 def test_an_unknown_schedule():
-    with pytest.raises(ValueError, match=r"'1f1b1': did you mean 1f1b.* known are none, gpipe"):
+    with pytest.raises(ValueError, match=r"'1f1b1': .*1f1b.* none, gpipe"):
         find("1f1b1")
 
 
@@ -265,19 +266,19 @@ def test_blank_cells_ragged_rows_and_explicit_chunks(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
-        ("", "no instructions"),
-        ("turn\n", "no instructions"),
-        ("F0,B0\nF0,B0,X1\n", "row 2, column 3: 'X1' is no instruction"),
-        ("F0,SendF0,B0\n", "row 1, column 2: SendF0 is added by the passes"),
-        ("F0,B0,Step\n", "row 1, column 3: Step is added by the passes"),
-        ("F0,B0\nF0,,B0,F0\n", "row 2, column 4: F0 comes twice"),
-        ("F0,B0,BW0\n", "row 1, column 3: BW0 comes twice"),
-        ("B0,F0\n", "row 1, column 1: B0 comes before F0"),
-        ("F0,W0,B0\n", "row 1, column 2: W0 comes before B0"),
+        ("", ".*row"),
+        ("turn\n", ".*row"),
+        ("F0,B0\nF0,B0,X1\n", "row 2, column 3: 'X1' "),
+        ("F0,SendF0,B0\n", "row 1, column 2: SendF0 .* F, B, W and BW"),
+        ("F0,B0,Step\n", "row 1, column 3: Step .* F, B, W and BW"),
+        ("F0,B0\nF0,,B0,F0\n", "row 2, column 4: F0 .*twice"),
+        ("F0,B0,BW0\n", "row 1, column 3: BW0 .*twice"),
+        ("B0,F0\n", "row 1, column 1: B0 .*F0"),
+        ("F0,W0,B0\n", "row 1, column 2: W0 .*B0"),
         ("F0,B0,F1,B1\nF0,B0,F1\n", "row 2: no B1"),
         ("F0,B0,F2,B2\n", "row 1: no F1"),
         ("F0,1F0,1B0,B0\nF0,B0\n", "row 2: no 1F0"),
-        ("turn\nF0,B0\n", "row 1: a turn wants chunks 0 and 1, the file has 1"),
+        ("turn\nF0,B0\n", "row 1: .* turn .* 0 and 1, .* 1"),
     ],
 )
 def test_a_file_that_is_no_schedule(tmp_path, rows, fault):
@@ -289,7 +290,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"none\.csv: No such file"):
         find(f"csv:{tmp_path / 'none.csv'}")
     (tmp_path / "binary.csv").write_bytes(b"F0,\xff\xfe")
-    with pytest.raises(ValueError, match=r"binary\.csv: not a CSV file in UTF-8"):
+    with pytest.raises(ValueError, match=r"binary\.csv: .*CSV .*UTF-8"):
         find(f"csv:{tmp_path / 'binary.csv'}")
 
 
@@ -297,5 +298,5 @@ def test_a_file_has_its_own_sizes(tmp_path):
     found = find(f"csv:{csv_file(tmp_path, 'F0,B0,F1,B1' + chr(10))}")
     assert found.forbids(1, 2, 1) is None
     assert "mesh.p = 2: " in found.forbids(2, 2, 1)
-    assert "has 2; use as many" in found.forbids(1, 3, 1)
+    assert "parallel.microbatches = 3: " in found.forbids(1, 3, 1)
     assert "parallel.chunks = 2: " in found.forbids(1, 2, 2)

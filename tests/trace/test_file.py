@@ -50,16 +50,14 @@ def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
         with hpc3d.trace.open(folder) as trace:
             assert trace.path == path and len(trace.ranks) == 4
     unmerged = tmp_path_factory.mktemp("unmerged")
-    with pytest.raises(
-        ValueError, match=rf"{unmerged}: no trace\.h5; merge the run again: .*--merge"
-    ):
+    with pytest.raises(ValueError, match=rf"{unmerged}: no trace\.h5; .*--merge"):
         hpc3d.trace.open(unmerged)
 
 
 def test_a_column_that_no_trace_has_is_named_with_those_that_are(path):
     with (
         hpc3d.trace.open(path) as trace,
-        pytest.raises(ValueError, match="/steps has no column foo; it has rank, step, t_start"),
+        pytest.raises(ValueError, match=r"/steps .* foo; .* rank, step, t_start"),
     ):
         trace.steps["foo"]
 
@@ -112,7 +110,7 @@ def test_the_rows_of_a_rank(path):
             mine = [row["count"] for row in expected_events() if row["rank"] == rank]
             assert trace.events["count", trace.rows(rank)].tolist() == mine
         for rank in (-1, 4):
-            with pytest.raises(ValueError, match=f"has ranks 0 to 3, not {rank}"):
+            with pytest.raises(ValueError, match=f" 0 to 3, .*{rank}"):
                 trace.rows(rank)
 
 
@@ -169,7 +167,7 @@ def test_without_pandas_there_is_no_frame(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with hpc3d.trace.open(path) as trace:
         assert len(trace.events["dur"]) == 48
-        with pytest.raises(ValueError, match=r"needs pandas: pip install 'hpc3d\[report\]'"):
+        with pytest.raises(ValueError, match=r"pandas: pip install 'hpc3d\[report\]'"):
             trace.events.frame()
 
 
@@ -241,15 +239,15 @@ def test_they_are_added_and_replaced(path):
 
 @pytest.mark.parametrize("key", [("melt", "x"), ("send", ""), ("send", "x/y"), ("send", "..")])
 def test_a_calibration_of_nothing_is_refused(path, key):
-    with pytest.raises(ValueError, match="name an operation and an axis"):
+    with pytest.raises(ValueError, match=r"operation .* axis"):
         write_calibration(path, {key: calibration(8, 1e-6)})
 
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ({"step": [1]}, "there is no column quantity, stage, rank, value"),
-        (PREDICTED | {"value": [1.0]}, "the columns have different lengths"),
+        ({"step": [1]}, ".*quantity, stage, rank, value"),
+        (PREDICTED | {"value": [1.0]}, ".*lengths"),
         (PREDICTED | {"value": ["fast", "slow"]}, "could not convert"),
     ],
 )
@@ -268,7 +266,7 @@ def test_nothing_is_written_through_a_link(path, link):
     with h5py.File(path, "r+") as file:
         file["calibration"] = file["prediction"] = link
     old = other.read_bytes()
-    with pytest.raises(ValueError, match="calibration is a link to elsewhere"):
+    with pytest.raises(ValueError, match=r"calibration .*link"):
         write_calibration(path, MEASURED)
     write_prediction(path, PREDICTED)  # in place of the link
     assert other.read_bytes() == old
