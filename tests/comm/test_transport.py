@@ -104,7 +104,7 @@ def test_what_mpi_takes_of_devices(seats, does, said, what, tmp_path, monkeypatc
 def test_what_the_user_says_must_be_known(monkeypatch):
     monkeypatch.setenv(transport.OVERRIDE, "yes")
     with pytest.raises(ValueError, match=r"HPC3D_MPI_DEVICE=yes: .*none, p2p or full"):
-        taken(OWN)
+        cuda_aware_support(OWN)
 
 
 def test_a_trial_is_no_part_of_the_job_that_it_is_for(tmp_path, monkeypatch):

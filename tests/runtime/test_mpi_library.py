@@ -90,7 +90,7 @@ def test_more_ranks_than_cores(version, variable, no_launcher, monkeypatch, tmp_
     launcher = OURS._replace(version=version, path=str(tmp_path / "bin" / "mpirun"))
     assert "--oversubscribe" in only(mpi_library.oversubscription(launcher)).text
     monkeypatch.setenv(variable, "1" if version < "5" else ":OVERSUBSCRIBE")
-    assert only(mpi_library.crowd(launcher)).verdict == OK
+    assert only(mpi_library.oversubscription(launcher)).verdict == OK
     monkeypatch.setenv(mpi_library.YIELD, "0")
     assert verdicts(mpi_library.oversubscription(launcher))[1] == (WARN, "more ranks than cores")
 
