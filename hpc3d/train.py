@@ -122,7 +122,7 @@ def steps(plan, run, stop):
     config, trainer, log = plan.config, run.trainer, run.log
     replicas, spikes = (
         ReplicaCheck(trainer, config.guard.replicas_every),
-        LossSpikes(config.guard.spike),
+        LossSpikes(config.guard.loss_spike_sigma),
     )
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
@@ -208,8 +208,9 @@ def asked(job, words, reader):
     from hpc3d.config.rules import refuse, settle
 
     run = reader["run"] = run_to_resume(words)
-    path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
-    config = load.load(path, words)
+    given = words and not words[0].startswith("-")
+    path = words.pop(0) if given else run and run / "config.toml"
+    config = load.load(path, words, of_run=not given)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     refuse([*untrainable(config)])
     return config

@@ -17,7 +17,7 @@ for module in (attention, layers, loss, ops, parameters, optimizer):
 
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
-SLOW = [("nccl", line) for line in MIXES[3::6]] + [("staged", line) for line in MIXES[::10]]
+SLOW = [("nccl", line) for line in MIXES[3::6]] + [("host-staged", line) for line in MIXES[::10]]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def fitted(config, ranks):
     stages = mesh.p * mesh.d
     kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
-    freed = {} if kept else {"schedule": None, "chunks": None, "stages": None, "zero": 0}
+    freed = {} if kept else {"schedule": None, "chunks": None, "layers_per_stage": None, "zero": 0}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
@@ -53,14 +53,14 @@ def continued(run, config):
     ValueError, before anything is changed, if it cannot go on.
     """
     done = check(run, config)
-    begun = load(run / "config.toml", []).train if done else config.train
+    begun = load(run / "config.toml", [], of_run=True).train if done else config.train
     config = laid_out(config, begun)
     return config, [*changes(run, config), *rates(begun, config.train, done)]
 
 
 def changes(run, config):
     """A line for each setting that is not what it was in the run; what was open is no such."""
-    before, now = flat(load(run / "config.toml", [])), flat(config)
+    before, now = flat(load(run / "config.toml", [], of_run=True)), flat(config)
     return [
         f"{key} was {before[key]}, is {now[key]}"
         for key in now

@@ -45,7 +45,7 @@ class Corrupt(GuardError):
 
 def guarded(mesh, guard):
     """The mesh whose products and messages are checked where a GuardConfig wants it."""
-    every = guard.products_every
+    every = guard.abft_every
     return mesh.guarded(AbftChecker(mesh.rank, every)) if every else mesh
 
 

@@ -66,7 +66,7 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
         self.groups = program.steps(mesh.coord("p"), config.updates())
-        self.replay = replay_of(self, train.graph)
+        self.replay = replay_of(self, train.cuda_graph)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False

@@ -304,7 +304,7 @@ def test_dropout_is_theirs_or_what_is_asked(files):
         (["--model.sequence", "4"], "--model.sequence 4: it is 3 in"),
         (["--model.sequence", "0"], "model.sequence = 0: must be at least 1"),
         (["--model.tied", "false"], "--model.tied False: it is True in"),
-        (["--train.dtype", "float16"], "processors are slow at it"),
+        (["--train.dtype", "float16"], "CPUs are slow at it"),
         (["--mesh.x", "7"], "does not divide over mesh axes x 7"),
         (["--modl.heads", "3"], "modl: unknown key; did you mean model"),
     ],

@@ -21,7 +21,10 @@ RULES = {
     "mesh.c": ("2", "mesh.c = 2: not there yet; use 1"),
     "mesh.e": ("2", "mesh.e = 2: not there yet; use 1"),
     "mesh.order": ("x y z", "mesh.order = 'x y z': must name each of p d c e x y z once"),
-    "mesh.transport": ("tcp", "mesh.transport: input should be 'auto', 'mpi', 'nccl' or 'staged'"),
+    "mesh.transport": (
+        "tcp",
+        "mesh.transport: input should be 'auto', 'mpi', 'nccl' or 'host-staged'",
+    ),
     "parallel.scheme": ("4d", "parallel.scheme: input should be '1d', '1d-sequence',"),
     "parallel.zero": ("4", "parallel.zero: input should be 0, 1, 2 or 3, not 4"),
     "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: must be at least 0 and below inf"),
@@ -44,7 +47,7 @@ RULES = {
     "train.clip": ("inf", "train.clip = inf: must be at least 0 and below inf"),
     "train.backend": ("torch", "train.backend: input should be 'numpy' or 'cupy', not 'torch'"),
     "train.tf32": ("true", "train.tf32 = true: for train.backend = cupy with dtype = float32"),
-    "train.graph": ("true", "train.graph = true: for train.backend = cupy; use false"),
+    "train.cuda_graph": ("true", "train.cuda_graph = true: for train.backend = cupy; use false"),
     "train.fused_gelu": ("true", "train.fused_gelu = true: for train.backend = cupy and model."),
     "checkpoint.every": ("-1", "checkpoint.every = -1: must be at least 0"),
     "checkpoint.keep": ("0", "checkpoint.keep = 0: must be at least 1"),
@@ -62,9 +65,9 @@ EDGES = {
     "train.weight_decay": [("0", "-1e-9"), ("1e9", "inf")],
     "train.clip": [("0", "-1e-9"), ("1e9", "inf")],
     "train.max_minutes": [("0", "-0.1"), ("1e9", "inf")],
-    "guard.spike": [("0", "-0.1"), ("1e9", "inf")],
+    "guard.loss_spike_sigma": [("0", "-0.1"), ("1e9", "inf")],
     "guard.replicas_every": [("0", "-1")],
-    "guard.products_every": [("0", "-1")],
+    "guard.abft_every": [("0", "-1")],
     "checkpoint.every": [("0", "-1")],
     "checkpoint.keep": [("1", "0")],
     "trace.sync_every": [("1", "0")],
@@ -95,14 +98,14 @@ def test_a_value_out_of_range_is_refused(key):
             ["--mesh.transport", "nccl"],
             "mesh.transport = nccl: for GPUs, train.backend = cupy; use",
         ),
-        (["--mesh.transport", "staged"], "mesh.transport = staged: for GPUs"),
+        (["--mesh.transport", "host-staged"], "mesh.transport = host-staged: for GPUs"),
         (
             ["--train.dtype", "float64"],
             "train.dtype = float64: train.backend = cupy has no kernels",
         ),
         (
-            ["--guard.products_every", "5"],
-            "guard.products_every = 5: not there yet for train.back",
+            ["--guard.abft_every", "5"],
+            "guard.abft_every = 5: not there yet for train.back",
         ),
         (["--train.tf32", "true", "--train.dtype", "float16"], "train.tf32 = true: for train."),
     ],
@@ -125,7 +128,7 @@ def test_numbers_of_16_bits_are_for_gpus_and_simulations():
     for dtype in ("float16", "bfloat16"):
         config = settle(load(None, ["--train.dtype", dtype]), 1, default=True)
         (said,) = untrainable(config)
-        assert said.startswith(f"train.dtype = {dtype}: processors are slow at it; use float32")
+        assert said.startswith(f"train.dtype = {dtype}: CPUs are slow at it; use float32")
         assert np.dtype(dtype).itemsize == 2  # which NumPy knows by ml_dtypes
     assert not [
         *untrainable(
@@ -195,12 +198,13 @@ PIPELINES = [
         "mesh.p = 2 x parallel.chunks = 2: 4 parts, but model.layers = 3: use at most 3 parts",
     ),
     (
-        {"mesh.p": 2, "parallel.stages": "[1, 1, 1]"},
-        "parallel.stages has 3 numbers for 2 parts: give one a part",
+        {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1, 1]"},
+        "parallel.layers_per_stage has 3 numbers for 2 parts: give one per part",
     ),
     (
-        {"mesh.p": 2, "parallel.stages": "[1, 1]"},
-        "parallel.stages = [1, 1]: 2 layers, but model.layers = 3: give each part its layers",
+        {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1]"},
+        "parallel.layers_per_stage = [1, 1]: 2 layers, but model.layers = 3: give each part its "
+        "layers",
     ),
     (
         {"mesh.p": 2, "parallel.schedule": "none"},
@@ -278,8 +282,8 @@ def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner
 
 
 def test_a_stage_of_less_than_no_layers_is_refused():
-    (said,) = problems("--mesh.p", "2", "--parallel.stages", "[3, -1]", ranks=2)
-    assert said == "parallel.stages = [3, -1]: a part with -1 layers; use 0 or more"
+    (said,) = problems("--mesh.p", "2", "--parallel.layers_per_stage", "[3, -1]", ranks=2)
+    assert said == "parallel.layers_per_stage = [3, -1]: a part with -1 layers; use 0 or more"
 
 
 def test_an_asynchronous_run_has_a_longest():
@@ -295,9 +299,15 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        (f"--train.graph true {TWO}", "train.graph = true: under schedule pipedream-2bw steps"),
+        (
+            f"--train.cuda_graph true {TWO}",
+            "train.cuda_graph = true: under schedule pipedream-2bw steps",
+        ),
         (f"--train.dtype float16 {TWO}", "train.dtype = float16: under schedule pipedream-2bw no"),
-        ("--train.graph true --train.dtype bfloat16", "train.graph = true: cuDNN's attention on"),
+        (
+            "--train.cuda_graph true --train.dtype bfloat16",
+            "train.cuda_graph = true: cuDNN's attention on",
+        ),
     ],
 )
 def test_what_a_gpu_cannot_do_with_a_schedule_is_refused(how, line):

@@ -32,7 +32,7 @@ def observe(trace, step):
     """The table of a step, one row per stage, and its measured and simulated panel for
     `draw_gantt`.
 
-    Both are empty if the run had neither stages nor microbatches, and if it counted processor
+    Both are empty if the run had neither stages nor microbatches, and if it counted CPU
     time, for then its ranks have no clock in common.
     """
     config = configuration(trace)

@@ -76,7 +76,7 @@ def step_row(trace, time):
     """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
     and their waits, also those of category copy.
 
-    Where ranks count their processor time there is no rate: the step took longer on the wall.
+    Where ranks count their CPU time there is no rate: the step took longer on the wall.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     low, quarter, median, most, high = np.percentile(
@@ -181,7 +181,7 @@ def finite(value):
 
 
 def rate(trace, amount, seconds):
-    """An amount a second; None where it is not known, or the seconds are processor time."""
+    """An amount a second; None where it is not known, or the seconds are CPU time."""
     return ratio(amount, seconds) if one_time(trace) else None
 
 

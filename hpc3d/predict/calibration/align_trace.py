@@ -107,8 +107,8 @@ def works(trace, skip=2):
     """The TimedWork of every rank of an open trace in a step, a list: medians over its steps,
     without the first `skip` of them.
 
-    ValueError for a trace of another clock than the processor's (on the wall a rank also waits,
-    and where ranks share a processor the work of one is in the times of the other), or one that
+    ValueError for a trace of another clock than CPU time (on the wall a rank also waits,
+    and where ranks share a core the work of one is in the times of the other), or one that
     other code has made.
     """
     config = configuration(trace)
@@ -136,10 +136,10 @@ def parts(told, call, before, inside):
 def configuration(trace):
     """The Config of a trace that can be aligned."""
     config = stored(trace.attrs["config"])
-    if config.trace.clock != "processor":
+    if config.trace.clock != "cpu":
         raise ValueError(
             f"{trace.path}: its times are those on the wall, not of the work of each rank; record "
-            "it with --trace.clock processor"
+            "it with --trace.clock cpu"
         )
     return config
 
