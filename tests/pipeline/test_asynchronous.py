@@ -58,7 +58,7 @@ def reference(line):
 
 def rule_of(line):
     """The words of a mix that the update rules look at."""
-    words, keys = words_of(line), ("schedule", "p", "microbatches", "stages")
+    words, keys = words_of(line), ("schedule", "p", "microbatches", "layers_per_stage")
     return " ".join([*(f"{key}={words[key]}" for key in keys if key in words), alone(line)])
 
 
