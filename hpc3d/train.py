@@ -146,7 +146,7 @@ def stop_early(plan, run, step):
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop_request import reason
 
-    run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}")
+    run.log.say(f"stopped after step {step.number}, for {reason(step.wish)}")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(

@@ -179,7 +179,7 @@ def settings(before, after):
         (twice, "lie in two files"),
         (outside, "a part lies outside of"),
         (unknown, "its model has no layers.0.gate"),
-        (integers, "rank-00000.bin has a piece that is none"),
+        (integers, "rank-00000.bin has an invalid piece"),
         (put(step=7), "its manifest is of step 7"),
         (put(step="2"), "its manifest has no number step"),
         (put(format="other"), "is no whole checkpoint"),

@@ -96,7 +96,7 @@ SAID = {
     "exit": (7, r"exited with 7\n"),
     "reader": (1, r"failed\n(.*\n)*RuntimeError: a message of the reader\n"),
     "writer": (1, r"failed\n(.*\n)*RuntimeError: a message of the writer\n"),
-    "full disk": (1, r"failed: No space left on device: /.*/checkpoints.*; mend that, then "),
+    "full disk": (1, r"failed: No space left on device: /.*/checkpoints.*; fix that, then "),
 }
 
 

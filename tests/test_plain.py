@@ -366,7 +366,7 @@ def test_a_log_that_cannot_be_written_is_named():
     [
         (
             OSError(28, "No space left on device", "a\nb"),
-            r"failed: No space left on device: a\nb; mend that, then start again, or go on with "
+            r"failed: No space left on device: a\nb; fix that, then start again, or go on with "
             "--resume",
         ),
         (SystemExit("a\nb"), r"exited with a\nb"),

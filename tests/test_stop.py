@@ -50,7 +50,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, tmp_path):
     run = newest(tmp_path)
     (saved,) = steps_of(run / "checkpoints")
     step = Checkpoint(saved).header["step"]
-    assert f"stopped behind step {step - 1}, for " in done.stdout
+    assert f"stopped after step {step - 1}, for " in done.stdout
     assert f"saved: go on with --resume {run}" in done.stdout
     assert len(losses(run)) == step
     checked(4, "-m", "hpc3d.train", "--resume", run, "--train.steps", step + 1)

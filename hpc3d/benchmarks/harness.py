@@ -116,7 +116,7 @@ def overhead(path, options, ranks, rounds):
 
 
 def overlap(path, options, ranks, rounds):
-    """Seconds a step that a rank spends in the sums of gradients over the data axis, with and
+    """Seconds a step that a rank spends reducing gradients over the data axis, with and
     without overlap, and the bytes that it receives there: the same both ways."""
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,7 @@ def check(run, config):
     """How many steps are done, of the newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
-    be told without reading it all, or nothing left to do.
+    be seen without reading it all, or nothing left to do.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -120,7 +120,7 @@ def resume(job, run, trainer, say):
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
 
-    `say(line)` is told which one that is, and what is wrong with those after it.
+    `say(line)` logs which one that is, and what is wrong with those after it.
     """
     opened, wrong = newest(job, run, trainer)
     if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
@@ -136,7 +136,7 @@ def resume(job, run, trainer, say):
 
 def go_on(batches, header):
     """Rank 0: let the data begin where the position in a manifest says; by itself it begins
-    behind as many steps of today's batch."""
+    after as many steps of today's batch."""
     match header.get("position"):
         case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
             batches.go_on(header["step"], sequences)

@@ -60,9 +60,9 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3] = 0
     """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
     bucket_mb: float = 25.0
-    """megabytes of gradients that one call sums along d"""
+    """megabytes of gradients per reduction along d"""
     overlap: bool = True
-    """sum gradients along d while backward still runs"""
+    """reduce gradients along d while backward still runs"""
     microbatches: int = 1
     """parts of a batch that run one after the other; their gradients accumulate"""
     chunks: int | None = None
@@ -150,7 +150,7 @@ class TrainConfig:
     backend: Literal["numpy", "cupy"] = "numpy"
     """numpy computes on CPUs, cupy on GPUs"""
     tf32: bool = False
-    """GPUs round the factors of float32 products to 10 bits"""
+    """GPUs round the operands of float32 products to 10 bits"""
     cuda_graph: bool = False
     """GPUs run a step as one launch, a CUDA graph"""
     fused_gelu: bool = False

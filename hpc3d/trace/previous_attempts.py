@@ -2,7 +2,7 @@
 
     RUN/trace-1.h5, RUN/trace-2.h5, ...     the trace as it was when the next attempt began
 
-An attempt begins with the step behind its checkpoint.  What was done from that step on is undone:
+An attempt begins with the step after its checkpoint.  What was done from that step on is undone:
 it stays in the file of its attempt.  What was done before is continued, where the work is shared
 out in the same way: the numbers of calls go on, and so do times, by the clock of the host.  Where
 that was started again, or it is another host, all times of the attempt are moved by the same.

@@ -50,7 +50,8 @@ def guarded(mesh, guard):
 
 
 def lines(wrong, found):
-    """What to say of the finds of all ranks, a list a rank: those nearest to the cause first."""
+    """What to say of the findings of all ranks, one list per rank: those nearest to the cause
+    first."""
     finds = sorted((find for here in found for find in here), key=lambda find: find.order)
     shown = [find.line for find in finds[:SHOWN]]
     more = len(finds) - len(shown)

@@ -247,7 +247,7 @@ def _mean_cost(rows, chunks):
 
 def stage_rows(passes, step, idle, ideal):
     """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
-    the peaks in flight; those simulated are None without `ideal`."""
+    the peaks in flight; without `ideal` the simulated columns hold None."""
     rows, peaks = passes.measured(step), passes.in_flight(step)
     idle_ideal = idle_shares(ideal.rows) if ideal else {}
     return [

@@ -1,9 +1,9 @@
 """The numbers of a report: what a step costs, by phase, mesh axis and operation.
 
-Means are over the rows of /steps, one a rank and step; sums are over the events inside of these
+Means are over the rows of /steps, one per rank and step; totals are over the events inside these
 steps.  An event counts for its own time, without the events that it encloses, so that times add
-up to the step's.  Tables are lists of rows, rows map columns to values in SI units; a value that
-is not known is None.
+up to the step's.  Tables are lists of rows, rows map columns to values in SI units, with
+None for unknown values.
 """
 
 import numpy as np

@@ -2,8 +2,8 @@
 
 What the ranks did from row to row is known, and how long it took (align_trace.py).  Seconds
 of products and calls are means by size, one for every doubling of it.  The bytes a second of each
-kernel, and the launch of any, are those with which all that was told comes closest to what it
-took.  What Python does between two kernels is in there, too.
+kernel, and the launch of any, are those that fit the measured times best.  What Python does
+between two kernels is in there, too.
 
 The times are CPU times of the ranks.  On the wall a step takes as long as their work, and
 in every call the time in which those that have waited wake up.

@@ -23,7 +23,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Curve:
-    """y(x) through knots, straight in log-log between them, with none of it beyond them."""
+    """y(x) through knots, straight in log-log between them and constant beyond them."""
 
     def __init__(self, x, y):
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))

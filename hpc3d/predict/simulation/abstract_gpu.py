@@ -1,5 +1,5 @@
 """The rules of a device (hpc3d.model.device) on arrays without data: the kernels, products and
-workspaces of a GPU, told to a meter.
+workspaces of a GPU, counted by a meter.
 
 What is launched, and with which arrays, the code decides that a GPU runs: there is no second
 description.
@@ -39,7 +39,7 @@ class DeviceShapes(AbstractPool):
 
 
 class Planned(Updates):
-    """The rules, which tell the meter of a pool what they would do."""
+    """The rules, which report to the meter of a pool what they would do."""
 
     def __init__(self, pool):
         self.pool, empty = pool, partial(pool.empty, kind="workspace")

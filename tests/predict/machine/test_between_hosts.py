@@ -264,7 +264,7 @@ LANES = {
 
 @pytest.mark.parametrize("line", [line for line in LAYOUTS if "p=2" not in line])
 def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
-    """At a wire ever quicker; lanes that take turns hide some of it from each other."""
+    """At a wire ever faster; lanes that take turns hide some of it from each other."""
     config, lanes = layout(line), LANES.get(line, 1)
     for rate in (1, 1e2, 1e4):
         slow = hosts(4)
