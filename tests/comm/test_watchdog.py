@@ -224,7 +224,9 @@ def test_a_rank_that_is_told_to_end_leaves_when_nobody_answers(
         with pytest.raises(Ended, match="one with 143"):
             second(1, 2)
         (line,) = dog.job.said
-        assert line.startswith(f"rank 0 was told to end and left: nothing moved for {after + 1} s")
+        assert line.startswith(
+            f"rank 0 was asked to end and left: nothing moved for {after + 1} s"
+        )
     else:
         assert not dog.job.said
 

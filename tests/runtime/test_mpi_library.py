@@ -112,7 +112,7 @@ def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_pa
     [
         (LISTS, "Open MPI", OK, "--mpi=pmix"),
         (LISTS, "MPICH", OK, "--mpi=pmi2"),
-        (OLDER, "Open MPI", WARN, "takes none of it"),
+        (OLDER, "Open MPI", WARN, "takes none of these"),
         (OLDER, "Intel MPI", OK, "--mpi=pmi2"),
     ],
 )
