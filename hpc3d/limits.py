@@ -35,7 +35,7 @@ SIZES = {
     "checkpoint.every": (0, INT32),
     "checkpoint.keep": (1, INT32),
     "guard.replicas_every": (0, INT32),
-    "guard.products_every": (0, INT32),
+    "guard.abft_every": (0, INT32),
     "trace.sync_every": (1, INT32),
 }
 

@@ -141,7 +141,7 @@ def steps(plan, run, stop):
     config, trainer, log = plan.config, run.trainer, run.log
     replicas, spikes = (
         ReplicaCheck(trainer, config.guard.replicas_every),
-        LossSpikes(config.guard.spike),
+        LossSpikes(config.guard.loss_spike_sigma),
     )
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
@@ -165,7 +165,7 @@ def stop_early(plan, run, step):
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop_request import reason
 
-    run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}")
+    run.log.say(f"stopped after step {step.number}, for {reason(step.wish)}")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(

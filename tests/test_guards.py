@@ -12,7 +12,7 @@ from tests.mpi import mpirun
 from tests.runs import newest, said, words
 
 slow = pytest.mark.slow
-CHECKED = {"guard__products_every": 1}
+CHECKED = {"guard__abft_every": 1}
 REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
 FAULTS = [
     ("product", CHECKED, 3, r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"),

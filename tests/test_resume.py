@@ -105,7 +105,7 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
 
 
 def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
-    """kill -9 of all ranks, somewhere behind the second checkpoint."""
+    """kill -9 of all ranks, somewhere after the second checkpoint."""
 
     def kill():
         wait_for(lambda: any(len(steps_of(run / "checkpoints")) > 1 for run in tmp_path.iterdir()))

@@ -189,7 +189,7 @@ def test_every_rank_has_every_step_with_the_same_loss(run):
 def test_passes_and_steps_are_of_one_clock(tmp_path):
     """Four ranks that take turns: on the wall their passes take longer than they compute."""
     sizes = {"train__steps": 2, "train__batch": 24, "model__hidden": 48}
-    path = train(4, tmp_path, trace__clock="processor", **sizes)
+    path = train(4, tmp_path, trace__clock="cpu", **sizes)
     with hpc3d.trace.open(path) as trace:
         steps = trace.steps
         passes = steps["forward_s"] + steps["backward_s"]

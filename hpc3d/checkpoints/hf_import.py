@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc3d import files
+from hpc3d import files, renamed
 from hpc3d.checkpoints.hf_export import (
     CONFIG,
     DROPOUTS,
@@ -218,7 +218,7 @@ def configured(pretrained, words):
     The model is as it is: given may be what is undecided, the dropout, and a shorter sequence.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
-    override(tree, words)
+    renamed.warn(override(tree, words))
     config = validate(tree)
     for key, reason in pretrained.undecided.items():
         if key not in tree["model"]:

@@ -13,7 +13,7 @@ class Saver:
     (0: never), of which it keeps `keep`.
 
     The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
-    checkpoint.  `header(done)` is plain data for the manifest; `say(line)` is told, on rank 0,
+    checkpoint.  `header(done)` is plain data for the manifest; `say(line)` logs, on rank 0,
     what was saved.
     """
 

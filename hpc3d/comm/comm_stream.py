@@ -1,5 +1,5 @@
 """The streams of a device: what it computes and what it sends, each in the order of the program,
-and what one has to wait for of the other.
+and the dependencies between the two.
 
 A call on a stream of communication follows all that was computed before it, and what is computed
 after its wait follows it.  The host waits for neither.  An array that a call reads or writes lives

@@ -78,6 +78,6 @@ MAKERS = {
     "nccl": by_nccl,
     "mpi": by_mpi,
     "mpi-messages": by_messages,
-    "staged": by_hosts,
+    "host-staged": by_hosts,
     "none": lambda cart, lines, pool: {},
 }

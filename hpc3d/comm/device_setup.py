@@ -6,7 +6,7 @@ RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
 
 
 class Hardware(NamedTuple):
-    """The `device` of a rank (None: its processor), the way of hpc3d.comm.transport that its
+    """The `device` of a rank (None: its CPU core), the way of hpc3d.comm.transport that its
     blocks go, the `lines` that say so, and the Homes of all ranks."""
 
     device: object
@@ -32,7 +32,7 @@ def hardware(job, config):
     found = Hardware(*transport.choose_transport(job, asked, train.dtype))
     if train.graph and found.transport not in RECORDED:
         job.refuse(
-            f"train.graph = true: transport {found.transport} needs the host in every step; use "
-            "train.graph = false, or mesh.transport = nccl with a device for each rank"
+            f"train.cuda_graph = true: transport {found.transport} needs the host in every step; "
+            "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"
         )
     return found

@@ -44,7 +44,7 @@ def split(library, comm, lines):
     except library.NcclError as error:
         raise RuntimeError(
             f"NCCL does not start ({error}): NCCL_DEBUG=WARN says why; "
-            "--mesh.transport staged goes without it"
+            "--mesh.transport host-staged goes without it"
         ) from error
 
 

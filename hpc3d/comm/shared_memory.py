@@ -34,7 +34,7 @@ LINE = 1 + 2 * RING
 def usable(node_ranks):
     """Whether this node can share memory between its `node_ranks` ranks.
 
-    Flags and blocks are ordered by x86's stores; another processor would need fences here.
+    Flags and blocks are ordered by x86's stores; another architecture would need fences here.
     """
     if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED):
         return False

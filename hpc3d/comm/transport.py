@@ -1,9 +1,9 @@
 """How ranks with devices talk to each other: the ways there are, and the one that a job takes.
 
     nccl            NCCL, where each rank has a device of its own
-    mpi             MPI on the memory of devices, where it takes that (Direct)
-    mpi-messages    the same for messages, the rest by the hosts (Passing)
-    staged          MPI through the memory of the hosts (Staged)
+    mpi             MPI on the memory of devices, where it takes that (CudaAwareMpi)
+    mpi-messages    the same for messages, the rest by the hosts (CudaAwareMessages)
+    host-staged     MPI through the memory of the hosts (HostStaged)
     none            one rank, which talks to nobody
 
 Nothing is tried that might end the job: see hpc3d.comm.cuda_aware_probe.
@@ -20,7 +20,8 @@ from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.mpi_library import library_file
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
-WAYS = {"none": "staged", "p2p": "mpi-messages", "full": "mpi"}  # by what MPI takes of devices
+# What MPI takes of devices: the way of the ranks.
+WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
 PATIENCE = 60  # seconds for two ranks that try MPI
 
@@ -108,7 +109,7 @@ def choose(asked, devices, cuda_aware_support):
             return WAYS[what], "; ".join([*reasons, how])
         refuse_if(asked == "mpi", asked, f"{how}; or set {OVERRIDE}=full where it does")
         reasons.append(how)
-    return "staged", "; ".join(reasons) or "as asked for"
+    return "host-staged", "; ".join(reasons) or "as asked for"
 
 
 def refuse_if(wrong, asked, problem):

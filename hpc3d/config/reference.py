@@ -22,7 +22,8 @@ An input file is TOML: a few keys, then the sections below. All of them have def
 an option on the command line: `--parallel.scheme 1d`, `--mesh.x 4`. The resolved configuration
 is in the run's folder, its trace and its checkpoints. Wrong input is one line each, with the key
 and what to do, before anything starts; [limits.md](limits.md) has the bounds. `python -m
-hpc3d.train --help` prints the same keys. This page is written by `python -m
+hpc3d.train --help` prints the same keys. Keys with a new name are still read by their old one,
+with a warning (`hpc3d/renamed.py` lists them). This page is written by `python -m
 hpc3d.config.reference > docs/configuration.md`, and a test compares the two.
 """
 

@@ -80,7 +80,7 @@ def out_of_range(config):
         "train.weight_decay": (train.weight_decay, 0, inf),
         "train.clip": (train.clip, 0, inf),
         "train.max_minutes": (train.max_minutes, 0, inf),
-        "guard.spike": (config.guard.spike, 0, inf),
+        "guard.loss_spike_sigma": (config.guard.loss_spike_sigma, 0, inf),
         "run.watchdog_s": (config.run.watchdog_s, 0.1, 1e9),
     }
     for key, (value, lowest, limit) in ranges.items():
@@ -190,8 +190,8 @@ def wrong_pipeline(config):
             f"mesh.p = {config.mesh.p}{chunks}: {parts} parts, but model.layers = {layers}: "
             f"use at most {layers} parts or more layers"
         )
-    elif parallel.stages is not None:
-        yield from wrong_stages(parallel.stages, parts, layers)
+    elif parallel.layers_per_stage is not None:
+        yield from wrong_stages(parallel.layers_per_stage, parts, layers)
     schedule = find(parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
     yield from [problem] if problem else wrong_updates(config)
@@ -223,13 +223,19 @@ def wrong_pipeline(config):
 def wrong_stages(stages, parts, layers):
     """An uneven distribution of the layers that is invalid."""
     if len(stages) != parts:
-        yield f"parallel.stages has {len(stages)} numbers for {parts} parts: give one a part"
+        yield (
+            f"parallel.layers_per_stage has {len(stages)} numbers for {parts} parts: give one per "
+            "part"
+        )
     elif min(stages) < 0:
-        yield f"parallel.stages = {list(stages)}: a part with {min(stages)} layers; use 0 or more"
+        yield (
+            f"parallel.layers_per_stage = {list(stages)}: a part with {min(stages)} layers; use 0 "
+            "or more"
+        )
     elif sum(stages) != layers:
         yield (
-            f"parallel.stages = {list(stages)}: {sum(stages)} layers, but model.layers = "
-            f"{layers}: give each part its layers"
+            f"parallel.layers_per_stage = {list(stages)}: {sum(stages)} layers, but model.layers "
+            f"= {layers}: give each part its layers"
         )
 
 

@@ -122,7 +122,7 @@ class Stage:
     def forward(self, x, micro):
         """Y, or of the last part this rank's share of the summed loss; and what backward needs.
 
-        x is None where the part has the embeddings.
+        Parts with the embeddings take no x.
         """
         saved = []
         if self.embeddings:
@@ -142,7 +142,7 @@ class Stage:
         """The gradient of x; that of matrices goes through `later`, which then calls
         `finished(unit)` for every part of the model that is through.  Empties `saved`.
 
-        dy is None where the part has the head.
+        Parts with the head take no dy.
         """
         if self.head:
             dy = self.head.backward(micro, saved.pop(), later)

@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
 
 def cut(groups, updates):
-    """Groups cut behind every `updates`-th Step; those behind the last one belong to it."""
+    """Groups cut after every `updates`-th Step; those after the last one belong to it."""
     ends = [place for place, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
     return (groups[start:stop] for start, stop in pairwise(edges))

@@ -20,8 +20,8 @@ UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it s
 
 
 class Job:
-    """All ranks.  `at_end` are the functions to call before the job ends, well or not; `told` the
-    signals that asked for its end, which a job that `stops` by itself looks at."""
+    """All ranks.  `at_end` are the functions to call before the job ends, well or not.  Signals
+    that asked for its end are noted, and a job that `stops` by itself looks at them."""
 
     def __init__(self, name):
         self.name, self.comm = name, MPI.COMM_WORLD

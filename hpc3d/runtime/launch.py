@@ -51,7 +51,7 @@ def started(name, body):
         from hpc3d.runtime.job import Job
     except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
         reason = plain(str(error)).rstrip(".")
-        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor tells why", file=sys.stderr)
+        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
         return BAD_INPUT
     job = met(lambda: Job(name), name)
     sys.excepthook = lambda kind, error, trace: die(job, error)
@@ -83,7 +83,7 @@ def met(make, name):
     def end():
         if not number_in(LOCAL_RANK, default=0):
             line = f"in {MEETING} s {os.uname().nodename} has not heard from all other hosts; "
-            line += "mpirun ... python -m hpc3d.doctor tells which do not reach each other"
+            line += "mpirun ... python -m hpc3d.doctor says which do not reach each other"
             print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
         time.sleep(SPOKEN)
         os._exit(STALLED)
@@ -121,7 +121,7 @@ def what_happened(error):
     if isinstance(error, OSError) and error.errno in DISK:
         where = f": {plain(str(error.filename))}" if error.filename else ""
         return (
-            f"failed: {plain(why(error))}{where}; mend that, then start again, or go on with "
+            f"failed: {plain(why(error))}{where}; fix that, then start again, or go on with "
             "--resume"
         )
     if isinstance(error, MemoryError):
@@ -142,7 +142,7 @@ def exit_code(error):
 def leave_when_told(job):
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
-    A job that stops by itself (`job.stops`) goes on, until it is told a second time.  The signals
+    A job that stops by itself (`job.stops`) goes on until a second SIGTERM.  The signals
     that may ask for that are noted from the start, when nobody knows yet which one it is.
     Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
     the signal writes to a pipe reaches another thread.

@@ -193,7 +193,7 @@ def offer(kinds, mpi):
     if taken:
         return Finding(OK, "srun", f"{text}; {mpi.maker} takes --mpi={taken[0]}")
     remedy = "start ranks with mpirun inside of the job (LAUNCH=mpirun in jobs/), not with srun"
-    return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of it", remedy)
+    return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of these", remedy)
 
 
 def started_by_other_mpi(mpi):

@@ -87,7 +87,7 @@ class Recorder:
         return self.strings.setdefault(text, len(self.strings))
 
     def span(self, name, op="elementwise", flops=0):
-        """A context whose time is one event of computation, or of reading where op is none."""
+        """A context whose time is one event of computation, or of reading (op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def mark(self, name):

@@ -45,12 +45,13 @@ class Corrupt(GuardError):
 
 def guarded(mesh, guard):
     """The mesh whose products and messages are checked where a GuardConfig wants it."""
-    every = guard.products_every
+    every = guard.abft_every
     return mesh.guarded(AbftChecker(mesh.rank, every)) if every else mesh
 
 
 def lines(wrong, found):
-    """What to say of the finds of all ranks, a list a rank: those nearest to the cause first."""
+    """What to say of the findings of all ranks, one list per rank: those nearest to the cause
+    first."""
     finds = sorted((find for here in found for find in here), key=lambda find: find.order)
     shown = [find.line for find in finds[:SHOWN]]
     more = len(finds) - len(shown)

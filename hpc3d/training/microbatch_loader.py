@@ -39,7 +39,7 @@ class Standing(Carrier):
 
 
 class MicrobatchLoader:
-    """Batches, read on rank 0 (`batches` is None elsewhere), broadcast and cut.
+    """Batches, read on rank 0 (elsewhere `batches` = None), broadcast and cut.
 
     Microbatch i of a training step is number i; under an asynchronous schedule the numbers count
     on from step to step, and `ahead` steps are fetched in advance, the last step being `last`.

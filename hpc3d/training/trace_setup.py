@@ -10,7 +10,7 @@ from hpc3d.runtime.environment import cores_of_node
 # What the trace and what the training loop reads, in ns and in s: the same clock.
 CLOCKS = {
     "wall": (time.monotonic_ns, time.monotonic),
-    "processor": (time.process_time_ns, time.process_time),
+    "cpu": (time.process_time_ns, time.process_time),
 }
 
 

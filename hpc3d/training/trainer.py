@@ -21,8 +21,8 @@ from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
 
 
 class Step(NamedTuple):
-    """What a step came to: `loss` a token, times in seconds, `communication` a share of the step,
-    `peak` the bytes of arrays on the fullest rank, `wish` the request to stop, the largest over
+    """What a step came to: `loss` per token, times in seconds, `communication` a share of the
+    step, `peak` the bytes of arrays on the fullest rank, `wish` the stop request, max over
     ranks."""
 
     number: int
@@ -37,9 +37,9 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0.
+    """Model and optimiser of a run on a mesh; only rank 0 has `batches`.
 
-    `clock` tells the seconds that a step and its parts take.
+    `clock()` gives the seconds that a step and its parts take.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
         self.groups = program.steps(mesh.coord("p"), config.updates())
-        self.replay = replay_of(self, train.graph)
+        self.replay = replay_of(self, train.cuda_graph)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
@@ -81,9 +81,9 @@ class Trainer:
         return build(self.mesh, self.parameters, spec, parts, twin)
 
     def step(self, number, wish=int):
-        """Step `number`: forward and backward of its microbatches, sums over ranks, update.
+        """Step `number`: forward and backward of its microbatches, reductions over ranks, update.
 
-        `wish()` is why this rank wants the run to stop after it: a number, 0 for going on.
+        `wish()` is why this rank asks the run to stop after the step: a number, 0 to go on.
         """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)

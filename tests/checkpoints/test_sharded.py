@@ -42,7 +42,7 @@ p=2 schedule=1f1b microbatches=4
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=2 zero=1
 d=2 x=2 z=3 zero=3 microbatches=2
 d=3 y=2 zero=2 microbatches=2
-p=4 d=2 schedule=zb-h1 microbatches=4 zero=1 stages=[2,0,1,1]
+p=4 d=2 schedule=zb-h1 microbatches=4 zero=1 layers_per_stage=[2,0,1,1]
 d=4 zero=0 microbatches=2
 """.strip().splitlines()
 STEPS = 2

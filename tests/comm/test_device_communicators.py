@@ -43,7 +43,12 @@ class Brought:
         return call
 
 
-WAYS = ("nccl", "float64"), ("staged", "float64"), ("staged", "float16"), ("mpi", "float16")
+WAYS = (
+    ("nccl", "float64"),
+    ("host-staged", "float64"),
+    ("host-staged", "float16"),
+    ("mpi", "float16"),
+)
 FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
 
 
@@ -75,7 +80,7 @@ def test_real_ranks():
     ]
 
 
-@pytest.mark.parametrize("transport", ["staged", "mpi"], ids="by {}".format)  # mpi is a mark
+@pytest.mark.parametrize("transport", ["host-staged", "mpi"], ids="by {}".format)  # mpi is a mark
 def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport):
     """What no float16 holds in between comes out right, and bits of no number survive a move."""
 

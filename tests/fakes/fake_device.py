@@ -343,7 +343,7 @@ def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
         traffic = traffics[queue_of(axis)]
         direct = CudaAwareMpi(FakeMpi(comm), device, comm.members, pool)
         staged = comm, traffic, Pool(), pool
-        if transport in ("mpi", "mpi-messages", "staged"):
+        if transport in ("mpi", "mpi-messages", "host-staged"):
             made = {"mpi": direct, "mpi-messages": CudaAwareMessages(direct, *staged)}
             return made.get(transport) or HostStaged(*staged)
         nccl, host = FakeNccl(comm, beside.comm(axis), traffic.sending), Host(beside.comm(axis))

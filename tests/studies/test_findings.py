@@ -169,7 +169,7 @@ def test_more_microbatches_are_smaller_messages_that_take_longer():
 
 
 def test_wait_and_transfer_are_those_of_the_trace_of_all_ranks(tmp_path):
-    parallel = {"microbatches": 4, "stages": (5, 2, 1), "scheme": "1d"}
+    parallel = {"microbatches": 4, "layers_per_stage": (5, 2, 1), "scheme": "1d"}
     mesh = {"p": 3, "d": 2, "x": 2}
     config = settled(MACHINE, mesh, 16, parallel, hidden=128, layers=8, sequence=16)
     runs, _ = step(MACHINE, config)
@@ -228,7 +228,7 @@ def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
     found = few()
     findings.report(found)
     text = capsys.readouterr().out
-    for title in ("1. 4 stages", "2. Memory", "3. Sums", "4. Uneven stages"):
+    for title in ("1. 4 stages", "2. Memory", "3. Reductions", "4. Uneven stages"):
         assert title in text
     assert max(map(len, text.splitlines())) < 100
     ratios = [row["pipeline_s"] / row["data_s"] for row in found["by_microbatches"]]

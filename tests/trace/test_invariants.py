@@ -289,7 +289,7 @@ def test_hosts_are_compared_by_their_corrected_clocks(copy):
     assert found(copy) == []
 
 
-@pytest.mark.parametrize("why", ["no samples", "time of the processor"])
+@pytest.mark.parametrize("why", ["no samples", "CPU time"])
 def test_clocks_that_were_not_compared_are_not(why, copy):
     """The ranks of the second host seem to be a day late."""
     with h5py.File(copy, "r+") as file:
@@ -300,5 +300,5 @@ def test_clocks_that_were_not_compared_are_not(why, copy):
             for column in file["clock/samples"].values():
                 column.resize((0,))
         else:
-            file.attrs["config"] = '[trace]\nclock = "processor"\n'
+            file.attrs["config"] = '[trace]\nclock = "cpu"\n'
     assert found(copy) == []

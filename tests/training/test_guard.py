@@ -313,7 +313,7 @@ def test_replicas_are_compared_after_every_so_many_steps():
 def test_a_mesh_is_guarded_where_that_is_wanted():
     def rank(mesh):
         plain = guarded(mesh, GuardConfig())
-        return plain is mesh, guarded(mesh, GuardConfig(products_every=3)).guard.every
+        return plain is mesh, guarded(mesh, GuardConfig(abft_every=3)).guard.every
 
     assert run({"x": 2}, rank) == [(True, 3)] * 2
 

@@ -37,7 +37,7 @@ def _lines(events):
 def _processes(events):
     for rank, rows in enumerate(events.rows):
         name = f"rank {rank} {_place(rank, events.axes)}".strip()
-        clock = "" if events.one_time else "its own processor time"
+        clock = "" if events.one_time else "its own CPU time"
         parts = filter(None, (name, events.hosts.get(rank), clock))
         yield _meta("process_name", rank, 0, name=", ".join(parts))
         yield _meta("process_sort_index", rank, 0, sort_index=rank)

@@ -1,8 +1,8 @@
-"""A measured trace beside what the arrays of its ranks tell: what each stretch of time went into.
+"""A measured trace beside what arrays without data count: what each stretch of time went into.
 
 A rank on arrays without data (hpc3d.arrays.abstract) makes the rows of a real one, in the same
-order, and tells the products and kernels that lie in them and between them.  Where its recorder
-counts what was told instead of time, the times of a row say which of it belongs there.  Rows of
+order, and records the products and kernels that lie in them and between them.  Where its recorder
+counts these records instead of time, the times of a row say which of it belongs there.  Rows of
 category copy and io have none: the former come and go with time, the latter with data.
 """
 
@@ -57,8 +57,8 @@ class Call(NamedTuple):
 
 
 class TimedWork(NamedTuple):
-    """What a rank does between the ends of two rows: `told` are Products and Kernels, `call` is
-    the Call of the second row, None if that is no call."""
+    """What a rank does between the ends of two rows: its Products and Kernels, the Call of the
+    second row (None if that is no call), and the seconds that it takes."""
 
     told: tuple
     call: Call | None
@@ -66,7 +66,7 @@ class TimedWork(NamedTuple):
 
 
 class Told(CostMeter):
-    """All that the arrays of a rank tell, in order."""
+    """All that the arrays of a rank record, in order."""
 
     def __init__(self):
         self.list = []
@@ -79,8 +79,8 @@ class Told(CostMeter):
 
 
 class Script(NamedTuple):
-    """The rows of a rank in a step of the steady state, and what was `told` before each of them
-    ended and after the one before had; at last what was told after all rows."""
+    """The rows of a rank in a step of the steady state, and the Products and Kernels between the
+    ends of each two of them; the last entry has those after all rows."""
 
     rows: np.ndarray
     told: list
@@ -106,8 +106,8 @@ def works(trace, skip=2):
     """The TimedWork of every rank of an open trace in a step, a list: medians over its steps,
     without the first `skip` of them.
 
-    ValueError for a trace of another clock than the processor's (on the wall a rank also waits,
-    and where ranks share a processor the work of one is in the times of the other), or one that
+    ValueError for a trace of another clock than CPU time (on the wall a rank also waits,
+    and where ranks share a core the work of one is in the times of the other), or one that
     other code has made.
     """
     config = configuration(trace)
@@ -135,10 +135,10 @@ def parts(told, call, before, inside):
 def configuration(trace):
     """The Config of a trace that can be aligned."""
     config = stored(trace.attrs["config"])
-    if config.trace.clock != "processor":
+    if config.trace.clock != "cpu":
         raise ValueError(
             f"{trace.path}: its times are those on the wall, not of the work of each rank; record "
-            "it with --trace.clock processor"
+            "it with --trace.clock cpu"
         )
     return config
 

@@ -132,7 +132,7 @@ class Estimator:
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def passes(self, config, parts, works, share=1.0):
-        """Seconds of the passes of a step, where processors take so many times as long."""
+        """Seconds of the passes of a step, where cores take so many times as long."""
         parallel = config.parallel
         seconds = [[stretched(each, share) for each in work] for work in works]
         message = self.message(config, parts.block)
@@ -158,7 +158,7 @@ class Estimator:
         return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
     def works(self, config, parts, stages):
-        """The StageWork of each stage on a microbatch, with what processors do for its
+        """The StageWork of each stage on a microbatch, with what cores do for its
         messages."""
         split = config.parallel.schedule in SPLIT
         works = {stage: work_of(parts, stage, split) for stage in set(stages)}
@@ -270,7 +270,7 @@ class Estimator:
         return self.between(config, "message", nbytes, self.on_its_way)
 
     def handled(self, config, nbytes):
-        """The Pass of a processor that sends a message or takes one, in the mean of both."""
+        """The Pass of a core that sends a message or takes one, in the mean of both."""
         seconds = self.between(config, "handled", nbytes, self.in_hand)
         return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
 
@@ -290,7 +290,7 @@ class Estimator:
     def on_its_way(self, nbytes, pair):
         if not self.machine.cores:
             return self.machine.call("send", nbytes, pair)
-        return legs(self.machine, "send", nbytes, pair).wired + self.machine.wake_s
+        return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
 
     def in_hand(self, nbytes, pair):
         return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
@@ -302,7 +302,7 @@ class Estimator:
             waits = Counter({axis: seconds})
             return NOTHING._replace(seconds=seconds, waits=waits, idle=waits)
         work, wired = legs(self.machine, op, nbytes, members)
-        seconds, idle = work + wired + self.machine.wake_s, Counter({axis: wired})
+        seconds, idle = work + wired + self.machine.wakeup_s, Counter({axis: wired})
         return NOTHING._replace(
             seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
         )
@@ -356,7 +356,7 @@ def messages_of(config, number):
 
 
 def stretched(done, share):
-    """Seconds of a Pass where its processor takes so many times as long."""
+    """Seconds of a Pass where its core takes so many times as long."""
     if share == 1:
         return done.seconds
     idle = done.idle.total()

@@ -42,7 +42,7 @@ LEAST = 0.7  # of what one layout computes or moves, another may do without
 
 class Candidate(NamedTuple):
     """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
-    axis, `work` those of them that a processor takes for them."""
+    axis, `work` those of them that a core takes for them."""
 
     config: object
     moves: dict
@@ -95,7 +95,7 @@ def bare(config):
         zero=0,
         microbatches=1,
         chunks=1,
-        stages=None,
+        layers_per_stage=None,
         recompute="none",
         keep_gathered=True,
         schedule="none",
@@ -162,7 +162,7 @@ class Bounds:
     def least(self, place):
         """Seconds that a step takes at least: what it computes, with the number of microbatches
         that is best between launches and bubble, and a part of its words, as some are hidden.
-        Ranks that share a processor take as long as one alone, or as the work of all of them."""
+        Ranks that share a core take as long as one alone, or as the work of all of them."""
         stages, micros, found = place.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
         while micros <= place.config.train.batch:

@@ -36,7 +36,7 @@ class Alone(NamedTuple):
 class Pass(NamedTuple):
     """Seconds of a pass, and those of its calls, by axis; its bytes, more than there were before:
     those it leaves behind, its result left out, and those of its peak.  Of the seconds those in
-    which a processor is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
+    which a core is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
     it waits for its device, or for the card of its host."""
 
     seconds: float

@@ -106,7 +106,7 @@ value_of.register(DeviceShape, lambda array: 0.0)
 
 def unrecorded(config):
     """A run that launches its kernels one by one: what is recorded does the same."""
-    return replace(config, train=replace(config.train, graph=False))
+    return replace(config, train=replace(config.train, cuda_graph=False))
 
 
 def pool_of(config, meter=None):

@@ -23,7 +23,7 @@ class Clock(CostMeter):
 
     `busy` is the part of them in which the rank computes, and `ends` is when the last collective
     of each queue ends: they follow each other, beside what it computes and beside those of the
-    other queue.  `share` is how much longer all that processors do takes where ranks share them.
+    other queue.  `share` is how much longer all that cores do takes where ranks share them.
     """
 
     wired = 0
@@ -35,7 +35,7 @@ class Clock(CostMeter):
 
     @property
     def widest(self):
-        return self.machine.widest_head
+        return self.machine.max_fused_head_dim
 
     def advance(self, length, busy, wired):
         """Let so many ns of a pass go by that is not run, of which the rank is busy, and waits for
@@ -85,11 +85,11 @@ class Clock(CostMeter):
 
 
 class HostDrivenClock(Clock):
-    """Where no device moves blocks: the rank's processor does so when it makes the call.
+    """Where no device moves blocks: the rank's core does so when it makes the call.
 
     What goes to other hosts the card carries then, one call after the other, whatever the rank
-    does; `wired` are the ns in which the rank waits for it.  Others may have its processor then,
-    so that these are not longer where ranks share processors.  What the last one posts is there
+    does; `wired` are the ns in which the rank waits for it.  Others may have its core then,
+    so that these are not longer where ranks share cores.  What the last one posts is there
     at once, but those that wait for it have to wake up.
     """
 
@@ -99,7 +99,7 @@ class HostDrivenClock(Clock):
 
     def wake(self, time):
         """When a rank goes on that waits until `time`."""
-        return time + nanoseconds(self.share * self.machine.wake_s)
+        return time + nanoseconds(self.share * self.machine.wakeup_s)
 
     def post(self, op, nbytes, members, queue):
         work, wired = legs(self.machine, op, nbytes, members)

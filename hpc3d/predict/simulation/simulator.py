@@ -61,10 +61,10 @@ class StageRun(NamedTuple):
 BYTES = 256  # tokens of the byte tokenizer
 
 
-def settled(path, overrides, ranks=None):
+def settled(path, overrides, ranks=None, of_run=False):
     """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
-    a rule."""
-    config = load(path, overrides)
+    a rule.  `of_run` is that of hpc3d.config.load."""
+    config = load(path, overrides, of_run)
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
@@ -162,13 +162,13 @@ def play(trainer, mesh, ledger, clock, program):
 
 
 def crowding(machine, ranks):
-    """How many ranks of a node share each of its processors; 1 where each has its own device."""
+    """How many ranks of a node share each of its cores; 1 where each has its own device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
 
 class Crowd(NamedTuple):
-    """How many ranks share a processor of a node: `ranks` in all and `stage` of one stage, where
+    """How many ranks share a core of a node: `ranks` in all and `stage` of one stage, where
     this has all of them; of these so many are in different groups between hosts, `lanes`."""
 
     ranks: float
@@ -176,13 +176,13 @@ class Crowd(NamedTuple):
     lanes: float
 
     def seconds(self, alone, chain, busy, wired):
-        """How long a step takes that takes `alone` where each rank has its own processor.
+        """How long a step takes that takes `alone` where each rank has its own core.
 
         Ranks of a stage meet in every layer: what they do themselves, a `chain` of these seconds,
         takes `stage` times as long, and what they wait for the wire, `wired`, does not.  Where
         they take turns, the blocks of a lane leave when its rank has done its part, in the mean
         (1 - 1 / lanes) / 2 of the work earlier than those of the last.  Other stages work
-        meanwhile, as far as the processors have time: they must do the work of all ranks, each
+        meanwhile, as far as the cores have time: they must do the work of all ranks, each
         `busy` so long.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
@@ -217,7 +217,7 @@ def lanes_of(sizes, together, here):
 
 
 def shared(crowd, runs):
-    """The StageRuns where a Crowd shares a processor; `runs` makes those of ranks whose processors
+    """The StageRuns where a Crowd shares a core; `runs` makes those of ranks whose cores
     take so many times as long."""
     found = runs(1.0)
     alone, busy = length(found), fmean(run.busy for run in found)
