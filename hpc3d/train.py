@@ -227,8 +227,9 @@ def asked(job, words):
     from hpc3d.config.rules import refuse, settle
 
     run = run_to_resume(words)
-    path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
-    config = load.load(path, words)
+    given = words and not words[0].startswith("-")
+    path = words.pop(0) if given else run and run / "config.toml"
+    config = load.load(path, words, of_run=not given)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     refuse([*untrainable(config)])
     return Asked(config, run)

@@ -30,7 +30,7 @@ def hardware(job, config):
     from hpc3d.comm import transport
 
     found = Hardware(*transport.choose_transport(job, asked, train.dtype))
-    if train.graph and found.transport not in RECORDED:
+    if train.cuda_graph and found.transport not in RECORDED:
         job.refuse(
             f"train.cuda_graph = true: transport {found.transport} needs the host in every step; "
             "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"

@@ -50,7 +50,7 @@ class MicrobatchLoader:
         self.shape = (config.train.batch, config.model.sequence)
         self.count, self.alone = config.parallel.microbatches, config.alone
         self.asynchronous, self.ahead, self.last = asynchronous, ahead, config.train.steps - 1
-        recorded = config.train.graph and mesh.pool.on_device
+        recorded = config.train.cuda_graph and mesh.pool.on_device
         self.carrier = (Standing if recorded else Carrier)(mesh.pool)
         self.micros, self.valid = {}, {}
 

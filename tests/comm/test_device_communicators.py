@@ -75,7 +75,7 @@ def test_real_ranks():
     assert out.splitlines() == [
         "mpi CudaAwareMpi CudaAwareMpi Self",
         "mpi-messages CudaAwareMessages CudaAwareMessages Self",
-        "staged HostStaged HostStaged Self",
+        "host-staged HostStaged HostStaged Self",
         "nccl Nccl Nccl Self",
     ]
 

@@ -23,7 +23,7 @@ RULES = {
     "mesh.c": ("2", "mesh.c = 2: ... 1"),
     "mesh.e": ("2", "mesh.e = 2: ... 1"),
     "mesh.order": ("x y z", "mesh.order = 'x y z': ... p d c e x y z once"),
-    "mesh.transport": ("tcp", "mesh.transport: ... 'auto', 'mpi', 'nccl' or 'staged'"),
+    "mesh.transport": ("tcp", "mesh.transport: ... 'auto', 'mpi', 'nccl' or 'host-staged'"),
     "parallel.scheme": ("4d", "parallel.scheme: ... '1d', '1d-sequence',"),
     "parallel.zero": ("4", "parallel.zero: ... 0, 1, 2 or 3, not 4"),
     "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: ... 0 ... inf"),
@@ -46,7 +46,7 @@ RULES = {
     "train.clip": ("inf", "train.clip = inf: ... 0 ... inf"),
     "train.backend": ("torch", "train.backend: ... 'numpy' or 'cupy', not 'torch'"),
     "train.tf32": ("true", "train.tf32 = true: ... train.backend = cupy ... dtype = float32"),
-    "train.graph": ("true", "train.graph = true: ... train.backend = cupy; ... false"),
+    "train.cuda_graph": ("true", "train.cuda_graph = true: ... train.backend = cupy; ... false"),
     "train.fused_gelu": (
         "true",
         "train.fused_gelu = true: ... cupy ... model.gelu = tanh",
@@ -106,8 +106,8 @@ def test_a_value_out_of_range_is_refused(key):
             "train.dtype = float64: train.backend = cupy",
         ),
         (
-            ["--guard.products_every", "5"],
-            "guard.products_every = 5: ... train.back",
+            ["--guard.abft_every", "5"],
+            "guard.abft_every = 5: ... train.back",
         ),
         (["--train.tf32", "true", "--train.dtype", "float16"], "train.tf32 = true: ... float32"),
     ],
@@ -198,12 +198,12 @@ PIPELINES = [
         "mesh.p = 2 x parallel.chunks = 2: 4 ... model.layers = 3: ... 3 parts",
     ),
     (
-        {"mesh.p": 2, "parallel.stages": "[1, 1, 1]"},
-        "parallel.stages ... 3 ... 2",
+        {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1, 1]"},
+        "parallel.layers_per_stage ... 3 ... 2",
     ),
     (
-        {"mesh.p": 2, "parallel.stages": "[1, 1]"},
-        "parallel.stages = [1, 1]: 2 ... model.layers = 3:",
+        {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1]"},
+        "parallel.layers_per_stage = [1, 1]: 2 ... model.layers = 3:",
     ),
     (
         {"mesh.p": 2, "parallel.schedule": "none"},
@@ -281,8 +281,8 @@ def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner
 
 
 def test_a_stage_of_less_than_no_layers_is_refused():
-    (said,) = problems("--mesh.p", "2", "--parallel.stages", "[3, -1]", ranks=2)
-    assert re.match(elided("parallel.stages = [3, -1]: ... -1 ... 0"), said)
+    (said,) = problems("--mesh.p", "2", "--parallel.layers_per_stage", "[3, -1]", ranks=2)
+    assert re.match(elided("parallel.layers_per_stage = [3, -1]: ... -1 ... 0"), said)
 
 
 def test_an_asynchronous_run_has_a_longest():
@@ -298,11 +298,11 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        (f"--train.graph true {TWO}", "train.graph = true: ... pipedream-2bw ... false"),
+        (f"--train.cuda_graph true {TWO}", "train.cuda_graph = true: ... pipedream-2bw ... false"),
         (f"--train.dtype float16 {TWO}", "train.dtype = float16: ... pipedream-2bw ... bfloat16"),
         (
-            "--train.graph true --train.dtype bfloat16",
-            "train.graph = true: ... 64 ... 128",
+            "--train.cuda_graph true --train.dtype bfloat16",
+            "train.cuda_graph = true: ... 64 ... 128",
         ),
     ],
 )
