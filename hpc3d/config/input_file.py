@@ -6,9 +6,11 @@ ranks get them by broadcast and need no parser.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from hpc3d.comm.grid import Grid
 from hpc3d.tensor.split import SCHEMES, Split
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
@@ -43,6 +45,15 @@ class MeshConfig:
     def sizes(self):
         """Axis -> number of ranks, in the order of the ranks."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
+
+    def grid(self):
+        """The Grid of the ranks."""
+        return grid_of(self)
+
+
+@cache
+def grid_of(mesh):
+    return Grid(mesh.sizes())
 
 
 @dataclass(frozen=True)

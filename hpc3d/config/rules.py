@@ -121,7 +121,7 @@ def not_there_yet(config):
 
 def wrong_ranks(config, ranks):
     sizes = config.mesh.sizes()
-    total = prod(sizes.values())
+    total = config.mesh.grid().size
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
@@ -286,8 +286,7 @@ def cuboids(config, ranks):
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
             found = replace(config, mesh=mesh)
-            total = prod(mesh.sizes().values())
-            if not misfits(found, total):
+            if not misfits(found, mesh.grid().size):
                 yield found
 
 

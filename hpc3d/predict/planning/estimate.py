@@ -8,13 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from math import prod
 from statistics import fmean, mean
 from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.predict.machine.between_hosts import legs
@@ -223,10 +221,9 @@ class Estimator:
         """The mean of a cost(nbytes, pair) over the pairs of stages that follow each other."""
         if config.mesh.p == 1:
             return 0.0
-        sizes = config.mesh.sizes()
 
         def measure():
-            column = line(sizes, dict.fromkeys(sizes, 0), "p")
+            column = config.mesh.grid().ranks_along("p", {})
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
         place = next(each for each in strides(config.mesh) if each[0] == "p")
@@ -256,14 +253,13 @@ class Estimator:
         """The Pass in which the two copies of a tied table exchange their gradients."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
-        sizes = config.mesh.sizes()
-        ends = line(sizes, dict.fromkeys(sizes, 0), "p")
+        ends = config.mesh.grid().ranks_along("p", {})
         nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
         return self.call("p", "send", nbytes, (ends[0], ends[-1]))
 
     def world(self, config):
         """The Pass of what all ranks do together in a step: the batch, three sums of a word."""
-        ranks = range(prod(config.mesh.sizes().values()))
+        ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
             return NOTHING
         batch = 2 * config.train.batch * config.model.sequence * TOKEN
@@ -321,12 +317,10 @@ def without(done, hidden):
 @cache
 def strides(mesh):
     """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
-    sizes, found = mesh.sizes(), []
-    stride = prod(sizes.values())
-    for axis, size in sizes.items():
-        stride //= size
-        found.append((axis, size, stride if size > 1 else 0))
-    return tuple(found)
+    grid = mesh.grid()
+    return tuple(
+        (axis, size, grid.stride(axis) if size > 1 else 0) for axis, size in grid.sizes.items()
+    )
 
 
 def data_place(config):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
 from hpc3d.limits import MOST_PASSES
@@ -175,14 +174,14 @@ class Bounds:
 
     def moves(self, config, volume):
         """The Candidate of a layout, with two calls a product, four a layer."""
-        sizes = config.mesh.sizes()
+        grid = config.mesh.grid()
         calls = 8 * config.model.layers / config.mesh.p
         if config.parallel.scheme == "2d-summa":
             calls *= lcm(config.mesh.x, config.mesh.y)
         itemsize = np.dtype(config.train.dtype).itemsize
-        coords, found, work = dict.fromkeys(sizes, 0), {}, 0.0
+        found, work = {}, 0.0
         for axis, count in volume.items():
-            members = tuple(line(sizes, coords, axis))
+            members = grid.ranks_along(axis, {})
             times = calls if axis in "xyz" else 1
             op = "send" if axis == "p" else "all_gather"
             members = members[:2] if axis == "p" else members
