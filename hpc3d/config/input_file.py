@@ -84,8 +84,7 @@ class ParallelConfig:
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks"""
     schedule: str | None = None
-    """the order of microbatches: none, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream,
-    pipedream-2bw or csv:FILE (absent: none on one stage, else 1f1b)"""
+    """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 
     @property
     def way(self):
@@ -249,15 +248,6 @@ class Config:
         letters = self.parallel.split
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         return split.over_data("d", self.parallel.zero) if self.mesh.d > 1 else split
-
-    @property
-    def alone(self):
-        """Whether every microbatch is a minibatch with an update of its own."""
-        return self.parallel.schedule == "pipedream"
-
-    def updates(self):
-        """Updates in a training step."""
-        return self.parallel.microbatches if self.alone else 1
 
     def keep(self):
         """The operands of products whose working blocks are kept for backward.

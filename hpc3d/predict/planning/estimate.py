@@ -15,11 +15,11 @@ import numpy as np
 
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
+from hpc3d.pipeline.closed_forms import StageTimes
+from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.makespan import makespan
 from hpc3d.predict.planning.pass_costs import NOTHING, PassSeconds, Sample
 from hpc3d.predict.planning.peak import (
-    SPLIT,
     StageWork,
     buckets,
     contents,
@@ -98,9 +98,9 @@ class Estimator:
         """Seconds of the passes of a step, where processors take so many times as long."""
         parallel = config.parallel
         seconds = [[stretched(each, share) for each in work] for work in works]
-        message = self.message(config, parts.block)
-        how = parallel.schedule, parallel.microbatches, parallel.chunks
-        return makespan(*how, *zip(*seconds), message)
+        times = StageTimes(*zip(*seconds), self.message(config, parts.block))
+        schedule = find(parallel.schedule)
+        return schedule.seconds(parallel.microbatches, parallel.chunks, times)
 
     def stretch(self, config, parts, works, after, alone, busy, idle):
         """How much longer than `alone` everything takes but for what is `idle`."""
@@ -115,7 +115,7 @@ class Estimator:
     def works(self, config, parts, stages):
         """The StageWork of each stage on a microbatch, with what processors do for its
         messages."""
-        split = config.parallel.schedule in SPLIT
+        split = find(config.parallel.schedule).splits_backward
         works = {stage: work_of(parts, stage, split) for stage in set(stages)}
         if not self.machine.cores or len(stages) == 1:
             return [works[stage] for stage in stages]
@@ -139,7 +139,7 @@ class Estimator:
     def sample(self, config, zero, keep=True, recompute="none"):
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
-        together = mesh.p == 1 or parallel.schedule == "zb-v"
+        together = mesh.p == 1 or find(parallel.schedule).turn
         ends = ((FIRST, LAST),) if together else ((FIRST,), (LAST,))
         ends = ends if recompute == "none" else ()  # which do nothing again
 
@@ -154,7 +154,8 @@ class Estimator:
     def parts(self, config):
         """The PartCosts costs of a microbatch."""
         parallel, mesh = config.parallel, config.mesh
-        sequences, halves = config.train.batch // parallel.microbatches, parallel.schedule in SPLIT
+        sequences = config.train.batch // parallel.microbatches
+        halves = find(parallel.schedule).splits_backward
 
         # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
         zero = parallel.zero if parallel.zero > 1 and mesh.d > 1 else 0
@@ -285,7 +286,7 @@ def messages_of(config, number):
     """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
     around at the last stage and end at the first."""
     ends = (number == 0) + (number == config.mesh.p - 1)
-    return 2 * config.parallel.chunks - ends * (2 if config.parallel.schedule == "zb-v" else 1)
+    return 2 * config.parallel.chunks - ends * (2 if find(config.parallel.schedule).turn else 1)
 
 
 def stretched(done, share):
