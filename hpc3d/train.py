@@ -20,7 +20,6 @@ run.watchdog_s; 1 a rank failed (the job ends).
 import json
 import sys
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -293,11 +292,8 @@ def saver_of(job, plan, trainer, batches, log):
 
 def programs(config, program):
     """Rank 0: what each rank runs, the part of its pipeline stage."""
-    sizes = config.mesh.sizes()
-    axes, shape = list(sizes), list(sizes.values())
-    inner = prod(shape[axes.index("p") + 1 :])
-    stages = [rank // inner % config.mesh.p for rank in range(prod(shape))]
-    return [program.of(stage) for stage in stages]
+    grid = config.mesh.grid()
+    return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
 def save_position(plan, batches, done):

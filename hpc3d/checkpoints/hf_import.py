@@ -5,7 +5,6 @@ The files are not trusted: sizes come from arrays that are there, not from what 
 
 import json
 import re
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +227,6 @@ def configured(pretrained, words):
         shorter = key == "sequence" and asked < known
         if asked != known and key != "dropout" and not shorter:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
-    settle(config, prod(config.mesh.sizes().values()))
+    settle(config, config.mesh.grid().size)
     refuse([*untrainable(config)])
     return config

@@ -1,7 +1,6 @@
 """Going on with a run: its folder, what changes, the state of its newest whole checkpoint."""
 
 from dataclasses import asdict, replace
-from math import prod
 from pathlib import Path
 
 from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
@@ -38,7 +37,7 @@ def fitted(config, ranks):
     """A stored configuration whose mesh gives way, where it is of another number of ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
-    if prod(mesh.sizes().values()) == ranks or None in (mesh.x, mesh.y, mesh.z):
+    if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
         return config
     stages = mesh.p * mesh.d
     kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}

@@ -1,6 +1,7 @@
 """Where a rank stands: named axes, a coordinate on each, a communicator along each."""
 
 from hpc3d.comm.communicator import Self
+from hpc3d.comm.grid import Grid
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
@@ -96,9 +97,9 @@ class NullGuard:
 class Mesh:
     """Axes with sizes, this rank's coordinates, one communicator an axis and one for all ranks.
 
-    An absent axis has size 1, coordinate 0 and the `Self` communicator.  The last axis varies
-    fastest, so its ranks lie next to each other on a node.  Blocks are in the memory of `pool`,
-    which may be a device's; the world speaks of arrays of the host.
+    An absent axis has size 1, coordinate 0 and the `Self` communicator.  Ranks are in the order of
+    a `Grid`, so those along the last axis lie next to each other on a node.  Blocks are in the
+    memory of `pool`, which may be a device's; the world speaks of arrays of the host.
     """
 
     def __init__(self, sizes, coords, comms, world, trace=None, guard=None, pool=None):
@@ -106,6 +107,7 @@ class Mesh:
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
         self.trace, self.guard = trace or NullRecorder(), guard or NullGuard()
+        self.planes = {}
 
     def size(self, axis):
         return self.sizes.get(axis, 1)
@@ -118,17 +120,20 @@ class Mesh:
 
     def count(self, axes):
         """The number of ranks in the plane that `axes` span."""
-        total = 1
-        for axis in axes:
-            total *= self.size(axis)
-        return total
+        return self.plane(axes)[0]
 
     def index(self, axes):
         """This rank's place in that plane, the last axis varying fastest."""
-        place = 0
-        for axis in axes:
-            place = place * self.size(axis) + self.coord(axis)
-        return place
+        return self.plane(axes)[1]
+
+    def plane(self, axes):
+        """That number and this place."""
+        axes = tuple(axes)
+        if axes not in self.planes:
+            grid = Grid({axis: self.size(axis) for axis in axes})
+            here = grid.rank({axis: self.coord(axis) for axis in axes})
+            self.planes[axes] = grid.size, here
+        return self.planes[axes]
 
     def empty(self, shape, dtype, kind="activation"):
         return self.pool.empty(shape, dtype, kind)

@@ -6,9 +6,11 @@ ranks get them by broadcast and need no parser.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from hpc3d.comm.grid import Grid
 from hpc3d.tensor.split import SCHEMES, Split
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
@@ -44,6 +46,15 @@ class MeshConfig:
         """Axis -> number of ranks, in the order of the ranks."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
 
+    def grid(self):
+        """The Grid of the ranks."""
+        return grid_of(self)
+
+
+@cache
+def grid_of(mesh):
+    return Grid(mesh.sizes())
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -73,8 +84,7 @@ class ParallelConfig:
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks"""
     schedule: str | None = None
-    """the order of microbatches: none, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream,
-    pipedream-2bw or csv:FILE (absent: none on one stage, else 1f1b)"""
+    """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 
     @property
     def way(self):
@@ -238,15 +248,6 @@ class Config:
         letters = self.parallel.split
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         return split.over_data("d", self.parallel.zero) if self.mesh.d > 1 else split
-
-    @property
-    def alone(self):
-        """Whether every microbatch is a minibatch with an update of its own."""
-        return self.parallel.schedule == "pipedream"
-
-    def updates(self):
-        """Updates in a training step."""
-        return self.parallel.microbatches if self.alone else 1
 
     def keep(self):
         """The operands of products whose working blocks are kept for backward.

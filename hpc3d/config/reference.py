@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import literal
+from hpc3d.pipeline.schedule import SCHEDULES
 
 COLUMN, WIDTH = 28, 99
 HEAD = """\
@@ -84,8 +85,9 @@ def beside(words, text):
 def meanings(table):
     """{key: the text below it} of a dataclass."""
     (tree,) = ast.parse(getsource(table)).body
+    known = "{schedules}", ", ".join(SCHEDULES)
     return {
-        key.target.id: " ".join(ast.literal_eval(text.value).split())
+        key.target.id: " ".join(ast.literal_eval(text.value).split()).replace(*known)
         for key, text in pairwise(tree.body)
         if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr)
     }

@@ -9,7 +9,7 @@ from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
-from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
@@ -38,9 +38,9 @@ def refuse(problems):
 
 def with_schedule(config):
     """`config` with its schedule and the number of chunks settled."""
-    name = config.parallel.schedule or ("none" if config.mesh.p == 1 else "1f1b")
-    usual = find(name).chunks or 2
-    chunks = usual if config.parallel.chunks is None else config.parallel.chunks
+    name = config.parallel.schedule or usual(config.mesh.p)
+    wanted = find(name).chunks or 2
+    chunks = wanted if config.parallel.chunks is None else config.parallel.chunks
     return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
 
 
@@ -121,7 +121,7 @@ def not_there_yet(config):
 
 def wrong_ranks(config, ranks):
     sizes = config.mesh.sizes()
-    total = prod(sizes.values())
+    total = config.mesh.grid().size
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
@@ -194,7 +194,7 @@ def wrong_pipeline(config):
         yield from wrong_stages(parallel.layers_per_stage, parts, layers)
     schedule = find(parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
-    yield from [problem] if problem else wrong_updates(config)
+    yield from [problem] if problem else wrong_updates(config, schedule)
     yield from limits.too_many_passes(parallel, config.mesh.p)
     passes = config.train.steps * config.mesh.p * parallel.microbatches
     if schedule.asynchronous and passes > MOST_PASSES:
@@ -239,19 +239,20 @@ def wrong_stages(stages, parts, layers):
         )
 
 
-def wrong_updates(config):
+def wrong_updates(config, schedule):
     """What needs all stages at one time, under a schedule where each updates on its own."""
-    if config.parallel.schedule != "pipedream":
+    if not schedule.update_per_microbatch:
         return
     if config.train.clip:
         yield (
-            f"train.clip = {config.train.clip}: under schedule pipedream every stage updates on "
-            "its own, and no stage knows the norm of the whole gradient; use train.clip = 0"
+            f"train.clip = {config.train.clip}: under schedule {schedule.name} every stage "
+            "updates on its own, and no stage knows the norm of the whole gradient; use "
+            "train.clip = 0"
         )
     if config.model.tied and config.mesh.p > 1:
         yield (
-            "model.tied = true: under schedule pipedream the two copies of the table would part; "
-            "use model.tied = false"
+            f"model.tied = true: under schedule {schedule.name} the two copies of the table would "
+            "part; use model.tied = false"
         )
 
 
@@ -295,8 +296,7 @@ def cuboids(config, ranks):
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
             found = replace(config, mesh=mesh)
-            total = prod(mesh.sizes().values())
-            if not misfits(found, total):
+            if not misfits(found, mesh.grid().size):
                 yield found
 
 

@@ -137,7 +137,7 @@ class ReplicaCheck:
         with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
         found = [find for axis in self.axes for find in self.along(axis, number, copies)]
-        found += [] if self.trainer.config.alone else self.twins(number, copies)
+        found += [] if self.trainer.alone else self.twins(number, copies)
         if anywhere(self.mesh, len(found)):
             stop(self.mesh, found)
 

@@ -12,7 +12,6 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.program import program_of
-from hpc3d.pipeline.weight_versions import WEIGHTS, InPlace
 from hpc3d.training import guard
 from hpc3d.training.graphed_step import replay_of
 from hpc3d.training.loss_scale import scale_of
@@ -60,12 +59,12 @@ class Trainer:
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
         self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
-        self.weights = WEIGHTS.get(config.parallel.schedule, InPlace)(self.parameters)
+        self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock
         )
-        self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
-        self.groups = program.steps(mesh.coord("p"), config.updates())
+        self.feed = feed(mesh, config, batches, program)
+        self.groups = program.steps(mesh.coord("p"))
         self.replay = replay_of(self, train.cuda_graph)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
@@ -93,7 +92,7 @@ class Trainer:
         micros = self.feed.fetch(number, self.scaling.factor)
         run = self.replay.run if self.replay else self.engine.run
         run(next(self.groups), micros)
-        if self.config.alone:
+        if self.alone:
             self.share = self.engine.losses.pop(number, 0.0)
             with trace.scope(phase="optimizer"):
                 self.total()
@@ -114,7 +113,7 @@ class Trainer:
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
             squares = self.parameters.sum_of_squares()
-        share = 0.0 if self.config.alone else self.engine.losses.pop(self.number, 0.0)
+        share = 0.0 if self.alone else self.engine.losses.pop(self.number, 0.0)
         if self.replay:
             self.replay.close(share, squares)
         self.update_by(share, squares)
@@ -124,7 +123,7 @@ class Trainer:
         gradient of a scaled loss overflows, all ranks leave that update out."""
         self.share, self.squares = share, squares
         scale, clip = 1 / self.scaling.factor, self.config.train.clip
-        if not self.config.alone:
+        if not self.alone:
             self.total()
             scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
         if not self.skipped:

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import ModelSizes, ModelSpec
@@ -127,7 +127,7 @@ def test_what_a_block_keeps(form):
         "full": whole * N,
     }
     for recompute, elements in wanted.items():
-        mesh = rank_of(sizes, dict.fromkeys(sizes, 0))
+        mesh = abstract_mesh(sizes, dict.fromkeys(sizes, 0))
         assert kept(mesh, scheme, keep, recompute) == pytest.approx(elements, rel=1e-15)
         if not sizes:
             (found,) = run({}, lambda mesh, how=(scheme, keep, recompute): kept(mesh, *how))

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.csv_schedule import from_csv, to_csv
 from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, numbered, parse
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, streams
+from hpc3d.pipeline.timeline import Cost, makespan, timeline
+from hpc3d.pipeline.weight_versions import InPlace
 
 SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 5, 8, 13, 16)]
 
@@ -133,6 +136,40 @@ def test_every_pass_once(name):
                 found = [tuple(i[1:]) for i in stream if i.op == op]
                 assert len(found) == len(set(found))
                 assert set(found) == every or (op == "W" and not found)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_record_says_what_its_streams_do(name):
+    schedule, stages = SCHEDULES[name], 1 if name == "none" else 4
+
+    def stage_0(micros):
+        return streams(name, stages, micros, schedule.chunks or 2)[0][0]
+
+    few, many = stage_0(5 * stages), stage_0(8 * stages)
+    count = Counter(one.op for one in few)
+    assert schedule.splits_backward == (count["W"] > 0)
+    assert schedule.keeps_all == (in_flight(few) != in_flight(many))
+    assert schedule.asynchronous == (count["Step"] > 0) == (schedule.weights is not InPlace)
+    assert schedule.update_per_microbatch == (count["Step"] == 5 * stages)
+
+
+UNEVEN = StageTimes((1, 1, 1.5, 1), (2, 1.5, 1.5, 2), (0.5, 1, 1, 2), 0.1)
+SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
+
+
+@pytest.mark.parametrize("micros", [4, 11, 40, 43])
+@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name != "none"])
+def test_without_a_closed_form_the_time_is_that_of_the_timeline(name, micros):
+    chunks = SCHEDULES[name].chunks or 2
+    costs = [Cost(*each, UNEVEN.message) for each in zip(*UNEVEN[:3])]
+    exact = makespan(timeline(*streams(name, 4, micros, chunks), costs))
+    found = SCHEDULES[name]._replace(closed_form=None).seconds(micros, chunks, UNEVEN)
+    assert found == pytest.approx(exact, rel=1e-9)
+
+
+def test_stages_may_take_different_times():
+    costs = [Cost(1, 2, 0), Cost(1, 2, 0), Cost(2, 4, 0)]
+    assert makespan(timeline(*streams("gpipe", 3, 10), costs)) == 10 * 6 + 2 * 3
 
 
 instructions = st.one_of(

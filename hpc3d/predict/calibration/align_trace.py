@@ -6,13 +6,13 @@ counts these records instead of time, the times of a row say which of it belongs
 category copy and io have none: the former come and go with time, the latter with data.
 """
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
-from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import stored
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.count import Blanks
@@ -89,7 +89,7 @@ class Script(NamedTuple):
 def script_of(config, coords, program):
     """The Script of the rank at `coords` (axis -> coordinate)."""
     told = Told()
-    mesh = rank_of(config.mesh.sizes(), coords, AbstractPool(told))
+    mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(told))
     ledger = MemoryRecorder(mesh.rank, lambda: len(told.list))
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)
@@ -111,9 +111,9 @@ def works(trace, skip=2):
     other code has made.
     """
     config = configuration(trace)
-    program, sizes, found = program_of(config), config.mesh.sizes(), []
-    for rank, place in enumerate(product(*map(range, sizes.values()))):
-        script = script_of(config, dict(zip(sizes, place, strict=True)), program)
+    program, grid, found = program_of(config), config.mesh.grid(), []
+    for rank in range(grid.size):
+        script = script_of(config, grid.coords(rank), program)
         rows, steps = rows_of(trace, rank), steps_of(trace, rank)[skip:]
         times = [aligned(rows, script, *step) for step in steps]
         if not times or any(each is None for each in times):

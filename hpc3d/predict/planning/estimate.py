@@ -8,20 +8,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from math import prod
 from statistics import fmean, mean
 from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
+from hpc3d.pipeline.closed_forms import StageTimes
+from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.makespan import makespan
 from hpc3d.predict.planning.pass_costs import NOTHING, PassSeconds, Sample
 from hpc3d.predict.planning.peak import (
-    SPLIT,
     StageWork,
     buckets,
     contents,
@@ -135,17 +133,9 @@ class Estimator:
         """Seconds of the passes of a step, where cores take so many times as long."""
         parallel = config.parallel
         seconds = [[stretched(each, share) for each in work] for work in works]
-        message = self.message(config, parts.block)
-        forward, backward, weight = zip(*seconds)
-        return makespan(
-            parallel.schedule,
-            parallel.microbatches,
-            parallel.chunks,
-            forward,
-            backward,
-            weight,
-            message,
-        )
+        times = StageTimes(*zip(*seconds), self.message(config, parts.block))
+        schedule = find(parallel.schedule)
+        return schedule.seconds(parallel.microbatches, parallel.chunks, times)
 
     def stretch(self, config, parts, works, after, alone, busy, idle):
         """How much longer than `alone` everything takes but for what is `idle`."""
@@ -160,7 +150,7 @@ class Estimator:
     def works(self, config, parts, stages):
         """The StageWork of each stage on a microbatch, with what cores do for its
         messages."""
-        split = config.parallel.schedule in SPLIT
+        split = find(config.parallel.schedule).splits_backward
         works = {stage: work_of(parts, stage, split) for stage in set(stages)}
         if not self.machine.cores or len(stages) == 1:
             return [works[stage] for stage in stages]
@@ -180,7 +170,7 @@ class Estimator:
     def sample(self, config, zero, keep=True, recompute="none"):
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
-        both = mesh.p == 1 or parallel.schedule == "zb-v"
+        both = mesh.p == 1 or find(parallel.schedule).turn
         ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
         ends = ends if recompute == "none" else ()  # which do nothing again
 
@@ -203,7 +193,8 @@ class Estimator:
     def parts(self, config):
         """The PartCosts costs of a microbatch."""
         parallel, mesh = config.parallel, config.mesh
-        sequences, halves = config.train.batch // parallel.microbatches, parallel.schedule in SPLIT
+        sequences = config.train.batch // parallel.microbatches
+        halves = find(parallel.schedule).splits_backward
 
         # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
         zero = parallel.zero if parallel.zero > 1 and mesh.d > 1 else 0
@@ -278,10 +269,9 @@ class Estimator:
         """The mean of a cost(nbytes, pair) over the pairs of stages that follow each other."""
         if config.mesh.p == 1:
             return 0.0
-        sizes = config.mesh.sizes()
 
         def measure():
-            column = line(sizes, dict.fromkeys(sizes, 0), "p")
+            column = config.mesh.grid().ranks_along("p", {})
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
         place = next(each for each in strides(config.mesh) if each[0] == "p")
@@ -311,14 +301,13 @@ class Estimator:
         """The Pass in which the two copies of a tied table exchange their gradients."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
-        sizes = config.mesh.sizes()
-        ends = line(sizes, dict.fromkeys(sizes, 0), "p")
+        ends = config.mesh.grid().ranks_along("p", {})
         nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
         return self.call("p", "send", nbytes, (ends[0], ends[-1]))
 
     def world(self, config):
         """The Pass of what all ranks do together in a step: the batch, three sums of a word."""
-        ranks = range(prod(config.mesh.sizes().values()))
+        ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
             return NOTHING
         batch = 2 * config.train.batch * config.model.sequence * TOKEN
@@ -352,7 +341,7 @@ def messages_of(config, number):
     """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
     around at the last stage and end at the first."""
     ends = (number == 0) + (number == config.mesh.p - 1)
-    return 2 * config.parallel.chunks - ends * (2 if config.parallel.schedule == "zb-v" else 1)
+    return 2 * config.parallel.chunks - ends * (2 if find(config.parallel.schedule).turn else 1)
 
 
 def stretched(done, share):
@@ -384,12 +373,10 @@ def without(done, hidden):
 @cache
 def strides(mesh):
     """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
-    sizes, found = mesh.sizes(), []
-    stride = prod(sizes.values())
-    for axis, size in sizes.items():
-        stride //= size
-        found.append((axis, size, stride if size > 1 else 0))
-    return tuple(found)
+    grid = mesh.grid()
+    return tuple(
+        (axis, size, grid.stride(axis) if size > 1 else 0) for axis, size in grid.sizes.items()
+    )
 
 
 def data_place(config):

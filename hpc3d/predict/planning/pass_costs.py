@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.comm.communicator import Pending
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import at_once
@@ -173,13 +172,12 @@ class Sample:
     """
 
     def __init__(self, config, vocabulary, machine, ends):
-        self.config, self.sizes = config, config.mesh.sizes()
+        self.config, grid = config, config.mesh.grid()
         self.spec = spec_of(config, vocabulary)
         self.clock = (CarriedWaits if machine.cores else Waits)(machine)
-        self.mesh = representative(self.sizes, pool_of(config, self.clock), Alone())
+        self.mesh = representative(grid, pool_of(config, self.clock), Alone())
         self.pool = self.mesh.pool
-        coords = dict.fromkeys(self.sizes, 0)
-        self.axes = {tuple(line(self.sizes, coords, axis)): axis for axis in self.sizes}
+        self.axes = {tuple(grid.ranks_along(axis, {})): axis for axis in grid.sizes}
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
         self.layer = self.add(LAYER)
         for parts in ends:

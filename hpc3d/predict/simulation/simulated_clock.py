@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from hpc3d.arrays.abstract import CostMeter
-from hpc3d.comm.abstract_communicator import AbstractCommunicator, line
+from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.predict.machine.between_hosts import legs
@@ -224,19 +224,18 @@ class Linked(PipelineTimed):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(sizes, pool, peers):
+def representative(grid, pool, peers):
     """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
     of its `pool` is a Clock."""
-    coords = dict.fromkeys(sizes, 0) | {"p": peers.rank}
-    members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
+    column = grid.ranks_along("p", {})
+    coords = grid.coords(column[peers.rank])
     comms = {
-        axis: PipelineTimed(0, sizes[axis], ranks, pool, queue_of(axis))
-        for axis, ranks in members.items()
+        axis: PipelineTimed(0, size, grid.ranks_along(axis, coords), pool, queue_of(axis))
+        for axis, size in grid.sizes.items()
+        if size > 1
     }
-    column = line(sizes, coords, "p")
     if peers.size > 1:
         comms["p"] = Linked(peers.rank, column, pool, peers, range(len(column)))
-    total = int(np.prod([*sizes.values()]))
     stages = {rank: stage for stage, rank in enumerate(column)}
-    world = Linked(column[peers.rank], range(total), pool, peers, stages)
-    return Mesh(sizes, coords, comms, world)
+    world = Linked(column[peers.rank], range(grid.size), pool, peers, stages)
+    return Mesh(grid.sizes, coords, comms, world)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.comm import threads
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.load import load
 from hpc3d.config.rules import refuse, settle, unknown_values
 from hpc3d.pipeline.program import program_of
@@ -69,7 +68,7 @@ def settled(path, overrides, ranks=None, of_run=False):
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
-    config = settle(config, ranks or prod(mesh.sizes().values()))
+    config = settle(config, ranks or mesh.grid().size)
     vocabulary = config.model.vocabulary or BYTES
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
 
@@ -85,7 +84,7 @@ def simulate(config, vocabulary, machine):
             f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
             "for all; simulate scheme 3d"
         )
-    ranks = prod(config.mesh.sizes().values())
+    ranks = config.mesh.grid().size
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
     steady = replace(config.train, steps=SECOND + 2)
     config = unrecorded(replace(config, train=steady))
@@ -102,8 +101,7 @@ def simulate(config, vocabulary, machine):
 
 def run(peers, config, vocabulary, program, clock):
     """The StageRun of the stage whose number is that of this member of `peers`."""
-    sizes = config.mesh.sizes()
-    bare = representative(sizes, pool_of(config, clock), peers)
+    bare = representative(config.mesh.grid(), pool_of(config, clock), peers)
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
     trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
@@ -191,23 +189,20 @@ class Crowd(NamedTuple):
 
 def crowd_of(config, machine):
     """The Crowd of a layout."""
-    stages, sizes = config.mesh.p, config.mesh.sizes()
-    ranks = prod(sizes.values())
-    axes = [*sizes]
-    stride = prod(sizes[axis] for axis in axes[axes.index("p") + 1 :])
-    here = range(min(ranks, machine.ranks_per_node))
-    together = max(Counter(rank // stride % stages for rank in here).values())
+    grid = config.mesh.grid()
+    here = range(min(grid.size, machine.ranks_per_node))
+    together = max(Counter(grid.coord(rank, "p") for rank in here).values())
     stage = max(1.0, together / machine.cores) if machine.cores else 1.0
-    lanes = min(stage, lanes_of(sizes, together, here))
-    return Crowd(crowding(machine, ranks), stage, lanes)
+    lanes = min(stage, lanes_of(grid, together, here))
+    return Crowd(crowding(machine, grid.size), stage, lanes)
 
 
-def lanes_of(sizes, together, here):
+def lanes_of(grid, together, here):
     """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
     an axis joins all of them, so that they meet, and where none leads to another host."""
     lanes, crossing = together, False
-    for axis in (axis for axis, size in sizes.items() if axis != "p" and size > 1):
-        members = [*line(sizes, dict.fromkeys(sizes, 0), axis)]
+    for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):
+        members = grid.ranks_along(axis, {})
         local = len([rank for rank in members if rank in here])
         if local == together:
             return 1
