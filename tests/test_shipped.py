@@ -165,7 +165,7 @@ def test_every_file_that_is_no_module_is_in_the_package():
     data, left_out = map(matched, described())
     assert data == ours
     kinds = {path.relative_to(PACKAGE).parts[:2] for path in data}
-    assert kinds > {("analyze", "page"), ("model", "kernels"), ("share", "machines")}
+    assert kinds > {("analyze", "report"), ("cuda", "kernels"), ("share", "machines")}
     assert {path.name for path in left_out} <= {"this-machine.toml"}
 
 

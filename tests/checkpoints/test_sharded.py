@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hpc3d.checkpoints import sharded
-from hpc3d.checkpoints.block_slices import BlockSlices, rectangles
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from tests.pipeline.drawn import layouts
@@ -141,17 +139,6 @@ def test_on_one_layout_it_is_the_same_to_the_last_bit(checkpoints, line):
         assert one.totals[STEPS:] == other.totals
         for name, (_, block) in one.weights.items():
             assert (block == other.weights[name][1]).all(), name
-
-
-@given(st.integers(0, 5), st.integers(1, 7), st.integers(0, 40), st.integers(0, 40))
-def test_rectangles_have_the_elements_of_a_stretch_in_order(rows, width, start, length):
-    block = BlockSlices(2, 2 + rows, 3, 3 + width)
-    whole = np.arange(rows * width).reshape(rows, width)
-    parts = rectangles(block, start, start + length)
-    found = [whole[part.of(block)].ravel() for part in parts]
-    expected = whole.ravel()[start : start + length]
-    assert len(parts) <= 3
-    np.testing.assert_array_equal(np.concatenate([[], *found]), expected)
 
 
 def truncate(path):
