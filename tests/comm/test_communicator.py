@@ -12,7 +12,9 @@ def test_self(case):
     case(Self(), "float64")
 
 
-@pytest.mark.parametrize(("transport", "kind"), [("auto", "Node"), ("mpi", "Mpi")])
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("auto", "SharedMemory"), ("mpi", "MpiCommunicator")]
+)
 def test_real_ranks(transport, kind):
     out = checked(4, "-m", "tests.comm.on_mpi", transport, timeout=200)
     assert out.split() == ["1", "Self", "2", kind, "3", kind, "4", kind]

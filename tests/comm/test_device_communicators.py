@@ -9,6 +9,7 @@ from hpc3d.comm.threads import meshes, run
 from tests.comm.cases import CASES, long_blocks
 from tests.fakes.fake_device import DeviceArray, on_device, plain
 from tests.mpi import checked
+from tests.strided import strided
 
 
 def on_devices(size, function, *how):
@@ -51,7 +52,7 @@ WAYS = ("nccl", "float64"), ("staged", "float64"), ("staged", "float16"), ("mpi"
 FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", strided([3, 2], 2))
 @pytest.mark.parametrize(
     ("transport", "dtype", "case"),
     [
@@ -72,9 +73,9 @@ def test_real_ranks():
     """The calls as mpi4py takes them, along two axes of a mesh."""
     out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)
     assert out.splitlines() == [
-        "mpi Direct Direct Self",
-        "mpi-messages Passing Passing Self",
-        "staged Staged Staged Self",
+        "mpi CudaAwareMpi CudaAwareMpi Self",
+        "mpi-messages CudaAwareMessages CudaAwareMessages Self",
+        "staged HostStaged HostStaged Self",
         "nccl Nccl Nccl Self",
     ]
 

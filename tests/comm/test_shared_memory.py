@@ -51,8 +51,8 @@ def test_nothing_is_left_when_a_member_is_killed(folder):
 
 
 def test_without_shared_memory_mpi_moves_the_blocks(folder):
-    assert ranks(2, "kind", folder) == ["Node"] * 2
-    assert ranks(2, "kind", f"{folder}/missing") == ["Mpi"] * 2
+    assert ranks(2, "kind", folder) == ["SharedMemory"] * 2
+    assert ranks(2, "kind", f"{folder}/missing") == ["MpiCommunicator"] * 2
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ def hosts():
 @pytest.mark.parametrize(
     ("ranks", "kind", "shares"),
     [
-        ((1, 1), "Mpi", (1 / 2, 1 / 2, 1)),
-        ((1, 1, 1), "Mpi", (2 / 3, 2 / 3, 4 / 3)),
-        ((2, 2), "Hosts", (1 / 2, 1 / 2, 1)),
-        ((2, 2, 2), "Hosts", (2 / 3, 2 / 3, 4 / 3)),
+        ((1, 1), "MpiCommunicator", (1 / 2, 1 / 2, 1)),
+        ((1, 1, 1), "MpiCommunicator", (2 / 3, 2 / 3, 4 / 3)),
+        ((2, 2), "TwoLevel", (1 / 2, 1 / 2, 1)),
+        ((2, 2, 2), "TwoLevel", (2 / 3, 2 / 3, 4 / 3)),
     ],
 )
 def test_cards_carry_what_the_formulas_say(hosts, ranks, kind, shares):
@@ -45,4 +45,4 @@ def test_numbers_of_ranks_that_differ_take_mpi(hosts):
     hosts.rate(None)
     done = hosts.mpirun((2, 1), sys.executable, "-m", "tests.hosts.wire_cases")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0] == "Mpi"
+    assert json.loads(done.stdout)[0] == "MpiCommunicator"
