@@ -97,7 +97,7 @@ def begin(job, plan, program, batches, hardware):
     config = plan.config
     mesh = build(config.mesh.sizes(), transport=hardware.transport, device=hardware.device)
     if hardware.device:
-        from hpc3d.training.device import use
+        from hpc3d.cuda.gpu import use
 
         job.at_end.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))

@@ -41,11 +41,11 @@ def product(trainer, hit):
 def received(trainer, hit):
     """In a block that this rank got from another."""
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         pending = plain(self, block)
         return pending.then(lambda whole: hit(lambda: flip(whole, 0)) or whole)
 
-    plain, MpiCommunicator.gather_rows = MpiCommunicator.gather_rows, gather_rows
+    plain, MpiCommunicator._all_gather = MpiCommunicator._all_gather, _all_gather
 
 
 def replica(trainer, hit):

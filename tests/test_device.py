@@ -4,16 +4,8 @@ arrays of host and device, every call waits for what it must, and the result is 
 import pytest
 
 from hpc3d.comm import threads
-from hpc3d.model import attention, layers, loss, ops, parameters
-from hpc3d.training import optimizer
-from tests.fakes.fake_device import on_device, plain, twin
+from tests.fakes.fake_device import on_device, plain
 from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train
-
-for module in (attention, layers, loss, ops, parameters, optimizer):
-    for function in vars(module).values():
-        if hasattr(function, "dispatch"):
-            twin(function)
-
 
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]

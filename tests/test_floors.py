@@ -15,7 +15,7 @@ FLOORS = [
     {"extras", "files", "shipped"},
     {"arrays", "runtime"},
     {"cuda", "data"},
-    {"comm"},
+    {"comm", "ops"},
     {"tensor", "trace", "diagnose"},
     {"model"},
     {"pipeline"},

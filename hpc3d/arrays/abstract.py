@@ -1,12 +1,12 @@
 """Arrays without data: the program runs on them and counts what it would do, for any size.
 
 An `AbstractArray` has the shape and the type of an array, and lives as long: NumPy's own functions
-take it (NEP 13 and 18) and give AbstractArrays, a view keeps the memory that it shows, and a
+take it (NEP 13 and 18) and give AbstractArrays, a view keeps the memory that it shows, and an
 `AbstractPool` counts it like a `Pool` does.  Communicators of them move nothing (comm/), so one
 rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a
-kernel with a rule of its own (`rule`, hpc3d.model.shapes).
+primitive with an abstract rule (arrays/primitive.py).
 
-Every operation is told to the `meter` of its arrays' pool, which may let time pass for it.
+The `meter` of its arrays' pool is notified of every operation, and may let time pass for it.
 """
 
 from math import prod
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from hpc3d.arrays.pool import Pool, contiguous
+from hpc3d.arrays.primitive import add_backend
 
 
 class CostMeter:
@@ -227,26 +228,28 @@ FUNCTIONS = {
 }
 
 
-def rule(function):
-    """Register what follows as the rule of a kernel, whose meter is notified of the bytes of all
-    arrays."""
+def counted(primitive):
+    """The rule of a primitive for arrays without data: its abstract one, of which the meter is
+    notified with the bytes of all arrays.  A composite's parts notify it themselves."""
+    rule = primitive.abstract_rule
+    if rule is primitive.numpy:
+        return rule
 
-    def register(body):
-        def counted(first, *rest):
-            result = body(first, *rest)
-            touched = of_shapes([first, *rest])
-            made = of_shapes(result if isinstance(result, tuple) else [result])
-            touched += [array for array in made if not any(array is one for one in touched)]
-            first.meter.kernel(function.__name__, sum(array.nbytes for array in touched))
-            return result
+    def with_meter(first, *rest, **named):
+        if rule is None:
+            raise NotImplementedError(f"{primitive.__name__} has no rule for abstract arrays")
+        result = rule(first, *rest, **named)
+        touched = of_shapes([first, *rest])
+        made = of_shapes(result if isinstance(result, tuple) else [result])
+        touched += [array for array in made if not any(array is one for one in touched)]
+        first.meter.kernel(primitive.__name__, sum(array.nbytes for array in touched))
+        return result
 
-        function.register(AbstractArray)(counted)
-        return counted
-
-    return register
+    return with_meter
 
 
-contiguous.register(AbstractArray)(lambda block: block)
+add_backend(AbstractArray, counted)
+contiguous.register(AbstractArray, lambda block: block)
 
 
 class AbstractPool(Pool):

@@ -6,43 +6,40 @@ of them dies, so a step in the steady state allocates nothing.
 """
 
 from collections import Counter, defaultdict
-from functools import singledispatch
 from math import prod
 
 import numpy as np
 
+from hpc3d.arrays.primitive import composite
+
 KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "workspace")
 
-# A function on arrays that takes the rule of the type of its first array: NumPy's is the one that
-# stands there, others are registered.
-kernel = singledispatch
 
-
-@kernel
+@composite
 def to_host(array):
     """A copy of an array in the memory of the host."""
     return array.copy()
 
 
-@kernel
+@composite
 def on_host(array):
     """The array itself; a copy of one that lies on a device."""
     return array
 
 
-@kernel
+@composite
 def writeable(array):
     """Whether an array is not shared with other ranks."""
     return array.flags.writeable
 
 
-@kernel
+@composite
 def value_of(array):
     """The only element of an array; a number itself."""
     return float(array)
 
 
-@kernel
+@composite
 def from_host(array, values):
     """Write the values of an array of the host into `array`."""
     array[...] = values
@@ -143,7 +140,7 @@ def lease_of(array):
     return array if isinstance(array, Lease) else None
 
 
-@kernel
+@composite
 def contiguous(block):
     """The block in one piece of memory, row by row."""
     return np.ascontiguousarray(block)

@@ -7,7 +7,7 @@ otherwise plain torch: linear, layer_norm, gelu, scaled_dot_product_attention, c
 import torch
 from torch.nn import functional
 
-from hpc3d.model.loss import IGNORE
+from hpc3d.ops.cross_entropy import IGNORE
 
 
 def linear(weights, name, x):

@@ -37,15 +37,15 @@ class AbstractCommunicator(Communicator):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return ready(self.like(block, (self.size * block.shape[0], *block.shape[1:])))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         copy, rows = self.placed(block), block.shape[0] // self.size
         part = self.like(block, (rows, *block.shape[1:]), "activation")
         return Pending(lambda copy=copy: part)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         copy, total = self.placed(block), self.like(block, block.shape)
         large = (
             isinstance(total, AbstractArray)
@@ -56,22 +56,22 @@ class AbstractCommunicator(Communicator):
             total.lease.shared = True  # all members read one total
         return Pending(lambda copy=copy: total)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         if not block.shape[0]:
             raise ValueError("a block whose owner is elsewhere has no shape here")
         return ready(self.like(block, block.shape))
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         copy, rows = self.placed(block), block.shape[0] * (self.rank == root)
         return Pending(lambda copy=copy: self.like(block, (rows, *block.shape[1:])))
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         return ready(self.like(block, block.shape))
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         return Pending(lambda block=block: block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         return ready(self.pool.empty(shape, dtype, "communication"))
 
 

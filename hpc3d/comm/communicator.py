@@ -48,7 +48,8 @@ class Communicator:
     """`size` members along one axis, of which this is number `rank`.
 
     `members` are their ranks in the mesh.  A subclass moves contiguous blocks along dim 0 in
-    `gather_rows`, `scatter_rows`, `sum_all`, `spread`, `collect`, `exchange`, `post` and `take`.
+    `_all_gather`, `_reduce_scatter`, `_all_reduce`, `_broadcast`, `_reduce`, `_all_to_all`,
+    `_send` and `_recv`.
 
     A watchdog looks at how many `calls` were made and how many are `done`, and at the call (op,
     number, bytes, peer) that this rank is `waiting` in.
@@ -74,7 +75,7 @@ class Communicator:
 
     def all_gather(self, block, dim=0):
         block = contiguous(rows_first(block, dim))
-        pending = self.call("all_gather", block.nbytes, None, self.gather_rows, block)
+        pending = self.call("all_gather", block.nbytes, None, self._all_gather, block)
         return (
             pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
         )
@@ -83,33 +84,33 @@ class Communicator:
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
         block = contiguous(rows_first(block, dim))
-        pending = self.call("reduce_scatter", block.nbytes, None, self.scatter_rows, block)
+        pending = self.call("reduce_scatter", block.nbytes, None, self._reduce_scatter, block)
         return (
             pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
         )
 
     def all_reduce(self, block, op="sum"):
-        return self.call("all_reduce", block.nbytes, None, self.sum_all, contiguous(block), op)
+        return self.call("all_reduce", block.nbytes, None, self._all_reduce, contiguous(block), op)
 
     def broadcast(self, block, root):
-        return self.call("broadcast", block.nbytes, root, self.spread, contiguous(block), root)
+        return self.call("broadcast", block.nbytes, root, self._broadcast, contiguous(block), root)
 
     def reduce(self, block, root):
-        return self.call("reduce", block.nbytes, root, self.collect, contiguous(block), root)
+        return self.call("reduce", block.nbytes, root, self._reduce, contiguous(block), root)
 
     def all_to_all(self, block):
-        return self.call("all_to_all", block.nbytes, None, self.exchange, contiguous(block))
+        return self.call("all_to_all", block.nbytes, None, self._all_to_all, contiguous(block))
 
     def together(self):
         """A context whose messages are posted together, so that no one waits for another."""
         return nullcontext()
 
     def send(self, block, peer):
-        return self.call("send", block.nbytes, peer, self.post, contiguous(block), peer)
+        return self.call("send", block.nbytes, peer, self._send, contiguous(block), peer)
 
     def recv(self, shape, dtype, peer):
         nbytes = prod(shape) * np.dtype(dtype).itemsize
-        return self.call("recv", nbytes, peer, self.take, shape, dtype, peer)
+        return self.call("recv", nbytes, peer, self._recv, shape, dtype, peer)
 
     def call(self, op, nbytes, peer, move, *arguments):
         """The pending block of a move; `peer` is the root or the other member, if there is one."""
@@ -132,22 +133,22 @@ class Self(Communicator):
     def __init__(self, pool=None, member=0):
         super().__init__(0, 1, (member,), pool)
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return ready(block)
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         return ready(block)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         return ready(block)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         return ready(block)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         return ready(block)
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         return ready(block)
 
 

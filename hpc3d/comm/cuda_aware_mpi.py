@@ -27,35 +27,35 @@ class CudaAwareMpi(MpiCommunicator):
         super().__init__(comm, members, pool)
         self.device = device
 
-    def gather_rows(self, block):
-        return self.moved(super().gather_rows, block)
+    def _all_gather(self, block):
+        return self.moved(super()._all_gather, block)
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         return self.summed(self.comm.Reduce_scatter_block, block, part)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         total = self.empty(block.shape, block.dtype)
         return self.summed(self.comm.Allreduce, block, total, OPERATIONS[op])
 
-    def spread(self, block, root):
-        return self.moved(super().spread, block, root)
+    def _broadcast(self, block, root):
+        return self.moved(super()._broadcast, block, root)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         rows = block.shape[0] if self.rank == root else 0
         total = self.empty((rows, *block.shape[1:]), block.dtype)
         return self.summed(self.comm.Reduce, block, total, OPERATIONS["sum"], root)
 
-    def exchange(self, block):
-        return self.moved(super().exchange, block)
+    def _all_to_all(self, block):
+        return self.moved(super()._all_to_all, block)
 
-    def post(self, block, peer):
-        return self.moved(super().post, block, peer)
+    def _send(self, block, peer):
+        return self.moved(super()._send, block, peer)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         carried = integers(np.empty(0, dtype)).dtype
         self.device.synchronize()
-        return super().take(shape, carried, peer).then(lambda block: block.view(dtype))
+        return super()._recv(shape, carried, peer).then(lambda block: block.view(dtype))
 
     def moved(self, call, block, *how):
         """The pending result of a call that only moves a block."""
@@ -77,4 +77,4 @@ class CudaAwareMessages(HostStaged):
 
     def __init__(self, direct, *staged):
         super().__init__(*staged)
-        self.post, self.take = direct.post, direct.take
+        self._send, self._recv = direct._send, direct._recv

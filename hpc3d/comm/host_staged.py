@@ -31,45 +31,45 @@ class HostStaged(Communicator):
         super().__init__(comm.rank, comm.size, comm.members, pool)
         self.comm, self.traffic, self.pinned = comm, traffic, pinned
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         whole = self.buffer((self.size * block.shape[0], *block.shape[1:]), block.dtype)
-        return self.moved(self.comm.gather_rows, block, whole, 1, self.size)
+        return self.moved(self.comm._all_gather, block, whole, 1, self.size)
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
-        return self.summed(self.comm.scatter_rows, block, part, self.size, 1)
+        return self.summed(self.comm._reduce_scatter, block, part, self.size, 1)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         total = self.buffer(block.shape, block.dtype)
-        return self.summed(partial(self.comm.sum_all, op=op), block, total, 1, 1)
+        return self.summed(partial(self.comm._all_reduce, op=op), block, total, 1, 1)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         mine = self.rank == root
-        rows = self.comm.spread(np.array([[block.shape[0]]])[:mine], root).wait()
-        call = partial(self.comm.spread, root=root)
+        rows = self.comm._broadcast(np.array([[block.shape[0]]])[:mine], root).wait()
+        call = partial(self.comm._broadcast, root=root)
         if mine:
             return self.moved(call, block, block[:0], 1, 1).then(lambda _: block)
         whole = self.buffer((int(rows[0, 0]), *block.shape[1:]), block.dtype)
         return self.moved(call, whole, whole, 1, 1)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         mine = self.rank == root
         total = self.buffer(block.shape, block.dtype) if mine else block[:0]
-        return self.summed(partial(self.comm.collect, root=root), block, total, 1, 1)
+        return self.summed(partial(self.comm._reduce, root=root), block, total, 1, 1)
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         mixed = self.buffer(block.shape, block.dtype)
-        return self.moved(self.comm.exchange, block, mixed, self.size, self.size)
+        return self.moved(self.comm._all_to_all, block, mixed, self.size, self.size)
 
-    def post(self, block, peer):
-        sent = [self.comm.post(chunk, peer) for chunk in self.out(integers(block), 1)]
+    def _send(self, block, peer):
+        sent = [self.comm._send(chunk, peer) for chunk in self.out(integers(block), 1)]
         return Pending(lambda: [each.wait() for each in sent] and block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         block = self.buffer(shape, dtype)
         flat = integers(block).reshape(1, -1)
         shapes = [flat[:, columns].shape for columns in chunks_of(flat)]
-        coming = [self.comm.take(shape, flat.dtype, peer) for shape in shapes]
+        coming = [self.comm._recv(shape, flat.dtype, peer) for shape in shapes]
         return self.arriving(coming, flat, 1, block)
 
     def moved(self, call, block, result, given, taken):

@@ -63,7 +63,7 @@ class MpiCommunicator(Communicator):
     def empty(self, shape, dtype):
         return self.pool.empty(shape, dtype, "communication")
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         whole = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
         if block.nbytes < self.long or self.size > MOST["all_gather"]:
             return arriving(self.comm.Iallgather(block, whole).Test, whole, block)
@@ -71,14 +71,14 @@ class MpiCommunicator(Communicator):
         places[self.rank] = block
         return self.swapped([block] * self.size, places, self.tag()).then(lambda _: whole)
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         if part.nbytes < self.long:
             return arriving(self.comm.Ireduce_scatter_block(block, part).Test, part, block)
         parts, flat = block.reshape(self.size, -1), part.reshape(-1)
         return self.summed(np.add, parts, flat, self.tag()).then(lambda _: part)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         total = self.empty(block.shape, block.dtype)
         return self.sum_into(block, total, op).then(lambda _: total)
 
@@ -130,7 +130,7 @@ class MpiCommunicator(Communicator):
         self.in_parts += 1
         return PART + 2 * (self.in_parts % CALLS)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         rows = np.array([block.shape[0]])
         self.comm.Bcast(rows, root)
         return self.spread_rows(block, root, int(rows[0]))
@@ -141,20 +141,20 @@ class MpiCommunicator(Communicator):
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
         return arriving(self.comm.Ibcast(whole, root).Test, whole)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         mine = self.rank == root
         total = self.empty(block.shape, block.dtype) if mine else None
         request = self.comm.Ireduce(block, total, MPI.SUM, root)
         return arriving(request.Test, total if mine else block[:0].copy(), block)
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         mixed = self.empty(block.shape, block.dtype)
         return arriving(self.comm.Ialltoall(block, mixed).Test, mixed, block)
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         return arriving(self.comm.Isend(block, peer, MESSAGE).Test, block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         block = self.empty(shape, dtype)
         return arriving(self.comm.Irecv(block, peer, MESSAGE).Test, block)
 

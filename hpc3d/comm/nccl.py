@@ -73,25 +73,25 @@ class Nccl(Communicator):
         super().__init__(nccl.rank_id(), nccl.size(), members, pool)
         self.nccl, self.host, self.traffic = nccl, host, traffic
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         whole = self.buffer((self.size * block.shape[0], *block.shape[1:]), block.dtype)
         return self.launch(self.nccl.allGather, block, whole, block)
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         return self.launch(self.nccl.reduceScatter, block, part, part, OPERATIONS["sum"])
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         total = self.buffer(block.shape, block.dtype)
         return self.launch(self.nccl.allReduce, block, total, block, OPERATIONS[op])
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         rows = self.host.bcast(block.shape[0], root)
         whole = self.buffer((rows, *block.shape[1:]), block.dtype)
         source = block if self.rank == root else whole
         return self.launch(self.nccl.broadcast, source, whole, whole, root)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         mine = self.rank == root
         total = self.buffer(block.shape if mine else (0, *block.shape[1:]), block.dtype)
         how = OPERATIONS["sum"], root
@@ -99,7 +99,7 @@ class Nccl(Communicator):
             self.nccl.reduce, block, total if mine else block, block, *how, of=total
         )
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         """All-to-all, of sends and receives that are posted together: NCCL has none of its own."""
         mixed = self.buffer(block.shape, block.dtype)
         count = block.shape[0] // self.size
@@ -125,10 +125,10 @@ class Nccl(Communicator):
 
         return self.landing(self.traffic.post(begin, source, target), result)
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         return self.landing(self.message(self.nccl.send, block, peer), block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         block = self.buffer(shape, dtype)
         return self.landing(self.message(self.nccl.recv, block, peer), block)
 

@@ -162,7 +162,7 @@ class SharedMemory(MpiCommunicator):
         copy[...] = block
         return copy, copy.base.region
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         region = self.region(block.nbytes) if block.nbytes else None
         shape = (self.size * block.shape[0], *block.shape[1:])
         if region is None:
@@ -174,7 +174,7 @@ class SharedMemory(MpiCommunicator):
         whole.flags.writeable = False
         return self.after(self.announce(region), lambda: whole)
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         block, region = self.placed(block)
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         mine = slice(self.rank * part.size, (self.rank + 1) * part.size)
@@ -186,7 +186,7 @@ class SharedMemory(MpiCommunicator):
 
         return self.after(self.announce(region), finish)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         if block.nbytes > SMALL_SUM and block.size >= self.size:
             return self.sum_by_slices(block, op)
         block, region = self.placed(block)
@@ -216,7 +216,7 @@ class SharedMemory(MpiCommunicator):
 
         return self.after(self.announce(region), finish)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         self.meet(header := self.announce(value=block.shape[0]))
         rows = self.flags[root * LINE + RING + 1 + header % RING]
         shape = (rows, *block.shape[1:])
@@ -228,7 +228,7 @@ class SharedMemory(MpiCommunicator):
         whole.flags.writeable = False
         return self.after(self.announce(region), lambda: whole)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         block, region = self.placed(block)
         mine = self.rank == root
         total = self.empty(block.shape if mine else (0, *block.shape[1:]), block.dtype)

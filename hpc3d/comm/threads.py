@@ -39,29 +39,29 @@ class Threads(Communicator):
         self.group.barrier.wait()
         return ready(result)
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return self.leave(np.concatenate(self.share(block)))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         rows = block.shape[0] // self.size
         part = slice(self.rank * rows, (self.rank + 1) * rows)
         return self.leave(sum_of([peer[part] for peer in self.share(block)]))
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         return self.leave(sum_of(self.share(block), op))
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         return self.leave(self.share(block)[root].copy())
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         blocks = self.share(block)
         return self.leave(sum_of(blocks) if self.rank == root else block[:0].copy())
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         parts = [np.split(peer, self.size)[self.rank] for peer in self.share(block)]
         return self.leave(np.concatenate(parts))
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         letter = (self.rank, peer, self.sent[peer])
         self.sent[peer] += 1
         with self.group.arrived:
@@ -69,7 +69,7 @@ class Threads(Communicator):
             self.group.arrived.notify_all()
         return ready(block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         letter = (peer, self.rank, self.awaited[peer])
         self.awaited[peer] += 1
         return Pending(lambda: self.pick_up(letter))

@@ -61,9 +61,9 @@ class TwoLevel(MpiCommunicator):
         self.node.meet(self.node.announce(region))
         return whole
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         if block.nbytes * self.size < self.long:
-            return super().gather_rows(block)
+            return super()._all_gather(block)
         shape = self.size * block.shape[0], *block.shape[1:]
         whole, region = self.shared(shape, block.dtype)
         places = whole.reshape(self.size, *block.shape)
@@ -72,9 +72,9 @@ class TwoLevel(MpiCommunicator):
         coming = self.wire.swapped(sent, received, self.wire.tag())
         return coming.then(lambda _: self.seen(whole, region))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         if block.nbytes < self.long:
-            return super().scatter_rows(block)
+            return super()._reduce_scatter(block)
         block, region = self.node.placed(block)
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
         sums = self.empty((self.wire.size, part.size), block.dtype)
@@ -89,9 +89,9 @@ class TwoLevel(MpiCommunicator):
 
         return self.node.after(self.node.announce(region), finish)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         if block.nbytes < self.long:
-            return super().sum_all(block, op)
+            return super()._all_reduce(block, op)
         block, region = self.node.placed(block)
         total, common = self.shared(block.shape, block.dtype)
 
@@ -117,9 +117,9 @@ class TwoLevel(MpiCommunicator):
 
         return self.node.after(self.node.announce(region), finish)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         if block.nbytes < self.long:
-            return super().collect(block, root)
+            return super()._reduce(block, root)
         block, region = self.node.placed(block)
         result = self.empty(
             block.shape if self.rank == root else (0, *block.shape[1:]), block.dtype
@@ -130,7 +130,7 @@ class TwoLevel(MpiCommunicator):
         )
 
         def finish(block=block, total=total):
-            coming = self.wire.collect(self.summed_here(region, block, np.add), there).wait()
+            coming = self.wire._reduce(self.summed_here(region, block, np.add), there).wait()
             if total is not None:
                 total.reshape(-1)[self.slice_of(block.size)] = coming
                 total = self.seen(total, common)

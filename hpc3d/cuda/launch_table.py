@@ -1,10 +1,11 @@
 """The CUDA kernels of `kernels/*.cu` as data: what they are called, take, and are launched with.
 
-Names, parameters and the most threads of a block are read from the text of the kernels; the table
-says how a grid covers the work.  Nothing here needs a GPU.
+Names, parameters, the most threads of a block and how a grid covers the work are read from the
+text of the kernels.  Nothing here needs a GPU.
 """
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 LOAD = 16  # bytes that a thread loads at once
 WARP = 32
-ROWS_A_STRIP, STRIPS = 64, 128  # of the first pass of a sum over rows, at least and at most
+ROWS_PER_STRIP, STRIPS = 64, 128  # of the first pass of a sum over rows, at least and at most
 BLOCKS = 2048  # of a grid that strides
 
 SCALARS = {
@@ -54,17 +55,17 @@ def whole(size, part):
 
 def strips(rows):
     """The partial sums that the first pass of a sum over `rows` rows leaves to sum_strips."""
-    return min(STRIPS, whole(rows, ROWS_A_STRIP))
+    return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
-def row_a_block(rows, columns, pack, most):
+def block_per_row(rows, columns, pack, most):
     """As many threads as a row has packs, in whole warps."""
     return Launch((rows, 1), (min(most, WARP * whole(columns, WARP * pack)), 1))
 
 
 def row_of(elements):
     """One row per block, where a thread has so many elements of any type."""
-    return lambda rows, columns, pack, most: row_a_block(rows, columns, elements, most)
+    return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
 def strided(rows, columns, pack, most):
@@ -72,7 +73,7 @@ def strided(rows, columns, pack, most):
     return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
 
 
-def row_a_thread(rows, columns, pack, most):
+def thread_per_row(rows, columns, pack, most):
     return Launch((whole(rows, most), 1), (most, 1))
 
 
@@ -100,77 +101,32 @@ def tiles_of_queries(rows, columns, pack, most):
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 
-# How (rows, columns) of the work become a launch.  Of flat arrays rows is 1; of sum_repeated and
-# its like it is the rows of the result; of sum_strips, one or two sums; of attention, B heads
-# matrices of T columns.
 SHAPES = {
-    "norm": {
-        "moments": row_a_block,
-        "combine_moments": row_a_thread,
-        "normalise": row_a_block,
-        "add_norm": row_a_block,
-        "normalise_sums": row_a_block,
-        "normalise_grad": row_a_block,
-        "norm_grad": row_a_block,
-        "norm_columns": tiles_of_strips,
-    },
-    "rows": {
-        "add_bias": row_a_block,
-        "add": strided,
-        "accumulate": strided,
-        "sum_rows": tiles_of_strips,
-        "sum_strips": tiles_of_columns,
-    },
-    "gelu": {"gelu_tanh": row_a_block, "gelu_exact": row_a_block, "gelu_grad": strided},
-    "embedding": {
-        "gather_rows": row_a_block,
-        "scatter_rows": row_by_tiles,
-        "add_repeated": row_a_block,
-        "sum_repeated": row_a_block,
-    },
-    "loss": {
-        "row_max": row_a_block,
-        "local_sums": row_a_block,
-        "negative_log": one_block,
-        "softmax_grad": row_a_block,
-        "cross_entropy": row_a_block,
-    },
-    "attention": {"causal_softmax": tiles_of_queries, "causal_softmax_grad": tiles_of_queries},
-    "optimizer": {
-        "adamw": strided,
-        "descend": strided,
-        "sum_squares": strided,
-        "sum_parts": one_block,
-    },
-    "random": {"dropped": row_of(16), "initialise": row_of(4)},
-    "rotary": {"rotate": row_a_block},
+    shape.__name__: shape
+    for shape in (
+        *(block_per_row, strided, thread_per_row, one_block, tiles_of_strips, tiles_of_columns),
+        *(row_by_tiles, tiles_of_queries),
+    )
 }
 
-# Of some kernels the arrays that they read before they write them; of others all are one or other.
-UPDATED = {
-    "accumulate": ["grad"],
-    "gelu_tanh": ["h"],
-    "gelu_exact": ["h"],
-    "gelu_grad": ["slope"],
-    "softmax_grad": ["logits"],
-    "cross_entropy": ["logits"],
-    "causal_softmax": ["scores"],
-    "causal_softmax_grad": ["dweights"],
-    "adamw": ["master", "first", "second"],
-    "descend": ["master"],
-    "rotate": ["x"],
-}
-
+# Before each kernel stands how (rows, columns) of the work become a launch: a name of SHAPES, or
+# `row_of` a number of elements.  Of flat arrays rows is 1; of sum_repeated and its like it is the
+# rows of the result; of sum_strips, one or two sums; of attention, B heads matrices of T columns.
+# The arrays that it reads before it writes them follow; of others all are one or the other.
 DECLARATION = re.compile(
+    r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)\)\s+(\w+)\(([^)]*)\)"
 )
 
 
 class Kernel(NamedTuple):
-    """One kernel; `parameters` by name with their C++ types, T that of the template."""
+    """One kernel; `parameters` by name with their C++ types, T that of the template; `updated` are
+    those that it reads before it writes them."""
 
     name: str
     source: str
+    shape: Callable
+    updated: list[str]
     template: bool
     threads: int
     parameters: dict[str, str]
@@ -187,7 +143,7 @@ class Kernel(NamedTuple):
     def launch(self, real, rows, columns):
         """The grid and the block for work of that size."""
         pack = LOAD // (2 if real in ("float16", "bfloat16") else 4)
-        return SHAPES[self.source][self.name](rows, columns, pack, self.threads)
+        return self.shape(rows, columns, pack, self.threads)
 
     def bind(self, dtype_of, given):
         """The dtype of T and the values in the order of the parameters: numbers as NumPy scalars
@@ -225,15 +181,28 @@ def text(source):
     return (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
 
 
+def sources():
+    """The names of all files of kernels."""
+    return sorted(path.stem for path in FOLDER.glob("*.cu"))
+
+
 @cache
 def kernels():
     """All kernels by name, as their texts declare them."""
     found = {}
-    for source in SHAPES:
-        for template, threads, name, listed in DECLARATION.findall(text(source)):
+    for source in sources():
+        for shape, elements, updated, template, threads, name, listed in declared(source):
+            how = row_of(int(elements)) if shape == "row_of" else SHAPES[shape]
             parameters = dict(map(parameter, listed.split(",")))
-            found[name] = Kernel(name, source, bool(template), int(threads), parameters)
+            names = updated.split(", ") if updated else []
+            found[name] = Kernel(
+                name, source, how, names, bool(template), int(threads), parameters
+            )
     return found
+
+
+def declared(source):
+    return DECLARATION.findall(text(source))
 
 
 def parameter(declared):

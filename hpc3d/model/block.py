@@ -3,9 +3,10 @@
 from contextlib import contextmanager
 from math import sqrt
 
-from hpc3d.model import ops
-from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import Dropout, LayerNorm, Linear
+from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.gelu import GELU, gelu_grad
+from hpc3d.ops.rows import add_bias
 
 
 class Block:
@@ -41,7 +42,7 @@ class Block:
         self.up = linear("up", (hidden, model.ffn), split, std)
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
-        self.gelu = ops.GELU[model.gelu]
+        self.gelu = GELU[model.gelu]
         alone = self.up.matmul.alone and self.down.matmul.alone
         self.fused_gelu = model.fused_gelu and alone
 
@@ -127,7 +128,7 @@ class Block:
             return self.down.backward(dy, saved, later, gelu_at=slope)
         dg = self.down.backward(dy, saved, later)
         with self.mesh.trace.span("gelu"):
-            return ops.gelu_grad(slope, dg)
+            return gelu_grad(slope, dg)
 
     def join(self, x, linear, a, dropout, micro):
         """x + dropout(linear(a)), and what backward needs of linear."""
@@ -136,7 +137,7 @@ class Block:
         y, saved = linear.forward(a)
         y = self.drop(dropout, y, micro)
         with self.mesh.trace.span("residual"):
-            return ops.add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
+            return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def drop(self, dropout, x, micro):
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.model import ops
 from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy
+from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
 
@@ -74,7 +74,7 @@ class Embeddings:
         x, saved = self.lookup.forward(micro)
         with self.mesh.trace.span("embedding", "lookup"):
             out = self.mesh.empty(x.shape, x.dtype)
-            x = ops.add_repeated(x, self.position.value, self.first(micro), out)
+            x = add_repeated(x, self.position.value, self.first(micro), out)
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
     def backward(self, dx, saved, micro, later):
@@ -85,7 +85,7 @@ class Embeddings:
     def weigh(self, dx, saved, micro):
         with self.mesh.trace.span("embedding", "lookup"):
             first, period = self.first(micro), self.shape.sequence
-            self.position.grad += ops.sum_repeated(dx, first, period)
+            self.position.grad += sum_repeated(dx, first, period)
         self.lookup.backward(dx, saved, micro)
 
     def first(self, micro):

@@ -7,12 +7,22 @@ matrices by a call that is handed to `later`, which makes it at once or when the
 
 import numpy as np
 
-from hpc3d.arrays.pool import kernel, writeable
-from hpc3d.model import ops
-from hpc3d.model.random import Mask, words
+from hpc3d.arrays.pool import writeable
+from hpc3d.ops.embedding import gather_rows, scatter_rows
+from hpc3d.ops.norm import (
+    combine_moments,
+    moments,
+    norm,
+    norm_grad,
+    normalise,
+    normalise_grad,
+    normalise_sums,
+)
+from hpc3d.ops.product import accumulate
+from hpc3d.ops.random import Mask, words
+from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
-from hpc3d.tensor.product import accumulate
 
 
 def row_axes(layout):
@@ -44,7 +54,7 @@ class Linear:
         y, saved = self.matmul.apply(x, self.weight.value)
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
-            return ops.add_bias(y, self.bias.value, out), saved
+            return add_bias(y, self.bias.value, out), saved
 
     def activated(self, x):
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
@@ -64,7 +74,7 @@ class Linear:
         dw = self.matmul.adjoint_w(rest).wait()
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
-            self.bias.grad += ops.sum_rows(dy)
+            self.bias.grad += sum_rows(dy)
 
 
 def gradient(matmul):
@@ -88,18 +98,18 @@ class LayerNorm:
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
                 vectors = self.gamma.value, self.beta.value
-                return ops.norm(x, *vectors, self.EPSILON, self.mesh.empty)
+                return norm(x, *vectors, self.EPSILON, self.mesh.empty)
         with self.mesh.trace.span("norm", "norm"):
-            mean, squares = ops.moments(x)
+            mean, squares = moments(x)
         count = x.shape[1]
         for axis in self.axes:
             parts = self.mesh.comm(axis).all_gather(np.stack([mean, squares])[None]).wait()
-            mean, squares = ops.combine_moments(parts, count)
+            mean, squares = combine_moments(parts, count)
             count *= self.mesh.size(axis)
         rstd = 1 / np.sqrt(squares / self.width + self.EPSILON)
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
-            ops.normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
+            normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
         return y, (n, rstd, self.gamma.value)
 
     def backward(self, dy, saved, residual):
@@ -107,10 +117,10 @@ class LayerNorm:
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
                 grads = self.gamma.grad, self.beta.grad
-                return ops.norm_grad(dy, *saved, residual, *grads, self.mesh.empty)
+                return norm_grad(dy, *saved, residual, *grads, self.mesh.empty)
         n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
-            sums, dgamma, dbeta = ops.normalise_sums(n, dy, gamma)
+            sums, dgamma, dbeta = normalise_sums(n, dy, gamma)
         self.gamma.grad += dgamma
         self.beta.grad += dbeta
         for axis in self.axes:
@@ -118,7 +128,7 @@ class LayerNorm:
         dx = self.mesh.empty(n.shape, n.dtype)
         means = sums / self.width
         with self.mesh.trace.span("norm", "norm"):
-            ops.normalise_grad(n, rstd, dy, gamma, means, residual, dx)
+            normalise_grad(n, rstd, dy, gamma, means, residual, dx)
         return dx
 
 
@@ -153,7 +163,7 @@ class Dropout:
         if mask is None:
             return x
         with self.mesh.trace.span("dropout"):
-            return ops.dropped(x, mask, self.mesh.empty(x.shape, x.dtype))
+            return dropped(x, mask, self.mesh.empty(x.shape, x.dtype))
 
 
 class Embedding:
@@ -195,24 +205,3 @@ class Embedding:
             partial = scatter_rows(dy, index, order, shape)
         dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
         self.table.grad += dtable.wait()
-
-
-@kernel
-def gather_rows(table, index):
-    """The rows of a table with these indices, zeros for indices outside."""
-    absent = (index < 0) | (index >= table.shape[0])
-    rows = table[np.where(absent, 0, index)]
-    rows[absent] = 0
-    return rows
-
-
-@kernel
-def scatter_rows(dy, index, order, shape):
-    """The sum of the rows of `dy` with the same index, for indices inside `shape`; `order` sorts
-    them."""
-    total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
-    order = order[(index[order] >= 0) & (index[order] < shape[0])]
-    rows, starts = np.unique(index[order], return_index=True)
-    if rows.size:
-        total[rows] = np.add.reduceat(dy[order], starts, axis=0, dtype=total.dtype)
-    return total

@@ -1,10 +1,13 @@
 """Cross-entropy over a vocabulary that is split over ranks."""
 
-import numpy as np
-
-from hpc3d.arrays.pool import kernel
-
-IGNORE = -100
+from hpc3d.ops.cross_entropy import (
+    IGNORE,
+    cross_entropy,
+    local_sums,
+    negative_log,
+    row_max,
+    softmax_grad,
+)
 
 
 class CrossEntropy:
@@ -40,46 +43,3 @@ class CrossEntropy:
         """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(*saved, scale)
-
-
-@kernel
-def cross_entropy(logits, targets, vocabulary, scale):
-    """The summed loss where the vocabulary is whole, and logits with what `softmax_grad` needs."""
-    top, valid = row_max(logits, vocabulary), targets != IGNORE
-    sums, at = local_sums(logits, top, targets)
-    return negative_log(sums, valid), (logits, (sums[0], valid, at))
-
-
-@kernel
-def row_max(logits, columns):
-    """The maximum of each row; columns from `columns` on are padding and become -inf."""
-    logits[:, columns:] = -np.inf
-    return logits.max(1, initial=-np.inf)
-
-
-@kernel
-def local_sums(logits, top, index):
-    """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
-    rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
-    logits -= top[:, None]
-    sums = np.zeros((2, logits.shape[0]), logits.dtype)
-    sums[1, rows] = logits[rows, index[rows]]
-    np.exp(logits, out=logits)
-    sums[0] = logits @ np.ones(logits.shape[1], logits.dtype)
-    return sums, (rows, index[rows])
-
-
-@kernel
-def negative_log(sums, valid):
-    """The sum over valid rows of log(sum of exponentials) - target logit."""
-    return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
-
-
-@kernel
-def softmax_grad(exponentials, rest, scale):
-    """scale (softmax - onehot) for valid rows, 0 for the others, in the exponentials' memory."""
-    total, valid, at = rest
-    factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)
-    exponentials *= factor[:, None]
-    exponentials[at] -= np.asarray(scale, exponentials.dtype)
-    return exponentials

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.pool import kernel
 from hpc3d.comm.mesh import DATA
-from hpc3d.model.random import normal, words
+from hpc3d.ops.random import initialise
+from hpc3d.ops.update import sum_of_squares
 from hpc3d.tensor.layout import Layout
 
 
@@ -60,19 +60,7 @@ class Parameter:
 
     def start(self, seed, mesh):
         """Set `value` to this rank's block of the initial tensor."""
-        initialise(self.value, self, seed, mesh)
-
-
-@kernel
-def initialise(value, item, seed, mesh):
-    """Set `value` to a rank's block of a parameter's initial tensor."""
-    value.fill(item.mean)
-    if item.std:
-        rows, columns = item.layout.slices(item.shape, mesh)
-        drawn = slice(rows.start, max(rows.start, min(rows.stop, item.rows or rows.stop)))
-        block = normal(words((seed, item.name)), (drawn, columns), item.shape[1])
-        value[: drawn.stop - drawn.start] = block * item.std
-        value[drawn.stop - drawn.start :] = 0
+        initialise(self.value, self, seed, self.layout.slices(self.shape, mesh))
 
 
 class FlatSlices(NamedTuple):
@@ -196,13 +184,6 @@ class Parameters:
         sharded |= {DATA} if self.parts > 1 else set()
         first = item.twin is None or self.mesh.coord("p") < item.twin
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
-
-
-@kernel
-def sum_of_squares(flat, parts):
-    """That of slices of a flat array."""
-    shares = [flat[part] for part in parts]
-    return sum((float(np.dot(share, share)) for share in shares), 0.0)
 
 
 def view(flat, part, shape):

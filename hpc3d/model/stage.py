@@ -12,7 +12,7 @@ import numpy as np
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import Embeddings, Head, add_table
 from hpc3d.model.layers import at_once
-from hpc3d.model.loss import IGNORE
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.layout import Layout
 
 

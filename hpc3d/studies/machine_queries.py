@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import hpc3d.training.shapes  # noqa: F401
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.communicator import Self
 from hpc3d.model.parameters import Parameters

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.comm.communicator import ready
-from hpc3d.tensor.product import accumulate_product, product
+from hpc3d.ops.product import accumulate_product, product
 from hpc3d.tensor.split import Split
 
 __all__ = ["Matmul", "Saved", "Split", "Summa"]

@@ -1,13 +1,9 @@
 """Updates of the flat parameter array, and the learning rate over the steps."""
 
-from itertools import pairwise
 from math import cos, pi, sqrt
 
-import numpy as np
+from hpc3d.ops.update import adamw, descend
 
-from hpc3d.arrays.pool import kernel
-
-CHUNK = 1 << 14  # elements that stay in the cache through an update
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 STATES = ("value", "master", "first", "second")
 
@@ -64,30 +60,6 @@ class AdamW(Optimizer):
             adamw(*arrays, *moments, self, (scale, rate, root, keep))
 
 
-@kernel
-def adamw(value, master, grad, first, second, constants, factors):
-    """Update a stretch of values and its state, in pieces that fit the cache."""
-    scale, rate, root, keep = factors
-    exact = value if master is None else master
-    for part in stretches(value.size):
-        w, g, m, v = exact[part], grad[part] * scale, first[part], second[part]
-        m *= constants.BETA1
-        m += g * (1 - constants.BETA1)
-        v *= constants.BETA2
-        g *= g
-        g *= 1 - constants.BETA2
-        v += g
-        np.sqrt(v, out=g)
-        g *= root
-        g += constants.EPSILON
-        np.divide(m, g, out=g)
-        g *= rate
-        w *= keep
-        w -= g
-        if master is not None:
-            value[part] = w
-
-
 class SGD(Optimizer):
     """w = (1 - lr decay) w - lr g."""
 
@@ -99,25 +71,7 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
-@kernel
-def descend(value, master, grad, factors):
-    rate, keep = factors
-    exact = value if master is None else master
-    for part in stretches(value.size):
-        w = exact[part]
-        w *= keep
-        w -= grad[part] * rate
-        if master is not None:
-            value[part] = w
-
-
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-
-
-def stretches(size):
-    """Slices of a flat array that fit the cache."""
-    edges = [*range(0, size, CHUNK), size]
-    return [slice(*edge) for edge in pairwise(edges)]
 
 
 def learning_rate(train, step):

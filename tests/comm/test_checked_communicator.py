@@ -30,7 +30,7 @@ def test_only_every_so_many_steps_are_noted():
         comm = ledger.wrap(mesh.comm("x"), "x")
         for number in range(7):
             ledger.begin(number, NullRecorder())
-            CALLS["sum_all"](comm, drawn(comm, (2, 2)))
+            CALLS["_all_reduce"](comm, drawn(comm, (2, 2)))
             swap(comm, drawn(comm, (2, 2)))
             counts.append((len(comm.notes), len(comm.sent)))
             ledger.settle()
@@ -44,7 +44,7 @@ def test_only_every_so_many_steps_are_noted():
 def test_a_message_under_way_over_the_end_of_a_step_is_compared_in_the_next():
     def rank(mesh):
         ledger, comm = AbftChecker(mesh.rank), mesh.comm("x")
-        comm = Faulty(comm, "take", 2) if mesh.rank == FAULTY else comm
+        comm = Faulty(comm, "_recv", 2) if mesh.rank == FAULTY else comm
         comm = ledger.wrap(comm, "x")
         ledger.begin(0, NullRecorder())
         comm.send(np.ones(4), (comm.rank + 1) % SIZE)

@@ -27,9 +27,16 @@ class Faulty(Communicator):
     def __init__(self, comm, op, bit):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.op, self.bit = comm, op, bit
-        for hook in ("gather_rows", "scatter_rows", "sum_all", "spread", "collect", "exchange"):
+        for hook in (
+            "_all_gather",
+            "_reduce_scatter",
+            "_all_reduce",
+            "_broadcast",
+            "_reduce",
+            "_all_to_all",
+        ):
             setattr(self, hook, self.flipping(hook))
-        self.post, self.take = comm.post, self.flipping("take")
+        self._send, self._recv = comm._send, self.flipping("_recv")
 
     def flipping(self, hook):
         def call(*arguments):
@@ -55,24 +62,26 @@ def swap(comm, block):
 
 
 CALLS = {
-    "gather_rows": lambda comm, block: comm.all_gather(block).wait(),
-    "scatter_rows": lambda comm, block: comm.reduce_scatter(block).wait(),
-    "sum_all": lambda comm, block: comm.all_reduce(block).wait(),
-    "spread": lambda comm, block: comm.broadcast(block[: len(block) * (comm.rank == 0)], 0).wait(),
-    "collect": lambda comm, block: comm.reduce(block, FAULTY).wait(),
-    "exchange": lambda comm, block: comm.all_to_all(block).wait(),
-    "take": swap,
+    "_all_gather": lambda comm, block: comm.all_gather(block).wait(),
+    "_reduce_scatter": lambda comm, block: comm.reduce_scatter(block).wait(),
+    "_all_reduce": lambda comm, block: comm.all_reduce(block).wait(),
+    "_broadcast": lambda comm, block: comm.broadcast(
+        block[: len(block) * (comm.rank == 0)], 0
+    ).wait(),
+    "_reduce": lambda comm, block: comm.reduce(block, FAULTY).wait(),
+    "_all_to_all": lambda comm, block: comm.all_to_all(block).wait(),
+    "_recv": swap,
 }
 NAMES = {
-    "gather_rows": "all_gather",
-    "scatter_rows": "reduce_scatter",
-    "sum_all": "all_reduce",
-    "spread": "broadcast",
-    "collect": "reduce",
-    "exchange": "all_to_all",
-    "take": "recv",
+    "_all_gather": "all_gather",
+    "_reduce_scatter": "reduce_scatter",
+    "_all_reduce": "all_reduce",
+    "_broadcast": "broadcast",
+    "_reduce": "reduce",
+    "_all_to_all": "all_to_all",
+    "_recv": "recv",
 }
-EXACT = ("gather_rows", "spread", "exchange", "take")
+EXACT = ("_all_gather", "_broadcast", "_all_to_all", "_recv")
 
 
 def found(op, bit, work, dtype="float32"):
@@ -107,7 +116,7 @@ def test_a_flip_is_found_where_it_happened(op, dtype):
 
 
 @pytest.mark.parametrize(
-    ("op", "giver"), [("gather_rows", 1), ("spread", 0), ("exchange", 1), ("take", 0)]
+    ("op", "giver"), [("_all_gather", 1), ("_broadcast", 0), ("_all_to_all", 1), ("_recv", 0)]
 )
 def test_the_one_that_gave_it_is_named(op, giver):
     (line,) = found(op, 3, CALLS[op])[FAULTY]
@@ -115,7 +124,7 @@ def test_the_one_that_gave_it_is_named(op, giver):
 
 
 def test_a_maximum_that_differs_is_found_by_the_minority():
-    lines = found("sum_all", 3, lambda comm, block: comm.all_reduce(block, "max").wait())
+    lines = found("_all_reduce", 3, lambda comm, block: comm.all_reduce(block, "max").wait())
     assert [len(here) for here in lines] == [0, 1, 0]
     assert "all_reduce of 30 elements" in lines[FAULTY][0]
     assert lines[FAULTY][0].endswith("the maximum is not that of the other ranks")
@@ -129,8 +138,8 @@ def test_several_calls_in_flight_and_several_steps():
             second.wait()
             first.wait()
 
-    assert found("take", None, work) == [[], [], []]
-    lines = found("scatter_rows", 30, work)
+    assert found("_recv", None, work) == [[], [], []]
+    lines = found("_reduce_scatter", 30, work)
     assert [len(here) for here in lines] == [0, 40, 0]
 
 

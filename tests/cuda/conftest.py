@@ -28,7 +28,7 @@ def emulate(request):
     if ELSEWHERE in request.config.stash:
         return request.config.stash[ELSEWHERE]
     library_of = request.getfixturevalue("library_of")
-    instances = {source: [] for source in launch_table.SHAPES}
+    instances = {source: [] for source in launch_table.sources()}
     for kernel in launch_table.kernels().values():
         instances[kernel.source] += kernel.instances
     texts = {name: launch_table.text(name) for name in instances}

@@ -13,8 +13,8 @@ from torch.nn.functional import gelu
 from hpc3d.arrays.pool import contiguous, from_host, on_host, to_host, value_of, writeable
 from hpc3d.comm import threads
 from hpc3d.cuda import launch_table
-from hpc3d.model.attention import attend, attend_grad
-from hpc3d.training.device import Updates
+from hpc3d.cuda.gpu import Gpu, add_gpu
+from hpc3d.ops.attention import attend, attend_grad
 from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import config_of
 
@@ -137,7 +137,7 @@ class Launcher:
         given = {key: plain(value) for key, value in given.items()}
         with self.one:
             self.count[name] += 1
-            twice = [given[key] for key in launch_table.UPDATED.get(name, ())]
+            twice = [given[key] for key in launch_table.kernels()[name].updated]
             moved = [value for value in (*given.values(), *twice) if isinstance(value, np.ndarray)]
             self.bytes[name] += sum(value.nbytes for value in moved)
             kernel = launch_table.kernels()[name]
@@ -196,7 +196,7 @@ def kept(array, dtype):
 
 def register(launcher, flash=None):
     """Let CudaArray take the rules."""
-    Updates(launcher, launcher.multiply, flash, empty, CudaPool().bring).register(CudaArray)
+    add_gpu(CudaArray, Gpu(launcher, launcher.multiply, flash, empty, CudaPool().bring))
     writeable.register(CudaArray, lambda array: True)
     for function in (to_host, on_host):
         function.register(CudaArray, copied)

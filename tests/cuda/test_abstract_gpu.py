@@ -9,7 +9,7 @@ import pytest
 from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.cuda import launch_table
-from hpc3d.model.attention import attend
+from hpc3d.ops.attention import attend
 from hpc3d.predict.simulation import abstract_gpu
 from hpc3d.predict.simulation.count import observe
 from hpc3d.trace.recorder import Recorder

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.model import fused
-from hpc3d.model.attention import attend, attend_grad, heads_of
-from hpc3d.model.random import Mask, words
+from hpc3d.ops.attention import attend, attend_grad, heads_of
+from hpc3d.ops.random import Mask, words
 from tests.cuda.test_random import drawn_by
+from tests.reference import fused_ops as fused
 
 BATCH, HEADS = 2, 3
 SEQUENCES = [1, 5, 33, 72]

@@ -56,7 +56,7 @@ def outcomes(request):
     pairs = [
         (source, name)
         for name in ARCHITECTURES
-        for source in launch_table.SHAPES
+        for source in launch_table.sources()
         if any(f"[{source}-{name}]" in each for each in names)
     ]
     marks = {pair: passed / digest(*pair) for pair in pairs}
@@ -69,7 +69,7 @@ def outcomes(request):
 
 
 @pytest.mark.parametrize("architecture", strided(ARCHITECTURES, 3, 1))
-@pytest.mark.parametrize("source", launch_table.SHAPES)
+@pytest.mark.parametrize("source", launch_table.sources())
 def test_kernels_compile_and_keep_to_the_registers(source, architecture, outcomes):
     pair = source, architecture
     assert pair not in outcomes or outcomes[pair].result() == 0

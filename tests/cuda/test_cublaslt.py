@@ -9,7 +9,7 @@ import pytest
 
 from hpc3d.cuda.cublaslt import Lt
 from hpc3d.cuda.cublaslt_library import Unsupported
-from hpc3d.model.ops import gelu_tanh
+from hpc3d.ops.gelu import gelu_tanh
 from tests.fakes.fake_cublaslt import FakeLt
 from tests.fakes.fake_device import DeviceArray
 

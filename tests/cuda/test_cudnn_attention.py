@@ -10,7 +10,7 @@ import torch
 
 from hpc3d.cuda import cudnn_attention
 from hpc3d.cuda.cudnn_attention import Flash
-from hpc3d.model.attention import attend, attend_grad
+from hpc3d.ops.attention import attend, attend_grad
 from tests.fakes.fake_cudnn import RUBBISH, FakeCudnn, NotSupportedError
 from tests.fakes.fake_device import DeviceArray, plain
 

@@ -173,7 +173,7 @@ def test_what_is_landed_is_free_but_for_what_the_host_lent():
 class Receiving(Self):
     """Hosts that receive 1, 2, 3 into memory that is pinned."""
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         block = self.pool.empty(shape, dtype, "communication")
         block[...] = self.calls = self.calls + 1
         return ready(block)

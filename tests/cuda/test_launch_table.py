@@ -1,4 +1,4 @@
-"""The table of launches and the text of the kernels are one."""
+"""Every kernel says how it is launched."""
 
 import re
 
@@ -13,7 +13,6 @@ KERNELS = launch_table.kernels()
 def test_every_kernel_of_the_texts_is_launched():
     for path in launch_table.FOLDER.glob("*.cu"):
         declared = re.findall(r"__global__[^;{]*?(\w+)\(\w[^()]*\)\s*{", path.read_text())
-        assert declared == [*launch_table.SHAPES[path.stem]]
         assert declared == [name for name, k in KERNELS.items() if k.source == path.stem]
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from hpc3d.cuda import launch_table
-from hpc3d.model import fused, ops
+from hpc3d.ops.norm import combine_moments, moments, normalise, normalise_grad, normalise_sums
 from tests.cuda.conftest import FLOAT
+from tests.reference import fused_ops as fused
 
 SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 136), (2, 2060), (9, 33)]
 EPSILON = 1e-5
@@ -20,7 +21,7 @@ def test_moments(size, real, draw, emulate):
     x, wide = draw(real, *size)
     result = FLOAT.empty(2, size[0])
     emulate("moments", *size, x=x, result=result, columns=size[1])
-    FLOAT.same(result, ops.moments(wide))
+    FLOAT.same(result, moments(wide))
 
 
 def test_moments_have_no_cancellation(emulate):
@@ -38,7 +39,7 @@ def test_moments_of_parts(rows, draw, emulate):
     result = FLOAT.empty(2, rows)
     given = {"ranks": 3, "rows": rows, "count": 12}
     emulate("combine_moments", rows, 1, parts=parts, result=result, **given)
-    FLOAT.same(result, np.stack(ops.combine_moments(parts, 12)))
+    FLOAT.same(result, np.stack(combine_moments(parts, 12)))
 
 
 def test_norm_with_split_columns(size, real, draw, emulate):
@@ -51,7 +52,7 @@ def test_norm_with_split_columns(size, real, draw, emulate):
     given = {"gamma": gamma, "beta": beta, "n": n, "y": y, "columns": columns}
     emulate("normalise", *size, x=x, mean=mean, rstd=rstd, **given)
     outs = np.empty_like(wide), np.empty_like(wide)
-    expected = ops.normalise(wide, mean, rstd, wide_gamma, wide_beta, *outs)
+    expected = normalise(wide, mean, rstd, wide_gamma, wide_beta, *outs)
     real.same(n, expected[0], atol=1e-5)
     real.same(y, expected[1], atol=1e-5)
 
@@ -63,7 +64,7 @@ def test_gradient_with_split_columns(residual, size, real, draw, emulate):
     gamma, wide_gamma = draw(real, columns)
     sums = FLOAT.empty(2, rows)
     emulate("normalise_sums", *size, n=n, dy=dy, gamma=gamma, sums=sums, columns=columns)
-    expected, _, _ = ops.normalise_sums(wide_n, wide_dy, wide_gamma)
+    expected, _, _ = normalise_sums(wide_n, wide_dy, wide_gamma)
     FLOAT.same(sums, expected, atol=1e-4)
     means, rstd, dx = expected / columns, np.abs(draw(FLOAT, rows)[0]), real.empty(*size)
     given = {"gamma": gamma, "means": means, "dx": dx, "columns": columns}
@@ -71,7 +72,7 @@ def test_gradient_with_split_columns(residual, size, real, draw, emulate):
     emulate("normalise_grad", *size, n=n, rstd=rstd, dy=dy, **given)
     added = wide_r if residual else None
     out = np.empty_like(wide_n)
-    real.same(dx, ops.normalise_grad(wide_n, rstd, wide_dy, wide_gamma, means, added, out), 1e-5)
+    real.same(dx, normalise_grad(wide_n, rstd, wide_dy, wide_gamma, means, added, out), 1e-5)
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -121,6 +122,6 @@ def test_gradients_of_gamma_and_beta(given, rows, columns, real, draw, emulate):
     emulate("norm_columns", rows, columns, x=x, dy=dy, partial=partial, **stored, **sizes)
     sizes = {"strips": strips, "columns": columns, "add": True}
     emulate("sum_strips", 2, columns, partial=partial, total=total, other=other, **sizes)
-    _, dgamma, dbeta = ops.normalise_sums(n, wide_dy, np.ones(columns, np.float32))
+    _, dgamma, dbeta = normalise_sums(n, wide_dy, np.ones(columns, np.float32))
     FLOAT.same(total, before + dgamma, atol=3e-5)
     FLOAT.same(other, before_other + dbeta, atol=3e-5)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hpc3d.model import ops
-from hpc3d.model.random import Mask, draws, normal, words
+from hpc3d.ops.random import Mask, draws, normal, words
+from hpc3d.ops.rows import dropped
 from tests.cuda.conftest import FLOAT
 
 
@@ -41,7 +41,7 @@ def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
         factors = mask.factors(slice(None), slice(None), np.float32)
         expected = real.cast(wide * real.back(real.cast(factors)))
     else:
-        expected = ops.dropped(x, mask, np.empty_like(x))
+        expected = dropped(x, mask, np.empty_like(x))
     np.testing.assert_array_equal(out, expected)
 
 
@@ -51,7 +51,7 @@ def test_a_draw_at_the_limit_is_kept(emulate):
     mask = Mask(key, limit / 2**16, range(1), range(16), 16)
     x, out = np.ones((1, 16), np.float32), np.empty((1, 16), np.float32)
     emulate("dropped", 1, 16, x=x, out=out, columns=16, **drawn_by(mask))
-    np.testing.assert_array_equal(out, ops.dropped(x, mask, np.empty_like(x)))
+    np.testing.assert_array_equal(out, dropped(x, mask, np.empty_like(x)))
     assert out[0, 5]
 
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from hpc3d.cuda import launch_table
-from hpc3d.model import fused, ops
+from hpc3d.ops.gelu import GELU
+from hpc3d.ops.rows import sum_rows
 from tests.cuda.conftest import FLOAT
+from tests.reference import fused_ops as fused
 
 SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)]
 
@@ -52,12 +54,12 @@ def test_the_sum_of_rows_in_two_passes(rows, columns, add, real, draw, emulate):
     total, before = draw(FLOAT, columns) if add else (FLOAT.empty(columns), 0)
     emulate("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
     sizes = {"strips": len(partial), "columns": columns, "add": add}
-    expected = before + ops.sum_rows(wide)
+    expected = before + sum_rows(wide)
     emulate("sum_strips", 1, columns, partial=partial, total=total, other=None, **sizes)
     FLOAT.same(total, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ops.GELU)
+@pytest.mark.parametrize("kind", GELU)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_gelu_and_its_slope(kind, bias, size, real, draw, emulate):

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
-from hpc3d.model import fused, layers, loss, ops
+from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.ops.embedding import gather_rows, scatter_rows
+from hpc3d.ops.rows import add_repeated, sum_repeated
 from tests.cuda.conftest import FLOAT
+from tests.reference import fused_ops as fused
 
 COLUMNS = [1, 24, 140]
 INDEX = np.array([2, -1, 0, 2, 9, 2, 4, 0, -7, 2, 4])  # of a table of 5 rows: some are not there
@@ -20,7 +23,7 @@ def test_rows_of_a_table_and_positions(columns, first, real, draw, emulate):
     size = INDEX.size, columns
     emulate("gather_rows", *size, table=table, index=INDEX, out=out, columns=columns, **given)
     if first is None:
-        real.same(out, layers.gather_rows(wide, INDEX), atol=0)
+        real.same(out, gather_rows(wide, INDEX), atol=0)
     else:
         real.same(out, fused.embed(wide, INDEX, wide_p, first))
 
@@ -30,7 +33,7 @@ def test_the_gradient_of_a_table(columns, real, draw, emulate):
     dy, wide = draw(real, INDEX.size, columns)
     total, before = draw(FLOAT, 5, columns)
     order = np.argsort(INDEX, kind="stable")
-    expected = before + layers.scatter_rows(wide, INDEX, order, (5, columns))
+    expected = before + scatter_rows(wide, INDEX, order, (5, columns))
     sizes = {"table_rows": 5, "rows": INDEX.size, "columns": columns}
     given = {"index": INDEX, "order": order, "total": total}
     emulate("scatter_rows", INDEX.size, columns, dy=dy, **given, **sizes)
@@ -45,8 +48,8 @@ def test_positions_and_their_gradient(columns, first, rows, real, draw, emulate)
     out = real.empty(rows, columns)
     place = {"first": first, "period": 3, "columns": columns}
     emulate("add_repeated", rows, columns, x=x, table=table, out=out, **place)
-    real.same(out, ops.add_repeated(wide_x, wide_table, first, np.empty_like(wide_x)))
-    expected = ops.sum_repeated(wide_x, first, 3)
+    real.same(out, add_repeated(wide_x, wide_table, first, np.empty_like(wide_x)))
+    expected = sum_repeated(wide_x, first, 3)
     total = FLOAT.empty(3, columns)
     emulate("sum_repeated", 3, columns, dx=x, total=total, rows=rows, add=False, **place)
     FLOAT.same(total, expected)
@@ -62,7 +65,7 @@ VOCABULARIES = [1, 30, 515, 2100]
 def test_cross_entropy_and_its_gradient_in_one(vocabulary, padding, real, draw, emulate):
     columns, rows = vocabulary + padding, 4
     logits, wide = draw(real, rows, columns)
-    targets = np.array([0, vocabulary - 1, loss.IGNORE, vocabulary // 2])
+    targets = np.array([0, vocabulary - 1, IGNORE, vocabulary // 2])
     losses = FLOAT.empty(rows)
     given = {"targets": targets, "scale": np.float32([0.25]), "loss": losses}
     sizes = {"columns": columns, "vocabulary": vocabulary}
@@ -77,8 +80,8 @@ def test_cross_entropy_over_two_ranks(valid, real, draw, emulate):
     """Both halves of 20 columns, of which the second half has `valid` that are not padding."""
     rows, half = 5, 10
     logits, wide = draw(real, rows, 2 * half)
-    targets = np.array([0, 9, loss.IGNORE, 3, 10 + max(valid, 1) - 1 if valid > 0 else 4])
-    present, scale = targets != loss.IGNORE, np.float32([0.5])
+    targets = np.array([0, 9, IGNORE, 3, 10 + max(valid, 1) - 1 if valid > 0 else 4])
+    present, scale = targets != IGNORE, np.float32([0.5])
     blocks = [real.cast(real.back(logits)[:, at : at + half]) for at in (0, half)]
     tops, index = [FLOAT.empty(rows) for _ in blocks], [targets, targets - half]
     for block, top, last in zip(blocks, tops, [half, valid]):

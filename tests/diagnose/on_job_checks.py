@@ -50,22 +50,22 @@ def no_folder(job):
 
 def message(job):
     """MPI's sum is wrong, but on rank 0."""
-    summed = MpiCommunicator.sum_all
+    summed = MpiCommunicator._all_reduce
 
     def wrong(self, block, op):
         return summed(self, block, op).then(lambda total: total + job.rank)
 
-    return [patch.object(MpiCommunicator, "sum_all", wrong)]
+    return [patch.object(MpiCommunicator, "_all_reduce", wrong)]
 
 
 def memory(job):
     """What is gathered in shared memory is stale."""
-    gathered = SharedMemory.gather_rows
+    gathered = SharedMemory._all_gather
 
     def wrong(self, block):
         return gathered(self, block).then(lambda whole: whole * 0)
 
-    return [patch.object(SharedMemory, "gather_rows", wrong)]
+    return [patch.object(SharedMemory, "_all_gather", wrong)]
 
 
 def cores(job):

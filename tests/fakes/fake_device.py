@@ -15,6 +15,7 @@ import mpi4py
 import numpy as np
 
 from hpc3d.arrays.pool import Pool, contiguous, on_host
+from hpc3d.arrays.primitive import add_backend
 from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import Mesh, queue_of
@@ -97,29 +98,30 @@ def brought(value, kind=DeviceArray):
     return mapped(lambda array: array.view(kind) if array.ndim else array, value)
 
 
-def twin(function):
-    """Let a kernel do on device arrays what it does on those of NumPy."""
-    numpys = function.dispatch(np.ndarray)
+def by_numpy(primitive):
+    """Let a primitive do on device arrays what it does on those of NumPy."""
+    if not primitive.__module__.startswith("hpc3d.ops"):
+        return None
 
     def rule(*arguments):
+        HERE.still = False
         given = [
             (lambda *how, make=each: plain(make(*how))) if callable(each) else plain(each)
             for each in arguments
         ]
-        return brought(numpys(*given))
+        return brought(primitive.numpy(*given))
 
-    function.register(DeviceArray, rule)
+    return rule
 
 
-@contiguous.register(DeviceArray)
-def _(block):
+def in_one_piece(block):
     HERE.still = False
     return np.ascontiguousarray(block).view(type(block))
 
 
-@on_host.register(DeviceArray)
-def _(array):
-    return plain(array).copy()
+add_backend(DeviceArray, by_numpy)
+contiguous.register(DeviceArray, in_one_piece)
+on_host.register(DeviceArray, lambda array: plain(array).copy())
 
 
 class Hosts:

@@ -4,7 +4,7 @@
 def read_only(mesh):
     """The `mesh`, its communicators along axes changed."""
     for comm in mesh.comms.values():
-        for name in ("gather_rows", "sum_all", "spread"):
+        for name in ("_all_gather", "_all_reduce", "_broadcast"):
             setattr(comm, name, locked(getattr(comm, name)))
     return mesh
 

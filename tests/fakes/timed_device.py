@@ -151,14 +151,14 @@ class Comm(Communicator):
     def together(self):
         return self.traffic.together()
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return self.fly(np.concatenate([block] * self.size), block)
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         return self.fly(block, block)
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         return self.fly(block, block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         return self.fly(np.zeros(shape, dtype))

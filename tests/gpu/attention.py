@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.model.attention import attend, attend_grad, heads_of
-from hpc3d.model.random import Mask, words
+from hpc3d.ops.attention import attend, attend_grad, heads_of
+from hpc3d.ops.random import Mask, words
 from tests.gpu.notes import Skip
 
 # batch, heads, sequence, width

@@ -87,7 +87,7 @@ class Gpu:
     def pool(self):
         """The pool of the program's arrays on it, with the rules of all kernels."""
         from hpc3d.cuda.device import DevicePool
-        from hpc3d.training.device import use
+        from hpc3d.cuda.gpu import use
 
         if self.shared is None:  # the rules are those of one pool, whose memory they work in
             self.shared = DevicePool(self.cuda())

@@ -19,10 +19,10 @@ PACKAGES = {
 VARIABLES = "CUDA", "NCCL", "CUPY", "LD_LIBRARY_PATH", "OMPI", "MPI4PY", "HPC3D", "PYTORCH"
 QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limit"
 MODULES = (
-    *("cluster.arrays", "cluster.cuda", "cluster.cublaslt", "cluster.nccl", "cluster.staged"),
-    *("cluster.direct", "cluster.transport", "cluster.cart", "model.launches", "model.loader"),
-    *("model.device", "model.flash", "training.device", "training.loop", "trace.device"),
-    "inputs",
+    *("arrays.pool", "cuda.device", "cuda.cublaslt", "comm.nccl", "comm.host_staged"),
+    *("comm.cuda_aware_mpi", "comm.transport", "comm.cartesian", "cuda.launch_table"),
+    *("cuda.kernel_loader", "cuda.gpu", "cuda.cudnn_attention", "training.trainer"),
+    *("trace.device_recorder", "config.load"),
 )
 
 

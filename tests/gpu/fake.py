@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from hpc3d.cuda import launch_table
-from hpc3d.model import ops
+from hpc3d.ops.gelu import gelu_tanh
 from tests.gpu.notes import Skip
 
 # Where the tests of the kernels keep them, too.
@@ -84,7 +84,7 @@ class Fake:
 
         if emulator.compiler() is None:
             raise Skip("no g++ for the emulator")
-        sources = {source: [] for source in launch_table.SHAPES}
+        sources = {source: [] for source in launch_table.sources()}
         for kernel in launch_table.kernels().values():
             sources[kernel.source] += kernel.instances
         texts = {s: emulator.program(launch_table.text(s), sources[s]) for s in sources}
@@ -134,5 +134,5 @@ def wide(array):
 def gelu(x):
     """The tanh-GELU and its slope."""
     slope, out = x.copy(), np.empty_like(x)
-    ops.gelu_tanh(slope, out)
+    gelu_tanh(slope, out)
     return out, slope

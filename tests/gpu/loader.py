@@ -15,7 +15,7 @@ WANTED = "num_regs", "local_size_bytes", "shared_size_bytes", "max_threads_per_b
 
 def cases(device, quick):
     direct = device.direct()
-    for source in launch_table.SHAPES:
+    for source in launch_table.sources():
         yield source, partial(compiled, source, direct, device)
     for real in device.reals:
         yield f"the program's loader [{real}]", partial(launched, device, real)

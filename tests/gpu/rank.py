@@ -52,7 +52,7 @@ def among(backend, transport, config):
 
     if backend == "numpy":
         return build(config.mesh.sizes())
-    from hpc3d.training.device import use
+    from hpc3d.cuda.gpu import use
 
     mesh = build(config.mesh.sizes(), MPI.COMM_WORLD, transport, bound(MPI))
     use(mesh.pool)

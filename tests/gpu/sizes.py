@@ -6,11 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cuda import launch_table
-from hpc3d.model import fused, loss
-from hpc3d.model.attention import heads_of
+from hpc3d.ops.attention import heads_of
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizer import AdamW, adamw
 from tests.gpu.guards import guarded
 from tests.gpu.loader import launcher
+from tests.reference import fused_ops as fused
 
 UNITS = {"float32": 2e-6, "float16": 2**-10.9, "bfloat16": 2**-7.9}
 
@@ -132,7 +133,7 @@ def cross_entropy(bench, notes):
     rows = min(rows, bench.sizes.rows)
     logits, wide = bench.draw(rows, columns)
     targets = bench.random.integers(0, vocabulary, rows)
-    targets[::5] = loss.IGNORE
+    targets[::5] = IGNORE
     losses = bench.empty(rows, dtype=np.float32)
     given = {"logits": logits, "targets": targets, "scale": np.float32([0.25]), "loss": losses}
     bench.launch("cross_entropy", rows, columns, columns=columns, vocabulary=vocabulary, **given)

@@ -8,7 +8,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-import hpc3d.model.shapes  # noqa: F401
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.comm.threads import run
 from hpc3d.model.block import Block

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.model import ops
-from hpc3d.model.attention import attend, attend_grad
 from hpc3d.model.layers import Dropout
-from hpc3d.model.random import Mask, keep, words
 from hpc3d.model.stage import Micro
+from hpc3d.ops import rows
+from hpc3d.ops.attention import attend, attend_grad
+from hpc3d.ops.random import Mask, keep, words
+from hpc3d.ops.rows import dropped
 from hpc3d.tensor.layout import Layout
 
 RATE, SEED, ROWS, COLUMNS = 0.25, 5, 4, 6  # rows of a sequence
@@ -33,7 +34,7 @@ def whole(sequences, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("sizes", [{}, {"x": 2}, {"x": 2, "y": 3}], ids=str)
 def test_every_mesh_and_microbatch_drops_the_same(sizes, dtype, cache, monkeypatch):
-    monkeypatch.setattr(ops, "CACHE", cache)
+    monkeypatch.setattr(rows, "CACHE", cache)
     x, factors = whole(6, dtype)
 
     def rank(mesh):
@@ -77,7 +78,7 @@ def test_only_pieces_of_the_factors_exist_at_a_time():
     """Of 8 MiB of elements, and of as many probabilities: 16 samples of 8 heads."""
     x, columns = np.ones((2048, 1024), np.float32), 8 * 128**2
     mask = Mask(words((1, "x")), RATE, range(2048), range(1024), 1024)
-    assert beside(lambda empty: ops.dropped(x, mask, empty(x.shape, x.dtype)), x.shape) < 1 << 20
+    assert beside(lambda empty: dropped(x, mask, empty(x.shape, x.dtype)), x.shape) < 1 << 20
 
     qkv = np.ones((16 * 128, 8 * 3 * 4), np.float32)
     drop = Mask(words((1, "p")), RATE, range(16), range(columns), columns)

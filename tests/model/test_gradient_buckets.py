@@ -27,13 +27,13 @@ class Diary(Communicator):
 
         return Pending(finish)
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return self.note(block, np.repeat(block, self.size, axis=0))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         return self.note(block, block[:1])
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         return self.note(block, block)
 
 

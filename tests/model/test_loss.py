@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional
 
 from hpc3d.comm.threads import run
-from hpc3d.model.loss import IGNORE, CrossEntropy
+from hpc3d.model.loss import CrossEntropy
+from hpc3d.ops.cross_entropy import IGNORE
 
 VOCABULARY, COLUMNS, ROWS, SCALE = 10, 12, 7, 0.25  # two columns of padding
 TARGETS = np.array([0, 9, IGNORE, 4, 5, 9, IGNORE])

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.model import ops
-from hpc3d.model.attention import attend, attend_again, attend_grad
 from hpc3d.model.layers import scatter_rows
-from hpc3d.model.random import Mask, words
+from hpc3d.ops import rows
+from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.gelu import GELU
+from hpc3d.ops.norm import combine_moments, moments
+from hpc3d.ops.random import Mask, words
 
 RNG = np.random.default_rng(7)
 
@@ -27,25 +29,25 @@ def difference(function, x, dy, step=1e-6):
 
 @pytest.fixture(params=[1 << 17, 200], ids=["one block", "many blocks"])
 def blocks(request, monkeypatch):
-    monkeypatch.setattr(ops, "CACHE", request.param)
+    monkeypatch.setattr(rows, "CACHE", request.param)
 
 
-@pytest.mark.parametrize("name", ops.GELU)
+@pytest.mark.parametrize("name", GELU)
 def test_gelu_and_its_slope(name, blocks):
     def forward(x):
-        return ops.GELU[name](x.copy(), np.empty_like(x))
+        return GELU[name](x.copy(), np.empty_like(x))
 
     assert forward(np.array([[-40.0, 0.0, 40.0]])).tolist() == [[-0.0, 0.0, 40.0]]
     h = RNG.normal(size=(7, 9)) * 3
     expected = difference(forward, h, np.ones_like(h))
-    ops.GELU[name](h, np.empty_like(h))
+    GELU[name](h, np.empty_like(h))
     np.testing.assert_allclose(h, expected, atol=1e-8)
 
 
 def test_moments_have_no_cancellation(blocks):
     """Mean 1e8, deviation 1: E[x^2] - E[x]^2 would leave nothing of it."""
     x = RNG.normal(size=(50, 64)) + 1e8
-    mean, squares = ops.moments(x)
+    mean, squares = moments(x)
     exact = x - x.mean(1, keepdims=True)
     np.testing.assert_allclose(mean, x.mean(1))
     np.testing.assert_allclose(squares, (exact**2).sum(1), rtol=1e-6)
@@ -53,8 +55,8 @@ def test_moments_have_no_cancellation(blocks):
 
 def test_moments_of_parts_are_those_of_the_whole():
     x = RNG.normal(size=(5, 12)) + 1e6
-    parts = np.stack([ops.moments(np.ascontiguousarray(x[:, at : at + 4])) for at in (0, 4, 8)])
-    for ours, whole in zip(ops.combine_moments(parts, 4), ops.moments(x), strict=True):
+    parts = np.stack([moments(np.ascontiguousarray(x[:, at : at + 4])) for at in (0, 4, 8)])
+    for ours, whole in zip(combine_moments(parts, 4), moments(x), strict=True):
         np.testing.assert_allclose(ours, whole, rtol=1e-9)
 
 
@@ -85,7 +87,7 @@ SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_attention_and_its_gradient(scores, rate, monkeypatch):
-    monkeypatch.setattr("hpc3d.model.attention.SCORES", scores)
+    monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
     qkv = RNG.normal(size=(batch * sequence, heads * 3 * width))

@@ -9,8 +9,8 @@ from hpc3d.comm.threads import run
 from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import LayerNorm, Linear
-from hpc3d.model.loss import IGNORE
 from hpc3d.model.parameters import Parameters
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.split import Split
 from tests.model.whole import Model
 from tests.mpi import checked

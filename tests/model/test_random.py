@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc3d.model.random import Mask, keep, normal, words
+from hpc3d.ops.random import Mask, keep, normal, words
 
 W, M, A, B = (words((1, name)) for name in "wmab")
 WIDTH = 23

@@ -8,8 +8,8 @@ from torch.nn import functional
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.model.gpt2 import ModelSizes
-from hpc3d.model.loss import IGNORE
-from hpc3d.model.random import keep, words
+from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.ops.random import keep, words
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import AdamW
 from tests.model.whole import Model

@@ -13,7 +13,7 @@ from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.rules import settle
-from hpc3d.model.loss import IGNORE
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizer import AdamW, learning_rate
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
 

@@ -15,7 +15,7 @@ import numpy as np
 from hpc3d.comm.threads import run
 from hpc3d.config.load import known_keys, load
 from hpc3d.config.rules import settle
-from hpc3d.model.loss import IGNORE
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.trainer import Trainer
 
 # Every schedule with every stage of ZeRO, every scheme, on 1 to 16 ranks.

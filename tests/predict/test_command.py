@@ -128,7 +128,9 @@ def test_what_is_no_job_needs_no_mpi(words):
     assert done.returncode == (2 if "nowhere" in words else 0)
 
 
-@pytest.mark.parametrize("name", ["findings", "published_report", "speedups", "vtrain_report"])
+@pytest.mark.parametrize(
+    "name", ["pp_vs_dp.findings", "megatron_report", "tensor_3d", "vtrain_report"]
+)
 def test_published_results_are_predicted_without_mpi(name):
-    code = f"import sys; sys.modules['mpi4py'] = None; import hpc3d.predict.{name}"
+    code = f"import sys; sys.modules['mpi4py'] = None; import hpc3d.studies.{name}"
     subprocess.run([sys.executable, "-c", code], check=True)

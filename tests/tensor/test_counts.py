@@ -23,19 +23,19 @@ from hpc3d.trace.schema import EVENTS, OP, record_type
 class Still(Communicator):
     """A communicator that moves nothing; blocks come out with the right shape."""
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return ready(np.zeros((self.size * block.shape[0], *block.shape[1:]), block.dtype))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         return ready(block[: block.shape[0] // self.size])
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         return ready(block)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         return ready(block)
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         return ready(block if self.rank == root else block[:0])
 
 

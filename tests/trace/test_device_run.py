@@ -60,25 +60,25 @@ class Played(Comm):
         self.members, self.pool, self.inner = inner.members, inner.pool, inner
 
     def last(self, start):
-        return int(self.inner.sum_all(np.array([start]), "max").wait()[0])
+        return int(self.inner._all_reduce(np.array([start]), "max").wait()[0])
 
-    def gather_rows(self, block):
-        return self.fly(self.inner.gather_rows(block).wait(), block)
+    def _all_gather(self, block):
+        return self.fly(self.inner._all_gather(block).wait(), block)
 
-    def scatter_rows(self, block):
-        return self.fly(self.inner.scatter_rows(block).wait(), block)
+    def _reduce_scatter(self, block):
+        return self.fly(self.inner._reduce_scatter(block).wait(), block)
 
-    def sum_all(self, block, op):
-        return self.fly(self.inner.sum_all(block, op).wait(), block)
+    def _all_reduce(self, block, op):
+        return self.fly(self.inner._all_reduce(block, op).wait(), block)
 
-    def post(self, block, peer):
-        self.inner.post(block, peer)
+    def _send(self, block, peer):
+        self.inner._send(block, peer)
         leaves = max(self.device.host(), self.device.compute.free)  # when it has been computed
-        self.inner.post(np.array([leaves]), peer)
+        self.inner._send(np.array([leaves]), peer)
         return self.fly(block, block)
 
-    def take(self, shape, dtype, peer):
-        block, time = self.inner.take(shape, dtype, peer), self.inner.take((1,), np.int64, peer)
+    def _recv(self, shape, dtype, peer):
+        block, time = self.inner._recv(shape, dtype, peer), self.inner._recv((1,), np.int64, peer)
         flight = self.fly(None)
 
         def finish():

@@ -26,28 +26,28 @@ class Fake(Communicator):
 
         return Pending(finish)
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         return self.slow(np.concatenate([block] * 3))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         return self.slow(block[: len(block) // 3])
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         return self.slow(block)
 
-    def spread(self, block, root):
+    def _broadcast(self, block, root):
         return self.slow(np.zeros((6, 2)))
 
-    def collect(self, block, root):
+    def _reduce(self, block, root):
         return self.slow(block)
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         return self.slow(block)
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         return self.slow(block)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         return self.slow(np.zeros(shape, dtype))
 
 

@@ -68,14 +68,21 @@ class Hurt(Communicator):
     def __init__(self, comm, bit):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.bit, self.armed, self.buffer = comm, bit, False, comm.buffer
-        for hook in ("gather_rows", "scatter_rows", "sum_all", "spread", "collect", "exchange"):
+        for hook in (
+            "_all_gather",
+            "_reduce_scatter",
+            "_all_reduce",
+            "_broadcast",
+            "_reduce",
+            "_all_to_all",
+        ):
             setattr(self, hook, self.hurting(hook))
-        self.post, self.take = comm.post, self.hurting("take")
+        self._send, self._recv = comm._send, self.hurting("_recv")
 
     def hurting(self, hook):
         def call(*arguments):
             pending = getattr(self.comm, hook)(*arguments)
-            exempt = hook == "sum_all" and arguments[1] == "max"
+            exempt = hook == "_all_reduce" and arguments[1] == "max"
             return pending if exempt else pending.then(self.pass_on)
 
         return call

@@ -3,8 +3,8 @@
 import numpy as np
 
 from hpc3d.comm.threads import run
-from hpc3d.model.loss import IGNORE
 from hpc3d.model.stage import microbatches
+from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.pipeline.program import program_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from tests.pipeline.test_program import STEPS, config

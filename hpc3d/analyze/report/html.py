@@ -89,7 +89,7 @@ def _template():
 
 
 def _text(name):
-    return (resources.files("hpc3d.analyze") / "page" / name).read_text(encoding="utf-8")
+    return (resources.files("hpc3d.analyze.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def prose(text):

@@ -49,26 +49,26 @@ class CheckedCommunicator(Communicator):
         self.posted, self.awaited = Counter(), Counter()
         self.sent, self.arrived = {}, {}
 
-    def gather_rows(self, block):
-        pending = self.comm.gather_rows(block)
+    def _all_gather(self, block):
+        pending = self.comm._all_gather(block)
         return self.moving("all_gather", block, pending, 1, [*range(self.size)])
 
-    def spread(self, block, root):
-        return self.moving("broadcast", block, self.comm.spread(block, root), 1, [root])
+    def _broadcast(self, block, root):
+        return self.moving("broadcast", block, self.comm._broadcast(block, root), 1, [root])
 
-    def exchange(self, block):
-        pending = self.comm.exchange(block)
+    def _all_to_all(self, block):
+        pending = self.comm._all_to_all(block)
         return self.moving("all_to_all", block, pending, self.size, [*range(self.size)])
 
-    def scatter_rows(self, block):
-        pending = self.comm.scatter_rows(block)
+    def _reduce_scatter(self, block):
+        pending = self.comm._reduce_scatter(block)
         return self.adding("reduce_scatter", block, pending, self.size)
 
-    def collect(self, block, root):
-        return self.adding("reduce", block, self.comm.collect(block, root), 1, self.rank == root)
+    def _reduce(self, block, root):
+        return self.adding("reduce", block, self.comm._reduce(block, root), 1, self.rank == root)
 
-    def sum_all(self, block, op):
-        pending = self.comm.sum_all(block, op)
+    def _all_reduce(self, block, op):
+        pending = self.comm._all_reduce(block, op)
         if op == "sum":
             return self.adding("all_reduce", block, pending, 1)
         if not self.ledger.active:
@@ -136,17 +136,17 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         key = peer, self.posted[peer]
         self.posted[peer] += 1
         if self.ledger.active:
             self.sent[key] = words(block)[0], None
-        return self.comm.post(block, peer)
+        return self.comm._send(block, peer)
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         key = peer, self.awaited[peer]
         self.awaited[peer] += 1
-        pending = self.comm.take(shape, dtype, peer)
+        pending = self.comm._recv(shape, dtype, peer)
         if not self.ledger.active:
             return pending
 

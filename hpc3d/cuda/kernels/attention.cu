@@ -47,6 +47,7 @@ __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, in
 //
 // `dropout_key` and `weights` are null without.  A thread finds maximum and sum of its keys in one
 // pass, then the 32 threads of a column put theirs together.
+// Launch: tiles_of_queries; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)
 causal_softmax(T* scores, T* weights, const Word* dropout_key, int heads, int sequence,
@@ -103,6 +104,7 @@ causal_softmax(T* scores, T* weights, const Word* dropout_key, int heads, int se
 
 // ds = scale p (dp - sum over keys of dp p), with dp = dweights times dropout's factors, in the
 // memory of dweights.  The first pass makes the sum.
+// Launch: tiles_of_queries; reads and writes dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
 causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int heads, int sequence,

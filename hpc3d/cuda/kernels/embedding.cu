@@ -4,6 +4,7 @@
 
 // out[r] = table[index[r]], zeros where the index is outside of this rank's part of the table,
 // plus row (first + r) mod period of the positions unless these are null.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
 gather_rows(const T* table, const long long* index, const T* positions, T* out,
@@ -33,6 +34,7 @@ gather_rows(const T* table, const long long* index, const T* positions, T* out,
 // `order` sorts the index, and rows with the same index keep their order: those of a token lie
 // together.  Block (position, tile) does nothing unless a token begins at its position; then it
 // adds up the token's rows, 32 packs of columns wide.  No other block writes there.
+// Launch: row_by_tiles
 template <typename T>
 __global__ void __launch_bounds__(32)
 scatter_rows(const T* dy, const long long* index, const long long* order, float* total,
@@ -58,6 +60,7 @@ scatter_rows(const T* dy, const long long* index, const long long* order, float*
 }
 
 // out[r] = x[r] + table[(first + r) mod period].
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
 add_repeated(const T* x, const T* table, T* out, long long first, int period, int columns)
@@ -77,6 +80,7 @@ add_repeated(const T* x, const T* table, T* out, long long first, int period, in
 
 // total[p] = the sum of the rows r of dx with (first + r) mod period = p, or total += it.  A block
 // has a p; 0 <= first < period.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) sum_repeated(const T* dx, float* total, int first,
                                                     int period, int rows, int columns, int add)

@@ -44,12 +44,14 @@ __device__ void row_gelu(T* h, const T* bias, T* out, int columns)
     });
 }
 
+// Launch: block_per_row; reads and writes h
 template <typename T>
 __global__ void __launch_bounds__(256) gelu_tanh(T* h, const T* bias, T* out, int columns)
 {
     row_gelu<Tanh>(h, bias, out, columns);
 }
 
+// Launch: block_per_row; reads and writes h
 template <typename T>
 __global__ void __launch_bounds__(256) gelu_exact(T* h, const T* bias, T* out, int columns)
 {
@@ -57,6 +59,7 @@ __global__ void __launch_bounds__(256) gelu_exact(T* h, const T* bias, T* out, i
 }
 
 // dh = slope dg of `size` elements, in the memory of the slope.  The grid strides over packs.
+// Launch: strided; reads and writes slope
 template <typename T>
 __global__ void __launch_bounds__(256) gelu_grad(T* slope, const T* dg, long long size)
 {

@@ -10,6 +10,7 @@
 constexpr long long IGNORE = -100;  // the target of rows that count for nothing
 
 // The maximum of each row.  Columns from `valid` on are padding and become -infinity.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(512) row_max(T* logits, float* top, int columns, int valid)
 {
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(512) row_max(T* logits, float* top, int column
 }
 
 // sums [2, rows]: of exp(logit - top) over the columns; and logit[index] - top, or 0 without one.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(512)
 local_sums(const T* logits, const float* top, const long long* index, float* sums, int columns)
@@ -52,6 +54,7 @@ local_sums(const T* logits, const float* top, const long long* index, float* sum
 }
 
 // loss = the sum over valid rows of log(sums[0]) - sums[1], in double.  One block.
+// Launch: one_block
 __global__ void __launch_bounds__(1024)
 negative_log(const float* sums, const bool* valid, double* loss, int rows)
 {
@@ -82,6 +85,7 @@ __device__ void row_softmax_grad(T* logits, float top, float factor, long long a
 }
 
 // scale (softmax - onehot) for valid rows, 0 for others; `total` are the sums over all ranks.
+// Launch: block_per_row; reads and writes logits
 template <typename T>
 __global__ void __launch_bounds__(512)
 softmax_grad(T* logits, const float* top, const float* total, const long long* index,
@@ -95,6 +99,7 @@ softmax_grad(T* logits, const float* top, const float* total, const long long* i
 
 // loss [rows] and, in the logits' memory, its gradient times `scale`.  The maximum and the sum are
 // found in one pass: where the maximum grows, the sum so far shrinks (arXiv:1805.02867).
+// Launch: block_per_row; reads and writes logits
 template <typename T>
 __global__ void __launch_bounds__(512)
 cross_entropy(T* logits, const long long* targets, const float* scale, float* loss, int columns,

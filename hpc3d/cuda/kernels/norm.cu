@@ -33,6 +33,7 @@ __device__ void row_moments(const T* x, int columns, bool wide, float& mean, flo
 }
 
 // result [2, rows]: mean and sum of squared deviations of every row.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) moments(const T* x, float* result, int columns)
 {
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(256) moments(const T* x, float* result, int co
 
 // Of whole rows, from those of `ranks` parts [ranks, 2, rows] of `count` numbers each:
 // M2 = sum M2_i + count sum (mean_i - mean)^2 (Chan, Golub and LeVeque 1979).  A thread has a row.
+// Launch: thread_per_row
 __global__ void __launch_bounds__(256)
 combine_moments(const float* parts, float* result, int ranks, int rows, float count)
 {
@@ -69,6 +71,7 @@ combine_moments(const float* parts, float* result, int ranks, int rows, float co
 }
 
 // n = (x - mean) rstd and y = n gamma + beta.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) normalise(const T* x, const float* mean, const float* rstd,
                                                  const T* gamma, const T* beta, T* n, T* y,
@@ -94,6 +97,7 @@ __global__ void __launch_bounds__(256) normalise(const T* x, const float* mean, 
 
 // s = x + r and y = norm(s) with the mean and rstd = 1 / sqrt(var + epsilon) of every row of s.
 // Without a residual r, which is null then, s is x and is not written.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) add_norm(const T* x, const T* r, const T* gamma,
                                                 const T* beta, T* s, T* y, float* mean,
@@ -173,6 +177,7 @@ __device__ void row_grad(const T* x, float mean, float factor, float rstd, const
 }
 
 // sums [2, rows]: of dn = dy gamma and of dn n over the columns of this rank.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
 normalise_sums(const T* n, const T* dy, const T* gamma, float* sums, int columns)
@@ -188,6 +193,7 @@ normalise_sums(const T* n, const T* dy, const T* gamma, float* sums, int columns
 
 // dx from n, rstd and the means [2, rows] of dn and of dn n over the whole row; the residual's
 // gradient is added unless it is null.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
 normalise_grad(const T* n, const float* rstd, const T* dy, const T* gamma, const float* means,
@@ -199,6 +205,7 @@ normalise_grad(const T* n, const float* rstd, const T* dy, const T* gamma, const
 }
 
 // dx from what add_norm kept, s, mean and rstd: both passes of a row in one block.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
 norm_grad(const T* s, const float* mean, const float* rstd, const T* dy, const T* gamma,
@@ -214,6 +221,7 @@ norm_grad(const T* s, const float* mean, const float* rstd, const T* dy, const T
 
 // First pass of dgamma = sum over rows of dy n and dbeta = that of dy (add_eight), to partial
 // [strips, 2, columns].  n = (x - mean) rstd, or x itself where mean is null.
+// Launch: tiles_of_strips
 template <typename T>
 __global__ void __launch_bounds__(256) norm_columns(const T* x, const float* mean,
                                                     const float* rstd, const T* dy,

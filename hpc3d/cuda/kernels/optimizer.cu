@@ -8,6 +8,7 @@
 // keep] as hpc3d.training.optimizer has them:
 // g = scale grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // w = keep w - rate m / (root sqrt(v) + epsilon)
+// Launch: strided; reads and writes master, first, second
 template <typename T>
 __global__ void __launch_bounds__(256)
 adamw(T* value, float* master, const float* grad, float* first, float* second,
@@ -37,6 +38,7 @@ adamw(T* value, float* master, const float* grad, float* first, float* second,
 }
 
 // w = keep w - rate grad, factors = [rate, keep].
+// Launch: strided; reads and writes master
 template <typename T>
 __global__ void __launch_bounds__(256)
 descend(T* value, float* master, const float* grad, const float* factors, long long size)
@@ -56,6 +58,7 @@ descend(T* value, float* master, const float* grad, const float* factors, long l
 }
 
 // The sum of squares, first pass: partial [blocks].
+// Launch: strided
 __global__ void __launch_bounds__(256)
 sum_squares(const float* grad, float* partial, long long size)
 {
@@ -73,6 +76,7 @@ sum_squares(const float* grad, float* partial, long long size)
 }
 
 // Second pass: total = the sum of the parts, or total += it, in double.  One block.
+// Launch: one_block
 __global__ void __launch_bounds__(1024)
 sum_parts(const float* partial, double* total, int parts, int add)
 {

@@ -1,10 +1,11 @@
 // Numbers that depend on a key and on an element's global index, not on how it is cut: those
-// of hpc3d/model/random.py.  In a matrix with `width` columns it is row width + column; this
+// of hpc3d/ops/random.py.  In a matrix with `width` columns it is row width + column; this
 // rank's block begins at (first_row, first_column).  A block of threads has a row.
 #include "common.cuh"
 #include "random.cuh"
 
 // out = x times 0 or `factor`.  16 elements share a block of draws, so a thread has 16.
+// Launch: row_of 16
 template <typename T>
 __global__ void __launch_bounds__(256)
 dropped(const T* x, T* out, const Word* key, long long first_row, long long first_column,
@@ -27,6 +28,7 @@ dropped(const T* x, T* out, const Word* key, long long first_row, long long firs
 
 // value = std times independent standard normal numbers: sqrt(-2 log u) cos(v) of Box and Muller,
 // u in (0, 1] from the upper and v in [0, 2 pi) from the lower half of a draw; in double.
+// Launch: row_of 4
 template <typename T>
 __global__ void __launch_bounds__(256)
 initialise(T* value, const Word* key, long long first_row, long long first_column,

@@ -1,4 +1,4 @@
-// The counter-based generator Philox4x64-10 (Salmon et al., SC'11), as hpc3d/model/random.py uses
+// The counter-based generator Philox4x64-10 (Salmon et al., SC'11), as hpc3d/ops/random.py uses
 // it: block b of four 64-bit draws comes from counter b + 1, the key from the host.
 #pragma once
 

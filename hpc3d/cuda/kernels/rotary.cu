@@ -7,6 +7,7 @@
 // The first `turned` of the parts are turned, so that q and k of [q | k | v] are.  Row r has
 // position (first + r) mod period, a row of the tables [period, half].  With sign = -1 it turns
 // back: the gradient.  A block has a row, a thread packs of both halves.
+// Launch: block_per_row; reads and writes x
 template <typename T>
 __global__ void __launch_bounds__(256)
 rotate(T* x, const float* cosines, const float* sines, long long first, int period, int parts,

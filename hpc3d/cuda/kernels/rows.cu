@@ -2,6 +2,7 @@
 #include "common.cuh"
 
 // out = y + bias, a bias a column.  A block has a row.
+// Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) add_bias(const T* y, const T* bias, T* out, int columns)
 {
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(256) add_bias(const T* y, const T* bias, T* ou
 }
 
 // out = x + y of `size` elements.  The grid strides over packs.
+// Launch: strided
 template <typename T>
 __global__ void __launch_bounds__(256) add(const T* x, const T* y, T* out, long long size)
 {
@@ -34,6 +36,7 @@ __global__ void __launch_bounds__(256) add(const T* x, const T* y, T* out, long 
 }
 
 // grad += dw, where the sum of the microbatches' gradients is float.  The grid strides over packs.
+// Launch: strided; reads and writes grad
 template <typename T>
 __global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long long size)
 {
@@ -49,6 +52,7 @@ __global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long
 }
 
 // The sum over rows, the gradient of a bias, first pass: partial [strips, columns] (add_eight).
+// Launch: tiles_of_strips
 template <typename T>
 __global__ void __launch_bounds__(256)
 sum_rows(const T* y, float* partial, int rows, int columns)
@@ -70,6 +74,7 @@ sum_rows(const T* y, float* partial, int rows, int columns)
 // Second pass: total = the sum of the strips, or total += it.  A strip is [columns], or [2, columns]
 // where the grid has a second row, which is for `other`.  Thread (x, y) of a block of 32 x 8 has
 // every eighth strip of a column.
+// Launch: tiles_of_columns
 __global__ void __launch_bounds__(256)
 sum_strips(const float* partial, float* total, float* other, int strips, int columns, int add)
 {

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import hpc3d.training.shapes  # noqa: F401
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.abstract_communicator import rank_of
 from hpc3d.config.load import stored

@@ -1,5 +1,5 @@
-"""The rules of a device (hpc3d.model.device) on arrays without data: the kernels, products and
-workspaces of a GPU, told to a meter.
+"""The CUDA rules of primitives on arrays without data: a meter is notified of the kernels,
+products and workspaces of a GPU.
 
 What is launched, and with which arrays, the code decides that a GPU runs: there is no second
 description.
@@ -11,12 +11,12 @@ from math import prod
 
 import numpy as np
 
-import hpc3d.training.shapes  # noqa: F401  what is the same on hosts
-from hpc3d.arrays.abstract import AbstractArray, AbstractPool, of_shapes
-from hpc3d.arrays.pool import value_of
+from hpc3d.arrays.abstract import AbstractArray, AbstractPool, counted, of_shapes
+from hpc3d.arrays.pool import contiguous, value_of
+from hpc3d.arrays.primitive import add_backend
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cudnn_attention import Case, takes
-from hpc3d.training.device import UPDATES, WORKSPACE, Updates
+from hpc3d.cuda.gpu import WORKSPACE, Gpu
 
 
 class DeviceShape(AbstractArray):
@@ -32,41 +32,41 @@ class DeviceShapes(AbstractPool):
 
     def __init__(self, meter=None):
         super().__init__(meter)
-        self.rules = Planned(self)
+        self.gpu = AbstractGpu(self)
 
     def bring(self, array):
         return self.empty(np.shape(array), getattr(array, "dtype", np.float32))
 
 
-class Planned(Updates):
-    """The rules, which tell the meter of a pool what they would do."""
+class AbstractGpu(Gpu):
+    """Notifies the meter of a pool of what a GPU would do."""
 
     def __init__(self, pool):
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
-        super().__init__(self.told, self.multiplied, AbstractAttention(pool), empty, pool.bring)
+        attention = AbstractAttention(pool)
+        super().__init__(self.launched, self.multiplied, attention, empty, pool.bring)
         self.workspace = empty((WORKSPACE,), np.uint8)
 
-    def told(self, name, rows, columns, /, **given):
-        touched = [*given.values(), *(given[key] for key in launch_table.UPDATED.get(name, ()))]
+    def launched(self, name, rows, columns, /, **given):
+        touched = [*given.values(), *(given[key] for key in launch_table.kernels()[name].updated)]
         self.pool.meter.kernel(name, sum(array.nbytes for array in of_shapes(touched)))
 
-    def multiplied(self, a, b, out, **beside):
+    def multiplied(self, a, b, out, **epilogue):
         *batch, rows, inner = a.shape
         self.pool.meter.product(rows, b.shape[-1], inner, a.dtype, prod(batch))
 
-    def parted(self, x, *how):
-        """Heads by themselves lie elsewhere: a copy."""
-        return super().parted(x, *how).told("copy", x)
+    def contiguous(self, x):
+        return x.told("copy", x)
 
-    def fused(self, a, b, out, add, **more):
+    def multiply_with(self, a, b, out, add, **epilogue):
         """cuBLASLt takes everything that is asked of it."""
         self.multiplied(a, b, out)
         return True
 
 
 class AbstractAttention:
-    """What model.flash.Flash does: of causal attention half of every product, with no scores in
-    memory; five products backward, one of which is made again."""
+    """What cuDNN does (cudnn_attention.Flash): of causal attention half of every product, with no
+    scores in memory; five products backward, one of which is made again."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -91,15 +91,17 @@ class AbstractAttention:
         self.pool.meter.fused(flop, sum(array.nbytes for array in arrays), arrays[1].dtype)
 
 
-def of_pool(name):
-    """The rule `name` of the pool of an array."""
-    return lambda first, *rest, **given: getattr(first.pool.rules, name)(first, *rest, **given)
+def on_pool(primitive):
+    """The CUDA rule of a primitive, on the abstract GPU of an array's pool."""
+    rule = primitive.cuda_rule
+    if rule is None:
+        return counted(primitive)
+    return lambda first, *rest, **named: rule(first.pool.gpu, first, *rest, **named)
 
 
-for module, names in UPDATES.items():
-    for name in names:
-        getattr(module, name).register(DeviceShape)(of_pool(name))
-value_of.register(DeviceShape)(lambda array: 0.0)
+add_backend(DeviceShape, on_pool)
+contiguous.register(DeviceShape, lambda block: block)
+value_of.register(DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config):

@@ -155,27 +155,27 @@ class PipelineTimed(AbstractCommunicator):
     def timed(self, op, nbytes, pending):
         return self.clock.until(self.clock.post(op, nbytes, self.members, self.queue), pending)
 
-    def gather_rows(self, block):
+    def _all_gather(self, block):
         nbytes = block.nbytes * (self.size - 1)
-        return self.timed("all_gather", nbytes, super().gather_rows(block))
+        return self.timed("all_gather", nbytes, super()._all_gather(block))
 
-    def scatter_rows(self, block):
+    def _reduce_scatter(self, block):
         nbytes = block.nbytes * (self.size - 1) // self.size
-        return self.timed("reduce_scatter", nbytes, super().scatter_rows(block))
+        return self.timed("reduce_scatter", nbytes, super()._reduce_scatter(block))
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         nbytes = 2 * block.nbytes * (self.size - 1) // self.size
-        return self.timed("all_reduce", nbytes, super().sum_all(block, op))
+        return self.timed("all_reduce", nbytes, super()._all_reduce(block, op))
 
-    def spread(self, block, root):
-        return self.timed("broadcast", block.nbytes, super().spread(block, root))
+    def _broadcast(self, block, root):
+        return self.timed("broadcast", block.nbytes, super()._broadcast(block, root))
 
-    def collect(self, block, root):
-        return self.timed("reduce", block.nbytes, super().collect(block, root))
+    def _reduce(self, block, root):
+        return self.timed("reduce", block.nbytes, super()._reduce(block, root))
 
-    def exchange(self, block):
+    def _all_to_all(self, block):
         nbytes = block.nbytes * (self.size - 1) // self.size
-        return self.timed("all_to_all", nbytes, super().exchange(block))
+        return self.timed("all_to_all", nbytes, super()._all_to_all(block))
 
 
 class Linked(PipelineTimed):
@@ -196,15 +196,15 @@ class Linked(PipelineTimed):
         ends[self.queue] = max(ends[self.queue], latest)
         return super().timed(op, nbytes, pending)
 
-    def post(self, block, peer):
+    def _send(self, block, peer):
         end = self.clock.leave(block.nbytes, self.pair(peer), self.leaves.get(peer, 0))
         self.leaves[peer] = end
         self.peers.send(np.array([end]), self.stages[peer])
-        return self.clock.until(end, super().post(block, peer))
+        return self.clock.until(end, super()._send(block, peer))
 
-    def take(self, shape, dtype, peer):
+    def _recv(self, shape, dtype, peer):
         arrival = self.peers.recv((1,), np.int64, self.stages[peer])
-        pending = super().take(shape, dtype, peer)
+        pending = super()._recv(shape, dtype, peer)
 
         def finish():
             block = pending.wait()

@@ -16,9 +16,9 @@ NAP = 4e-3
 def slow_line(monkeypatch):
     """All-reduces of a rank take NAP seconds each, one after the other, from when they are
     posted."""
-    free, whole = {}, Threads.sum_all
+    free, whole = {}, Threads._all_reduce
 
-    def sum_all(self, block, op):
+    def _all_reduce(self, block, op):
         pending = whole(self, block, op)
         here = self.members, self.rank
         due = free[here] = max(monotonic(), free.get(here, 0)) + NAP
@@ -29,7 +29,7 @@ def slow_line(monkeypatch):
 
         return Pending(finish)
 
-    monkeypatch.setattr(Threads, "sum_all", sum_all)
+    monkeypatch.setattr(Threads, "_all_reduce", _all_reduce)
 
 
 def exposed(trace):

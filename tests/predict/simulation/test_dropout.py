@@ -8,9 +8,9 @@ import pytest
 from hpc3d import trace
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.threads import run
-from hpc3d.model.attention import attend, attend_grad
-from hpc3d.model.random import Mask
-from hpc3d.model.random import words as key_of
+from hpc3d.ops.attention import attend, attend_grad
+from hpc3d.ops.random import Mask
+from hpc3d.ops.random import words as key_of
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.simulator import settled
 from hpc3d.training.trainer import Trainer

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hpc3d.cuda.gpu import WORKSPACE
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.trace.schema import CATEGORY, OP
-from hpc3d.training.device import WORKSPACE
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
 from tests.strided import strided

@@ -5,59 +5,56 @@ They hold where nothing is communicated between the parts; hpc3d/cuda/kernels ha
 
 import numpy as np
 
-from hpc3d.arrays.pool import kernel
-from hpc3d.model import layers, loss, ops
+from hpc3d.ops.cross_entropy import IGNORE, local_sums, row_max, softmax_grad
+from hpc3d.ops.embedding import gather_rows
+from hpc3d.ops.gelu import GELU
+from hpc3d.ops.norm import moments, normalise, normalise_grad, normalise_sums
+from hpc3d.ops.rows import add_bias, add_repeated
 
 
-@kernel
 def add_norm(x, residual, gamma, beta, epsilon):
     """s = x + residual and y = norm(s), with the mean and rstd of every row of s.
 
     Without a residual (None) s is x itself.
     """
     s = x if residual is None else x + residual
-    mean, squares = ops.moments(s)
+    mean, squares = moments(s)
     rstd = 1 / np.sqrt(squares / s.shape[1] + epsilon)
-    _, y = ops.normalise(s, mean, rstd, gamma, beta, np.empty_like(s), np.empty_like(s))
+    _, y = normalise(s, mean, rstd, gamma, beta, np.empty_like(s), np.empty_like(s))
     return s, y, mean, rstd
 
 
-@kernel
 def norm_grad(s, mean, rstd, dy, gamma, residual):
     """The gradients of s (plus `residual` unless None), gamma and beta."""
     n = (s - mean[:, None]) * rstd[:, None]
-    sums, dgamma, dbeta = ops.normalise_sums(n, dy, gamma)
+    sums, dgamma, dbeta = normalise_sums(n, dy, gamma)
     means = sums / s.shape[1]
-    dx = ops.normalise_grad(n, rstd, dy, gamma, means, residual, np.empty_like(s))
+    dx = normalise_grad(n, rstd, dy, gamma, means, residual, np.empty_like(s))
     return dx, dgamma, dbeta
 
 
-@kernel
 def bias_gelu(h, bias, out, kind):
     """out = gelu(h + bias); h becomes the slope."""
-    return ops.GELU[kind](ops.add_bias(h, bias, h), out)
+    return GELU[kind](add_bias(h, bias, h), out)
 
 
-@kernel
 def embed(table, index, positions, first):
     """Rows of the table by token plus rows of the positions, again and again from `first` on."""
-    x = layers.gather_rows(table, index)
-    return ops.add_repeated(x, positions, first, x)
+    x = gather_rows(table, index)
+    return add_repeated(x, positions, first, x)
 
 
-@kernel
 def cross_entropy(logits, targets, vocabulary, scale):
     """The loss of every row; logits become its gradient times `scale`.
 
     Columns from `vocabulary` on are padding, rows whose target is IGNORE count for nothing.
     """
-    top, valid = loss.row_max(logits, vocabulary), targets != loss.IGNORE
-    sums, at = loss.local_sums(logits, top, targets)
-    loss.softmax_grad(logits, (sums[0], valid, at), scale)
+    top, valid = row_max(logits, vocabulary), targets != IGNORE
+    sums, at = local_sums(logits, top, targets)
+    softmax_grad(logits, (sums[0], valid, at), scale)
     return np.where(valid, np.log(sums[0]) - sums[1], 0)
 
 
-@kernel
 def causal_softmax(scores, scale, factors=None):
     """p = softmax(scale scores + mask) over the keys of [..., key, query], in the scores' memory;
     and p times dropout's factors, p itself without."""
@@ -69,7 +66,6 @@ def causal_softmax(scores, scale, factors=None):
     return scores, scores if factors is None else scores * factors
 
 
-@kernel
 def causal_softmax_grad(p, dweights, scale, factors=None):
     """ds = scale p (dp - sum(dp p)) with dp = dweights times the factors, in its memory."""
     if factors is not None:
@@ -87,7 +83,6 @@ def turns(sequence, width, base=10000.0):
     return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
 
-@kernel
 def rotate(x, table, first, parts, turned, sign=1):
     """Rotary positions (Su et al., arXiv:2104.09864), in place; with sign = -1 their gradient.
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.primitive import primitive
+
 DRAWS = 4  # 64-bit numbers for each value of Philox's counter
 
 
@@ -80,3 +82,46 @@ class Mask(NamedTuple):
         slices = self.rows[rows], self.columns[columns]
         kept = keep(self.key, self.rate, slices, self.width)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
+
+
+def cuda_mask(mask, key):
+    """The arguments of a kernel for dropout, the key under the name `key`."""
+    return {
+        key: mask.key,
+        "first_row": mask.rows.start,
+        "first_column": mask.columns.start,
+        "width": mask.width,
+        "limit": min(round(mask.rate * 2**16), 2**16 - 1),
+        "factor": 1 / (1 - mask.rate),
+    }
+
+
+@primitive
+def initialise(value, item, seed, block):
+    """Set `value` to the `block`, slices of rows and columns, of a parameter's initial tensor."""
+    value.fill(item.mean)
+    if item.std:
+        rows, columns = block
+        drawn = slice(rows.start, max(rows.start, min(rows.stop, item.rows or rows.stop)))
+        numbers = normal(words((seed, item.name)), (drawn, columns), item.shape[1])
+        value[: drawn.stop - drawn.start] = numbers * item.std
+        value[drawn.stop - drawn.start :] = 0
+
+
+@initialise.abstract
+def _(value, item, seed, block):
+    return None
+
+
+@initialise.cuda
+def _(gpu, value, item, seed, block):
+    value.fill(item.mean)
+    if not item.std:
+        return
+    rows, columns = block
+    count = max(0, min(rows.stop, item.rows or rows.stop) - rows.start)
+    value[count:] = 0
+    place = {"first_row": rows.start, "first_column": columns.start, "width": item.shape[1]}
+    given = {"columns": value.shape[1], "std": item.std, **place}
+    key = gpu.bring(words((seed, item.name)))
+    gpu.launch("initialise", count, value.shape[1], value=value[:count], key=key, **given)

@@ -1,0 +1,69 @@
+"""Primitives: functions on the arrays of one rank, each with a rule for every kind of array.
+
+    @primitive
+    def gelu_tanh(h, out): ...              NumPy
+    @gelu_tanh.abstract
+    def _(h, out): ...                      what comes out, for arrays without data
+    @gelu_tanh.cuda
+    def _(gpu, h, out): ...                 the CUDA kernels and products that it is
+
+The type of the first argument chooses the rule.  The three stand side by side, as in JAX, where a
+primitive is an implementation, an abstract evaluation and a lowering.
+"""
+
+from functools import update_wrapper
+
+BACKENDS = {}  # type of array -> function(primitive): its rule for arrays of that type
+PRIMITIVES = []
+
+
+class Primitive:
+    """A function with a rule per kind of array; called with anything else it is `numpy` itself.
+
+    `abstract_rule` and `cuda_rule` are None where there is none.
+    """
+
+    def __init__(self, numpy, abstract_rule=None):
+        self.numpy, self.abstract_rule, self.cuda_rule = numpy, abstract_rule, None
+        self.registered, self.chosen = {}, {}
+        update_wrapper(self, numpy)
+        PRIMITIVES.append(self)
+
+    def __call__(self, first, *rest, **named):
+        rule = self.chosen.get(type(first)) or self.choose(type(first))
+        return rule(first, *rest, **named)
+
+    def choose(self, kind):
+        """The rule for arrays of a type, from now on."""
+        backend = BACKENDS.get(kind)
+        rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy
+        return self.chosen.setdefault(kind, rule)
+
+    def abstract(self, rule):
+        self.abstract_rule = rule
+        return rule
+
+    def cuda(self, rule):
+        self.cuda_rule = rule
+        return rule
+
+    def register(self, kind, rule):
+        """Let arrays of a type take a rule of their own."""
+        self.registered[kind] = rule
+        self.chosen.pop(kind, None)
+
+
+primitive = Primitive
+
+
+def composite(function):
+    """A primitive whose body consists of what arrays without data do by themselves, and so is its
+    abstract rule as well."""
+    return Primitive(function, function)
+
+
+def add_backend(kind, rule_of):
+    """Let arrays of a type take `rule_of(primitive)`, instead of what they took before."""
+    BACKENDS[kind] = rule_of
+    for each in PRIMITIVES:
+        each.chosen.pop(kind, None)

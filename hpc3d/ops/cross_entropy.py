@@ -1,0 +1,115 @@
+"""The parts of the cross-entropy that one rank computes, on its columns of the logits."""
+
+import numpy as np
+
+from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.ops.update import sum_parts
+
+IGNORE = -100
+
+
+@composite
+def cross_entropy(logits, targets, vocabulary, scale):
+    """The summed loss where the vocabulary is whole, and logits with what `softmax_grad` needs."""
+    top, valid = row_max(logits, vocabulary), targets != IGNORE
+    sums, at = local_sums(logits, top, targets)
+    return negative_log(sums, valid), (logits, (sums[0], valid, at))
+
+
+@cross_entropy.cuda
+def _(gpu, logits, targets, vocabulary, scale):
+    """The gradient at once, in the logits' memory."""
+    rows, columns = logits.shape
+    losses = gpu.empty((rows,), np.float32)
+    given = {"targets": targets, "scale": scale, "loss": losses}
+    sizes = {"columns": columns, "vocabulary": vocabulary}
+    gpu.launch("cross_entropy", rows, columns, logits=logits, **given, **sizes)
+    return sum_parts(gpu, losses), (logits, None)
+
+
+@primitive
+def row_max(logits, columns):
+    """The maximum of each row; columns from `columns` on are padding and become -inf."""
+    logits[:, columns:] = -np.inf
+    return logits.max(1, initial=-np.inf)
+
+
+@row_max.abstract
+def _(logits, columns):
+    return logits.like(logits.shape[:1])
+
+
+@row_max.cuda
+def _(gpu, logits, columns):
+    top = gpu.empty(logits.shape[:1], np.float32)
+    given = {"columns": logits.shape[1], "valid": min(columns, logits.shape[1])}
+    gpu.launch("row_max", *logits.shape, logits=logits, top=top, **given)
+    return top
+
+
+@primitive
+def local_sums(logits, top, index):
+    """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
+    rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
+    logits -= top[:, None]
+    sums = np.zeros((2, logits.shape[0]), logits.dtype)
+    sums[1, rows] = logits[rows, index[rows]]
+    np.exp(logits, out=logits)
+    sums[0] = logits @ np.ones(logits.shape[1], logits.dtype)
+    return sums, (rows, index[rows])
+
+
+@local_sums.abstract
+def _(logits, top, index):
+    return logits.like((2, logits.shape[0])), None
+
+
+@local_sums.cuda
+def _(gpu, logits, top, index):
+    """The logits stay as they are."""
+    sums = gpu.empty((2, logits.shape[0]), np.float32)
+    given = {"top": top, "index": index, "sums": sums, "columns": logits.shape[1]}
+    gpu.launch("local_sums", *logits.shape, logits=logits, **given)
+    return sums, (top, index)
+
+
+@primitive
+def negative_log(sums, valid):
+    """The sum over valid rows of log(sum of exponentials) - target logit."""
+    return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
+
+
+@negative_log.abstract
+def _(sums, valid):
+    return 0.0
+
+
+@negative_log.cuda
+def _(gpu, sums, valid):
+    total, rows = gpu.empty((1,), np.float64), sums.shape[1]
+    gpu.launch("negative_log", 1, rows, sums=sums, valid=valid, loss=total, rows=rows)
+    return total
+
+
+@primitive
+def softmax_grad(exponentials, rest, scale):
+    """scale (softmax - onehot) for valid rows, 0 for the others, in the exponentials' memory."""
+    total, valid, at = rest
+    factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)
+    exponentials *= factor[:, None]
+    exponentials[at] -= np.asarray(scale, exponentials.dtype)
+    return exponentials
+
+
+@softmax_grad.abstract
+def _(exponentials, rest, scale):
+    return exponentials
+
+
+@softmax_grad.cuda
+def _(gpu, logits, rest, scale):
+    if rest is not None:
+        total, valid, (top, index) = rest
+        given = {"top": top, "total": total, "index": index, "valid": valid, "scale": scale}
+        gpu.launch("softmax_grad", *logits.shape, logits=logits, columns=logits.shape[1], **given)
+    return logits

@@ -1,0 +1,55 @@
+"""Lookup in a table by token, and its gradient."""
+
+import numpy as np
+
+from hpc3d.arrays.primitive import primitive
+
+
+@primitive
+def gather_rows(table, index):
+    """The rows of a table with these indices, zeros for indices outside."""
+    absent = (index < 0) | (index >= table.shape[0])
+    rows = table[np.where(absent, 0, index)]
+    rows[absent] = 0
+    return rows
+
+
+@gather_rows.abstract
+def _(table, index):
+    return table.like((index.size, table.shape[1]))
+
+
+@gather_rows.cuda
+def _(gpu, table, index):
+    out = gpu.empty((index.size, table.shape[1]), table.dtype)
+    given = {"positions": None, "first": 0, "period": 1, "table_rows": table.shape[0]}
+    given |= {"table": table, "index": index, "columns": table.shape[1]}
+    gpu.launch("gather_rows", *out.shape, out=out, **given)
+    return out
+
+
+@primitive
+def scatter_rows(dy, index, order, shape):
+    """The sum of the rows of `dy` with the same index, for indices inside `shape`; `order` sorts
+    them."""
+    total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
+    order = order[(index[order] >= 0) & (index[order] < shape[0])]
+    rows, starts = np.unique(index[order], return_index=True)
+    if rows.size:
+        total[rows] = np.add.reduceat(dy[order], starts, axis=0, dtype=total.dtype)
+    return total
+
+
+@scatter_rows.abstract
+def _(dy, index, order, shape):
+    return dy.like(shape, np.promote_types(dy.dtype, np.float32))
+
+
+@scatter_rows.cuda
+def _(gpu, dy, index, order, shape):
+    total = gpu.empty(shape, np.float32)
+    total.fill(0)
+    given = {"index": index, "order": order, "total": total, "table_rows": shape[0]}
+    rows, columns = dy.shape
+    gpu.launch("scatter_rows", *dy.shape, dy=dy, rows=rows, columns=columns, **given)
+    return total

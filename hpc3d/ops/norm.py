@@ -1,0 +1,186 @@
+"""LayerNorm, of whole rows and of rows whose features are split over ranks.  Each backward stands
+under its forward."""
+
+import numpy as np
+
+from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.ops.rows import add_strips, row_blocks
+
+
+@composite
+def norm(x, gamma, beta, epsilon, empty):
+    """y = (x - mean) / sqrt(var + epsilon) gamma + beta of whole rows, and what `norm_grad` needs
+    between dy and the residual."""
+    mean, squares = moments(x)
+    rstd = 1 / np.sqrt(squares / x.shape[1] + epsilon)
+    n, y = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
+    normalise(x, mean, rstd, gamma, beta, n, y)
+    return y, (n, rstd, gamma)
+
+
+@norm.cuda
+def _(gpu, x, gamma, beta, epsilon, empty):
+    """Keeps x itself, with the mean and the factor of every row."""
+    y = empty(x.shape, x.dtype)
+    mean, rstd = (gpu.empty(x.shape[:1], np.float32) for _ in range(2))
+    given = {"mean": mean, "rstd": rstd, "columns": x.shape[1], "epsilon": epsilon}
+    vectors = {"gamma": gamma, "beta": beta}
+    gpu.launch("add_norm", *x.shape, x=x, r=None, s=None, y=y, **vectors, **given)
+    return y, (x, (mean, rstd), gamma)
+
+
+@composite
+def norm_grad(dy, n, rstd, gamma, residual, dgamma, dbeta, empty):
+    """dx plus `residual` unless None; adds the gradients of gamma and beta to theirs."""
+    sums, *vectors = normalise_sums(n, dy, gamma)
+    for total, vector in zip((dgamma, dbeta), vectors, strict=True):
+        total += vector
+    means = sums / n.shape[1]
+    return normalise_grad(n, rstd, dy, gamma, means, residual, empty(n.shape, n.dtype))
+
+
+@norm_grad.cuda
+def _(gpu, dy, x, moments, gamma, residual, dgamma, dbeta, empty):
+    (mean, rstd), dx = moments, empty(x.shape, x.dtype)
+    rows = {"mean": mean, "rstd": rstd, "dy": dy}
+    given = {"gamma": gamma, "residual": residual, "dx": dx, "columns": x.shape[1]}
+    gpu.launch("norm_grad", *x.shape, s=x, **rows, **given)
+    add_columns(gpu, x, rows, dgamma, dbeta, add=True)
+    return dx
+
+
+@primitive
+def moments(x):
+    """Mean and sum of squared deviations of every row, [2, rows]: two passes, never E[x^2]."""
+    result = np.empty((2, x.shape[0]), x.dtype)
+    average = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
+    for rows in row_blocks(x):
+        mean = np.matmul(x[rows], average, out=result[0, rows])
+        centred = x[rows] - mean[:, None]
+        np.einsum("ij,ij->i", centred, centred, out=result[1, rows])
+    return result
+
+
+@moments.abstract
+def _(x):
+    return x.like((2, x.shape[0]))
+
+
+@moments.cuda
+def _(gpu, x):
+    result = gpu.empty((2, x.shape[0]), np.float32)
+    gpu.launch("moments", *x.shape, x=x, result=result, columns=x.shape[1])
+    return result
+
+
+@primitive
+def combine_moments(parts, count):
+    """Moments of the whole rows from those of `parts` [g, 2, rows], `count` numbers each.
+
+    Chan, Golub and LeVeque 1979: M2 = sum M2_i + count sum (mean_i - mean)^2.
+    """
+    means, squares = parts[:, 0], parts[:, 1]
+    mean = means.mean(0)
+    spread = means - mean
+    return mean, squares.sum(0) + count * np.einsum("gi,gi->i", spread, spread)
+
+
+@combine_moments.abstract
+def _(parts, count):
+    return parts[0]
+
+
+@combine_moments.cuda
+def _(gpu, parts, count):
+    ranks, _, rows = parts.shape
+    result = gpu.empty((2, rows), np.float32)
+    given = {"ranks": ranks, "rows": rows, "count": count}
+    gpu.launch("combine_moments", rows, 1, parts=parts, result=result, **given)
+    return result[0], result[1]
+
+
+@primitive
+def normalise(x, mean, rstd, gamma, beta, n, y):
+    """n = (x - mean) rstd and y = n gamma + beta."""
+    for rows in row_blocks(x):
+        np.subtract(x[rows], mean[rows, None], out=n[rows])
+        n[rows] *= rstd[rows, None]
+        np.multiply(n[rows], gamma, out=y[rows])
+        y[rows] += beta
+    return n, y
+
+
+@normalise.abstract
+def _(x, mean, rstd, gamma, beta, n, y):
+    return (n, y)
+
+
+@normalise.cuda
+def _(gpu, x, mean, rstd, gamma, beta, n, y):
+    given = {"gamma": gamma, "beta": beta, "n": n, "y": y, "columns": x.shape[1]}
+    gpu.launch("normalise", *x.shape, x=x, mean=mean, rstd=rstd, **given)
+    return n, y
+
+
+@primitive
+def normalise_sums(n, dy, gamma):
+    """What the backward of a norm sums: over features [2, rows], and dgamma, dbeta over rows."""
+    sums = np.empty((2, n.shape[0]), n.dtype)
+    dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(gamma)
+    ones = np.ones(n.shape[0], n.dtype)
+    for rows in row_blocks(n):
+        d, one = dy[rows], ones[rows]
+        np.matmul(d, gamma, out=sums[0, rows])
+        product = d * n[rows]
+        np.matmul(product, gamma, out=sums[1, rows])
+        dgamma += one @ product
+        dbeta += one @ d
+    return sums, dgamma, dbeta
+
+
+@normalise_sums.abstract
+def _(n, dy, gamma):
+    return n.like((2, n.shape[0])), n.like(gamma.shape), n.like(gamma.shape)
+
+
+@normalise_sums.cuda
+def _(gpu, n, dy, gamma):
+    sums = gpu.empty((2, n.shape[0]), np.float32)
+    gpu.launch("normalise_sums", *n.shape, n=n, dy=dy, gamma=gamma, sums=sums, columns=n.shape[1])
+    dgamma, dbeta = (gpu.empty(gamma.shape, np.float32) for _ in range(2))
+    add_columns(gpu, n, {"mean": None, "rstd": None, "dy": dy}, dgamma, dbeta, add=False)
+    return sums, dgamma, dbeta
+
+
+def add_columns(gpu, x, rows, dgamma, dbeta, add):
+    """The gradients of gamma and beta (+)= sums over rows of dy n and dy."""
+    count, columns = x.shape
+    partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)
+    given = {"partial": partial, "rows": count, "columns": columns, **rows}
+    gpu.launch("norm_columns", *x.shape, x=x, **given)
+    add_strips(gpu, partial, add, dgamma, dbeta)
+
+
+@primitive
+def normalise_grad(n, rstd, dy, gamma, means, residual, dx):
+    """(residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma; `means` [2, rows]."""
+    for rows in row_blocks(n):
+        d = np.multiply(dy[rows], gamma, out=dx[rows])
+        d -= means[0, rows, None]
+        d -= n[rows] * means[1, rows, None]
+        d *= rstd[rows, None]
+        if residual is not None:
+            d += residual[rows]
+    return dx
+
+
+@normalise_grad.abstract
+def _(n, rstd, dy, gamma, means, residual, dx):
+    return dx
+
+
+@normalise_grad.cuda
+def _(gpu, n, rstd, dy, gamma, means, residual, dx):
+    given = {"means": means, "residual": residual, "dx": dx, "columns": n.shape[1]}
+    gpu.launch("normalise_grad", *n.shape, n=n, rstd=rstd, dy=dy, gamma=gamma, **given)
+    return dx

@@ -1,0 +1,61 @@
+"""Products of blocks on one rank, and what devices can do in the same pass through memory."""
+
+import numpy as np
+
+from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.ops.rows import add_bias, add_rows
+
+
+@composite
+def product(a, b, out):
+    """out[m, n] = a[m, k] b[k, n]; of a `fused` pool (+ bias[n]) (+ onto[m, n]), too."""
+    np.matmul(a, b, out=out)
+    return out
+
+
+@product.cuda
+def _(gpu, a, b, out, bias=None, onto=None, **gelu):
+    if gelu:
+        gpu.multiply_gelu(a, b, out, bias=bias, **gelu)
+    elif bias is None:
+        gpu.multiply(a, b, out, add=onto)
+    elif not gpu.multiply_with(a, b, out, onto, bias=bias):
+        gpu.multiply(a, b, out, add=onto)
+        add_bias(out, bias, out)
+    return out
+
+
+@primitive
+def accumulate(grad, dw):
+    """Add dW to the sum of the microbatches' gradients."""
+    grad += dw
+
+
+@accumulate.abstract
+def _(grad, dw):
+    return None
+
+
+@accumulate.cuda
+def _(gpu, grad, dw):
+    gpu.launch("accumulate", 1, grad.size, grad=grad, dw=dw, size=grad.size)
+
+
+@primitive
+def accumulate_product(grad, a, b, sums=None):
+    """Add a b to `grad`, and the sum of the rows of b to `sums`: of a `fused` pool alone."""
+    raise NotImplementedError
+
+
+@accumulate_product.cuda
+def _(gpu, grad, a, b, sums=None):
+    """The sums come with the product where cuBLASLt has that, else in two passes over b."""
+    if sums is None:
+        gpu.multiply(a, b, grad, add=grad)
+        return
+    part = gpu.empty(sums.shape, np.float32)
+    if gpu.multiply_with(a, b, grad, grad, bias_grad=part):
+        accumulate(sums, part)
+    else:
+        gpu.multiply(a, b, grad, add=grad)
+        add_rows(gpu, sums, b)

@@ -1,0 +1,125 @@
+"""What is done to the rows of a block: biases and their gradients, dropout, tables added again and
+again.
+
+NumPy at the speed of the cache: every function works through its rows in blocks that stay in the
+cache, in place, and without a temporary of the whole size.
+"""
+
+import numpy as np
+
+from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.ops.random import cuda_mask
+
+CACHE = 1 << 17  # bytes of one operand of a block
+
+
+def row_blocks(x):
+    """Slices of the rows of `x` that fit the cache."""
+    rows = max(1, CACHE // max(1, x[:1].nbytes))
+    return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
+
+
+@composite
+def add_bias(y, bias, out):
+    """y + b, of a bias or of a block like y."""
+    return np.add(y, bias, out=out)
+
+
+@add_bias.cuda
+def _(gpu, y, bias, out):
+    if bias.shape == y.shape:
+        gpu.launch("add", 1, y.size, x=y, y=bias, out=out, size=y.size)
+    else:
+        gpu.launch("add_bias", *y.shape, y=y, bias=bias, out=out, columns=y.shape[1])
+    return out
+
+
+@composite
+def sum_rows(y):
+    """The sum over rows, the gradient of a bias; one product with a vector of ones."""
+    return np.ones(y.shape[0], y.dtype) @ y
+
+
+@sum_rows.cuda
+def _(gpu, y):
+    total = gpu.empty(y.shape[1:], np.float32)
+    add_rows(gpu, total, y, add=False)
+    return total
+
+
+def add_rows(gpu, total, y, add=True):
+    """total (+)= the sum of the rows of y."""
+    rows, columns = y.shape
+    strips = gpu.strips(rows)
+    partial = gpu.empty((strips, columns), np.float32)
+    gpu.launch("sum_rows", rows, columns, y=y, partial=partial, rows=rows, columns=columns)
+    add_strips(gpu, partial, add, total)
+
+
+def add_strips(gpu, partial, add, total, other=None):
+    """total (+)= the sum of the strips; where there is another, it is that of the second half
+    of their columns."""
+    sums, columns = 1 if other is None else 2, total.size
+    given = {"partial": partial, "total": total, "other": other, "add": add}
+    gpu.launch("sum_strips", sums, columns, strips=len(partial), columns=columns, **given)
+
+
+@primitive
+def dropped(x, mask, out):
+    """x times the factors of a `Mask`; the same for a gradient."""
+    for rows in row_blocks(x):
+        np.multiply(x[rows], mask.factors(rows, slice(None), x.dtype), out=out[rows])
+    return out
+
+
+@dropped.abstract
+def _(x, mask, out):
+    return out
+
+
+@dropped.cuda
+def _(gpu, x, mask, out):
+    gpu.launch("dropped", *x.shape, x=x, out=out, columns=x.shape[1], **cuda_mask(mask, "key"))
+    return out
+
+
+@primitive
+def add_repeated(x, table, first, out):
+    """x plus the rows of a table again and again, from its row `first` on."""
+    return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
+
+
+@add_repeated.abstract
+def _(x, table, first, out):
+    return out
+
+
+@add_repeated.cuda
+def _(gpu, x, table, first, out):
+    period, columns = table.shape
+    given = {"first": first, "period": period, "columns": columns}
+    gpu.launch("add_repeated", *x.shape, x=x, table=table, out=out, **given)
+    return out
+
+
+@primitive
+def sum_repeated(dx, first, period):
+    """The sum of all rows of x that `add_repeated` adds the same row of its table to."""
+    rows = -(-(first + len(dx)) // period) * period
+    whole = np.zeros((rows, dx.shape[1]), dx.dtype)
+    whole[first : first + len(dx)] = dx
+    return whole.reshape(-1, period, dx.shape[1]).sum(0)
+
+
+@sum_repeated.abstract
+def _(dx, first, period):
+    return dx.like((period, dx.shape[1]))
+
+
+@sum_repeated.cuda
+def _(gpu, dx, first, period):
+    rows, columns = dx.shape
+    total = gpu.empty((period, columns), np.float32)
+    given = {"first": first, "period": period, "rows": rows, "columns": columns, "add": 0}
+    gpu.launch("sum_repeated", period, columns, dx=dx, total=total, **given)
+    return total

@@ -1,0 +1,114 @@
+"""What the optimiser does to flat arrays: norms of gradients, and the update itself."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from hpc3d.arrays.primitive import composite, primitive
+
+CHUNK = 1 << 14  # elements that stay in the cache through an update
+
+
+@composite
+def sum_of_squares(flat, parts):
+    """That of slices of a flat array."""
+    shares = [flat[part] for part in parts]
+    return sum((float(np.dot(share, share)) for share in shares), 0.0)
+
+
+@sum_of_squares.cuda
+def _(gpu, flat, parts):
+    total = gpu.empty((1,), np.float64)
+    total.fill(0)
+    for part in joined_slices(parts):
+        grad = flat[part]
+        blocks = gpu.blocks("sum_squares", grad.size)
+        partial = gpu.empty((blocks,), np.float32)
+        gpu.launch("sum_squares", 1, grad.size, grad=grad, partial=partial, size=grad.size)
+        sum_parts(gpu, partial, total)
+    return total
+
+
+def joined_slices(parts):
+    """Slices, those that touch as one."""
+    whole = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if whole and whole[-1].stop == part.start:
+            part = slice(whole.pop().start, part.stop)
+        if part.start < part.stop:
+            whole.append(part)
+    return whole
+
+
+def sum_parts(gpu, partial, total=None):
+    """The sum of float32 [n], or total + it."""
+    add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total
+    given = {"partial": partial, "total": total, "parts": partial.size, "add": add}
+    gpu.launch("sum_parts", 1, partial.size, **given)
+    return total
+
+
+def stretches(size):
+    """Slices of a flat array that fit the cache."""
+    edges = [*range(0, size, CHUNK), size]
+    return [slice(*edge) for edge in pairwise(edges)]
+
+
+@primitive
+def adamw(value, master, grad, first, second, constants, factors):
+    """Update a stretch of values and its state, in pieces that fit the cache."""
+    scale, rate, root, keep = factors
+    exact = value if master is None else master
+    for part in stretches(value.size):
+        w, g, m, v = exact[part], grad[part] * scale, first[part], second[part]
+        m *= constants.BETA1
+        m += g * (1 - constants.BETA1)
+        v *= constants.BETA2
+        g *= g
+        g *= 1 - constants.BETA2
+        v += g
+        np.sqrt(v, out=g)
+        g *= root
+        g += constants.EPSILON
+        np.divide(m, g, out=g)
+        g *= rate
+        w *= keep
+        w -= g
+        if master is not None:
+            value[part] = w
+
+
+@adamw.abstract
+def _(value, *rest):
+    return None
+
+
+@adamw.cuda
+def _(gpu, value, master, grad, first, second, constants, factors):
+    given = {"first": first, "second": second, "factors": gpu.bring(np.float32(factors))}
+    given |= {"beta1": constants.BETA1, "beta2": constants.BETA2}
+    given |= {"epsilon": constants.EPSILON, "size": grad.size}
+    gpu.launch("adamw", 1, grad.size, value=value, master=master, grad=grad, **given)
+
+
+@primitive
+def descend(value, master, grad, factors):
+    rate, keep = factors
+    exact = value if master is None else master
+    for part in stretches(value.size):
+        w = exact[part]
+        w *= keep
+        w -= grad[part] * rate
+        if master is not None:
+            value[part] = w
+
+
+@descend.abstract
+def _(value, *rest):
+    return None
+
+
+@descend.cuda
+def _(gpu, value, master, grad, factors):
+    given = {"factors": gpu.bring(np.float32(factors)), "size": grad.size}
+    gpu.launch("descend", 1, grad.size, value=value, master=master, grad=grad, **given)
