@@ -74,21 +74,6 @@ def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
     assert (done.returncode, ended) == (0, [0])
 
 
-@pytest.mark.parametrize("mode", ["agree", "leave_well"])
-def test_a_good_end(mode, tmp_path):
-    done, _ = job(3, mode, tmp_path)
-    assert done.returncode == 0
-
-
-def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
-    done, _ = job(4, "refuse", tmp_path)
-    expected = ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
-    assert said(done) == expected
-    assert done.returncode == 2
-    assert "MPI_ABORT" not in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("mode", "code", "message"),
     [

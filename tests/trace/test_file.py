@@ -1,116 +1,293 @@
-"""The trace file: it explains itself, and its reader gives NumPy and pandas."""
+"""A file that is not trusted: whatever is wrong with it, it is refused in one line."""
 
 import subprocess
 import sys
 
 import h5py
+import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.trace import schema
-from hpc3d.trace.annotations import write_calibration, write_prediction
+from hpc3d.trace.annotations import Calibration, write_calibration, write_prediction
 from hpc3d.trace.merge import merge
-from tests.trace.large import generate
-from tests.trace.small import AHEAD, SEGMENTS, expected_events, header
-from tests.trace.test_annotations import MEASURED, PREDICTED
+from tests.trace.small import write_all
 
 
-def test_attributes_ranks_and_index(path):
-    with hpc3d.trace.open(path) as trace:
-        expected = {
-            "format": "hpc3d-trace",
-            "version": 1,
-            "kind": "measured",
-            "run_id": "run-1",
-            "world_size": 4,
-            "axes": "p x y",
-            "axis_sizes": [1, 2, 2],
-            "time_unit": "ns",
-            "config": header(0)["config"],
-            "complete": True,
-            "missing": "",
-        }
-        assert expected.items() <= trace.attrs.items()
-        assert [trace.strings[i] for i in trace.ranks["host_id"]] == ["node0"] * 2 + ["node1"] * 2
-        assert trace.ranks["pid"].tolist() == [1000, 1001, 1002, 1003]
-        assert trace.ranks["n_events"].tolist() == [12] * 4
-        assert trace.ranks["coords"].tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
-        assert trace.rank_ptr.tolist() == [0, 12, 24, 36, 48]
-        assert trace.clock_model["offset_ns"].tolist() == [0.0, 0.0, AHEAD, AHEAD]
-        assert trace.clock_samples["rank"].tolist() == [2] * SEGMENTS
+@pytest.fixture
+def run(tmp_path):
+    return write_all(tmp_path)
 
 
-def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
-    for folder in (path.parent, str(path.parent)):
-        with hpc3d.trace.open(folder) as trace:
-            assert trace.path == path and len(trace.ranks) == 4
-    unmerged = tmp_path_factory.mktemp("unmerged")
-    with pytest.raises(
-        ValueError, match=rf"{unmerged}: no trace\.h5; merge the run again: .*--merge"
-    ):
-        hpc3d.trace.open(unmerged)
+def newer(file, _):
+    file.attrs["version"] = 2
 
 
-def test_everything_in_the_file_explains_itself(path):
-    write_calibration(path, MEASURED)
-    write_prediction(path, PREDICTED)
-    found = []
+def other_world(file, _):
+    file.attrs["world_size"] = 5
+
+
+def external_link(file, other):
+    replace(file, h5py.ExternalLink(other, "/events/dur"))
+
+
+def soft_link(file, _):
+    replace(file, h5py.SoftLink("/events/t_start"))
+
+
+def replace(file, link):
+    del file["events/dur"]
+    file["events/dur"] = link
+
+
+def external_storage(file, other):
+    del file["events/dur"]
+    file.create_dataset("events/dur", (48,), "i8", external=[(other, 0, 48 * 8)])
+
+
+def virtual(file, other):
+    del file["events/dur"]
+    layout = h5py.VirtualLayout((48,), "i8")
+    layout[:] = h5py.VirtualSource(other, "events/dur", (48,))
+    file.create_virtual_dataset("events/dur", layout)
+
+
+def huge(file, _):
+    for column in file["events"].values():
+        column.resize((2**50,))
+
+
+def uneven(file, _):
+    file["events/dur"].resize((47,))
+
+
+def two_dimensional(file, _):
+    del file["events/dur"]
+    file["events/dur"] = np.zeros((48, 1), "i8")
+
+
+def other_type(file, _):
+    del file["events/dur"]
+    file["events/dur"] = np.zeros(48)
+
+
+def linked_group(file, other):
+    del file["events"]
+    file["events"] = h5py.ExternalLink(other, "/events")
+
+
+def absent_column(file, _):
+    del file["events/dur"]
+
+
+def absent_attribute(file, _):
+    del file.attrs["missing"]
+    file.attrs["world_size"] = "4"
+
+
+def dataset_for_a_table(file, _):
+    del file["events"]
+    file["events"] = np.zeros(48)
+
+
+def table_for_a_column(file, _):
+    del file["events/dur"]
+    file.create_group("events/dur")
+
+
+def never_written(file, _):
+    """A table that fits the memory of most machines and takes no room in the file."""
+    for column in file["events"].values():
+        column.resize((10**8,))
+
+
+def stored(**how):
+    def replace_column(file, _):
+        del file["events/dur"]
+        file.create_dataset("events/dur", data=np.arange(48), maxshape=(None,), **how)
+
+    return replace_column
+
+
+def other_format(file, _):
+    file.attrs["format"] = "something"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (newer, "version 2, this hpc3d reads up to 1; update"),
+        (other_format, "not an hpc3d trace"),
+        (absent_attribute, "attributes world_size, missing are damaged"),
+        (external_link, "dur is a link to elsewhere"),
+        (soft_link, "dur is a link to elsewhere"),
+        (linked_group, "events is a link to elsewhere"),
+        (external_storage, "dur is not data of this file"),
+        (virtual, "dur is not data of this file"),
+        (huge, r"has the shape \(1125899906842624,\), not one that fits memory"),
+        (two_dimensional, r"dur has the shape \(48, 1\)"),
+        (uneven, "columns of different lengths"),
+        (other_type, "dur has the type float64, not i8"),
+        (absent_column, "the column dur is missing"),
+        (other_world, "/ranks has not one row per rank"),
+        (dataset_for_a_table, "events is not a group"),
+        (table_for_a_column, "dur is not data of this file"),
+        (never_written, "not one that fits memory"),
+        (stored(chunks=(2**26,), compression="gzip"), "not one that fits memory"),
+        (
+            stored(chunks=(48,), compression="lzf"),
+            "has filters other than gzip, shuffle, fletcher",
+        ),
+        (stored(chunks=(48,), scaleoffset=0), "has filters other than gzip, shuffle, fletcher32"),
+    ],
+)
+def test_an_unsound_file_is_refused(run, tmp_path, spoil, reason):
+    path = merge(run)
+    other = tmp_path / "other.h5"
+    other.write_bytes(path.read_bytes())
+    with h5py.File(path, "r+") as file:
+        spoil(file, other)
+    with pytest.raises(ValueError, match=reason) as refusal, hpc3d.trace.open(path) as trace:
+        trace.events["dur"]
+    assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_damaged_value_is_refused(run):
+    path = merge(run)
     with h5py.File(path) as file:
-        file.visititems(lambda _, node: found.append(node))
-        for node in (file, *found):
-            assert node.attrs["description"], node.name
-        columns = [node for node in found if isinstance(node, h5py.Dataset)]
-        for column in columns:
-            assert column.attrs["units"], column.name
-            if h5py.check_string_dtype(column.dtype) is None:
-                assert column.chunks[0] == 65536 and column.compression == "gzip"
-                assert column.shuffle and column.fletcher32
-        phases = h5py.check_enum_dtype(file["events/phase"].dtype)
-        assert {column.name for column in columns} == defined()
-    assert phases["forward"] == 0 and phases["other"] == 6
-
-
-def defined():
-    """The paths of all columns of the definitions, for the calibrations of MEASURED."""
-    paths = set()
-    for op, axis in MEASURED:
-        for table, (_, columns) in schema.LAYOUT.items():
-            table = table.replace("<op>", op).replace("<axis>", axis)
-            paths |= {f"/{table}/{column.name}" for column in columns}
-    return paths
-
-
-# NumPy and pandas
-
-
-def test_the_rows_of_a_rank(path):
-    with hpc3d.trace.open(path) as trace:
-        for rank in range(4):
-            mine = [row["count"] for row in expected_events() if row["rank"] == rank]
-            assert trace.events["count", trace.rows(rank)].tolist() == mine
-        for rank in (-1, 4):
-            with pytest.raises(ValueError, match=f"has ranks 0 to 3, not {rank}"):
-                trace.rows(rank)
-
-
-def test_rows_are_read_without_those_of_other_ranks(tmp_path):
-    """The chunk with the rows of rank 2 is damaged."""
-    generate(tmp_path, (3, 1, 1, 1), 110, 600)
-    path = merge(tmp_path)
-    with h5py.File(path) as file:
-        chunk = file["events/dur"].id.get_chunk_info(2)
+        chunk = file["events/dur"].id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
     content[chunk.byte_offset + chunk.size // 2] ^= 1
     path.write_bytes(content)
     with hpc3d.trace.open(path) as trace:
-        assert len(trace.events["dur", trace.rows(0)]) == 66000
-        with pytest.raises(ValueError, match="filter returned failure"):
-            trace.events["dur", trace.rows(2)]
+        assert len(trace.events["t_start"]) == 48
+        with pytest.raises(ValueError, match=r"trace\.h5: .*--merge"):
+            trace.events["dur"]
 
 
-def test_a_recording_rank_needs_no_h5py():
-    program = "import hpc3d.trace, hpc3d.trace.segment, sys; print('h5py' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+def test_a_truncated_file_is_refused(run):
+    path = merge(run)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"trace\.h5: .*--merge"):
+        hpc3d.trace.open(path)
 
 
-# Calibration and prediction
+@pytest.fixture
+def whole(run):
+    """A file with a row in every table."""
+    path = merge(run)
+    rows = {"bytes": [8], "t_min": [0.1], "t_median": [0.2], "t_p95": [0.3], "reps": [9]}
+    write_calibration(path, {("send", "x"): Calibration(rows, 1e-6, 1e-9)})
+    row = {"step": [-1], "quantity": ["step_s"], "stage": [-1], "rank": [-1], "value": [0.5]}
+    write_prediction(path, row)
+    return path
+
+
+def everything(path):
+    """Read all that a trace has, as the words of its columns."""
+    with hpc3d.trace.open(path) as trace:
+        tables = [trace.events, trace.steps, trace.memory, trace.ranks, trace.prediction]
+        tables += [trace.clock_model, trace.clock_samples, *trace.calibration.values()]
+        columns = [column for table in tables for column in table.columns()]
+        references = trace.strings, trace.groups, trace.rank_ptr.tolist()
+        trace.events.frame(), trace.ranks.frame()
+        return columns, references
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("events/op", 77, "events/op has a value that cannot be: 77"),
+        ("events/phase", 7, "events/phase has a value that cannot be: 7"),
+        ("memory/kind", 7, "memory/kind has a value that cannot be: 7"),
+        ("events/name", 10**9, "events/name points outside of its table: 1000000000"),
+        ("events/group", 4, "events/group points outside of its table: 4"),
+        ("events/group", -2, "events/group points outside of its table: -2"),
+        ("events/parent", 48, "events/parent points outside of its table: 48"),
+        ("events/peer", 4, "events/peer points outside of its table: 4"),
+        ("events/rank", -1, "events/rank points outside of its table: -1"),
+        ("steps/rank", 4, "steps/rank points outside of its table: 4"),
+        ("ranks/host_id", 99, "ranks/host_id points outside of its table: 99"),
+        ("prediction/rank", 4, "prediction/rank points outside of its table: 4"),
+        ("groups/members", 4, "groups/members points outside of its table: 4"),
+        ("groups/offset", 2**59, "/groups does not divide its members"),
+        ("groups/size", 2**31 - 1, "/groups does not divide its members"),
+        ("groups/size", -2, "/groups does not divide its members"),
+        ("index/rank_ptr", 13, "/index/rank_ptr does not divide the rows of /events"),
+        ("events/flops", np.nan, "events/flops has a value that cannot be: nan"),
+        ("clock/model/offset_ns", np.inf, "clock/model/offset_ns has a value that cannot be: inf"),
+        ("clock/samples/offset_ns", np.nan, "offset_ns has a value that cannot be: nan"),
+        ("calibration/send/x/t_min", np.nan, "t_min has a value that cannot be: nan"),
+        ("prediction/value", np.nan, "prediction/value has a value that cannot be: nan"),
+        ("strings/name", "x" * 5000, "/strings/name has texts of 5000 characters"),
+        ("strings/name", "node1", "/strings has a name twice"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(whole, column, value, reason):
+    everything(whole)
+    with h5py.File(whole, "r+") as file:
+        file[column][0] = value
+    with pytest.raises(ValueError, match=reason):
+        everything(whole)
+
+
+@pytest.mark.parametrize("pointers", [[0, 12, 11, 36, 48], [0, 12, 24, 36], [0, 12, 24, 36, 47]])
+def test_pointers_that_do_not_divide_the_rows_are_refused(whole, pointers):
+    with h5py.File(whole, "r+") as file:
+        file["index/rank_ptr"].resize((len(pointers),))
+        file["index/rank_ptr"][:] = pointers
+    with pytest.raises(ValueError, match="rank_ptr does not divide the rows of /events"):
+        everything(whole)
+
+
+def test_a_text_that_all_rows_share_is_not_copied_for_each(whole):
+    """Rows of variable length point into a heap, and may all point to one place."""
+    with h5py.File(whole, "r+") as file:
+        del file["strings/name"]
+        text = h5py.string_dtype()
+        file["strings/name"] = np.array(["y" * 4000] * 20000, object).astype(text)
+    with pytest.raises(ValueError, match="has texts of 4000 characters, 67"):
+        everything(whole)
+
+
+@pytest.mark.parametrize("spoil", ["alpha", "link"])
+def test_a_calibration_that_is_damaged_is_refused(whole, spoil):
+    with h5py.File(whole, "r+") as file:
+        if spoil == "alpha":
+            file["calibration/send/x"].attrs["alpha"] = np.nan
+        else:
+            file["calibration/recv"] = h5py.SoftLink("/calibration/send")
+    with pytest.raises(ValueError, match=r"has no alpha and beta|recv is a link to elsewhere"):
+        everything(whole)
+
+
+def test_large_attributes_are_left_out(whole):
+    path = whole.with_name("latest.h5")
+    with h5py.File(whole) as old, h5py.File(path, "w", libver="latest") as file:
+        for name in old:
+            old.copy(name, file)
+        file.attrs.update(old.attrs)
+        file.attrs["large"], file.attrs["texts"] = np.zeros(10**6), ["a", "b"]
+    with hpc3d.trace.open(path) as trace:
+        assert not {"large", "texts"} & trace.attrs.keys()
+        assert trace.attrs["run_id"] == "run-1"
+
+
+def test_a_file_that_is_refused_is_closed(whole):
+    """Else nobody could write it in this process."""
+    with h5py.File(whole, "r+") as file:
+        file.attrs["version"] = 2
+    with pytest.raises(ValueError, match="version 2") as refusal:
+        hpc3d.trace.open(whole)
+    with h5py.File(whole, "w"):
+        assert refusal
+
+
+@pytest.mark.slow
+def test_damaged_bytes_are_refused_and_nothing_else_happens(whole, chance):
+    """Neither a crash nor a hang nor another exception, in a process of its own."""
+    what = str(whole), "100", str(chance.getrandbits(32))
+    program = [sys.executable, "-m", "tests.trace.damaged", *what]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr
+    outcomes = done.stdout.split()[1::2]
+    assert len(outcomes) == 100 and {*outcomes} == {"read", "refused"}

@@ -1,4 +1,7 @@
-"""A segment is whole or absent."""
+"""A segment is whole or absent, and needs no library to be written."""
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -28,3 +31,8 @@ def test_a_broken_write_leaves_the_file_as_it_was(tmp_path):
         raise OSError("disk full")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_recording_rank_needs_no_h5py():
+    program = "import hpc3d.trace, hpc3d.trace.segment, sys; print('h5py' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

@@ -50,14 +50,6 @@ def test_played_passes_are_like_those_that_are_run(line):
         assert Counter(run.peak) == Counter(whole.peak)
 
 
-def test_token_tables_and_logits_are_named():
-    """The first stage and the last have a table; the last has logits, of 72 tokens."""
-    config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
-    found = summary(runs, config, MACHINE)["memory"]["stages"]
-    assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
-    assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
-
-
 def test_the_time_of_a_product_and_of_a_call_are_the_machines():
     _, (run,) = simulated("x=4 scheme=1d hidden=32 heads=4 batch=4")
     gemm = run.rows[(run.rows["op"] == OP.index("gemm"))]
@@ -98,18 +90,6 @@ def test_kernels_move_their_bytes():
     norm = run.rows[(run.rows["op"] == OP.index("norm"))][0]
     rows = 4 * 3
     assert norm["dur"] == pytest.approx(1e9 * (LAUNCH + 8 * (rows * 16 + 2 * rows) / BYTES), abs=1)
-
-
-def test_a_stage_waits_for_the_one_before_it():
-    """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
-    line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
-    config, runs = simulated(line)
-    assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
-    config, runs = simulated(
-        line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64")
-    )
-    # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
-    assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
 
 
 def test_sums_run_beside_backward_only_where_they_may():
