@@ -1,7 +1,9 @@
 """A file that is not trusted: whatever is wrong with it, it is refused in one line."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -13,9 +15,15 @@ from hpc3d.trace.merge import merge
 from tests.trace.small import write_all
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return merge(write_all(tmp_path_factory.mktemp("sound")))
+
+
 @pytest.fixture
-def run(tmp_path):
-    return write_all(tmp_path)
+def path(sound, tmp_path):
+    """A file to spoil."""
+    return Path(shutil.copy(sound, tmp_path / "trace.h5"))
 
 
 def newer(file, _):
@@ -140,8 +148,7 @@ def other_format(file, _):
         (stored(chunks=(48,), scaleoffset=0), "has filters other than gzip, shuffle, fletcher32"),
     ],
 )
-def test_an_unsound_file_is_refused(run, tmp_path, spoil, reason):
-    path = merge(run)
+def test_an_unsound_file_is_refused(path, tmp_path, spoil, reason):
     other = tmp_path / "other.h5"
     other.write_bytes(path.read_bytes())
     with h5py.File(path, "r+") as file:
@@ -151,8 +158,7 @@ def test_an_unsound_file_is_refused(run, tmp_path, spoil, reason):
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_damaged_value_is_refused(run):
-    path = merge(run)
+def test_a_damaged_value_is_refused(path):
     with h5py.File(path) as file:
         chunk = file["events/dur"].id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
@@ -164,17 +170,15 @@ def test_a_damaged_value_is_refused(run):
             trace.events["dur"]
 
 
-def test_a_truncated_file_is_refused(run):
-    path = merge(run)
+def test_a_truncated_file_is_refused(path):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"trace\.h5: .*--merge"):
         hpc3d.trace.open(path)
 
 
 @pytest.fixture
-def whole(run):
+def whole(path):
     """A file with a row in every table."""
-    path = merge(run)
     rows = {"bytes": [8], "t_min": [0.1], "t_median": [0.2], "t_p95": [0.3], "reps": [9]}
     write_calibration(path, {("send", "x"): Calibration(rows, 1e-6, 1e-9)})
     row = {"step": [-1], "quantity": ["step_s"], "stage": [-1], "rank": [-1], "value": [0.5]}
