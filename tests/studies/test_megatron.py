@@ -1,12 +1,10 @@
 """Published steps of Megatron-LM, predicted; the machine's file knows none of them."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from hpc3d.predict.machine.machine import load
-from hpc3d.studies import megatron_report
 from hpc3d.studies.megatron import (
     LAYERS,
     RECOMPUTATION,
@@ -105,14 +103,3 @@ def test_all_steps_of_sc21_are_within_10_percent(machine):
     found = [predicted(weak(*values), machine) for values in WEAK_SCALING]
     assert errors(found)["mean"] <= 0.10
     assert errors(found)["worst"] <= 0.15
-
-
-@pytest.mark.slow
-def test_the_command_prints_and_returns_plain_values(capsys, monkeypatch):
-    import json
-
-    monkeypatch.setattr(megatron_report, "WEAK_SCALING", WEAK_SCALING[:3])
-    found = megatron_report.main(SimpleNamespace(machine=None))
-    assert json.loads(json.dumps(found)) == found
-    out = capsys.readouterr().out
-    assert "7.5B" in out and "absolute error: mean" in out

@@ -13,6 +13,7 @@ from hpc3d.predict.machine.machine import load as load_machine
 from tests.predict.machine.test_between_hosts import hosts
 from tests.predict.planning.brute import every_layout, step
 from tests.predict.planning.test_search import CLUSTER, ROOT, config_of, settled
+from tests.strided import strided
 
 KEYS = [
     *(f"model.{size}" for size in ("layers", "hidden", "heads", "sequence", "vocabulary")),
@@ -93,7 +94,7 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", strided(KNOWN, 2, 1))
 def test_fewer_microbatches_than_stages_and_zero_2_are_found(name):
     space = SPACES[name]
     config = settled(f"{space.line()} {KNOWN[name]}", space.ranks)
@@ -108,11 +109,12 @@ def test_no_layout_is_quicker(name):
     hold(SPACES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "space",
     [
         Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 20e6, 16e6, 13e6)),
-        pytest.param(SPACES["16 H100"], marks=pytest.mark.slow),
+        SPACES["16 H100"],
     ],
 )
 def test_less_memory_never_gives_a_quicker_plan(space):
