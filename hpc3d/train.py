@@ -104,7 +104,6 @@ class RunningJob(NamedTuple):
 
 def begin(job, plan, program, batches, hardware):
     """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
-    from hpc3d.checkpoints.resume import resume
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.training.guard import guarded
@@ -128,7 +127,11 @@ def begin(job, plan, program, batches, hardware):
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
     for line in plan.changes:
         log.say(f"resume: {line}")
-    start = resume(job, plan.folder, trainer, log.say) if plan.resumed else 0
+    start = 0
+    if plan.resumed:
+        from hpc3d.checkpoints.resume import resume
+
+        start = resume(job, plan.folder, trainer, log.say)
     saver = saver_of(job, plan, trainer, batches, log)
     return RunningJob(trainer, saver, watchdog, log, batches, start)
 

@@ -2,7 +2,6 @@
 
 from importlib import import_module
 
-from hpc3d.cuda.cudnn_attention import Flash
 from hpc3d.extras import lacking
 from hpc3d.pipeline.schedule import find
 
@@ -34,6 +33,8 @@ def wrong_backend(config):
 
 def wrong_graph(config):
     """Where a step cannot be one launch."""
+    from hpc3d.cuda.cudnn_attention import Flash
+
     if not config.train.cuda_graph:
         return
     if config.train.backend != "cupy":

