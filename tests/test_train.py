@@ -231,9 +231,16 @@ def test_folders_of_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch
 # The one command
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=slow) for ranks in (3, 7, 64))])
-def test_the_one_command_needs_no_input_and_no_place(ranks, tmp_path):
-    out = checked(ranks, "-m", "hpc3d.train", "--train.steps", "1", cwd=tmp_path, timeout=200)
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ["--train.batch", "4"]),
+        *(pytest.param(ranks, [], marks=slow) for ranks in (1, 3, 7, 64)),
+    ],
+)
+def test_the_one_command_needs_no_input_and_no_place(ranks, words, tmp_path):
+    line = ["-m", "hpc3d.train", "--train.steps", "1", *words]
+    out = checked(ranks, *line, cwd=tmp_path, timeout=200)
     (path,) = (tmp_path / "results").iterdir()
     assert f" {path}\n" in out
     assert f"\n{ranks} ranks: " in out

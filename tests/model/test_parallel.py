@@ -87,7 +87,7 @@ def test_parallel_is_serial(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 
 
-@pytest.mark.parametrize("name", strided(SPLITS, 3))
+@pytest.mark.parametrize("name", strided(SPLITS, 4))
 def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 
