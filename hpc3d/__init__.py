@@ -1,3 +1,31 @@
-"""Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D in one algebra."""
+"""Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D in one algebra.
+
+PUBLIC is the Python interface (docs/api.md).  A name is imported when it is first asked for: a
+rank pays for nothing that it does not use.
+"""
 
 __version__ = "0.1.0"
+
+PUBLIC = {
+    "Grid": "hpc3d.comm.grid:Grid",
+    "Layout": "hpc3d.tensor.layout:Layout",
+    "Matmul": "hpc3d.tensor.matmul:Matmul",
+    "SCHEDULES": "hpc3d.pipeline.schedule:SCHEDULES",
+    "SCHEMES": "hpc3d.tensor.split:SCHEMES",
+    "Split": "hpc3d.tensor.split:Split",
+    "load_config": "hpc3d.config.load:load",
+    "run_threads": "hpc3d.comm.threads:run",
+}
+
+
+def __getattr__(name):
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'hpc3d' has no attribute {name!r}")
+    from importlib import import_module
+
+    module, _, attribute = PUBLIC[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def __dir__():
+    return sorted([*globals(), *PUBLIC])

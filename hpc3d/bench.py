@@ -5,7 +5,7 @@
     overhead   a step on 64 ranks against one rank with all cores
     step       a step on one rank, one thread, against the same model in torch, eager
     trace      a step with and without the trace
-    overlap    the sums of gradients over the data axis, while backward runs and after it
+    overlap    the reduction of gradients over the data axis, while backward runs and after it
     schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
     guards     steps whose products and messages are checked, on 1, 8 and 64 ranks; replicas
 

@@ -59,7 +59,7 @@ def main(argv=None):
     environment.set_environment()
     meant = environment.number_in(environment.WORLD_RANKS, default=1)
     mpi = mpi_library.found()
-    if mpi is None or mpi_library.foreign(mpi) or mpi_library.world() == 1 < meant:
+    if mpi is None or mpi_library.started_by_other_mpi(mpi) or mpi_library.world() == 1 < meant:
         if environment.number_in(environment.OWN_RANK, default=0):
             return 0  # a launcher that sees a failure ends the others, before the first has spoken
         return conclude(told(lonely(options, meant)), options)
@@ -215,7 +215,7 @@ def lonely(options, meant):
     if not options.together:
         yield from local(options)
     mpi = mpi_library.found()
-    yield from [mpi_library.apart(meant, mpi)] if mpi else mpi_library.library()
+    yield from [mpi_library.why_singletons(meant, mpi)] if mpi else mpi_library.library()
 
 
 def meet(job, options):

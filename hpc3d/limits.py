@@ -5,7 +5,6 @@ Only the standard library: every command reads this before it starts anything.
 
 import os
 from contextlib import suppress
-from math import prod
 from operator import attrgetter
 from pathlib import Path
 
@@ -35,7 +34,7 @@ SIZES = {
     "checkpoint.every": (0, INT32),
     "checkpoint.keep": (1, INT32),
     "guard.replicas_every": (0, INT32),
-    "guard.products_every": (0, INT32),
+    "guard.abft_every": (0, INT32),
     "trace.sync_every": (1, INT32),
 }
 
@@ -50,7 +49,7 @@ def out_of_bounds(config):
 
 def too_large(config):
     """Products of sizes that no array can have, and meshes of more ranks than are worked with."""
-    model, ranks = config.model, prod(config.mesh.sizes().values())
+    model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:
         yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
     rows = config.train.batch * model.sequence

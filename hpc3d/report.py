@@ -30,7 +30,7 @@ pipeline also what each stage did. Several runs are also compared with each othe
 
 The report is printed and written to the output folder: report.html, one page that needs no other
 file and no network; report.md; figures/ as PNG and SVG; tables/ as CSV in SI units, Markdown and
-LaTeX; and, if it is told to, exports/ for other programs. A report that lies there is replaced.
+LaTeX; and, on request, exports/ for other programs. A report that lies there is replaced.
 The trace is merged first if the ranks have written more than it has."""
 
 

@@ -90,7 +90,7 @@ def _step(options, overrides):
     if options.out and options.out.exists():
         raise ValueError(f"--out {options.out} exists: name a new folder")
     source = folder / "config.toml" if folder else options.input
-    config = settled(source, overrides, options.ranks)
+    config = settled(source, overrides, options.ranks, of_run=folder is not None)
     machine = load(options.machine)
     runs = simulate(config, config.model.vocabulary, machine)
     found = summary(runs, config, machine)

@@ -20,12 +20,19 @@ run.watchdog_s; 1 a rank failed (the job ends).
 import json
 import sys
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from hpc3d.runtime import environment, launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
+
+
+class Asked(NamedTuple):
+    """What the command line and the input file ask for, and the folder of the run to go on with,
+    if there is one."""
+
+    config: object
+    run: Path | None
 
 
 class RunPlan(NamedTuple):
@@ -38,6 +45,16 @@ class RunPlan(NamedTuple):
     changes: list
 
 
+class Opened(NamedTuple):
+    """What rank 0 has opened for a run: its plan, the data, the program of all stages, and the
+    lock of its folder, which is held as long as this lives."""
+
+    plan: RunPlan
+    batches: object
+    program: object
+    lock: object
+
+
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     return launch.run("train", lambda job: train(job, list(words)))
@@ -46,24 +63,25 @@ def main(argv=None):
 def train(job, words):
     """The whole run on one rank."""
     if {"-h", "--help"} & set(words):
-        job.agree(explain)
+        job.from_root(explain)
         return
     from hpc3d.comm.device_setup import hardware
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
 
-    reader = {}
-    config = job.agree(lambda: asked(job, words, reader))
+    config, resumed = job.from_root(lambda: asked(job, words))
     ours, homes = hardware(job, config), homes_of(job)
-    refuse_unshared(job, homes, lambda: reader["run"] or Path(config.run.out).absolute())
-    plan = job.agree(lambda: prepare(config, reader))
-    program = job.deal(lambda: programs(plan.config, reader["program"]))
+    refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
+    opened = job.on_root(lambda: prepare(config, resumed))
+    plan = job.from_root(lambda: opened.plan)
+    program = job.scatter_from_root(lambda: programs(plan.config, opened.program))
     from hpc3d.training.guard import GuardError
     from hpc3d.training.stop_request import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    run = begin(job, plan, program, reader.get("batches"), ours._replace(homes=homes))
+    batches = opened.batches if opened else None
+    run = begin(job, plan, program, batches, ours._replace(homes=homes))
     try:
         done = steps(plan, run, stop)
     except GuardError as wrong:
@@ -86,7 +104,6 @@ class RunningJob(NamedTuple):
 
 def begin(job, plan, program, batches, hardware):
     """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
-    from hpc3d.checkpoints.resume import resume
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.training.guard import guarded
@@ -99,7 +116,7 @@ def begin(job, plan, program, batches, hardware):
     if hardware.device:
         from hpc3d.cuda.gpu import use
 
-        job.at_end.append(hardware.device.close)
+        job.exit_hooks.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
     mesh = guarded(mesh, config.guard)
     watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)
@@ -110,7 +127,11 @@ def begin(job, plan, program, batches, hardware):
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
     for line in plan.changes:
         log.say(f"resume: {line}")
-    start = resume(job, plan.folder, trainer, log.say) if plan.resumed else 0
+    start = 0
+    if plan.resumed:
+        from hpc3d.checkpoints.resume import resume
+
+        start = resume(job, plan.folder, trainer, log.say)
     saver = saver_of(job, plan, trainer, batches, log)
     return RunningJob(trainer, saver, watchdog, log, batches, start)
 
@@ -122,7 +143,7 @@ def steps(plan, run, stop):
     config, trainer, log = plan.config, run.trainer, run.log
     replicas, spikes = (
         ReplicaCheck(trainer, config.guard.replicas_every),
-        LossSpikes(config.guard.spike),
+        LossSpikes(config.guard.loss_spike_sigma),
     )
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
@@ -146,7 +167,7 @@ def stop_early(plan, run, step):
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop_request import reason
 
-    run.log.say(f"stopped behind step {step.number}, for {reason(step.wish)}")
+    run.log.say(f"stopped after step {step.number}, for {reason(step.wish)}")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(
@@ -200,23 +221,25 @@ def explain():
     print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
-def asked(job, words, reader):
-    """Rank 0: what the command line and the input file ask for; ValueError for what is wrong."""
+def asked(job, words):
+    """Rank 0: the Asked of the command line and the input file; ValueError for what is wrong."""
     from hpc3d.checkpoints.resume import fitted, run_to_resume
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, settle
 
-    run = reader["run"] = run_to_resume(words)
-    path = words.pop(0) if words and not words[0].startswith("-") else run and run / "config.toml"
-    config = load.load(path, words)
+    run = run_to_resume(words)
+    given = words and not words[0].startswith("-")
+    path = words.pop(0) if given else run and run / "config.toml"
+    config = load.load(path, words, of_run=not given)
     config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
     refuse([*untrainable(config)])
-    return config
+    return Asked(config, run)
 
 
-def prepare(config, reader):
-    """Rank 0: open the text, make the folder; ValueError for what is wrong."""
+def prepare(config, run):
+    """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
+    wrong."""
     from hpc3d import shipped
     from hpc3d.checkpoints.resume import continued, laid_out
     from hpc3d.config import load
@@ -226,7 +249,6 @@ def prepare(config, reader):
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
-    run = reader["run"]
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     vocabulary = config.model.vocabulary or tokens.vocabulary
     if vocabulary < tokens.vocabulary:
@@ -240,19 +262,18 @@ def prepare(config, reader):
         data=replace(config.data, tokenizer=tokens.tokenizer),
     )
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    sizes = config.model.sequence, config.train.batch
-    reader["batches"] = Batches(tokens, *sizes, config.seed)
-    reader["program"] = program_of(config)
-    changed = []
+    batches = Batches(tokens, config.model.sequence, config.train.batch, config.seed)
+    program, changed = program_of(config), []
     if run:
-        reader["lock"] = folder.claim(run)
+        lock = folder.claim(run)
         config, changed = continued(run, config)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = laid_out(config)
         where = folder.create(config, load.to_toml(config))
-        reader["lock"] = folder.claim(where)
-    return RunPlan(config, where, folder.git_revision(), bool(run), changed)
+        lock = folder.claim(where)
+    plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
+    return Opened(plan, batches, program, lock)
 
 
 def saver_of(job, plan, trainer, batches, log):
@@ -274,11 +295,8 @@ def saver_of(job, plan, trainer, batches, log):
 
 def programs(config, program):
     """Rank 0: what each rank runs, the part of its pipeline stage."""
-    sizes = config.mesh.sizes()
-    axes, shape = list(sizes), list(sizes.values())
-    inner = prod(shape[axes.index("p") + 1 :])
-    stages = [rank // inner % config.mesh.p for rank in range(prod(shape))]
-    return [program.of(stage) for stage in stages]
+    grid = config.mesh.grid()
+    return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
 def save_position(plan, batches, done):

@@ -3,6 +3,7 @@ else happens: no traceback, no hang, no exit code 0."""
 
 import json
 import os
+import re
 import shutil
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from hpc3d.config.load import flat, load
 from hpc3d.config.rules import settle
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.file import REMEDY
+from tests.elided import elided
 from tests.mpi import mpirun
 from tests.runs import ended, said
 from tests.runs import train as run_of
@@ -104,10 +106,7 @@ def test_what_has_no_end_is_refused_in_a_line(words, tmp_path):
 def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, capsys):
     os.mkfifo(pipe := tmp_path / "pipe")
     lines = refused([str(pipe), "--run.out", tmp_path / "none"])
-    assert lines == [
-        f"{pipe} is a device or a pipe, and only regular files are read; name a file that can be "
-        "read"
-    ]
+    assert re.match(f"{pipe} .* regular files", *lines)
     assert said_well(refused(["--parallel.schedule", f"csv:{pipe}"]))
     words = ["schedule", "--name", f"csv:{pipe}", "--stages", "1", "--microbatches", "1"]
     assert simulate.main(words) == 2
@@ -293,7 +292,7 @@ def test_counts_of_a_manifest_have_bounds(run, tmp_path, key, value):
     manifest = json.loads(path.read_text(encoding="utf-8"))
     (manifest["position"] if key in ("sequences", "epoch") else manifest)[key] = value
     path.write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"no number (position\.)?{key} below 9007199254740992"):
+    with pytest.raises(ValueError, match=rf"number (position\.)?{key} .*9007199254740992"):
         Checkpoint(folder)
 
 
@@ -306,7 +305,7 @@ def test_times_of_a_trace_have_bounds(run, tmp_path, capsys, column, value):
     assert ended(report.main, path, "--tables", "--out", tmp_path / "report") in (0, 2)
     with hpc3d.trace.open(path) as trace:
         damages = violations(trace)
-    assert damages == [f"{path}: {column} has a value that cannot be: {value}; {REMEDY}"]
+    assert re.fullmatch(elided(f"{path}: {column} ... {value}; {REMEDY}"), *damages)
 
 
 def spoil(path, manifest, chance):

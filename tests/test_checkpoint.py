@@ -1,6 +1,7 @@
 """`python -m hpc3d.checkpoint`: what it prints, its exit codes, and what it refuses."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from hpc3d.checkpoint import main
 from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import gpt2
+from tests.elided import elided
 from tests.mpi import ROOT, checked
 from tests.runs import ended, losses, train
 
@@ -84,8 +86,8 @@ def test_show_says_which_checkpoint_is_not_whole(run, capsys):
     (checkpoint(run) / "rank-00003.bin").unlink()
     code, lines, _ = call(capsys, "show", run)
     assert code == 0
-    assert lines[0].startswith(f"{STEPS[0]}  not whole: ") and "No such file" in lines[0]
-    assert lines[1].startswith(STEPS[1]) and "not whole" not in lines[1]
+    assert re.match(f"{STEPS[0]}  .*: .*No such file", lines[0])
+    assert lines[1].startswith(STEPS[1]) and "No such file" not in lines[1]
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", f"checkpoints/{STEPS[0]}"])
@@ -93,7 +95,9 @@ def test_verify_passes_what_is_whole(original, capsys, place):
     code, lines, errors = call(capsys, "verify", original / place, "--json")
     assert (code, errors) == (0, [])
     names = STEPS[:1] if "step" in place else STEPS
-    assert lines[:-1] == [f"{original / 'checkpoints' / name} is whole" for name in names]
+    assert [line.split()[0] for line in lines[:-1]] == [
+        str(original / "checkpoints" / name) for name in names
+    ]
     assert json.loads(lines[-1])["whole"] is True
 
 
@@ -112,8 +116,8 @@ def test_verify_names_every_file_that_was_changed(run, capsys):
         flip(path)
     code, lines, errors = call(capsys, "verify", run, "--json")
     assert code == 3
-    assert lines[0] == f"{checkpoint(run, 1)} is whole"
-    assert ["rank-00003.bin was changed" in errors[0], "rank-00005.bin" in errors[1]] == [True] * 2
+    assert lines[0].split()[0] == str(checkpoint(run, 1))
+    assert ["rank-00003.bin" in errors[0], "rank-00005.bin" in errors[1]] == [True] * 2
     found = json.loads(lines[-1])
     assert found["whole"] is False
     assert [len(one["problems"]) for one in found["checkpoints"]] == [2, 0]
@@ -175,36 +179,36 @@ def settings(before, after):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (drop_piece, "elements are nowhere"),
-        (twice, "lie in two files"),
-        (outside, "a part lies outside of"),
-        (unknown, "its model has no layers.0.gate"),
-        (integers, "rank-00000.bin has a piece that is none"),
-        (put(step=7), "its manifest is of step 7"),
-        (put(step="2"), "its manifest has no number step"),
-        (put(format="other"), "is no whole checkpoint"),
-        (put(version=99), "is no whole checkpoint"),
-        (put(config=5), "no configuration can be read"),
-        (put(config="x ="), "no configuration can be read"),
-        (put(config="[modl]"), "modl: unknown key"),
-        (without("config"), "no configuration can be read"),
-        (without("updates"), "its manifest has no number updates"),
-        (without("files"), "is no whole checkpoint"),
-        (settings("layers = 4", "layers = 5"), "4 layers are there, but its model.layers = 5"),
+        (drop_piece, "layers.0.qkv.bias, second: 36 of 72"),
+        (twice, "rows ... two files"),
+        (outside, ": ... outside"),
+        (unknown, " layers.0.gate"),
+        (integers, "rank-00000.bin ... piece that"),
+        (put(step=7), "manifest ... step 7"),
+        (put(step="2"), "manifest ... number step"),
+        (put(format="other"), "step-00000002 ... checkpoint: ... manifest"),
+        (put(version=99), "step-00000002 ... checkpoint: ... manifest"),
+        (put(config=5), " configuration "),
+        (put(config="x ="), " configuration "),
+        (put(config="[modl]"), "modl: "),
+        (without("config"), " configuration "),
+        (without("updates"), "manifest ... number updates"),
+        (without("files"), "step-00000002 ... checkpoint: ... manifest"),
+        (settings("layers = 4", "layers = 5"), "4 layers ... model.layers = 5: "),
         (settings("layers = 4", "layers = 1000000000"), "model.layers = 1000000000"),
         (settings("hidden = 24", "hidden = 36"), "embedding.token, value: "),
-        (settings("vocabulary = 29", ""), "model.vocabulary is not settled"),
-        (settings("heads = 12", "heads = 7"), "does not divide by model.heads"),
-        (lambda manifest: ["files"], "is no whole checkpoint"),
+        (settings("vocabulary = 29", ""), "model.vocabulary "),
+        (settings("heads = 12", "heads = 7"), "model.hidden = 24 ... model.heads = 7"),
+        (lambda manifest: ["files"], "step-00000002 ... checkpoint: ... manifest"),
     ],
 )
 def test_verify_finds_what_is_wrong_in_a_manifest(run, capsys, change, said):
     folder = checkpoint(run)
     rewrite(folder, change)
     code, _, errors = call(capsys, "verify", folder)
-    assert code == 3 and any(said in line for line in errors), errors
+    assert code == 3 and any(re.search(elided(said), line) for line in errors), errors
     code, _, errors = call(capsys, "export", folder, "-o", run / "out")
-    assert code == 2 and any(said in line for line in errors)
+    assert code == 2 and any(re.search(elided(said), line) for line in errors)
     assert not (run / "out").exists()
     assert call(capsys, "show", folder)[0] in (0, 2)
 
@@ -213,7 +217,7 @@ def test_export_takes_the_newest_whole_checkpoint(run, tmp_path, capsys):
     flip(*shards(checkpoint(run), 2))
     code, lines, errors = call(capsys, "export", run, "-o", tmp_path / "out", "--json")
     assert code == 0
-    assert len(errors) == 1 and "rank-00002.bin was changed" in errors[0]
+    assert len(errors) == 1 and "rank-00002.bin" in errors[0]
     found = json.loads(lines[-1])
     assert found["step"] == 1 and found["checkpoint"].endswith(STEPS[1])
     assert found["parameters"] == 29712
@@ -236,7 +240,7 @@ def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
     (target / "config.json").write_text("mine")
     words = "export", original, "-o", target
     code, _, errors = call(capsys, *words)
-    assert code == 2 and "config.json exists: name another place" in errors[0]
+    assert code == 2 and re.search(r"config\.json .*: .* --force$", errors[0])
     assert (target / "config.json").read_text() == "mine"
     assert call(capsys, *words, "--force")[0] == 0
     assert (target / "config.json").read_text() != "mine"
@@ -256,7 +260,7 @@ def test_import_makes_a_run_and_says_how_it_goes_on(original, tmp_path, capsys):
     assert "steps = 3" in text and "seed = 5" in text
     assert call(capsys, "verify", again)[0] == 0
     code, _, errors = call(capsys, *words)
-    assert code == 2 and "a run is never written over" in errors[0]
+    assert code == 2 and str(again) in errors[0]
 
 
 @pytest.fixture
@@ -279,29 +283,32 @@ def places(original, tmp_path):
         ("", "the following arguments are required"),
         ("shw {run}", "invalid choice: 'shw'"),
         ("show", "required: RUN_DIR|CHECKPOINT"),
-        ("show {t}/absent", "no checkpoint is there"),
-        ("show {t}/empty", "no checkpoint is there; name a run that saved"),
-        ("show {t}/file", "no checkpoint is there"),
-        ("show {run} --train.steps 3", "--train.steps: settings are for import"),
+        ("show {t}/absent", "{t}/absent: ...(checkpoint.every), ... step-00000010"),
+        ("show {t}/empty", "{t}/empty: ...(checkpoint.every), ... step-00000010"),
+        ("show {t}/file", "{t}/file: ...(checkpoint.every), ... step-00000010"),
+        ("show {run} --train.steps 3", "--train.steps: ... import"),
         ("verify {run} --deep", "unrecognized arguments: --deep"),
-        ("verify {t}/empty", "no checkpoint is there"),
+        ("verify {t}/empty", "{t}/empty: ...(checkpoint.every), ... step-00000010"),
         ("export {run}", "required: -o/--output"),
-        ("export {run} -o {t}/file", "is a file: name a folder"),
-        ("export {t}/empty -o {out}", "no checkpoint is there"),
-        ("import {t}/absent -o {out}", "there is no such file or folder"),
-        ("import {t}/empty -o {out}", "there is no model.safetensors"),
-        ("import {t}/pickled -o {out}", "pickles, which can run code"),
-        ("import {t}/pickled/pytorch_model.bin -o {out}", "pickles, which can run code"),
-        ("import {t}/torn -o {out}", "no whole safetensors file"),
-        ("import {t}/listed -o {out}", "no JSON object"),
-        ("import {t}/torn -o {out} --train.steps", "no whole safetensors file"),
+        ("export {run} -o {t}/file", "{t}/file ... NAME.safetensors"),
+        ("export {t}/empty -o {out}", "{t}/empty: ...(checkpoint.every), ... step-00000010"),
+        ("import {t}/absent -o {out}", "{t}/absent: "),
+        ("import {t}/empty -o {out}", "{t}/empty: ... model.safetensors"),
+        ("import {t}/pickled -o {out}", "{t}/pickled... pytorch_model.bin, ...save_pretrained("),
+        (
+            "import {t}/pickled/pytorch_model.bin -o {out}",
+            "{t}/pickled... pytorch_model.bin, ...save_pretrained(",
+        ),
+        ("import {t}/torn -o {out}", "{t}/torn/model.safetensors "),
+        ("import {t}/listed -o {out}", "{t}/listed/model.safetensors.index.json: ... JSON"),
+        ("import {t}/torn -o {out} --train.steps", "{t}/torn/model.safetensors "),
         ("import {t}/torn -o {out} x", "unrecognized arguments: x"),
     ],
 )
 def test_bad_command_lines_are_refused_in_one_line(places, capsys, line, said):
     code, lines, errors = call(capsys, *line.format(**places).split())
     assert (code, lines, len(errors)) == (2, [], 1)
-    assert said in errors[0]
+    assert re.search(elided(said.format(**places)), errors[0])
     assert not (places["t"] / "out").exists()
 
 
@@ -309,9 +316,8 @@ def test_a_value_that_is_not_there_is_asked_for(original, tmp_path, capsys):
     call(capsys, "export", original, "-o", tmp_path / "out")
     words = "import", tmp_path / "out", "-o", tmp_path / "run", "--train.steps"
     code, _, errors = call(capsys, *words)
-    assert code == 2 and errors == [
-        "hpc3d.checkpoint: --train.steps: no value; write --train.steps VALUE"
-    ]
+    facts = "hpc3d.checkpoint: --train.steps: ... --train.steps VALUE"
+    assert code == 2 and re.fullmatch(elided(facts), *errors)
 
 
 @pytest.mark.parametrize("room", [0, 100_000])

@@ -9,7 +9,7 @@ from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train
 
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
-SLOW = [("nccl", line) for line in MIXES[3::6]] + [("staged", line) for line in MIXES[::10]]
+SLOW = [("nccl", line) for line in MIXES[3::6]] + [("host-staged", line) for line in MIXES[::10]]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_what_is_planted_on_ranks_is_found(tmp_path):
     assert "3 on 2 hosts: host0 0 2, host1 1" in texts["hosts"]
     assert "at most 5 s" in texts["hosts"]
     assert "0:0, 1:0, 2:0" in texts["gpus"]
-    assert "auto is staged here: no NCCL on ranks 0-2; MPI does not say" in texts["gpus"]
+    assert "auto is host-staged here: no NCCL on ranks 0-2; MPI does not say" in texts["gpus"]
 
 
 def test_clocks_add_up_down_the_tree():

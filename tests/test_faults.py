@@ -96,7 +96,7 @@ SAID = {
     "exit": (7, r"exited with 7\n"),
     "reader": (1, r"failed\n(.*\n)*RuntimeError: a message of the reader\n"),
     "writer": (1, r"failed\n(.*\n)*RuntimeError: a message of the writer\n"),
-    "full disk": (1, r"failed: No space left on device: /.*/checkpoints.*; mend that, then "),
+    "full disk": (1, r"failed: No space left on device: /.*/checkpoints.*; fix that, then "),
 }
 
 
@@ -219,7 +219,7 @@ def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
     assert 10 < ended.lasted < 20
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
-    assert line.startswith("hpc3d.train: rank 0 was told to end and left: nothing moved for ")
+    assert line.startswith("hpc3d.train: rank 0 was asked to end and left: nothing moved for ")
     ended.assert_trace()
 
 

@@ -10,6 +10,7 @@ from hpc3d import limits
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, validate
 from hpc3d.config.rules import divisors, unknown_values, wrong_parts, wrong_pipeline
+from tests.elided import elided
 
 TABLE = Path(__file__).parent.parent / "docs" / "limits.md"
 
@@ -28,8 +29,8 @@ def test_a_number_is_within_its_bounds(key):
         assert not [*limits.out_of_bounds(with_value(key, value))]
     (low,) = unknown_values(with_value(key, least - 1))
     (high,) = unknown_values(with_value(key, most + 1))
-    assert low == f"{key} = {least - 1}: must be at least {least}"
-    assert high == f"{key} = {most + 1}: must be at least {least} and at most {most}"
+    assert re.fullmatch(elided(f"{key} = {least - 1}: ... {least}"), low)
+    assert re.fullmatch(elided(f"{key} = {most + 1}: ... {least} ... {most}"), high)
 
 
 def test_every_whole_number_of_an_input_has_bounds():
@@ -44,14 +45,14 @@ def test_a_number_of_many_digits_is_short():
     (line,) = limits.out_of_bounds(with_value("train.batch", 10**400))
     found, bounds = line.split(": ")
     assert found == "train.batch = 10000000000000000000... (401 digits)"
-    assert bounds == "must be at least 1 and at most 1048576"
+    assert re.fullmatch(".* 1 .* 1048576", bounds)
 
 
 def test_products_are_bounded():
     model, train = Config().model, Config().train
     wide = replace(model, hidden=2**20, vocabulary=2**27, layers=limits.MOST_LAYERS)
     (line,) = limits.too_large(replace(Config(), model=wide, train=replace(train, batch=1)))
-    assert line.startswith("model.hidden x hidden x 12 x layers = 131941395333120000: at most")
+    assert line.startswith("model.hidden x hidden x 12 x layers = 131941395333120000: ")
     long = replace(model, sequence=2**27, heads=1, vocabulary=256)
     for batch, wrong in ((2, 0), (5, 1)):  # 2^27 rows of 2^27 scores are 2^54
         config = replace(Config(), model=long, train=replace(train, batch=batch))
@@ -59,7 +60,7 @@ def test_products_are_bounded():
     mesh = replace(Config().mesh, p=1, d=2**10, x=2**10, y=1, z=1)
     assert not [*wrong_parts(replace(Config(), mesh=mesh))]
     (line,) = wrong_parts(replace(Config(), mesh=replace(mesh, y=2)))
-    assert line == "mesh: 2097152 ranks; at most 1048576"
+    assert re.fullmatch("mesh: 2097152 .* 1048576", line)
 
 
 def test_passes_of_a_schedule_are_bounded():
@@ -69,10 +70,8 @@ def test_passes_of_a_schedule_are_bounded():
         return [*wrong_pipeline(replace(Config(), parallel=parallel, mesh=mesh, model=model))]
 
     assert not lines(4096)
-    assert lines(4097) == [
-        "parallel.microbatches = 4097: on 64 x 1 parts 262208 forward passes a step, and 262144 "
-        "are the most; use at most 4096 microbatches"
-    ]
+    facts = "parallel.microbatches = 4097: ... 64 x 1 ... 262208 ... 262144 ... 4096 "
+    assert re.match(elided(facts), *lines(4097))
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 49, 64, 97, 720720, 1048573])

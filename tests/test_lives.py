@@ -1,7 +1,7 @@
 """Runs that save every step and are killed (kill -9) at a hundred moments drawn at random: they
 go on as if nothing had happened, to the last bit.
 
-Some are on real ranks; most are processes of threads, which are quicker to start.
+Some are on real ranks; most are processes of threads, which start faster.
 """
 
 import os

@@ -69,7 +69,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         """An array of its own."""
         return type(self)(shape, dtype or self.dtype, self.pool)
 
-    def told(self, name, *arrays):
+    def made_by(self, name, *arrays):
         """This array, which an operation made of `arrays`."""
         self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
         return self
@@ -105,7 +105,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         return self.view(indexed(self.shape, key if isinstance(key, tuple) else (key,)))
 
     def __setitem__(self, key, value):
-        self[key].told("copy", *of_shapes([value]))
+        self[key].made_by("copy", *of_shapes([value]))
 
     def reshape(self, *shape):
         shape = shape[0] if isinstance(shape[0], tuple) else shape
@@ -124,19 +124,19 @@ class AbstractArray(NDArrayOperatorsMixin):
         return self.view(self.shape[place] for place in order)
 
     def copy(self):
-        return self.like(self.shape).told("copy", self)
+        return self.like(self.shape).made_by("copy", self)
 
     def astype(self, dtype):
-        return self.like(self.shape, dtype).told("copy", self)
+        return self.like(self.shape, dtype).made_by("copy", self)
 
     def fill(self, value):
-        self.told("fill")
+        self.made_by("fill")
 
     def sum(self, axis=None, dtype=None):
-        return self.like(reduced(self.shape, axis), dtype).told("reduction", self)
+        return self.like(reduced(self.shape, axis), dtype).made_by("reduction", self)
 
     def max(self, axis=None, initial=None):
-        return self.like(reduced(self.shape, axis)).told("reduction", self)
+        return self.like(reduced(self.shape, axis)).made_by("reduction", self)
 
     mean = sum
 
@@ -145,11 +145,11 @@ class AbstractArray(NDArrayOperatorsMixin):
         if ufunc is np.matmul:
             return self.multiplied(*shapes, out)
         if out is not None:
-            return out[0].told(ufunc.__name__, *of_shapes(inputs))
+            return out[0].made_by(ufunc.__name__, *of_shapes(inputs))
         dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
         dtype = bool if compares(ufunc) else dtype
         shape = reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
-        return self.like(shape, dtype).told(ufunc.__name__, *of_shapes(inputs))
+        return self.like(shape, dtype).made_by(ufunc.__name__, *of_shapes(inputs))
 
     def multiplied(self, a, b, out):
         """The product of arrays of the shapes a and b."""
@@ -200,12 +200,12 @@ def product(a, b):
 def concatenated(blocks, axis=0):
     sizes = [sum(block.shape[axis] for block in blocks)]
     shape = (*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :])
-    return blocks[0].like(shape).told("copy", *blocks)
+    return blocks[0].like(shape).made_by("copy", *blocks)
 
 
 def stacked(blocks, axis=0):
     shape = blocks[0].shape
-    return blocks[0].like((*shape[:axis], len(blocks), *shape[axis:])).told("copy", *blocks)
+    return blocks[0].like((*shape[:axis], len(blocks), *shape[axis:])).made_by("copy", *blocks)
 
 
 def dot(a, b):
@@ -222,7 +222,7 @@ FUNCTIONS = {
     np.concatenate: concatenated,
     np.stack: stacked,
     np.empty_like: lambda like, **_: like.like(like.shape),
-    np.zeros_like: lambda like, **_: like.like(like.shape).told("fill"),
+    np.zeros_like: lambda like, **_: like.like(like.shape).made_by("fill"),
     np.dot: dot,
     np.shape: lambda a: a.shape,
 }

@@ -67,10 +67,10 @@ class Lease:
 class Pool:
     """The arrays of one rank, with the bytes that are live and their peak, by kind.
 
-    Products of its arrays are `fused` where one call also adds biases, residuals and gradients.
+    Where they are `on_device`, one call of a product also adds biases, residuals and gradients.
     """
 
-    fused = False
+    on_device = False
     device = "cpu"  # where they are
 
     def __init__(self):

@@ -55,9 +55,9 @@ def check(machine, folder, how, repeats):
 
 
 def works_of(line, folder, how):
-    """What the ranks of a run spent their processor time on."""
+    """What the ranks of a run spent their CPU time on."""
     print(f"calibrate: {line}", flush=True)
-    with trained(line, folder, {**how, "clock": "processor"}) as trace:
+    with trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 
 
@@ -88,7 +88,7 @@ def this_machine(transport):
 
 
 def processor():
-    """The name of the processor, where the system tells it."""
+    """The name of the CPU, where the system knows it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -13,16 +13,16 @@ EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every ha
 
 
 def guards(options):
-    """Processor time, of all ranks together."""
+    """CPU time, of all ranks together."""
     results = {}
     for ranks, name in RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = measured(ranks, name, options.rounds or 10)
         step, low, high = found["theirs_s"], found["ratio_min"], found["ratio_max"]
         cost, replicas = found["ratio"] - 1, found["replicas_s"]
         every = max(1, ceil(cost / SHARE))
-        print(f"{name}, {ranks} ranks: {step:.2f} s of processor time a step")
+        print(f"{name}, {ranks} ranks: {step:.2f} s of CPU time a step")
         print(f"    with products and messages checked {1 + cost:.3f} ({low:.3f} to {high:.3f})")
-        print(f"    guard.products_every = {every}: {cost / every:.1%} of a step")
+        print(f"    guard.abft_every = {every}: {cost / every:.1%} of a step")
         print(f"    guard.replicas_every = {EVERY}: {replicas / EVERY / step:.2%} of a step")
     return results
 
@@ -33,8 +33,8 @@ def measured(ranks, name, rounds):
     from hpc3d import trace
     from hpc3d.benchmarks import harness
 
-    how = ["--guard.products_every", "2", "--guard.replicas_every", "2"]
-    how += ["--trace.clock", "processor"]
+    how = ["--guard.abft_every", "2", "--guard.replicas_every", "2"]
+    how += ["--trace.clock", "cpu"]
     with tempfile.TemporaryDirectory() as folder:
         done = harness.run(ranks, [str(shipped(name)), *how], folder, steps=2 * rounds + 2)
         with trace.open(done["folder"] / "trace.h5") as recorded:

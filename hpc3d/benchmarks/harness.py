@@ -79,8 +79,8 @@ def against_torch(config, rounds):
     from hpc3d.benchmarks import torch_reference
 
     trainer = serial_trainer(config)
-    ours = trainer.parameters, trainer.shape
-    theirs = torch_reference.training_step(*ours, config.train, *Noise(config, 256).batch(0))
+    batch = Noise(config, 256).batch(0)
+    theirs = torch_reference.training_step(trainer.parameters, trainer.shape, config.train, *batch)
     return ratios(*in_turn(rounds, steps_of(trainer), theirs))
 
 
@@ -101,7 +101,7 @@ def tracing(config, rounds):
 
 def overhead(path, options, ranks, rounds):
     """A step on `ranks` ranks and on one rank with all cores, in turn; and the seconds of
-    processor time of all ranks together, by what they went into."""
+    CPU time of all ranks together, by what they went into."""
     many, one = [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
@@ -109,14 +109,14 @@ def overhead(path, options, ranks, rounds):
             serial = [path, *options, *["--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]]
             one.append(run(1, serial, folder))
         result = ratios([m["step_s"] for m in many], [o["step_s"] for o in one])
-        clock = ["--trace.clock", "processor"]
+        clock = ["--trace.clock", "cpu"]
         result["processor"] = run(ranks, [path, *options, *clock], folder)["seconds"]
         result["processor_serial"] = run(1, [*serial, *clock], folder)["seconds"]
     return {**result, "first_step_s": median(m["first_s"] for m in many)}
 
 
 def overlap(path, options, ranks, rounds):
-    """Seconds a step that a rank spends in the sums of gradients over the data axis, with and
+    """Seconds a step that a rank spends reducing gradients over the data axis, with and
     without overlap, and the bytes that it receives there: the same both ways."""
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:

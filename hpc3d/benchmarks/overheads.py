@@ -30,7 +30,7 @@ def overhead(options):
         found = results[label] = harness.overhead(path, sizes, 64, options.rounds or 3)
         print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {pair(found)}")
         print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
-        print("    processor seconds a step, all ranks together     64 ranks  one rank")
+        print("    CPU seconds per step, all ranks together     64 ranks  one rank")
         ours, serial = found["processor"], found["processor_serial"]
         for name in sorted(ours, key=ours.get, reverse=True)[:12]:
             print(f"    {name:44s} {ours[name]:10.2f} {serial.get(name, 0):9.2f}")

@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +54,8 @@ def forecast(job, folder, trainer, keep):
 def probe(folder, host, size):
     """Write a small and a large file into a folder, have them on disk, and remove them."""
     path, block = folder / f"probe-{host}", np.random.default_rng(0).bytes(size)
-    small, large = timed(written, path, block[:1]), timed(written, path, block)
-    digest = timed(hashlib.sha256, block)
+    small, large = timed(partial(written, path, block[:1])), timed(partial(written, path, block))
+    digest = timed(partial(hashlib.sha256, block))
     path.unlink()
     return Probe(small, max(0.0, large - small) / size, digest / size)
 
@@ -64,9 +65,9 @@ def written(path, block):
         temporary.write_bytes(block)
 
 
-def timed(function, *arguments):
+def timed(function):
     begin = time.perf_counter()
-    function(*arguments)
+    function()
     return time.perf_counter() - begin
 
 

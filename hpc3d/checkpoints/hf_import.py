@@ -5,12 +5,11 @@ The files are not trusted: sizes come from arrays that are there, not from what 
 
 import json
 import re
-from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from hpc3d import files
+from hpc3d import files, renamed
 from hpc3d.checkpoints.hf_export import (
     CONFIG,
     DROPOUTS,
@@ -218,7 +217,7 @@ def configured(pretrained, words):
     The model is as it is: given may be what is undecided, the dropout, and a shorter sequence.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
-    override(tree, words)
+    renamed.warn(override(tree, words))
     config = validate(tree)
     for key, reason in pretrained.undecided.items():
         if key not in tree["model"]:
@@ -228,6 +227,6 @@ def configured(pretrained, words):
         shorter = key == "sequence" and asked < known
         if asked != known and key != "dropout" and not shorter:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
-    settle(config, prod(config.mesh.sizes().values()))
+    settle(config, config.mesh.grid().size)
     refuse([*untrainable(config)])
     return config

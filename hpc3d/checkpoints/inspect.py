@@ -11,6 +11,7 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values, wrong_parts
+from hpc3d.model.gpt2 import ModelSpec
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.plain import Problems, lines_of
@@ -71,7 +72,7 @@ def shapes_of(model):
     mesh = Mesh({}, {}, {}, Self())
     parameters = Parameters(mesh, "float32")
     whole = Part(range(model.layers), True, True)
-    build(mesh, parameters, shape_of(model, model.vocabulary), Split(), [whole])
+    build(mesh, parameters, ModelSpec(shape_of(model, model.vocabulary), Split()), [whole])
     return {item.name: item.shape for item in parameters}
 
 

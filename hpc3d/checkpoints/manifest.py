@@ -72,7 +72,7 @@ def check_header(header):
         known = number(header.get(key), MOST_COUNT)
         require(known, f"its manifest has no number {key} below {MOST_COUNT}")
     position = header.get("position") or {}
-    require(isinstance(position, dict), "its manifest has a position that is none")
+    require(isinstance(position, dict), "its manifest has an invalid position")
     for key in position:
         known = number(position[key], MOST_COUNT)
         require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
@@ -99,7 +99,7 @@ def check_file(file):
     require(isinstance(pieces, list), f"{name} has no pieces")
     for piece in pieces:
         sound = isinstance(piece, list) and len(piece) == 5 and sound_piece(*piece)
-        require(sound, f"{name} has a piece that is none")
+        require(sound, f"{name} has an invalid piece")
         *_, dtype, offset, rectangles = piece
         end = offset + FLOATS[dtype] * sum(map(area, rectangles))
         require(end <= file["bytes"], f"{name} has a piece beyond its end")

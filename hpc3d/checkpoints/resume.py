@@ -1,7 +1,6 @@
 """Going on with a run: its folder, what changes, the state of its newest whole checkpoint."""
 
 from dataclasses import asdict, replace
-from math import prod
 from pathlib import Path
 
 from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
@@ -38,12 +37,12 @@ def fitted(config, ranks):
     """A stored configuration whose mesh gives way, where it is of another number of ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
-    if prod(mesh.sizes().values()) == ranks or None in (mesh.x, mesh.y, mesh.z):
+    if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
         return config
     stages = mesh.p * mesh.d
     kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
-    freed = {} if kept else {"schedule": None, "chunks": None, "stages": None, "zero": 0}
+    freed = {} if kept else {"schedule": None, "chunks": None, "layers_per_stage": None, "zero": 0}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
@@ -53,14 +52,14 @@ def continued(run, config):
     ValueError, before anything is changed, if it cannot go on.
     """
     done = check(run, config)
-    begun = load(run / "config.toml", []).train if done else config.train
+    begun = load(run / "config.toml", [], of_run=True).train if done else config.train
     config = laid_out(config, begun)
     return config, [*changes(run, config), *rates(begun, config.train, done)]
 
 
 def changes(run, config):
     """A line for each setting that is not what it was in the run; what was open is no such."""
-    before, now = flat(load(run / "config.toml", [])), flat(config)
+    before, now = flat(load(run / "config.toml", [], of_run=True)), flat(config)
     return [
         f"{key} was {before[key]}, is {now[key]}"
         for key in now
@@ -72,7 +71,7 @@ def check(run, config):
     """How many steps are done, of the newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
-    be told without reading it all, or nothing left to do.
+    be seen without reading it all, or nothing left to do.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -120,10 +119,11 @@ def resume(job, run, trainer, say):
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
 
-    `say(line)` is told which one that is, and what is wrong with those after it.
+    `say(line)` logs which one that is, and what is wrong with those after it.
     """
     opened, wrong = newest(job, run, trainer)
-    if problems := agreed(job, attempt(restore, opened, trainer.parameters, trainer.optimizer)):
+    problem = attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
+    if problems := agreed(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
     trainer.scaling.restore(opened.header.get("loss_scale"))
@@ -136,7 +136,7 @@ def resume(job, run, trainer, say):
 
 def go_on(batches, header):
     """Rank 0: let the data begin where the position in a manifest says; by itself it begins
-    behind as many steps of today's batch."""
+    after as many steps of today's batch."""
     match header.get("position"):
         case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
             batches.go_on(header["step"], sequences)
@@ -146,7 +146,7 @@ def newest(job, run, trainer):
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
     what is wrong with those after it.  The job is refused without one."""
     wrong = []
-    for folder in job.agree(lambda: steps_of(run / "checkpoints")):
+    for folder in job.from_root(lambda: steps_of(run / "checkpoints")):
         opened = None
 
         def look(folder=folder):
@@ -163,10 +163,10 @@ def newest(job, run, trainer):
     job.refuse(*wrong, NOTHING.format(run))
 
 
-def attempt(function, *arguments):
-    """What `function` says is wrong, or its OSError or ValueError does, in one line."""
+def attempt(function):
+    """What `function()` says is wrong, or its OSError or ValueError does, in one line."""
     try:
-        return function(*arguments)
+        return function()
     except (OSError, ValueError) as error:
         return "; ".join(lines_of(error))
 

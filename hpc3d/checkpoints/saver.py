@@ -13,7 +13,7 @@ class Saver:
     (0: never), of which it keeps `keep`.
 
     The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
-    checkpoint.  `header(done)` is plain data for the manifest; `say(line)` is told, on rank 0,
+    checkpoint.  `header(done)` is plain data for the manifest; `say(line)` logs, on rank 0,
     what was saved.
     """
 
@@ -54,10 +54,10 @@ class Saver:
         self.thread = threading.Thread(target=self.try_to_write, args=(snapshot, header, begin))
         self.thread.start()
 
-    def try_to_write(self, *arguments):
+    def try_to_write(self, snapshot, header, begin):
         """`write`, whose error names a file, or the folder."""
         try:
-            self.write(*arguments)
+            self.write(snapshot, header, begin)
         except OSError as error:
             error.filename = error.filename or self.parent
             raise

@@ -1,11 +1,10 @@
 """Communicators of arrays without data: they move nothing, and give blocks of the right shape."""
 
-from math import prod
-
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray, AbstractPool
 from hpc3d.comm.communicator import SMALL_SUM, Communicator, Pending, ready
+from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh
 
 
@@ -20,7 +19,7 @@ class AbstractCommunicator(Communicator):
     @property
     def of_node(self):
         """Whether its members are ranks of a node, not devices."""
-        return not self.pool.fused
+        return not self.pool.on_device
 
     def buffer(self, shape, dtype):
         block = super().buffer(shape, dtype)
@@ -75,27 +74,13 @@ class AbstractCommunicator(Communicator):
         return ready(self.pool.empty(shape, dtype, "communication"))
 
 
-def rank_of(sizes, coords, pool=None):
+def abstract_mesh(sizes, coords, pool=None):
     """The mesh of one rank of `sizes` at `coords`, alone and without data."""
-    pool, place = pool or AbstractPool(), 0
-    for axis, size in sizes.items():
-        place = place * size + coords[axis]
-    world = AbstractCommunicator(place, prod(sizes.values()), None, pool)
+    pool, grid = pool or AbstractPool(), Grid(sizes)
+    world = AbstractCommunicator(grid.rank(coords), grid.size, None, pool)
     comms = {
-        axis: AbstractCommunicator(coords[axis], size, line(sizes, coords, axis), pool)
+        axis: AbstractCommunicator(coords[axis], size, grid.ranks_along(axis, coords), pool)
         for axis, size in sizes.items()
         if size > 1
     }
     return Mesh(sizes, coords, comms, world)
-
-
-def line(sizes, coords, axis):
-    """The ranks along an axis."""
-    first, apart, stride = 0, 1, 1
-    for name, size in reversed(sizes.items()):
-        if name == axis:
-            apart = stride
-        else:
-            first += stride * coords[name]
-        stride *= size
-    return [first + place * apart for place in range(sizes[axis])]

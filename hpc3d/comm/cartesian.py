@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import Self
+from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.shared_memory import SharedMemory, usable
@@ -21,19 +22,23 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
     hpc3d.comm.transport; the world's are on the host.
     Collective: all ranks make the same calls.
     """
+    grid, pool = Grid(sizes), Pool()
     cart = comm.Create_cart(list(sizes.values()), reorder=False)
-    pool = Pool()
+    coords = grid.coords(cart.rank)
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
         """The communicator of the ranks of `line`, named by their ranks in the mesh."""
         if line.size == 1:
             return Self(pool, cart.rank)
-        return together(line, members, pool, [nodes[rank] for rank in members])
+        return communicator_of(line, members, pool, [nodes[rank] for rank in members])
 
     lines = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
-    lines = {name: (line, ranks(line, cart)) for name, line in lines.items() if line.size > 1}
-    coords = dict(zip(sizes, cart.Get_coords(cart.rank), strict=True))
+    lines = {
+        name: (line, grid.ranks_along(name, coords))
+        for name, line in lines.items()
+        if line.size > 1
+    }
     if device is None:
         comms, blocks = {name: talk(*line) for name, line in lines.items()}, pool
     else:
@@ -42,10 +47,10 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
 
         blocks = DevicePool(device)
         comms = communicators(transport, cart, lines, blocks)
-    return Mesh(dict(sizes), coords, comms, talk(cart, ranks(cart, cart)), pool=blocks)
+    return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
 
 
-def together(line, members, pool, hosts):
+def communicator_of(line, members, pool, hosts):
     """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
@@ -55,11 +60,6 @@ def together(line, members, pool, hosts):
         if len({*hosts}) > 1
         else SharedMemory(line, members, pool)
     )
-
-
-def ranks(line, cart):
-    """The ranks in `cart` of the members of a part of it."""
-    return MPI.Group.Translate_ranks(line.group, list(range(line.size)), cart.group)
 
 
 def node_of_rank(comm):

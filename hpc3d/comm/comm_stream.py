@@ -1,5 +1,5 @@
 """The streams of a device: what it computes and what it sends, each in the order of the program,
-and what one has to wait for of the other.
+and the dependencies between the two.
 
 A call on a stream of communication follows all that was computed before it, and what is computed
 after its wait follows it.  The host waits for neither.  An array that a call reads or writes lives
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 class AsyncCall:
     """Calls that are under way together: their `arrays` on the device, those that the host has
-    `lent` them, and the event at their end."""
+    `host_buffers` them, and the event at their end."""
 
     def __init__(self):
-        self.arrays, self.lent, self.done = [], [], None
+        self.arrays, self.host_buffers, self.done = [], [], None
 
 
 class CommStream:
@@ -34,17 +34,17 @@ class CommStream:
         self.compute, self.sending, self.group = device.compute, device.queues[queue], group
         self.flights, self.open = deque(), None
 
-    def post(self, call, *arrays, lent=()):
+    def post(self, call, *arrays, host_buffers=()):
         """Make `call(stream=...)`, which reads and writes `arrays` of the device and those that
-        are `lent` by the host; its AsyncCall."""
+        are `host_buffers` by the host; its AsyncCall."""
         if self.open:
-            return self.add(self.open, call, arrays, lent)
-        flight = self.add(self.begin(), call, arrays, lent)
+            return self.add(self.open, call, arrays, host_buffers)
+        flight = self.add(self.begin(), call, arrays, host_buffers)
         self.end(flight)
         return flight
 
     @contextmanager
-    def together(self):
+    def grouped(self):
         """The calls in this context are one: none waits for another."""
         self.open = flight = self.begin()
         try:
@@ -54,7 +54,7 @@ class CommStream:
             self.open = None
         self.end(flight)
 
-    def land(self, flight):
+    def finish(self, flight):
         """Let all that is computed from now on follow a flight: memory of the device, which is
         used again in that order only, may be free now; what the host lent is not."""
         self.compute.wait_event(flight.done)
@@ -64,9 +64,9 @@ class CommStream:
         self.sending.wait_event(self.compute.record())
         return AsyncCall()
 
-    def add(self, flight, call, arrays, lent):
+    def add(self, flight, call, arrays, host_buffers):
         flight.arrays += arrays
-        flight.lent += lent
+        flight.host_buffers += host_buffers
         call(stream=self.sending)
         return flight
 

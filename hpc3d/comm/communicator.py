@@ -14,6 +14,7 @@ that all members share: read them, do not write into them.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -75,7 +76,7 @@ class Communicator:
 
     def all_gather(self, block, dim=0):
         block = contiguous(rows_first(block, dim))
-        pending = self.call("all_gather", block.nbytes, None, self._all_gather, block)
+        pending = self.call("all_gather", block.nbytes, None, partial(self._all_gather, block))
         return (
             pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
         )
@@ -84,39 +85,46 @@ class Communicator:
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
         block = contiguous(rows_first(block, dim))
-        pending = self.call("reduce_scatter", block.nbytes, None, self._reduce_scatter, block)
+        move = partial(self._reduce_scatter, block)
+        pending = self.call("reduce_scatter", block.nbytes, None, move)
         return (
             pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
         )
 
     def all_reduce(self, block, op="sum"):
-        return self.call("all_reduce", block.nbytes, None, self._all_reduce, contiguous(block), op)
+        move = partial(self._all_reduce, contiguous(block), op)
+        return self.call("all_reduce", block.nbytes, None, move)
 
     def broadcast(self, block, root):
-        return self.call("broadcast", block.nbytes, root, self._broadcast, contiguous(block), root)
+        move = partial(self._broadcast, contiguous(block), root)
+        return self.call("broadcast", block.nbytes, root, move)
 
     def reduce(self, block, root):
-        return self.call("reduce", block.nbytes, root, self._reduce, contiguous(block), root)
+        move = partial(self._reduce, contiguous(block), root)
+        return self.call("reduce", block.nbytes, root, move)
 
     def all_to_all(self, block):
-        return self.call("all_to_all", block.nbytes, None, self._all_to_all, contiguous(block))
+        move = partial(self._all_to_all, contiguous(block))
+        return self.call("all_to_all", block.nbytes, None, move)
 
-    def together(self):
+    def grouped(self):
         """A context whose messages are posted together, so that no one waits for another."""
         return nullcontext()
 
     def send(self, block, peer):
-        return self.call("send", block.nbytes, peer, self._send, contiguous(block), peer)
+        move = partial(self._send, contiguous(block), peer)
+        return self.call("send", block.nbytes, peer, move)
 
     def recv(self, shape, dtype, peer):
         nbytes = prod(shape) * np.dtype(dtype).itemsize
-        return self.call("recv", nbytes, peer, self._recv, shape, dtype, peer)
+        return self.call("recv", nbytes, peer, partial(self._recv, shape, dtype, peer))
 
-    def call(self, op, nbytes, peer, move, *arguments):
-        """The pending block of a move; `peer` is the root or the other member, if there is one."""
+    def call(self, op, nbytes, peer, move):
+        """The pending block of `move()`; `peer` is the root or the other member, if there is
+        one."""
         self.calls += 1
         waiting = self.waiting = op, self.calls, nbytes, peer
-        finish, self.waiting = move(*arguments).finish, None
+        finish, self.waiting = move().finish, None
 
         def counted():
             self.waiting = waiting

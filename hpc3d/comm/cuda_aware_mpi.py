@@ -1,7 +1,7 @@
 """MPI on the memory of devices, where MPI takes it (hpc3d.comm.cuda_aware_probe finds that out).
 
 MPI knows nothing of streams: before each call the host waits until all is computed.  So what MPI
-reads is there, and what it writes nobody reads any more.  After the wait the block is there for
+reads is there, and the output buffer is no longer in use.  After the wait the block is there for
 whatever is computed next.
 
 Blocks of 16 bits are moved as integers, which every MPI knows, and summed in float32.  A sum is
@@ -75,6 +75,6 @@ class CudaAwareMessages(HostStaged):
     """The same for messages only: all else goes through the hosts, for an MPI that takes memory of
     devices in `direct`'s messages."""
 
-    def __init__(self, direct, *staged):
-        super().__init__(*staged)
+    def __init__(self, direct, comm, traffic, pinned, pool):
+        super().__init__(comm, traffic, pinned, pool)
         self._send, self._recv = direct._send, direct._recv

@@ -28,7 +28,7 @@ def by_nccl(cart, lines, pool):
     world, parts = split(library, cart, places)
     device.meanwhile += [part.check_async_error for part in parts.values()]
     device.aborts += [comm.abort for comm in (*parts.values(), world)]
-    traffic = traffics(device, grouped(library))
+    traffic = comm_streams(device, grouped(library))
     return {
         axis: Nccl(parts[axis], line, traffic[queue_of(axis)], members, pool)
         for axis, (line, members) in lines.items()
@@ -43,13 +43,13 @@ def by_mpi(cart, lines, pool):
 
 
 def by_hosts(cart, lines, pool):
-    return {axis: HostStaged(*how) for axis, how in through_hosts(lines, pool).items()}
+    return {axis: HostStaged(**how) for axis, how in through_hosts(lines, pool).items()}
 
 
 def by_messages(cart, lines, pool):
     direct = by_mpi(cart, lines, pool)
     return {
-        axis: CudaAwareMessages(direct[axis], *how)
+        axis: CudaAwareMessages(direct[axis], **how)
         for axis, how in through_hosts(lines, pool).items()
     }
 
@@ -57,14 +57,19 @@ def by_messages(cart, lines, pool):
 def through_hosts(lines, pool):
     """{axis: what a HostStaged is made of}; hosts receive in memory that devices copy
     themselves."""
-    pinned, traffic = pool.device.pinned, traffics(pool.device, nullcontext)
+    pinned, traffic = pool.device.pinned, comm_streams(pool.device, nullcontext)
     return {
-        axis: (MpiCommunicator(line, members, pinned), traffic[queue_of(axis)], pinned, pool)
+        axis: {
+            "comm": MpiCommunicator(line, members, pinned),
+            "traffic": traffic[queue_of(axis)],
+            "pinned": pinned,
+            "pool": pool,
+        }
         for axis, (line, members) in lines.items()
     }
 
 
-def traffics(device, group):
+def comm_streams(device, group):
     """The CommStream of each queue."""
     return {queue: CommStream(device, group, queue) for queue in QUEUES}
 
@@ -73,6 +78,6 @@ MAKERS = {
     "nccl": by_nccl,
     "mpi": by_mpi,
     "mpi-messages": by_messages,
-    "staged": by_hosts,
+    "host-staged": by_hosts,
     "none": lambda cart, lines, pool: {},
 }

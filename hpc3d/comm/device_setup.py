@@ -6,7 +6,7 @@ RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
 
 
 class Hardware(NamedTuple):
-    """The `device` of a rank (None: its processor), the way of hpc3d.comm.transport that its
+    """The `device` of a rank (None: its CPU core), the way of hpc3d.comm.transport that its
     blocks go, the `lines` that say so, and the Homes of all ranks."""
 
     device: object
@@ -29,10 +29,10 @@ def hardware(job, config):
         return Hardware(None, asked)
     from hpc3d.comm import transport
 
-    found = Hardware(*transport.settled(job, asked, train.dtype))
-    if train.graph and found.transport not in RECORDED:
+    found = Hardware(*transport.choose_transport(job, asked, train.dtype))
+    if train.cuda_graph and found.transport not in RECORDED:
         job.refuse(
-            f"train.graph = true: transport {found.transport} needs the host in every step; use "
-            "train.graph = false, or mesh.transport = nccl with a device for each rank"
+            f"train.cuda_graph = true: transport {found.transport} needs the host in every step; "
+            "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"
         )
     return found

@@ -96,7 +96,7 @@ class HostStaged(Communicator):
             chunk = contiguous(flat[:, columns])
             host = self.pinned.empty(chunk.shape, chunk.dtype, "communication")
             copy = partial(chunk.get, out=host, blocking=False)
-            leaving.append((self.traffic.post(copy, chunk, lent=[host]), host))
+            leaving.append((self.traffic.post(copy, chunk, host_buffers=[host]), host))
         for flight, host in leaving:
             flight.done.synchronize()
             yield host
@@ -117,7 +117,9 @@ class HostStaged(Communicator):
     def bring(self, host, place):
         """Copy an array of the host to its place, before what is computed next."""
         chunk = place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
-        self.traffic.land(self.traffic.post(partial(chunk.set, host), chunk, lent=[host]))
+        self.traffic.finish(
+            self.traffic.post(partial(chunk.set, host), chunk, host_buffers=[host])
+        )
         if chunk is not place:
             place[...] = chunk
 

@@ -44,7 +44,7 @@ def split(library, comm, lines):
     except library.NcclError as error:
         raise RuntimeError(
             f"NCCL does not start ({error}): NCCL_DEBUG=WARN says why; "
-            "--mesh.transport staged goes without it"
+            "--mesh.transport host-staged goes without it"
         ) from error
 
 
@@ -103,7 +103,7 @@ class Nccl(Communicator):
         """All-to-all, of sends and receives that are posted together: NCCL has none of its own."""
         mixed = self.buffer(block.shape, block.dtype)
         count = block.shape[0] // self.size
-        with self.together():
+        with self.grouped():
             for peer in range(self.size):
                 part = slice(peer * count, (peer + 1) * count)
                 self.message(self.nccl.send, block[part], peer)
@@ -120,8 +120,8 @@ class Nccl(Communicator):
             return ready(result)
 
         def begin(stream):
-            ends = source.data.ptr, target.data.ptr
-            function(*ends, counted.size, number_of(counted.dtype), *how, stream.ptr)
+            addresses, dtype = (source.data.ptr, target.data.ptr), number_of(counted.dtype)
+            function(*addresses, counted.size, dtype, *how, stream.ptr)
 
         return self.landing(self.traffic.post(begin, source, target), result)
 
@@ -138,12 +138,12 @@ class Nccl(Communicator):
 
         return self.traffic.post(begin, block)
 
-    def together(self):
-        return self.traffic.together()
+    def grouped(self):
+        return self.traffic.grouped()
 
     def landing(self, flight, result):
         def finish():
-            self.traffic.land(flight)
+            self.traffic.finish(flight)
             self.nccl.check_async_error()
             return result
 

@@ -34,7 +34,7 @@ LINE = 1 + 2 * RING
 def usable(node_ranks):
     """Whether this node can share memory between its `node_ranks` ranks.
 
-    Flags and blocks are ordered by x86's stores; another processor would need fences here.
+    Flags and blocks are ordered by x86's stores; another architecture would need fences here.
     """
     if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED):
         return False
@@ -117,18 +117,18 @@ class SharedMemory(MpiCommunicator):
         region.freed_at = self.posted
         self.free[region.memory.size].append(region)
 
-    def announce(self, region=None, value=0):
+    def publish(self, region=None, value=0):
         """Raise this member's flag: what it wrote so far may be read.  The number of the post."""
         self.posted += 1
         if self.posted - self.seen >= RING:
-            self.meet(self.posted - RING + 1)
+            self.wait_for_all(self.posted - RING + 1)
         line, place = self.rank * LINE, 1 + self.posted % RING
         self.flags[line + place] = region.signature if region else -1
         self.flags[line + RING + place] = value
         self.flags[line] = self.posted
         return self.posted
 
-    def meet(self, post):
+    def wait_for_all(self, post):
         """Wait until every member has made this post."""
         if post <= self.seen:
             return
@@ -166,13 +166,13 @@ class SharedMemory(MpiCommunicator):
         region = self.region(block.nbytes) if block.nbytes else None
         shape = (self.size * block.shape[0], *block.shape[1:])
         if region is None:
-            return self.after(self.announce(), lambda: np.empty(shape, block.dtype))
+            return self.after(self.publish(), lambda: np.empty(shape, block.dtype))
         packed = region.memory[: self.size * block.nbytes]
         whole = self.lend(region, packed, shape, block.dtype)
         rows = block.shape[0]
         whole[self.rank * rows : (self.rank + 1) * rows] = block
         whole.flags.writeable = False
-        return self.after(self.announce(region), lambda: whole)
+        return self.after(self.publish(region), lambda: whole)
 
     def _reduce_scatter(self, block):
         block, region = self.placed(block)
@@ -184,7 +184,7 @@ class SharedMemory(MpiCommunicator):
             fold(np.add, blocks, part.reshape(-1))
             return part
 
-        return self.after(self.announce(region), finish)
+        return self.after(self.publish(region), finish)
 
     def _all_reduce(self, block, op):
         if block.nbytes > SMALL_SUM and block.size >= self.size:
@@ -197,7 +197,7 @@ class SharedMemory(MpiCommunicator):
             REDUCTIONS[op].reduce(blocks, axis=0, out=total.reshape(-1))
             return total
 
-        return self.after(self.announce(region), finish)
+        return self.after(self.publish(region), finish)
 
     def sum_by_slices(self, block, op):
         """Each member sums a slice of all blocks into one shared total, which all then read."""
@@ -211,13 +211,13 @@ class SharedMemory(MpiCommunicator):
             blocks = region.blocks(block.size, block.dtype)[:, mine]
             fold(REDUCTIONS[op], blocks, total.reshape(-1)[mine])
             total.flags.writeable = False
-            self.meet(self.announce(result))
+            self.wait_for_all(self.publish(result))
             return total
 
-        return self.after(self.announce(region), finish)
+        return self.after(self.publish(region), finish)
 
     def _broadcast(self, block, root):
-        self.meet(header := self.announce(value=block.shape[0]))
+        self.wait_for_all(header := self.publish(value=block.shape[0]))
         rows = self.flags[root * LINE + RING + 1 + header % RING]
         shape = (rows, *block.shape[1:])
         region = self.region(max(1, prod(shape) * block.itemsize) // self.size + 64)
@@ -226,7 +226,7 @@ class SharedMemory(MpiCommunicator):
         if self.rank == root:
             whole[...] = block
         whole.flags.writeable = False
-        return self.after(self.announce(region), lambda: whole)
+        return self.after(self.publish(region), lambda: whole)
 
     def _reduce(self, block, root):
         block, region = self.placed(block)
@@ -239,13 +239,13 @@ class SharedMemory(MpiCommunicator):
                 fold(np.add, blocks, total.reshape(-1))
             return total
 
-        return self.after(self.announce(region), finish)
+        return self.after(self.publish(region), finish)
 
     def after(self, post, finish):
         """The pending result of `finish`, once all members have made this post."""
 
         def meet_and_finish():
-            self.meet(post)
+            self.wait_for_all(post)
             return finish()
 
         return Pending(meet_and_finish)

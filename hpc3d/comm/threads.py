@@ -1,6 +1,5 @@
 """Threads as ranks: the whole program under plain pytest, without MPI."""
 
-import itertools
 import threading
 from collections import Counter
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, ready
+from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh
 
 
@@ -93,29 +93,25 @@ def sum_of(blocks, op="sum"):
 
 def meshes(shape, pool_of=Pool):
     """One `Mesh` a rank of `shape`, in rank order, and the groups behind them."""
-    names, sizes = list(shape), list(shape.values())
-    coords = list(itertools.product(*map(range, sizes)))
-    ranks = {coord: rank for rank, coord in enumerate(coords)}
-    world, groups = ThreadGroup(tuple(range(len(coords)))), {}
+    grid = Grid(shape)
+    world, groups = ThreadGroup(range(grid.size)), {}
 
-    def line(axis, coord):
-        """The group of the ranks that differ from `coord` along `axis` only."""
-        along = [(*coord[:axis], i, *coord[axis + 1 :]) for i in range(sizes[axis])]
-        return groups.setdefault(
-            (axis, along[0]), ThreadGroup(tuple(ranks[place] for place in along))
-        )
+    def along(axis, coords):
+        """The group of the ranks that differ from that at `coords` along `axis` only."""
+        members = grid.ranks_along(axis, coords)
+        return groups.setdefault((axis, members), ThreadGroup(members))
 
-    def mesh(rank, coord):
-        pool = pool_of()
+    def mesh(rank):
+        pool, coords = pool_of(), grid.coords(rank)
         comms = {
-            name: Threads(line(axis, coord), coord[axis], pool)
-            for axis, name in enumerate(names)
-            if sizes[axis] > 1
+            axis: Threads(along(axis, coords), coords[axis], pool)
+            for axis, size in grid.sizes.items()
+            if size > 1
         }
-        everyone = Threads(world, rank, pool) if len(coords) > 1 else Self(pool)
-        return Mesh(dict(shape), dict(zip(names, coord, strict=True)), comms, everyone)
+        everyone = Threads(world, rank, pool) if grid.size > 1 else Self(pool)
+        return Mesh(grid.sizes, coords, comms, everyone)
 
-    return [mesh(rank, coord) for rank, coord in enumerate(coords)], [world, *groups.values()]
+    return [mesh(rank) for rank in range(grid.size)], [world, *groups.values()]
 
 
 def run(shape, function, pool_of=Pool):

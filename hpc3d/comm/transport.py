@@ -1,9 +1,9 @@
 """How ranks with devices talk to each other: the ways there are, and the one that a job takes.
 
     nccl            NCCL, where each rank has a device of its own
-    mpi             MPI on the memory of devices, where it takes that (Direct)
-    mpi-messages    the same for messages, the rest by the hosts (Passing)
-    staged          MPI through the memory of the hosts (Staged)
+    mpi             MPI on the memory of devices, where it takes that (CudaAwareMpi)
+    mpi-messages    the same for messages, the rest by the hosts (CudaAwareMessages)
+    host-staged     MPI through the memory of the hosts (HostStaged)
     none            one rank, which talks to nobody
 
 Nothing is tried that might end the job: see hpc3d.comm.cuda_aware_probe.
@@ -20,12 +20,13 @@ from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.mpi_library import library_file
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
-WAYS = {"none": "staged", "p2p": "mpi-messages", "full": "mpi"}  # by what MPI takes of devices
+# What MPI takes of devices: the way of the ranks.
+WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
 PATIENCE = 60  # seconds for two ranks that try MPI
 
 
-class Seat(NamedTuple):
+class RankDevice(NamedTuple):
     """What a rank has: its host, the device (as all see it, and by name), NCCL's version (0: no
     NCCL), whether that may share a device, and whether MPI says that it takes their memory."""
 
@@ -37,30 +38,32 @@ class Seat(NamedTuple):
     aware: bool
 
 
-def settled(job, asked, dtype):
+def choose_transport(job, asked, dtype):
     """The device of this rank, bound, the way of all ranks, and the lines that say so, for
     mesh.transport = `asked` and train.dtype = `dtype`; the job is refused where that cannot be."""
     refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
-    device, seats = seated(job)
-    way, why = job.agree(lambda: choose(asked, seats, lambda: taken(seats)))
-    names = ", ".join(sorted({seat.name for seat in seats}))
-    return device, way, (f"on {names}; transport {way}: {why}", *sharing(seats))
+    device, devices = rank_devices(job)
+    way, why = job.from_root(lambda: choose(asked, devices, lambda: cuda_aware_support(devices)))
+    names = ", ".join(sorted({rank_device.name for rank_device in devices}))
+    return device, way, (f"on {names}; transport {way}: {why}", *sharing(devices))
 
 
-def seated(job):
+def rank_devices(job):
     """The device of this rank, bound, and the Seats of all ranks."""
     from hpc3d.cuda.device import bound
 
     place = job.place()
     device = bound(place["local_rank"])
-    return device, job.gather(seat(place["host"], device))
+    return device, job.gather(rank_device(place["host"], device))
 
 
 def explained(job):
     """The way that ranks would take here, where all of them have devices: for the doctor."""
     if all(job.gather(cuda_aware_probe.present())):
-        _, seats = seated(job)
-        way, why = job.agree(lambda: choose("auto", seats, lambda: taken(seats)))
+        _, devices = rank_devices(job)
+        way, why = job.from_root(
+            lambda: choose("auto", devices, lambda: cuda_aware_support(devices))
+        )
         yield Finding(OK, "transport", f"mesh.transport = auto is {way} here: {why}")
 
 
@@ -75,36 +78,38 @@ def refuse(job, problems):
         job.refuse(*map("".join, zip(ranks, where, strict=True)))
 
 
-def seat(host, device):
+def rank_device(host, device):
     """The Seat of a rank on its `device`."""
     there = f"{device.bus} {device.uuid}"  # parts of one device have the same bus
     several = os.environ.get(SEVERAL) == "1"
     aware = cuda_aware_probe.says_yes(library_file())
-    return Seat(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
+    return RankDevice(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
 
 
-def choose(asked, seats, taken):
-    """The way of ranks with these `seats`, and why; `asked` is mesh.transport.  `taken()` is what
-    MPI takes of devices ("none", "p2p" or "full"), and how that is known.
+def choose(asked, devices, cuda_aware_support):
+    """The way of ranks with these `devices`, and why; `asked` is mesh.transport.
+
+    `cuda_aware_support()` is what MPI takes of devices ("none", "p2p" or "full"), and how that is
+    known.
 
     ValueError where it cannot be as asked.
     """
-    if len(seats) == 1:
+    if len(devices) == 1:
         return "none", "there is one rank"
     reasons = []
     if asked in ("auto", "nccl"):
-        problem = against_nccl(asked, seats)
+        problem = against_nccl(asked, devices)
         if problem is None:
-            return "nccl", f"NCCL {cuda_aware_probe.release_of(seats[0].nccl)}"
+            return "nccl", f"NCCL {cuda_aware_probe.release_of(devices[0].nccl)}"
         refuse_if(asked == "nccl", asked, problem)
         reasons.append(problem)
     if asked in ("auto", "mpi"):
-        what, how = taken()
+        what, how = cuda_aware_support()
         if what != "none":
             return WAYS[what], "; ".join([*reasons, how])
         refuse_if(asked == "mpi", asked, f"{how}; or set {OVERRIDE}=full where it does")
         reasons.append(how)
-    return "staged", "; ".join(reasons) or "as asked for"
+    return "host-staged", "; ".join(reasons) or "as asked for"
 
 
 def refuse_if(wrong, asked, problem):
@@ -112,23 +117,25 @@ def refuse_if(wrong, asked, problem):
         raise ValueError(f"mesh.transport = {asked}: {problem}; or use mesh.transport = auto")
 
 
-def against_nccl(asked, seats):
+def against_nccl(asked, devices):
     """Why these ranks cannot use NCCL; None if they can."""
-    without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
+    without = [rank for rank, rank_device in enumerate(devices) if not rank_device.nccl]
     if without:
         return f"no NCCL on ranks {spans(without)}"
-    if (oldest := min(seat.nccl for seat in seats)) < OLDEST:
+    if (oldest := min(rank_device.nccl for rank_device in devices)) < OLDEST:
         found, needed = map(cuda_aware_probe.release_of, (oldest, OLDEST))
         return f"NCCL {found} is older than {needed}: {cuda_aware_probe.EXTRAS}"
-    allowed = asked == "nccl" and all(seat.several and seat.nccl >= 23000 for seat in seats)
-    return None if allowed else next(iter(sharing(seats)), None)
+    allowed = asked == "nccl" and all(
+        rank_device.several and rank_device.nccl >= 23000 for rank_device in devices
+    )
+    return None if allowed else next(iter(sharing(devices)), None)
 
 
-def sharing(seats):
+def sharing(devices):
     """A line for each device that several ranks share."""
     there = {}
-    for rank, seat in enumerate(seats):
-        there.setdefault((seat.host, seat.device, seat.name), []).append(rank)
+    for rank, rank_device in enumerate(devices):
+        there.setdefault((rank_device.host, rank_device.device, rank_device.name), []).append(rank)
     return [
         f"ranks {spans(ranks)} share device {name} of {host}, which works for one at a time"
         for (host, _, name), ranks in there.items()
@@ -136,7 +143,7 @@ def sharing(seats):
     ]
 
 
-def taken(seats):
+def cuda_aware_support(devices):
     """What MPI takes of devices, and how that is known: the user says so, or MPI does and two
     ranks in processes of their own have tried it.  Rank 0 asks for all."""
     said = os.environ.get(OVERRIDE)
@@ -144,7 +151,7 @@ def taken(seats):
         raise ValueError(f"{OVERRIDE}={said}: use none, p2p or full, or unset it")
     if said is not None:
         return said, f"{OVERRIDE}={said}"
-    if not all(seat.aware for seat in seats):
+    if not all(rank_device.aware for rank_device in devices):
         return "none", "MPI does not say that it takes memory of devices"
     mpirun = shutil.which("mpirun")
     if mpirun is None:

@@ -58,7 +58,7 @@ class TwoLevel(MpiCommunicator):
     def seen(self, whole, region=None):
         """`whole`, once all members on this host have written their share of it."""
         whole.flags.writeable = False
-        self.node.meet(self.node.announce(region))
+        self.node.wait_for_all(self.node.publish(region))
         return whole
 
     def _all_gather(self, block):
@@ -87,7 +87,7 @@ class TwoLevel(MpiCommunicator):
             self.wire.summed(np.add, sums, part.reshape(-1), self.wire.tag()).wait()
             return part
 
-        return self.node.after(self.node.announce(region), finish)
+        return self.node.after(self.node.publish(region), finish)
 
     def _all_reduce(self, block, op):
         if block.nbytes < self.long:
@@ -100,7 +100,7 @@ class TwoLevel(MpiCommunicator):
             self.wire.sum_into(self.summed_here(region, block, REDUCTIONS[op]), mine, op).wait()
             return self.seen(total, common)
 
-        return self.node.after(self.node.announce(region), finish)
+        return self.node.after(self.node.publish(region), finish)
 
     def spread_rows(self, block, root, rows):
         shape = rows, *block.shape[1:]
@@ -115,7 +115,7 @@ class TwoLevel(MpiCommunicator):
             arriving(self.wire.comm.Ibcast(mine, self.host_of(root)).Test, mine).wait()
             return self.seen(whole, region)
 
-        return self.node.after(self.node.announce(region), finish)
+        return self.node.after(self.node.publish(region), finish)
 
     def _reduce(self, block, root):
         if block.nbytes < self.long:
@@ -138,7 +138,7 @@ class TwoLevel(MpiCommunicator):
                 result[...] = total
             return result
 
-        return self.node.after(self.node.announce(region), finish)
+        return self.node.after(self.node.publish(region), finish)
 
     def slice_of(self, count):
         """This lane's share of `count` elements."""

@@ -22,7 +22,7 @@ from hpc3d.runtime.launch import leave, save_in_child
 from hpc3d.runtime.launcher import end_later
 
 LOOKS = 20  # in the seconds that are allowed, but one a second at least
-GRACE = 6  # looks more, in which the others speak, too
+GRACE = 6  # looks more, in which the others report, too
 LATER = 6  # and more, in which the ranks of rank 0's node end the job: what they say is heard
 TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have gone
 SILENT = "silent: stopped, or gone"
@@ -74,11 +74,11 @@ class Watchdog:
 
     def movement(self):
         """What is another from look to look while the rank works."""
-        return self.place.done(), self.pool.live["activation"], len(self.job.told)
+        return self.place.done(), self.pool.live["activation"], len(self.job.signals)
 
     def act(self):
-        """Speak where this rank was silent for too long, or another was and this one for half of
-        it; end the job when the others had the time to speak."""
+        """Report where this rank was silent for too long, or another was and this one for half of
+        it; end the job when the others had the time to report."""
         if self.deserted():
             self.leave()
         elif self.silence > self.seconds + self.grace * self.period:
@@ -93,13 +93,13 @@ class Watchdog:
 
     def deserted(self):
         """Whether this rank was asked to end, and waits for others that may have ended."""
-        told = signal.SIGTERM in self.job.told and self.place.waiting()
+        told = signal.SIGTERM in self.job.signals and self.place.waiting()
         return told and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self):
         """End this rank alone."""
         if self.job.first_to_fail():
-            what = f"told to end and left: nothing moved for {self.silence:.0f} s"
+            what = f"asked to end and left: nothing moved for {self.silence:.0f} s"
             self.job.complain(f"rank {self.job.rank} was {what}, {self.place}")
         leave(self.job)
 
@@ -166,7 +166,7 @@ class Reports:
         return self.folder / f"rank-{rank:05d}.txt"
 
     def begun(self):
-        """Whether any rank has spoken."""
+        """Whether any rank has reported."""
         return self.promptly(self.folder.is_dir, False)
 
     def speak(self, place, silence):

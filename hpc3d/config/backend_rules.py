@@ -2,7 +2,6 @@
 
 from importlib import import_module
 
-from hpc3d.cuda.cudnn_attention import Flash
 from hpc3d.extras import lacking
 from hpc3d.pipeline.schedule import find
 
@@ -10,7 +9,7 @@ from hpc3d.pipeline.schedule import find
 def wrong_backend(config):
     """What one backend has and the other has not."""
     train, transport = config.train, config.mesh.transport
-    if train.backend == "numpy" and transport in ("nccl", "staged"):
+    if train.backend == "numpy" and transport in ("nccl", "host-staged"):
         yield f"mesh.transport = {transport}: for GPUs, train.backend = cupy; use auto or mpi"
     if train.tf32 and (train.backend, train.dtype) != ("cupy", "float32"):
         yield "train.tf32 = true: for train.backend = cupy with dtype = float32; use false"
@@ -19,13 +18,13 @@ def wrong_backend(config):
         yield "train.fused_gelu = true: for train.backend = cupy and model.gelu = tanh; use false"
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
-    if train.backend == "cupy" and config.guard.products_every:
+    if train.backend == "cupy" and config.guard.abft_every:
         yield (
-            f"guard.products_every = {config.guard.products_every}: not there yet for "
+            f"guard.abft_every = {config.guard.abft_every}: not there yet for "
             "train.backend = cupy; use 0, and guard.replicas_every"
         )
-    if train.backend == "cupy" and config.trace.clock == "processor":
-        yield "trace.clock = processor: the time of a GPU is none of a processor; use wall"
+    if train.backend == "cupy" and config.trace.clock == "cpu":
+        yield "trace.clock = cpu: a GPU has no CPU time; use wall"
     if train.backend == "numpy" and config.trace.nvtx:
         yield "trace.nvtx = true: for train.backend = cupy; use false"
     if train.dtype == "bfloat16" and not known("ml_dtypes"):
@@ -34,24 +33,27 @@ def wrong_backend(config):
 
 def wrong_graph(config):
     """Where a step cannot be one launch."""
-    if not config.train.graph:
+    from hpc3d.cuda.cudnn_attention import Flash
+
+    if not config.train.cuda_graph:
         return
     if config.train.backend != "cupy":
-        yield "train.graph = true: for train.backend = cupy; use false"
+        yield "train.cuda_graph = true: for train.backend = cupy; use false"
     if config.mesh.p > 1:
         yield (
-            f"train.graph = true: with mesh.p = {config.mesh.p} stages send messages, which are "
-            "not recorded; use train.graph = false, or mesh.p = 1"
+            f"train.cuda_graph = true: with mesh.p = {config.mesh.p} stages send messages, which "
+            "are not recorded; use train.cuda_graph = false, or mesh.p = 1"
         )
     if find(config.parallel.schedule or "none").asynchronous:
         yield (
-            f"train.graph = true: under schedule {config.parallel.schedule} steps differ in their "
-            "weights; use train.graph = false, or a schedule that is synchronous"
+            f"train.cuda_graph = true: under schedule {config.parallel.schedule} steps differ in "
+            "their weights; use train.cuda_graph = false, or a schedule that is synchronous"
         )
     if config.train.dtype != "float32" and not Flash.replays(config.model.sequence):
         yield (
-            f"train.graph = true: cuDNN's attention on model.sequence = {config.model.sequence} "
-            "cannot be replayed; use a multiple of 128, or train.graph = false"
+            "train.cuda_graph = true: cuDNN's attention on model.sequence = "
+            f"{config.model.sequence} cannot be replayed; use a multiple of 128, or "
+            "train.cuda_graph = false"
         )
 
 
@@ -70,6 +72,6 @@ def untrainable(config):
         yield from lacking("model.gelu = exact", "scipy")
     if config.train.backend == "numpy" and config.train.dtype in ("float16", "bfloat16"):
         yield (
-            f"train.dtype = {config.train.dtype}: processors are slow at it; use float32, or "
+            f"train.dtype = {config.train.dtype}: CPUs are slow at it; use float32, or "
             "simulate it, or train.backend = cupy"
         )

@@ -6,9 +6,11 @@ ranks get them by broadcast and need no parser.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from hpc3d.comm.grid import Grid
 from hpc3d.tensor.split import SCHEMES, Split
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
@@ -36,13 +38,22 @@ class MeshConfig:
     """tensor parallelism, as x (absent: as x)"""
     order: str = "p d c e x y z"
     """the axes, outermost first: neighbouring ranks differ along the last one"""
-    transport: Literal["auto", "mpi", "nccl", "staged"] = "auto"
+    transport: Literal["auto", "mpi", "nccl", "host-staged"] = "auto"
     """how ranks talk: auto takes memory that those of a node share, or NCCL where each has a
-    GPU; mpi is MPI alone; nccl, and staged by way of the hosts' memory, are for GPUs"""
+    GPU; mpi is MPI alone; nccl, and host-staged through the memory of the hosts, are for GPUs"""
 
     def sizes(self):
         """Axis -> number of ranks, in the order of the ranks."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
+
+    def grid(self):
+        """The Grid of the ranks."""
+        return grid_of(self)
+
+
+@cache
+def grid_of(mesh):
+    return Grid(mesh.sizes())
 
 
 @dataclass(frozen=True)
@@ -60,21 +71,20 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3] = 0
     """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
     bucket_mb: float = 25.0
-    """megabytes of gradients that one call sums along d"""
+    """megabytes of gradients per reduction along d"""
     overlap: bool = True
-    """sum gradients along d while backward still runs"""
+    """reduce gradients along d while backward still runs"""
     microbatches: int = 1
     """parts of a batch that run one after the other; their gradients accumulate"""
     chunks: int | None = None
     """parts of the model that a stage has (absent: what the schedule wants)"""
-    stages: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int, ...] | None = None
     """the layers of each part of the pipeline in model order, as [3, 2, 2, 1] (absent: even)"""
     recompute: Literal["none", "selective", "full"] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks"""
     schedule: str | None = None
-    """the order of microbatches: none, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream,
-    pipedream-2bw or csv:FILE (absent: none on one stage, else 1f1b)"""
+    """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 
     @property
     def way(self):
@@ -102,7 +112,7 @@ class ModelConfig:
     tied: bool = True
     """the table of tokens is also the matrix of the head"""
     gelu: Literal["tanh", "exact"] = "tanh"
-    """by tanh, an approximation, or by the error function (on processors: extra exact)"""
+    """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
     dropout: float = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
 
@@ -148,10 +158,10 @@ class TrainConfig:
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """of parameters and activations; those of 16 bits are for GPUs"""
     backend: Literal["numpy", "cupy"] = "numpy"
-    """numpy computes on processors, cupy on GPUs"""
+    """numpy computes on CPUs, cupy on GPUs"""
     tf32: bool = False
-    """GPUs round the factors of float32 products to 10 bits"""
-    graph: bool = False
+    """GPUs round the operands of float32 products to 10 bits"""
+    cuda_graph: bool = False
     """GPUs run a step as one launch, a CUDA graph"""
     fused_gelu: bool = False
     """GPUs do GELU within products, by cuBLASLt"""
@@ -179,9 +189,9 @@ class GuardConfig:
     __pydantic_config__ = STRICT
     replicas_every: int = 100
     """after every so many steps compare the parameters that ranks hold in common (0: never)"""
-    products_every: int = 0
+    abft_every: int = 0
     """every so many steps check all products and messages of one (0: never)"""
-    spike: float = 6.0
+    loss_spike_sigma: float = 6.0
     """a line in the log for losses so many standard deviations above those before (0: none)"""
 
 
@@ -194,8 +204,8 @@ class TraceConfig:
     """whether there is a trace"""
     sync_every: int = 100
     """steps from one comparison of several hosts' clocks to the next"""
-    clock: Literal["wall", "processor"] = "wall"
-    """with processor each rank counts its own processor time: where ranks outnumber cores, that is
+    clock: Literal["wall", "cpu"] = "wall"
+    """with cpu each rank counts its own CPU time: where ranks outnumber cores, that is
     what an operation costs"""
     nvtx: bool = False
     """NVIDIA's profilers show the names of what a GPU computes"""
@@ -239,15 +249,6 @@ class Config:
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         return split.over_data("d", self.parallel.zero) if self.mesh.d > 1 else split
 
-    @property
-    def alone(self):
-        """Whether every microbatch is a minibatch with an update of its own."""
-        return self.parallel.schedule == "pipedream"
-
-    def updates(self):
-        """Updates in a training step."""
-        return self.parallel.microbatches if self.alone else 1
-
     def keep(self):
         """The operands of products whose working blocks are kept for backward.
 
@@ -259,8 +260,8 @@ class Config:
     def layers(self):
         """The blocks of each part of the pipeline, in model order, as ranges."""
         parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
-        counts = self.parallel.stages or [
+        counts = self.parallel.layers_per_stage or [
             layers * (part + 1) // parts - layers * part // parts for part in range(parts)
         ]
         ends = [*accumulate(counts, initial=0)]
-        return [range(*ends) for ends in pairwise(ends)]
+        return [range(first, stop) for first, stop in pairwise(ends)]

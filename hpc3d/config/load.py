@@ -6,19 +6,24 @@ Only the rank that reads a file imports pydantic.
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 
+from hpc3d import renamed
 from hpc3d.config.input_file import Config
 from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
 
 
-def load(path, overrides):
+def load(path, overrides, of_run=False):
     """The values of the input `path` (a file, or a name of hpc3d.shipped; None: the default) and
     of `--section.key value` overrides.
 
-    Raises ValueError with one line for every error, each with its key and the remedy.
+    Prints a warning for each old name, but not for those in the file of a run (`of_run`), which
+    nobody need edit.  Raises ValueError with one line for every error, each with its key and the
+    remedy.
     """
     tree = {} if path is None else read(find(path, INPUT))
-    override(tree, overrides)
+    notices = renamed.use_new_names(tree)
+    typed = override(tree, overrides)
+    renamed.warn(typed if of_run else [*notices, *typed])
     return validate(tree)
 
 
@@ -33,17 +38,21 @@ def read(path):
 
 
 def override(tree, words):
-    """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables."""
-    for option, text in options(words):
+    """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables; a notice
+    for each old name."""
+    pairs = [*options(words)]
+    keys, notices = renamed.rename_options([option[2:] for option, _ in pairs])
+    for (option, text), name in zip(pairs, keys, strict=True):
         if option.count(".") > 2:  # as in --parallel.split.m
             raise ValueError(f"{option:.60}: no key has {option.count('.') + 1} parts")
-        *sections, key = option[2:].split(".")
+        *sections, key = name.split(".")
         table = tree
         for section in sections:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a value and holds no keys")
         table[key] = toml_value(text)
+    return notices + renamed.use_new_names(tree)
 
 
 def options(words):
@@ -81,7 +90,9 @@ def stored(text):
     bounds; ValueError if it has none."""
     from hpc3d import files, limits
 
-    config = validate(files.toml(text))
+    tree = files.toml(text)
+    renamed.use_new_names(tree)
+    config = validate(tree)
     for line in (*limits.out_of_bounds(config), *limits.too_large(config)):
         raise ValueError(line)
     return config

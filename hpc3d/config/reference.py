@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import literal
+from hpc3d.pipeline.schedule import SCHEDULES
 
 COLUMN, WIDTH = 28, 99
 HEAD = """\
@@ -22,7 +23,8 @@ An input file is TOML: a few keys, then the sections below. All of them have def
 an option on the command line: `--parallel.scheme 1d`, `--mesh.x 4`. The resolved configuration
 is in the run's folder, its trace and its checkpoints. Wrong input is one line each, with the key
 and what to do, before anything starts; [limits.md](limits.md) has the bounds. `python -m
-hpc3d.train --help` prints the same keys. This page is written by `python -m
+hpc3d.train --help` prints the same keys. Keys with a new name are still read by their old one,
+with a warning (`hpc3d/renamed.py` lists them). This page is written by `python -m
 hpc3d.config.reference > docs/configuration.md`, and a test compares the two.
 """
 
@@ -83,8 +85,9 @@ def beside(words, text):
 def meanings(table):
     """{key: the text below it} of a dataclass."""
     (tree,) = ast.parse(getsource(table)).body
+    known = "{schedules}", ", ".join(SCHEDULES)
     return {
-        key.target.id: " ".join(ast.literal_eval(text.value).split())
+        key.target.id: " ".join(ast.literal_eval(text.value).split()).replace(*known)
         for key, text in pairwise(tree.body)
         if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr)
     }

@@ -9,7 +9,7 @@ from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
-from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
@@ -38,9 +38,9 @@ def refuse(problems):
 
 def with_schedule(config):
     """`config` with its schedule and the number of chunks settled."""
-    name = config.parallel.schedule or ("none" if config.mesh.p == 1 else "1f1b")
-    usual = find(name).chunks or 2
-    chunks = usual if config.parallel.chunks is None else config.parallel.chunks
+    name = config.parallel.schedule or usual(config.mesh.p)
+    wanted = find(name).chunks or 2
+    chunks = wanted if config.parallel.chunks is None else config.parallel.chunks
     return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
 
 
@@ -80,7 +80,7 @@ def out_of_range(config):
         "train.weight_decay": (train.weight_decay, 0, inf),
         "train.clip": (train.clip, 0, inf),
         "train.max_minutes": (train.max_minutes, 0, inf),
-        "guard.spike": (config.guard.spike, 0, inf),
+        "guard.loss_spike_sigma": (config.guard.loss_spike_sigma, 0, inf),
         "run.watchdog_s": (config.run.watchdog_s, 0.1, 1e9),
     }
     for key, (value, lowest, limit) in ranges.items():
@@ -121,7 +121,7 @@ def not_there_yet(config):
 
 def wrong_ranks(config, ranks):
     sizes = config.mesh.sizes()
-    total = prod(sizes.values())
+    total = config.mesh.grid().size
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
@@ -154,7 +154,7 @@ def wrong_parts(config):
 def wrong_sizes(config):
     """Sizes of the model that do not divide over the axes that split them."""
     model, split = config.model, config.split()
-    turned, outer = split.next(), split.whole()
+    turned, outer = split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     sizes = config.mesh.sizes()
@@ -164,7 +164,10 @@ def wrong_sizes(config):
 
     whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
     rows = sequences // micros * model.sequence
-    inputs, outputs = (split.sharded.w[0], turned.sharded.w[0]), (turned.w[1], outer.next().w[1])
+    inputs, outputs = (
+        (split.of_gradient.w[0], turned.of_gradient.w[0]),
+        (turned.w[1], outer.next().w[1]),
+    )
     needs = {
         (batch, sequences // micros): whole,
         (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
@@ -187,11 +190,11 @@ def wrong_pipeline(config):
             f"mesh.p = {config.mesh.p}{chunks}: {parts} parts, but model.layers = {layers}: "
             f"use at most {layers} parts or more layers"
         )
-    elif parallel.stages is not None:
-        yield from wrong_stages(parallel.stages, parts, layers)
+    elif parallel.layers_per_stage is not None:
+        yield from wrong_stages(parallel.layers_per_stage, parts, layers)
     schedule = find(parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
-    yield from [problem] if problem else wrong_updates(config)
+    yield from [problem] if problem else wrong_updates(config, schedule)
     yield from limits.too_many_passes(parallel, config.mesh.p)
     passes = config.train.steps * config.mesh.p * parallel.microbatches
     if schedule.asynchronous and passes > MOST_PASSES:
@@ -220,29 +223,36 @@ def wrong_pipeline(config):
 def wrong_stages(stages, parts, layers):
     """An uneven distribution of the layers that is invalid."""
     if len(stages) != parts:
-        yield f"parallel.stages has {len(stages)} numbers for {parts} parts: give one a part"
+        yield (
+            f"parallel.layers_per_stage has {len(stages)} numbers for {parts} parts: give one per "
+            "part"
+        )
     elif min(stages) < 0:
-        yield f"parallel.stages = {list(stages)}: a part with {min(stages)} layers; use 0 or more"
+        yield (
+            f"parallel.layers_per_stage = {list(stages)}: a part with {min(stages)} layers; use 0 "
+            "or more"
+        )
     elif sum(stages) != layers:
         yield (
-            f"parallel.stages = {list(stages)}: {sum(stages)} layers, but model.layers = "
-            f"{layers}: give each part its layers"
+            f"parallel.layers_per_stage = {list(stages)}: {sum(stages)} layers, but model.layers "
+            f"= {layers}: give each part its layers"
         )
 
 
-def wrong_updates(config):
+def wrong_updates(config, schedule):
     """What needs all stages at one time, under a schedule where each updates on its own."""
-    if config.parallel.schedule != "pipedream":
+    if not schedule.update_per_microbatch:
         return
     if config.train.clip:
         yield (
-            f"train.clip = {config.train.clip}: under schedule pipedream every stage updates on "
-            "its own, and no stage knows the norm of the whole gradient; use train.clip = 0"
+            f"train.clip = {config.train.clip}: under schedule {schedule.name} every stage "
+            "updates on its own, and no stage knows the norm of the whole gradient; use "
+            "train.clip = 0"
         )
     if config.model.tied and config.mesh.p > 1:
         yield (
-            "model.tied = true: under schedule pipedream the two copies of the table would part; "
-            "use model.tied = false"
+            f"model.tied = true: under schedule {schedule.name} the two copies of the table would "
+            "part; use model.tied = false"
         )
 
 
@@ -286,8 +296,7 @@ def cuboids(config, ranks):
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
             found = replace(config, mesh=mesh)
-            total = prod(mesh.sizes().values())
-            if not misfits(found, total):
+            if not misfits(found, mesh.grid().size):
                 yield found
 
 

@@ -25,7 +25,7 @@ class Lt:
     """cuBLASLt on one stream of the current device.
 
     `workspace` is the address of memory that nothing else uses, a multiple of 256, and its bytes.
-    With `tf32` the factors of products of float32 are rounded to TF32; sums never are.
+    With `tf32` the operands of float32 products are rounded to TF32; their sums never are.
     """
 
     def __init__(self, stream_ptr, workspace, tf32=False, library=None):

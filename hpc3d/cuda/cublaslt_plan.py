@@ -98,15 +98,15 @@ class ProductPlan:
     def layout(self, name):
         """The layout of a matrix; the operation says whether to transpose it."""
         operand = self.operands[name]
-        transposed, *sizes = operand.columns()
+        transposed, rows, columns, step = operand.columns()
         if name in "AB":
             self.set(f"TRANS{name}", transposed)
         elif transposed:
             raise ValueError(f"out and add must be row-major: {operand.shape}, {operand.strides}")
-        made = self.library.create("MatrixLayout", operand.type, *sizes)
-        count, step = operand.batches
+        made = self.library.create("MatrixLayout", operand.type, rows, columns, step)
+        count, offset = operand.batches
         self.library.set("MatrixLayout", made, "BATCH_COUNT", count)
-        self.library.set("MatrixLayout", made, "STRIDED_BATCH_OFFSET", step)
+        self.library.set("MatrixLayout", made, "STRIDED_BATCH_OFFSET", offset)
         return made
 
     def describe_fused(self, given):

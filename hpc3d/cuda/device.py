@@ -62,8 +62,8 @@ class Cuda:
 
     `queues` are the streams of communication (Traffic), `pinned` a pool of memory of the host that
     the device copies by itself.  While the host waits it calls the functions of `meanwhile`: other
-    ranks may need an answer of MPI, and NCCL's errors are told to those who ask.  `aborts` are
-    functions that end calls which nobody answers.
+    ranks may need an answer of MPI, and NCCL reports its errors only to those who ask.  `aborts`
+    are functions that end calls which nobody answers.
     """
 
     def __init__(self, number, cupy=None):
@@ -174,7 +174,7 @@ class DevicePool(Pool):
     """The arrays of a rank on its `device`, counted by kind.  CuPy's own pool uses their memory
     again, in the order of the stream `compute`."""
 
-    fused = True
+    on_device = True
 
     def __init__(self, device):
         super().__init__()

@@ -36,7 +36,7 @@ class Batches:
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Let `step` begin behind the first `sequences`, whatever batches they came in."""
+        """Let `step` begin after the first `sequences`, whatever batches they came in."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:

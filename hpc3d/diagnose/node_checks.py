@@ -84,7 +84,7 @@ def threads(ranks):
         yield Finding(OK, "threads", text + (given or f"{count(share, 'thread')} a rank"))
     else:
         remedy = f"unset {' '.join(asked)}: hpc3d then shares the cores among the ranks"
-        yield Finding(WARN, "threads", f"{text}each is told {given}", remedy)
+        yield Finding(WARN, "threads", f"{text}each has {given}", remedy)
     yield from blas()
     yield from quota(cores)
 

@@ -1,12 +1,38 @@
 """A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
 
-from contextlib import contextmanager
 from math import sqrt
+from typing import NamedTuple
 
-from hpc3d.model.layers import Dropout, LayerNorm, Linear
+import numpy as np
+
+from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
 from hpc3d.ops.attention import attend, attend_again, attend_grad
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
+from hpc3d.tensor.matmul import Saved
+
+
+class BlockSaved(NamedTuple):
+    """What the backward pass of a block works with: the inputs of its products and norms, [q|k|v]
+    and the probabilities of attention (None where backward makes them again), and the slope of
+    GELU, or where products do GELU what it was made of."""
+
+    norm1: NormSaved
+    qkv_linear: Saved
+    qkv: np.ndarray
+    probabilities: np.ndarray | None
+    proj_linear: Saved
+    norm2: NormSaved
+    up_linear: Saved
+    slope: np.ndarray
+    down_linear: Saved
+
+
+class BlockInput(NamedTuple):
+    """What is kept instead where backward runs the whole block again: X, and the weights."""
+
+    x: np.ndarray
+    weights: np.ndarray
 
 
 class Block:
@@ -18,20 +44,19 @@ class Block:
     keeps n (16 + a T / h) elements with "none", 16 n with "selective" and n with "full".
     """
 
-    def __init__(
-        self, mesh, parameters, model, split, number, keep="xw", seed=0, recompute="none"
-    ):
+    def __init__(self, mesh, parameters, spec, number):
+        model, split = spec.sizes, spec.split
         self.mesh, self.model, self.number = mesh, model, number
-        self.parameters, self.recompute = parameters, recompute
+        self.parameters, self.recompute = parameters, spec.recompute
         self.name = name = f"layers.{number}"
         hidden = model.hidden
         std, last = model.std, model.std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std):
-            return Linear(mesh, parameters, f"{name}.{part}", shape, split, std, keep)
+            return Linear(mesh, parameters, f"{name}.{part}", shape, split, std, spec.keep)
 
         def dropout(part, layout):
-            return Dropout(mesh, f"{name}.{part}", layout, model.dropout, seed)
+            return Dropout(mesh, f"{name}.{part}", layout, model.dropout, spec.seed)
 
         self.norm1 = LayerNorm(mesh, parameters, f"{name}.norm1", hidden, split.x)
         self.qkv = linear("qkv", (hidden, 3 * hidden), split, std)
@@ -43,30 +68,22 @@ class Block:
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
         self.gelu = GELU[model.gelu]
-        alone = self.up.matmul.alone and self.down.matmul.alone
+        alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = model.fused_gelu and alone
 
     def forward(self, x, micro):
         """The block of Y and what `backward` needs: with "full", what `again` needs."""
         y, saved = self.run(x, micro)
-        return y, (x, self.parameters.value) if self.recompute == "full" else saved
+        return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
-    def again(self, x, weights, micro):
+    def again(self, kept, micro):
         """What the forward pass did not keep: it runs once more, with the weights it had."""
         newest = self.parameters.value
-        self.parameters.show(weights)
-        with self.recomputing():
-            _, saved = self.run(x, micro)
+        self.parameters.show(kept.weights)
+        with self.mesh.trace.scope(phase="recompute"):
+            _, saved = self.run(kept.x, micro)
         self.parameters.show(newest)
         return saved
-
-    @contextmanager
-    def recomputing(self):
-        """What is recorded in here is of phase "recompute"."""
-        trace = self.mesh.trace
-        trace.phase, phase = "recompute", trace.phase
-        yield
-        trace.phase = phase
 
     def run(self, x, micro):
         """The block of Y and what the backward pass works with."""
@@ -79,24 +96,33 @@ class Block:
         n2, saved_n2 = self.norm2.forward(x)
         g, saved_up, slope = self.rise(n2)
         y, saved_down = self.join(x, self.down, g, self.drop2, micro)
-        return y, (saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down)
+        return y, BlockSaved(
+            norm1=saved_n1,
+            qkv_linear=saved_qkv,
+            qkv=qkv,
+            probabilities=p,
+            proj_linear=saved_proj,
+            norm2=saved_n2,
+            up_linear=saved_up,
+            slope=slope,
+            down_linear=saved_down,
+        )
 
     def backward(self, dy, saved, micro, later):
         self.mesh.trace.layer = self.number
         if self.recompute == "full":
-            saved = self.again(*saved, micro)
-        saved_n1, saved_qkv, qkv, p, saved_proj, saved_n2, saved_up, slope, saved_down = saved
-        dh = self.fall(self.drop(self.drop2, dy, micro), saved_down, slope, later)
-        dy = self.norm2.backward(self.up.backward(dh, saved_up, later), saved_n2, residual=dy)
-        da = self.proj.backward(self.drop(self.drop1, dy, micro), saved_proj, later)
+            saved = self.again(saved, micro)
+        dh = self.fall(self.drop(self.drop2, dy, micro), saved.down_linear, saved.slope, later)
+        dy = self.norm2.backward(
+            self.up.backward(dh, saved.up_linear, later), saved.norm2, residual=dy
+        )
+        da = self.proj.backward(self.drop(self.drop1, dy, micro), saved.proj_linear, later)
+        p = saved.probabilities
         if self.recompute == "selective":
-            p = self.attend_again(qkv, micro)
-        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
-            drop = self.drop_probabilities(micro)
-            sizes = self.model.sequence, self.model.width
-            dqkv = attend_grad(da, qkv, p, *sizes, self.mesh.empty, drop)
+            p = self.attend_again(saved.qkv, micro)
+        dqkv = self.attend_grad(da, saved.qkv, p, micro)
         return self.norm1.backward(
-            self.qkv.backward(dqkv, saved_qkv, later), saved_n1, residual=dy
+            self.qkv.backward(dqkv, saved.qkv_linear, later), saved.norm1, residual=dy
         )
 
     def attend(self, qkv, micro):
@@ -108,10 +134,16 @@ class Block:
     def attend_again(self, qkv, micro):
         """The probabilities once more: half of the work."""
         trace, half = self.mesh.trace, self.flops(qkv) // 2
-        how = self.model.sequence, self.model.width, self.mesh.empty
         drop = self.drop_probabilities(micro)
-        with self.recomputing(), trace.span("attention", "attention", half):
-            return attend_again(qkv, *how, drop)
+        with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
+            return attend_again(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
+
+    def attend_grad(self, da, qkv, p, micro):
+        """The gradient of [q|k|v] from that of attention's output."""
+        model = self.model
+        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
+            drop = self.drop_probabilities(micro)
+            return attend_grad(da, qkv, p, model.sequence, model.width, self.mesh.empty, drop)
 
     def rise(self, n):
         """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
@@ -132,8 +164,8 @@ class Block:
 
     def join(self, x, linear, a, dropout, micro):
         """x + dropout(linear(a)), and what backward needs of linear."""
-        if linear.matmul.whole and not dropout.rate:
-            return linear.forward(a, onto=x)
+        if linear.matmul.y_is_complete and not dropout.rate:
+            return linear.forward(a, residual=x)
         y, saved = linear.forward(a)
         y = self.drop(dropout, y, micro)
         with self.mesh.trace.span("residual"):

@@ -5,15 +5,16 @@ three together.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.model.layers import Dropout, Embedding, LayerNorm, gradient, row_axes
-from hpc3d.model.loss import CrossEntropy
+from hpc3d.model.layers import Dropout, Embedding, LayerNorm, NormSaved, gradient, row_axes
+from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import Matmul, Saved, Split
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,26 @@ class ModelSizes:
         return 4 * self.hidden
 
 
-def add_table(mesh, parameters, shape, split, name, **how):
+@dataclass(frozen=True)
+class ModelSpec:
+    """What all parts of a model are built from: its `sizes`, the `split` of its products, the
+    operands that these `keep` for backward, the `seed` of dropout, and what backward does again,
+    `recompute` ("none", "selective" or "full")."""
+
+    sizes: ModelSizes
+    split: Split
+    keep: str = "xw"
+    seed: int = 0
+    recompute: str = "none"
+
+
+def add_table(mesh, parameters, spec, name, **how):
     """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
-    matmul = Matmul(mesh, split.whole().next())
+    matmul, sizes = Matmul(mesh, spec.split.without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
-    size = (-(-shape.vocabulary // count) * count, shape.hidden)
-    how |= {"std": shape.std, "decay": True, "rows": shape.vocabulary, **gradient(matmul)}
-    return parameters.add(name, size, matmul.w_layout, **how)
+    shape = (-(-sizes.vocabulary // count) * count, sizes.hidden)
+    how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
+    return parameters.add(name, shape, matmul.w_layout, **how)
 
 
 class Embeddings:
@@ -55,9 +69,10 @@ class Embeddings:
 
     name = "embedding"
 
-    def __init__(self, mesh, parameters, shape, split, table, seed):
+    def __init__(self, mesh, parameters, spec, table):
+        shape, split = spec.sizes, spec.split
         self.mesh, self.shape = mesh, shape
-        self.lookup = Embedding(mesh, table, split.whole().next())
+        self.lookup = Embedding(mesh, table, split.without_panels().next())
         self.position = parameters.add(
             "embedding.position",
             (shape.sequence, shape.hidden),
@@ -67,7 +82,7 @@ class Embeddings:
             partial=row_axes(split.x),
         )
         self.layout = split.x
-        self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, seed)
+        self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
 
     def forward(self, micro):
         self.mesh.trace.layer = -1
@@ -94,28 +109,38 @@ class Embeddings:
         return self.layout.slices(shape, self.mesh)[0].start % self.shape.sequence
 
 
+class HeadSaved(NamedTuple):
+    """What the backward pass of the head works with."""
+
+    norm: NormSaved
+    product: Saved
+    loss: LossSaved
+
+
 class Head:
     """Logits Y[m, v] = norm(X) table' and their cross-entropy."""
 
     name = "head"
 
-    def __init__(self, mesh, parameters, shape, split, table, keep):
-        self.mesh, self.table, self.layout = mesh, table, split.whole().y
-        self.norm = LayerNorm(mesh, parameters, "head.norm", shape.hidden, split.x)
-        self.matmul = Matmul(mesh, split.whole(), keep, transposed=True)
-        self.loss = CrossEntropy(mesh, self.layout[1], shape.vocabulary)
+    def __init__(self, mesh, parameters, spec, table):
+        sizes, whole = spec.sizes, spec.split.without_panels()
+        self.mesh, self.table, self.layout = mesh, table, whole.y
+        self.norm = LayerNorm(mesh, parameters, "head.norm", sizes.hidden, spec.split.x)
+        self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
+        self.loss = CrossEntropy(mesh, self.layout[1], sizes.vocabulary)
 
     def forward(self, x, micro):
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         self.mesh.trace.layer = -1
         x, saved_norm = self.norm.forward(x)
-        logits, saved = self.matmul.apply(x, self.table.value)
+        logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         if not writeable(logits):
             logits, shared = self.mesh.empty(logits.shape, logits.dtype), logits
             logits[...] = shared
         targets = micro.bring("head.targets", self.targets)
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
-        return loss if self.counts() else 0.0, (saved_norm, saved, saved_loss)
+        saved = HeadSaved(saved_norm, saved_product, saved_loss)
+        return loss if self.counts() else 0.0, saved
 
     def targets(self, micro):
         """Those of this rank's rows."""
@@ -124,15 +149,15 @@ class Head:
     def backward(self, micro, saved, later):
         """The gradient of X, of the summed loss times its factor."""
         self.mesh.trace.layer = -1
-        saved_norm, saved, saved_loss = saved
-        dx, rest = self.matmul.adjoint_x(saved, self.loss.backward(saved_loss, micro.factor()))
+        dlogits = self.loss.backward(saved.loss, micro.factor())
+        dx, rest = self.matmul.backward_input(saved.product, dlogits)
         later(self.weigh, rest)
-        return self.norm.backward(dx.wait(), saved_norm, residual=None)
+        return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
     def weigh(self, rest):
-        if self.matmul.sums:
+        if self.matmul.dw_is_complete:
             return self.matmul.add_w(rest, self.table.grad)
-        self.table.grad += self.matmul.adjoint_w(rest).wait()
+        self.table.grad += self.matmul.backward_weight(rest).wait()
 
     def counts(self):
         """Whether this rank's rows of the loss are the copy that counts."""

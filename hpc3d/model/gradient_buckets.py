@@ -14,7 +14,7 @@ from hpc3d.comm.mesh import DATA
 
 
 class Buckets:
-    """The sums of gradients over the axes where they are partial, and ZeRO's gathers of values.
+    """Reduces gradients over the axes where they are partial, and gathers values for ZeRO.
 
     `finished(unit)` says that a part of the model has its whole gradient; a bucket whose parts are
     all finished is in flight from then on.
@@ -91,7 +91,9 @@ class Bucket:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
         self.places = [parameters.places[item] for item in items]
         sizes = [place.state.stop - place.state.start for place in self.places]
-        self.columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self.columns = [
+            slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))
+        ]
         self.pending = None
 
     @property
@@ -102,9 +104,9 @@ class Bucket:
 class Sum(Bucket):
     """A bucket of gradients, summed over the axes where they are partial, the data axis last.
 
-    The sum over the first axis is in flight from `post` on; those over others, of vectors only,
-    begin when it is waited for.  Where a tensor axis is the first, all that is `late`: posted
-    early, it would stand before what the pass and other stages wait for.
+    The reduction over the first axis is in flight from `post` on; those over others, of vectors
+    only, begin when it is waited for.  Where a tensor axis is the first, all that is `late`:
+    posted early, it would stand before what the pass and other stages wait for.
     """
 
     def __init__(self, parameters, items):

@@ -5,6 +5,8 @@ branches, or by several microbatches in flight.  Gradients are added to `Paramet
 matrices by a call that is handed to `later`, which makes it at once or when their turn comes.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
@@ -19,7 +21,7 @@ from hpc3d.ops.norm import (
     normalise_sums,
 )
 from hpc3d.ops.product import accumulate
-from hpc3d.ops.random import Mask, words
+from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
@@ -47,11 +49,13 @@ class Linear:
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
 
-    def forward(self, x, onto=None):
-        """Y, and what backward needs; a `whole` product adds a block like Y."""
-        if self.matmul.whole:
-            return self.matmul.apply(x, self.weight.value, self.bias.value, onto)
-        y, saved = self.matmul.apply(x, self.weight.value)
+    def forward(self, x, residual=None):
+        """Y, and what backward needs; a product that is all of Y adds the `residual`."""
+        if self.matmul.y_is_complete:
+            return self.matmul.forward_saving(
+                x, self.weight.value, bias=self.bias.value, residual=residual
+            )
+        y, saved = self.matmul.forward_saving(x, self.weight.value)
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
             return add_bias(y, self.bias.value, out), saved
@@ -59,19 +63,21 @@ class Linear:
     def activated(self, x):
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
-        given = self.weight.value, self.bias.value
-        return *self.matmul.apply(x, *given, gelu_input=h), h
+        y, saved = self.matmul.forward_saving(
+            x, self.weight.value, bias=self.bias.value, gelu_input=h
+        )
+        return y, saved, h
 
-    def backward(self, dy, saved, later=at_once, **fused):
-        dx, rest = self.matmul.adjoint_x(saved, dy, **fused)
+    def backward(self, dy, saved, later=at_once, **epilogue):
+        dx, rest = self.matmul.backward_input(saved, dy, **epilogue)
         later(self.weigh, dy, rest)
         return dx.wait()
 
     def weigh(self, dy, rest):
         """The gradients of weight and bias."""
-        if self.matmul.whole and self.matmul.sums:
+        if self.matmul.y_is_complete and self.matmul.dw_is_complete:
             return self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
-        dw = self.matmul.adjoint_w(rest).wait()
+        dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
             self.bias.grad += sum_rows(dy)
@@ -80,6 +86,15 @@ class Linear:
 def gradient(matmul):
     """How a weight's gradient lies, and the axes over which it is summed when the step ends."""
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
+
+
+class NormSaved(NamedTuple):
+    """What backward of a norm needs: its rows as forward left them and what `norm_grad` takes
+    beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
+
+    rows: np.ndarray
+    scales: np.ndarray | tuple
+    gamma: np.ndarray
 
 
 class LayerNorm:
@@ -97,8 +112,10 @@ class LayerNorm:
     def forward(self, x):
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                vectors = self.gamma.value, self.beta.value
-                return norm(x, *vectors, self.EPSILON, self.mesh.empty)
+                y, saved = norm(
+                    x, self.gamma.value, self.beta.value, self.EPSILON, self.mesh.empty
+                )
+            return y, NormSaved(*saved)
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = moments(x)
         count = x.shape[1]
@@ -110,7 +127,7 @@ class LayerNorm:
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
             normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
-        return y, (n, rstd, self.gamma.value)
+        return y, NormSaved(n, rstd, self.gamma.value)
 
     def backward(self, dy, saved, residual):
         """The gradient of x, plus `residual` where there is one."""
@@ -155,7 +172,7 @@ class Dropout:
         return Mask(key, self.rate, where, range(block.start, block.stop), columns)
 
     def key(self, micro):
-        return words((self.seed, self.name, micro.step))
+        return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x, micro, rows, columns):
         """x times the factors; the same for a gradient."""
@@ -164,6 +181,13 @@ class Dropout:
             return x
         with self.mesh.trace.span("dropout"):
             return dropped(x, mask, self.mesh.empty(x.shape, x.dtype))
+
+
+class EmbeddingSaved(NamedTuple):
+    """The rows of the table that were looked up, and the shape of its working block."""
+
+    index: np.ndarray
+    shape: tuple
 
 
 class Embedding:
@@ -194,14 +218,14 @@ class Embedding:
         index = micro.bring("embedding.index", self.index)
         with self.mesh.trace.span("embedding", "lookup"):
             partial = gather_rows(table, index)
-        return self.matmul.reduce(partial, self.split.y, k).wait(), (index, table.shape)
+        saved = EmbeddingSaved(index, table.shape)
+        return self.matmul.reduce(partial, self.split.y, k).wait(), saved
 
     def backward(self, dy, saved, micro):
-        index, shape = saved
         order = micro.bring("embedding.order", self.order)
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         dy = self.matmul.gather(dy, self.split.y, k).wait()
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = scatter_rows(dy, index, order, shape)
+            partial = scatter_rows(dy, saved.index, order, saved.shape)
         dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
         self.table.grad += dtable.wait()

@@ -1,13 +1,26 @@
 """Cross-entropy over a vocabulary that is split over ranks."""
 
+from typing import NamedTuple
+
+import numpy as np
+
 from hpc3d.ops.cross_entropy import (
     IGNORE,
+    LossRows,
     cross_entropy,
     local_sums,
     negative_log,
     row_max,
     softmax_grad,
 )
+
+
+class LossSaved(NamedTuple):
+    """What `softmax_grad` works with: the logits' memory, which holds their exponentials; on a
+    device that has the gradient at once this itself, and None as `rows`."""
+
+    logits: np.ndarray
+    rows: LossRows | None
 
 
 class CrossEntropy:
@@ -26,7 +39,8 @@ class CrossEntropy:
         """The summed loss of this rank's rows, and what backward needs; overwrites the logits."""
         if not self.axes:
             with self.mesh.trace.span("loss", "loss"):
-                return cross_entropy(logits, targets, self.vocabulary, scale)
+                loss, saved = cross_entropy(logits, targets, self.vocabulary, scale)
+            return loss, LossSaved(*saved)
         first = self.mesh.index(self.place) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
@@ -37,9 +51,9 @@ class CrossEntropy:
         for axis in self.axes:
             sums = self.mesh.comm(axis).all_reduce(sums).wait()
         valid = targets != IGNORE
-        return negative_log(sums, valid), (logits, (sums[0], valid, at))
+        return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
 
     def backward(self, saved, scale):
         """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""
         with self.mesh.trace.span("loss", "loss"):
-            return softmax_grad(*saved, scale)
+            return softmax_grad(saved.logits, saved.rows, scale)

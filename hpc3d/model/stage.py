@@ -90,41 +90,39 @@ LAYER = Part(range(1), first=False, last=False)
 LAST = Part(range(0), first=False, last=True)
 
 
-def build(mesh, parameters, shape, split, parts, keep="xw", seed=0, recompute="none", twin=None):
-    """The stages of this rank, one a part, their parameters added to `parameters`.
+def build(mesh, parameters, spec, parts, twin=None):
+    """The stages of this rank by a `ModelSpec`, one a part, their parameters added to
+    `parameters`.
 
     A rank with the first part has the token table, as has, of a tied model, one with the last;
     `twin` is the pipeline stage of the other where these are two.
     """
-    table = None
-    if any(part.first or (part.last and shape.tied) for part in parts):
-        late = shape.tied and (twin is not None or len(parts) > 1)
-        how = {"twin": twin if shape.tied else None, "late": late}
-        table = add_table(mesh, parameters, shape, split, "embedding.token", **how)
-    knobs = keep, seed, recompute
-    return [Stage(mesh, parameters, shape, split, part, table, *knobs) for part in parts]
+    table, tied = None, spec.sizes.tied
+    if any(part.first or (part.last and tied) for part in parts):
+        late = tied and (twin is not None or len(parts) > 1)
+        how = {"twin": twin if tied else None, "late": late}
+        table = add_table(mesh, parameters, spec, "embedding.token", **how)
+    return [Stage(mesh, parameters, spec, part, table) for part in parts]
 
 
 class Stage:
     """The part of a model that a rank runs in one go."""
 
-    def __init__(self, mesh, parameters, shape, split, part, table, keep, seed, recompute):
-        self.mesh, self.shape, self.layout = mesh, shape, split.x
+    def __init__(self, mesh, parameters, spec, part, table):
+        self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.split.x
         self.embeddings = self.head = None
         if part.first:
-            self.embeddings = Embeddings(mesh, parameters, shape, split, table, seed)
-        self.blocks = [
-            Block(mesh, parameters, shape, split, number, keep, seed, recompute)
-            for number in part.layers
-        ]
+            self.embeddings = Embeddings(mesh, parameters, spec, table)
+        self.blocks = [Block(mesh, parameters, spec, number) for number in part.layers]
         if part.last:
-            own = None if shape.tied else add_table(mesh, parameters, shape, split, "head.table")
-            self.head = Head(mesh, parameters, shape, split, own or table, keep)
+            if not spec.sizes.tied:
+                table = add_table(mesh, parameters, spec, "head.table")
+            self.head = Head(mesh, parameters, spec, table)
 
     def forward(self, x, micro):
         """Y, or of the last part this rank's share of the summed loss; and what backward needs.
 
-        x is None where the part has the embeddings.
+        Parts with the embeddings take no x.
         """
         saved = []
         if self.embeddings:
@@ -144,7 +142,7 @@ class Stage:
         """The gradient of x; that of matrices goes through `later`, which then calls
         `finished(unit)` for every part of the model that is through.  Empties `saved`.
 
-        dy is None where the part has the head.
+        Parts with the head take no dy.
         """
         if self.head:
             dy = self.head.backward(micro, saved.pop(), later)

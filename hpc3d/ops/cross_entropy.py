@@ -1,5 +1,7 @@
 """The parts of the cross-entropy that one rank computes, on its columns of the logits."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
@@ -8,12 +10,21 @@ from hpc3d.ops.update import sum_parts
 IGNORE = -100
 
 
+class LossRows(NamedTuple):
+    """Of every row of logits the sum of its exponentials, whether it is `valid`, and where its
+    target is: the indices of these entries, or what a device finds them by."""
+
+    sums: np.ndarray
+    valid: np.ndarray
+    at: tuple
+
+
 @composite
 def cross_entropy(logits, targets, vocabulary, scale):
     """The summed loss where the vocabulary is whole, and logits with what `softmax_grad` needs."""
     top, valid = row_max(logits, vocabulary), targets != IGNORE
     sums, at = local_sums(logits, top, targets)
-    return negative_log(sums, valid), (logits, (sums[0], valid, at))
+    return negative_log(sums, valid), (logits, LossRows(sums[0], valid, at))
 
 
 @cross_entropy.cuda

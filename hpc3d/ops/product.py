@@ -8,19 +8,19 @@ from hpc3d.ops.rows import add_bias, add_rows
 
 @composite
 def product(a, b, out):
-    """out[m, n] = a[m, k] b[k, n]; of a `fused` pool (+ bias[n]) (+ onto[m, n]), too."""
+    """out[m, n] = a[m, k] b[k, n]; on devices (+ bias[n]) (+ residual[m, n]), too."""
     np.matmul(a, b, out=out)
     return out
 
 
 @product.cuda
-def _(gpu, a, b, out, bias=None, onto=None, **gelu):
+def _(gpu, a, b, out, bias=None, residual=None, **gelu):
     if gelu:
         gpu.multiply_gelu(a, b, out, bias=bias, **gelu)
     elif bias is None:
-        gpu.multiply(a, b, out, add=onto)
-    elif not gpu.multiply_with(a, b, out, onto, bias=bias):
-        gpu.multiply(a, b, out, add=onto)
+        gpu.multiply(a, b, out, add=residual)
+    elif not gpu.multiply_with(a, b, out, residual, bias=bias):
+        gpu.multiply(a, b, out, add=residual)
         add_bias(out, bias, out)
     return out
 
@@ -43,7 +43,7 @@ def _(gpu, grad, dw):
 
 @primitive
 def accumulate_product(grad, a, b, sums=None):
-    """Add a b to `grad`, and the sum of the rows of b to `sums`: of a `fused` pool alone."""
+    """Add a b to `grad`, and the sum of the rows of b to `sums`: on devices alone."""
     raise NotImplementedError
 
 

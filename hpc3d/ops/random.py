@@ -14,12 +14,12 @@ from hpc3d.arrays.primitive import primitive
 DRAWS = 4  # 64-bit numbers for each value of Philox's counter
 
 
-def words(name):
+def philox_key(name):
     """The two words of Philox's key for the stream of that name."""
     return np.frombuffer(blake2b(repr(name).encode(), digest_size=16).digest(), np.uint64)
 
 
-def draws(key, first, count):
+def philox_draws(key, first, count):
     """The 64-bit draws number `first` to `first + count` of the stream with that key."""
     skipped = first % DRAWS
     stream = np.random.Philox(key=key, counter=first // DRAWS)
@@ -44,7 +44,7 @@ def normal(key, slices, width):
     """A block of independent standard normal numbers, float64 (Box and Muller)."""
 
     def make(first, count):
-        bits = draws(key, first, count)
+        bits = philox_draws(key, first, count)
         radius = ((bits >> np.uint64(32)) + 1.0) * 2.0**-32
         angle = (bits & np.uint64(0xFFFFFFFF)) * (2 * np.pi * 2.0**-32)
         return np.sqrt(-2 * np.log(radius)) * np.cos(angle)
@@ -52,13 +52,13 @@ def normal(key, slices, width):
     return by_rows(slices, width, make)
 
 
-def keep(key, rate, slices, width):
+def keep_mask(key, rate, slices, width):
     """A block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
     limit = np.uint16(min(round(rate * 2**16), 2**16 - 1))
 
     def make(first, count):
         head = first % 4
-        bits = draws(key, first // 4, -(-(head + count) // 4))
+        bits = philox_draws(key, first // 4, -(-(head + count) // 4))
         return bits.view(np.uint16)[head : head + count] >= limit
 
     return by_rows(slices, width, make)
@@ -68,7 +68,7 @@ class Mask(NamedTuple):
     """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
     of its elements, drawn when it is needed, so that they never all exist.
 
-    `rows` and `columns` are those of the block in the matrix, `key` the `words` of its stream.
+    `rows` and `columns` are those of the block in the matrix, `key` that of its stream.
     """
 
     key: np.ndarray
@@ -80,7 +80,7 @@ class Mask(NamedTuple):
     def factors(self, rows, columns, dtype):
         """Those of slices of the block."""
         slices = self.rows[rows], self.columns[columns]
-        kept = keep(self.key, self.rate, slices, self.width)
+        kept = keep_mask(self.key, self.rate, slices, self.width)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 
 
@@ -103,7 +103,7 @@ def initialise(value, item, seed, block):
     if item.std:
         rows, columns = block
         drawn = slice(rows.start, max(rows.start, min(rows.stop, item.rows or rows.stop)))
-        numbers = normal(words((seed, item.name)), (drawn, columns), item.shape[1])
+        numbers = normal(philox_key((seed, item.name)), (drawn, columns), item.shape[1])
         value[: drawn.stop - drawn.start] = numbers * item.std
         value[drawn.stop - drawn.start :] = 0
 
@@ -123,5 +123,5 @@ def _(gpu, value, item, seed, block):
     value[count:] = 0
     place = {"first_row": rows.start, "first_column": columns.start, "width": item.shape[1]}
     given = {"columns": value.shape[1], "std": item.std, **place}
-    key = gpu.bring(words((seed, item.name)))
+    key = gpu.bring(philox_key((seed, item.name)))
     gpu.launch("initialise", count, value.shape[1], value=value[:count], key=key, **given)

@@ -1,4 +1,4 @@
-"""Schedules as CSV files: one row per stage, a cell an instruction."""
+"""Schedules as CSV files: one row per stage, one cell per instruction."""
 
 import csv
 import io

@@ -43,7 +43,7 @@ class Later:
 
 
 class Engine:
-    """The stages of this rank, a chunk each, and what is in flight between them.
+    """The stages of this rank (`PipelineStage`), a chunk each, and what is in flight between them.
 
     `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
     training step, `seconds` the time of a run by operation on `clock`, and `peak` the largest
@@ -77,7 +77,7 @@ class Engine:
         self.seconds.clear()
         for group in groups:
             self.closing = group[-1].op == "Reduce"
-            with self.mesh.comm("p").together() if group[0].op in MESSAGES else nullcontext():
+            with self.mesh.comm("p").grouped() if group[0].op in MESSAGES else nullcontext():
                 for instruction in group:
                     self.execute(instruction)
         for channel in [*self.sent]:
@@ -87,9 +87,9 @@ class Engine:
     def execute(self, instruction):
         """One entry of the table, for one instruction."""
         trace, start = self.mesh.trace, self.clock()
-        trace.phase = PHASE[instruction.op]
         trace.at(self.stage, instruction.chunk, instruction.mb)
-        self.table[instruction.op](instruction)
+        with trace.scope(phase=PHASE[instruction.op]):
+            self.table[instruction.op](instruction)
         self.seconds[instruction.op] += self.clock() - start
 
     def forward(self, instruction):
@@ -124,9 +124,8 @@ class Engine:
     def finished(self, unit):
         """The gradient of a part of the model is whole if this backward pass is the last."""
         if self.closing:
-            self.mesh.trace.phase, phase = "optimizer", self.mesh.trace.phase
-            self.buckets.finished(unit)
-            self.mesh.trace.phase = phase
+            with self.mesh.trace.scope(phase="optimizer"):
+                self.buckets.finished(unit)
 
     def reduce(self, instruction):
         for unit in self.stages[instruction.chunk].units:

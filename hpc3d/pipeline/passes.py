@@ -3,7 +3,7 @@
     add_steps      the optimiser, where the schedule does not say when
     add_messages   between stages, in an order that cannot deadlock; a B that has no W is a BW
     fuse           what stands between two passes becomes one group
-    add_reductions the gradients' sums over the data axis, under the last backward pass
+    add_reductions the reduction of gradients over the data axis, under the last backward pass
 
 The contract of a lowered schedule: the messages of a group are posted together, and the group is
 complete when all of them are; a message is complete when both ends have posted it; a stage runs
@@ -111,10 +111,10 @@ def _is_message(instruction):
 def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
     """The groups with a Reduce of each chunk that has new gradients before each Step.
 
-    With `overlap` it joins the last W or BW of the chunk, so that sums run while this pass still
-    computes, or stands after the message that another stage waits for: what it takes to post sums
-    would delay every stage before.  These stages have the time of the drain for theirs.  Without,
-    it stands alone before the Step.
+    With `overlap` it joins the last W or BW of the chunk, so that reductions run while this pass
+    still computes, or stands after the message that another stage waits for: what it takes to post
+    them would delay every stage before.  These stages have the time of the drain for theirs.
+    Without, it stands alone before the Step.
     """
     return _reduced_early(groups) if overlap else _reduced_late(groups)
 

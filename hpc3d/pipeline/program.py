@@ -14,42 +14,50 @@ class Program(NamedTuple):
     """The groups of instructions of every stage, and where the parts of the model lie.
 
     They are those of one training step, or under an asynchronous schedule those of all steps,
-    where microbatches of up to `ahead` steps more are in flight before a step is over.
+    where microbatches of up to `ahead` steps more are in flight before a step is over.  A training
+    step has so many `updates`; where microbatches are `alone`, each is a minibatch with an update
+    of its own.  `weights` are what the schedule does with older ones.
     """
 
     stages: list | dict
     placement: Placement
     asynchronous: bool
     ahead: int
+    alone: bool
+    updates: int
+    weights: type
 
     def of(self, stage):
         """The program without the groups of other stages."""
         return self._replace(stages={stage: self.stages[stage]})
 
-    def steps(self, stage, updates):
-        """The groups of a stage, training step by training step, with `updates` Steps each."""
+    def steps(self, stage):
+        """The groups of a stage, training step by training step."""
         groups = self.stages[stage]
-        return cut(groups, updates) if self.asynchronous else repeat(groups)
+        return cut(groups, self.updates) if self.asynchronous else repeat(groups)
 
 
 def cut(groups, updates):
-    """Groups cut behind every `updates`-th Step; those behind the last one belong to it."""
+    """Groups cut after every `updates`-th Step; those after the last one belong to it."""
     ends = [place for place, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
-    return (groups[slice(*edge)] for edge in pairwise(edges))
+    return (groups[start:stop] for start, stop in pairwise(edges))
 
 
 def program_of(config):
     """The program of a run; ValueError for what the schedule forbids or `check` finds."""
     parallel, stages = config.parallel, config.mesh.p
-    asynchronous = find(parallel.schedule).asynchronous
+    schedule = find(parallel.schedule)
+    asynchronous, alone = schedule.asynchronous, schedule.update_per_microbatch
     steps = config.train.steps if asynchronous else 1
-    sizes = stages, parallel.microbatches, parallel.chunks, steps
-    compute, placement = streams(parallel.schedule, *sizes)
+    compute, placement = streams(
+        parallel.schedule, stages, parallel.microbatches, parallel.chunks, steps
+    )
     ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0
     try:
         lowered = lower(compute, placement, parallel.overlap)
         check(lowered, placement, steps * parallel.microbatches)
     except ValueError as error:
         raise ValueError(f"parallel.schedule = {parallel.schedule}: {error}") from None
-    return Program(lowered, placement, asynchronous, ahead)
+    updates = parallel.microbatches if alone else 1
+    return Program(lowered, placement, asynchronous, ahead, alone, updates, schedule.weights)

@@ -9,12 +9,25 @@ v the chunks of a stage, t_f and t_b the times of a forward and a whole backward
 
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hpc3d.pipeline.csv_schedule import from_csv
+from hpc3d.pipeline.closed_forms import (
+    StageTimes,
+    all_forward_first,
+    by_turns,
+    down_and_up,
+    late_weights,
+    of_chunks,
+)
 from hpc3d.pipeline.instruction import Instruction, Placement, numbered
+from hpc3d.pipeline.timeline import Cost, makespan, timeline
+from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
+
+CHUNKS = (2, 3, 4, 6, 8)  # that are tried where a schedule allows any number
+ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -128,6 +141,11 @@ class Schedule(NamedTuple):
     chunks where `chunks` is None, which allows any.  Where it is `asynchronous` one stream runs
     through all training steps, whose number `generate` also takes.  `turn` is that of `Placement`.
     `rule` gives a line against (name, stages, micros), or None.
+
+    `splits_backward`: its streams have W.  `weights` are what a stage does with older weights, and
+    `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all`: the activations of
+    all microbatches of a step are in flight at once.  `closed_form` is its time, one of
+    hpc3d.pipeline.closed_forms; without one its timeline is run.
     """
 
     name: str
@@ -136,6 +154,16 @@ class Schedule(NamedTuple):
     asynchronous: bool = False
     turn: bool = False
     rule: Callable[[str, int, int], str | None] = _anything
+    splits_backward: bool = False
+    weights: type[InPlace] = InPlace
+    update_per_microbatch: bool = False
+    keeps_all: bool = False
+    closed_form: Callable[[int, int, StageTimes], float] | None = None
+
+    @property
+    def search_chunks(self) -> tuple[int, ...]:
+        """The numbers of chunks that a search tries."""
+        return (self.chunks,) if self.chunks else CHUNKS
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
         """One line, with key and remedy, if the schedule does not run with these sizes."""
@@ -152,21 +180,57 @@ class Schedule(NamedTuple):
         extra = [steps] if self.asynchronous else [placement.chunks] if not self.chunks else []
         return list(self.generate(stage, placement.stages, micros, *extra))
 
+    def seconds(self, micros: int, chunks: int, times: StageTimes) -> float:
+        """The time of a step, from its first pass to its last."""
+        if len(times.forward) == 1:
+            return micros * sum(times.work())
+        return (self.closed_form or self.on_the_clock)(micros, chunks, times)
+
+    def on_the_clock(self, micros: int, chunks: int, times: StageTimes) -> float:
+        """That time on the timeline, where rounds after the first few take as long as the last of
+        them."""
+        costs = [Cost(*each, times.message) for each in zip(*times[:3])]
+        stages = len(costs)
+        placement = Placement(stages, chunks, self.turn)
+
+        def run(micros):
+            passes = [self.stream(stage, placement, micros, 1) for stage in range(stages)]
+            return makespan(timeline(passes, placement, costs))
+
+        more = max(0, micros // stages - ROUNDS)
+        few = micros - more * stages
+        return run(few) + (more * (run(few) - run(few - stages)) if more else 0.0)
+
 
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
         Schedule("none", none, rule=_one_stage),
-        Schedule("gpipe", gpipe),
-        Schedule("1f1b", one_f_one_b),
-        Schedule("interleaved", interleaved, chunks=None, rule=_one_a_stage),
-        Schedule("zb-h1", zb_h1),
-        Schedule("zb-h2", zb_h2),
-        Schedule("zb-v", zb_v, chunks=2, turn=True),
-        Schedule("pipedream", pipedream, asynchronous=True),
-        Schedule("pipedream-2bw", pipedream_2bw, asynchronous=True, rule=_one_a_stage),
+        Schedule("gpipe", gpipe, keeps_all=True, closed_form=all_forward_first),
+        Schedule("1f1b", one_f_one_b, closed_form=by_turns),
+        Schedule(
+            "interleaved", interleaved, chunks=None, rule=_one_a_stage, closed_form=of_chunks
+        ),
+        Schedule("zb-h1", zb_h1, splits_backward=True, closed_form=partial(late_weights, 1)),
+        Schedule("zb-h2", zb_h2, splits_backward=True, closed_form=partial(late_weights, 2)),
+        Schedule("zb-v", zb_v, chunks=2, turn=True, splits_backward=True, closed_form=down_and_up),
+        Schedule(
+            "pipedream", pipedream, asynchronous=True, weights=Stashed, update_per_microbatch=True
+        ),
+        Schedule(
+            "pipedream-2bw",
+            pipedream_2bw,
+            asynchronous=True,
+            rule=_one_a_stage,
+            weights=DoubleBuffered,
+        ),
     )
 }
+
+
+def usual(stages: int) -> str:
+    """The schedule of a run that names none."""
+    return "none" if stages == 1 else "1f1b"
 
 
 def find(name: str) -> Schedule:
@@ -174,6 +238,8 @@ def find(name: str) -> Schedule:
 
     Raises ValueError for names that are not known and files that are no schedules.
     """
+    from hpc3d.pipeline.csv_schedule import from_csv
+
     if name.startswith("csv:"):
         try:
             return _from_table(name, from_csv(name.removeprefix("csv:")))
@@ -199,7 +265,14 @@ def _from_table(name, table):
     def generate(stage, stages, micros):
         return iter(table.streams[stage])
 
-    return Schedule(name, generate, table.placement.chunks, turn=table.placement.turn, rule=rule)
+    return Schedule(
+        name,
+        generate,
+        table.placement.chunks,
+        turn=table.placement.turn,
+        rule=rule,
+        splits_backward=any(each.op == "W" for stream in table.streams for each in stream),
+    )
 
 
 def streams(

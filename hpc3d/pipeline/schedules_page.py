@@ -65,7 +65,7 @@ def _section(schedule: Schedule) -> str:
     rows = timeline(passes, placement, Cost(1, 1, 1))
     peaks = [in_flight(stream) for stream in passes]
     activations, kept = (" ".join(map(str, numbers)) for numbers in zip(*peaks))
-    waiting = f"; waiting for W {kept}" if schedule.name.startswith("zb") else ""
+    waiting = f"; waiting for W {kept}" if schedule.splits_backward else ""
     return (
         f"## {schedule.name}\n\n{getdoc(schedule.generate)}\n\n"
         f"```text\n{draw(rows, columns=125)}\n```\n\n"
@@ -76,9 +76,10 @@ def _section(schedule: Schedule) -> str:
 
 def _sizes(schedule):
     """(stages, microbatches of a step, steps): 8 microbatches in all."""
-    if schedule.name == "none":
+    if schedule.forbids(4, 8, schedule.chunks or 2):
         return 1, 8, 1
-    return (4, 4, 2) if schedule.name == "pipedream-2bw" else (4, 8, 1)
+    generations = schedule.asynchronous and not schedule.update_per_microbatch
+    return (4, 4, 2) if generations else (4, 8, 1)
 
 
 if __name__ == "__main__":

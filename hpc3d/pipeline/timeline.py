@@ -1,6 +1,6 @@
 """A schedule on an ideal clock: when each pass of each stage starts and ends."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement, whole
@@ -24,15 +24,15 @@ class Cost(NamedTuple):
 
 
 def timeline(
-    streams: Iterable[Iterable[Instruction]], placement: Placement, cost: Cost
+    streams: Iterable[Iterable[Instruction]], placement: Placement, cost: Cost | Sequence[Cost]
 ) -> list[Row]:
     """(start, end, instruction) of each stage, in seconds from the start of the run.
 
-    The streams hold passes, and Reduce and Step, which take no time; a B that has no W comes out
-    as BW.  An instruction starts when the one before it on its stage has ended and its inputs are
-    there: results of its own stage at once, those of another `cost.comm` after they were ready.
-    Sends never block.  Raises ValueError, with instructions as the streams name them, if these
-    wait for each other.
+    `cost` is that of all stages, or a list has one for each.  The streams hold passes, and Reduce
+    and Step, which take no time; a B that has no W comes out as BW.  An instruction starts when
+    the one before it on its stage has ended and its inputs are there: results of its own stage at
+    once, those of another `comm` of its cost after they were ready.  Sends never block.  Raises
+    ValueError, with instructions as the streams name them, if these wait for each other.
     """
     return _Clock(streams, placement, cost).run()
 
@@ -68,8 +68,10 @@ class _Clock:
     """
 
     def __init__(self, streams, placement, cost):
-        self.placement, self.comm = placement, cost.comm
-        self.seconds = cost.of(placement.chunks)
+        self.placement = placement
+        costs = [cost] * placement.stages if isinstance(cost, Cost) else cost
+        self.messages = [each.comm for each in costs]
+        self.seconds = [each.of(placement.chunks) for each in costs]
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
         self.rows = [[] for _ in self.streams]
@@ -101,12 +103,12 @@ class _Clock:
                 self.waiting.setdefault(missing[0], []).append(stage)
                 return
             start = max([clock, *(self.arrival(stage, need) for need in needs)])
-            clock = start + self.seconds.get(instruction.op, 0.0)
+            clock = start + self.seconds[stage].get(instruction.op, 0.0)
             row.append((start, clock, instruction))
             yield from self.finish(stage, instruction, clock)
 
     def arrival(self, stage, need):
-        return self.ends[need] + (self.comm if need[0] != stage else 0.0)
+        return self.ends[need] + (self.messages[stage] if need[0] != stage else 0.0)
 
     def finish(self, stage, instruction, clock):
         done = (stage, instruction._replace(op=instruction.op[0]))

@@ -47,6 +47,3 @@ class DoubleBuffered(InPlace):
         self.parameters.renew()
         self.updates += 1
         self.versions[self.updates] = self.parameters.value
-
-
-WEIGHTS = {"pipedream": Stashed, "pipedream-2bw": DoubleBuffered}

@@ -20,14 +20,14 @@ UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it s
 
 
 class Job:
-    """All ranks.  `at_end` are the functions to call before the job ends, well or not; `told` the
-    signals that asked for its end, which a job that `stops` by itself looks at."""
+    """All ranks.  `at_end` are the functions to call before the job ends, well or not.  Signals
+    that asked for its end are noted, and a job that `stops` by itself looks at them."""
 
     def __init__(self, name):
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.at_end, self.ending = [], threading.Lock()
-        self.told, self.stops, self.started = [], False, time.monotonic()
+        self.exit_hooks, self.ending = [], threading.Lock()
+        self.signals, self.stops, self.started = [], False, time.monotonic()
         self.launcher = launcher()
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
@@ -37,9 +37,13 @@ class Job:
         its next call for ever."""
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
-    def agree(self, function):
+    def from_root(self, function):
         """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
         refused on all ranks."""
+        return self.comm.bcast(self.on_root(function))
+
+    def on_root(self, function):
+        """The same, for rank 0 alone: None on the others."""
         value, problems = None, ()
         if self.rank == 0:
             from hpc3d.patience import patience
@@ -49,8 +53,7 @@ class Job:
                     value = function()
             except REFUSED as error:
                 problems = lines_of(error)
-        value, problems = self.comm.bcast((value, problems))
-        if problems:
+        if problems := self.comm.bcast(problems):
             self.refuse(*problems)
         return value
 
@@ -64,7 +67,7 @@ class Job:
     def complain(self, text):
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
-    def deal(self, function):
+    def scatter_from_root(self, function):
         """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
         return self.comm.scatter(function() if self.rank == 0 else None)
 

@@ -42,7 +42,7 @@ def started(name, body):
 
     An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
     that goes wrong on one rank is printed once, with its rank, and aborts the job after
-    `job.at_end` has been called."""
+    `job.exit_hooks` has been called."""
     set_environment()
     early = []  # before there is a job
     for number in ASKING:
@@ -51,13 +51,13 @@ def started(name, body):
         from hpc3d.runtime.job import Job
     except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
         reason = plain(str(error)).rstrip(".")
-        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor tells why", file=sys.stderr)
+        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
         return BAD_INPUT
     job = met(lambda: Job(name), name)
     sys.excepthook = lambda kind, error, trace: die(job, error)
     threading.excepthook = lambda args: die(job, args.exc_value)
     leave_when_told(job)
-    job.told += early
+    job.signals += early
     try:
         meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:
@@ -83,7 +83,7 @@ def met(make, name):
     def end():
         if not number_in(LOCAL_RANK, default=0):
             line = f"in {MEETING} s {os.uname().nodename} has not heard from all other hosts; "
-            line += "mpirun ... python -m hpc3d.doctor tells which do not reach each other"
+            line += "mpirun ... python -m hpc3d.doctor says which do not reach each other"
             print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
         time.sleep(SPOKEN)
         os._exit(STALLED)
@@ -99,9 +99,9 @@ def met(make, name):
 
 def explain_single(meant):
     """Why this process is alone although the launcher meant `meant` of them."""
-    from hpc3d.runtime.mpi_library import brief
+    from hpc3d.runtime.mpi_library import mismatch_report
 
-    return [f"{meant} processes were meant, but MPI sees 1", *brief(meant)]
+    return [f"{meant} processes were meant, but MPI sees 1", *mismatch_report(meant)]
 
 
 def die(job, error):
@@ -121,7 +121,7 @@ def what_happened(error):
     if isinstance(error, OSError) and error.errno in DISK:
         where = f": {plain(str(error.filename))}" if error.filename else ""
         return (
-            f"failed: {plain(why(error))}{where}; mend that, then start again, or go on with "
+            f"failed: {plain(why(error))}{where}; fix that, then start again, or go on with "
             "--resume"
         )
     if isinstance(error, MemoryError):
@@ -142,7 +142,7 @@ def exit_code(error):
 def leave_when_told(job):
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
-    A job that stops by itself (`job.stops`) goes on, until it is told a second time.  The signals
+    A job that stops by itself (`job.stops`) goes on until a second SIGTERM.  The signals
     that may ask for that are noted from the start, when nobody knows yet which one it is.
     Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
     the signal writes to a pipe reaches another thread.
@@ -156,8 +156,8 @@ def leave_when_told(job):
     def listen():
         while True:
             (number,) = os.read(told, 1)
-            again = number in job.told
-            job.told.append(number)
+            again = number in job.signals
+            job.signals.append(number)
             if number == signal.SIGTERM and (again or not job.stops):
                 leave(job)
             elif number == signal.SIGTERM and not again:
@@ -202,10 +202,10 @@ def finish(job):
 
 
 def call_all(job):
-    """Call the functions of `job.at_end`; nothing may stop us here."""
-    while job.at_end:
+    """Call the functions of `job.exit_hooks`; nothing may stop us here."""
+    while job.exit_hooks:
         try:
-            job.at_end.pop(0)()
+            job.exit_hooks.pop(0)()
         except Exception as error:
             if job.first_to_fail():
                 job.complain(f"rank {job.rank}: at the end: {'; '.join(lines_of(error))}")

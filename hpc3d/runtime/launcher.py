@@ -1,6 +1,6 @@
 """What started the ranks of this host, and its end where it outlives them.
 
-A launcher that is told to end a job waits for the daemons of all hosts, also for one that it does
+A launcher that is asked to end a job waits for the daemons of all hosts, also for one that it does
 not reach any more: mpirun was seen to wait for minutes after a link was lost.
 """
 

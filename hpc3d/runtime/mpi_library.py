@@ -133,7 +133,7 @@ def mpirun(mpi, launcher):
         yield Finding(OK, "mpirun", text)
     if launcher.maker == OPEN_MPI:
         yield from root()
-        yield from crowd(launcher)
+        yield from oversubscription(launcher)
 
 
 def put_on_path(mpi):
@@ -152,7 +152,7 @@ def root():
         yield Finding(FAIL, "root", "Open MPI's mpirun starts nothing for root", remedy)
 
 
-def crowd(launcher):
+def oversubscription(launcher):
     """Whether Open MPI's mpirun starts more ranks than there are cores, and how they wait."""
     if allows_more(launcher):
         yield Finding(OK, "more ranks than cores", "mpirun starts them")
@@ -193,10 +193,10 @@ def offer(kinds, mpi):
     if taken:
         return Finding(OK, "srun", f"{text}; {mpi.maker} takes --mpi={taken[0]}")
     remedy = "start ranks with mpirun inside of the job (LAUNCH=mpirun in jobs/), not with srun"
-    return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of it", remedy)
+    return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of these", remedy)
 
 
-def foreign(mpi):
+def started_by_other_mpi(mpi):
     """Whether the mpirun of another MPI started this process: to start MPI may end it."""
     return starter() is not None and starter() != mpi.abi
 
@@ -207,12 +207,13 @@ def starter():
     return next((abi for name, abi in names.items() if name in os.environ), None)
 
 
-def apart(meant, mpi):
+def why_singletons(meant, mpi):
     """Why each of the `meant` processes that a launcher started is alone."""
     if starter() is None:
         return Finding(FAIL, "launcher", *of_slurm(meant, mpi))
     text = f"the mpirun of {starter()} started {meant} processes, each is alone: "
-    text += f"the library is {'' if foreign(mpi) else 'another '}{mpi.maker} {mpi.version}"
+    other = "" if started_by_other_mpi(mpi) else "another "
+    text += f"the library is {other}{mpi.maker} {mpi.version}"
     return Finding(FAIL, "launcher", text, put_on_path(mpi))
 
 
@@ -228,14 +229,14 @@ def of_slurm(meant, mpi):
     return f"{text}{mpi.maker} takes {kind}, srun speaks {spoken or 'neither PMI'}", remedy
 
 
-def brief(meant):
+def mismatch_report(meant):
     """What to say where a launcher started `meant` processes and MPI sees one: a few lines.
 
     Quick, and nothing is started: for rank 0 of a job that cannot go on.
     """
     mpi, path = loaded(), shutil.which("mpirun")
     told = [
-        apart(meant, mpi),
+        why_singletons(meant, mpi),
         Finding(OK, "MPI library", str(mpi)),
         Finding(OK if path else WARN, "mpirun", path or "not on PATH"),
     ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.communicator import Self
+from hpc3d.model.gpt2 import ModelSpec
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build, microbatches
 from hpc3d.predict.simulation.simulated_clock import representative
@@ -53,7 +54,7 @@ def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
     tally = Tally()
     mesh = representative(sizes, AbstractPool(tally), Self())
     parameters = Parameters(mesh, dtype)
-    (stage,) = build(mesh, parameters, model, split, [part], recompute=recompute)
+    (stage,) = build(mesh, parameters, ModelSpec(model, split, recompute=recompute), [part])
     parameters.allocate(seed=0)
     tokens = np.zeros((sequences, model.sequence), np.int32)
     (micro,) = microbatches(0, tokens, tokens, 1)

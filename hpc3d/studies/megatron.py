@@ -5,7 +5,7 @@ arXiv:2205.05198: tables 4 and 5, figure 1.  D. Narayanan et al., "Efficient Lar
 Model Training on GPU Clusters Using Megatron-LM", SC 2021, arXiv:2104.04473: table 1.
 
 Microbatches and chunks of the second are those of its scripts (NVIDIA/Megatron-LM
-examples/sc21/run_table_1.sh), as are dropout, clipping and the overlap of the sums of gradients
+examples/sc21/run_table_1.sh), as are dropout, clipping and the overlap of reducing gradients
 with backward, which its smaller models have.  Which facts a machine needs was found with the
 first paper's rows in view, but none of its numbers is fitted to a row.
 """
@@ -100,7 +100,7 @@ LATER = 258.74e12  # FLOP/s: the best of later software (see [gemm.float16] of t
 ASSUMED = """\
 Both: dropout 0.1, AdamW, float16 with float32 gradients; what was gathered is kept, where
 Megatron-LM gathers it again while it multiplies; nothing is lost to a busy network.
-The second: Megatron-LM sums float16 gradients, half the bytes that are summed here, and cuts the
+The second: Megatron-LM reduces float16 gradients, half the bytes of those here, and cuts the
 messages of stages into t parts, which are sent whole here."""
 
 

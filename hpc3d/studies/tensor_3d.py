@@ -110,11 +110,11 @@ def own_batches(found):
 def planned(machine, row):
     """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
     much faster than the cube it is."""
-    sizes = row["batch"], row["hidden"], row["dtype"]
     timed = {}
     for grid in cuboids():
         try:
-            timed[grid] = spent(machine, "3d", grid, *sizes).seconds
+            took = spent(machine, "3d", grid, row["batch"], row["hidden"], row["dtype"])
+            timed[grid] = took.seconds
         except ValueError:  # the sizes do not divide
             continue
     grid = min(timed, key=timed.get)
@@ -145,8 +145,8 @@ def main(options):
     machine = load(options.machine or shipped(V100))
     found = {dtype: sweep(machine, dtype) for dtype in DTYPES}
     found["variants"] = [
-        vary(label, dtype, *how)
-        for dtype, (label, how) in product(DTYPES, variants(machine).items())
+        vary(label, dtype, variant, options)
+        for dtype, (label, (variant, options)) in product(DTYPES, variants(machine).items())
     ]
     print(f"\n{UNTOLD}")
     return found
@@ -166,9 +166,9 @@ def sweep(machine, dtype):
     return {"rows": found, "own_batches": alone, "planned": plans}
 
 
-def vary(label, dtype, machine, how):
+def vary(label, dtype, machine, options):
     """The sweep under another assumption, and where the paper's speed-ups hold in it."""
-    found = rows(machine, dtype, **how)
+    found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
     print(f"   {dtype}, {label}: both hold at (hidden, batch) {both or 'none of the sweep'}")
     return {"dtype": dtype, "label": label, "both": both}

@@ -122,9 +122,16 @@ class Profile(NamedTuple):
         """The Work of each part of the model on one of t ranks; fitted values cover dropout."""
         vocabulary = published.vocabulary(self.t)
         model = ModelSizes(1, self.hidden, self.heads, self.sequence, vocabulary)
-        how = {"p": 1, "x": self.t}, self.micro, np.dtype(np.float16)
         return {
-            name: work_of(model, SCHEMES["1d"], *how, part, published.recompute)
+            name: work_of(
+                model,
+                SCHEMES["1d"],
+                sizes={"p": 1, "x": self.t},
+                sequences=self.micro,
+                dtype=np.dtype(np.float16),
+                part=part,
+                recompute=published.recompute,
+            )
             for name, part in PARTS.items()
         }
 
@@ -146,9 +153,19 @@ class ProfileFactors(NamedTuple):
         spent = [0.0, 0.0]
         for (method, arguments), count in asked.items():
             odd = method == "product" and any(s > 1 and s % 2 for s in arguments[:3])
-            seconds = getattr(self.machine, method)(*arguments)
+            seconds = self.answer(method, arguments)
             spent[method == "call"] += count * seconds * (self.odd if odd else 1)
         return spent
+
+    def answer(self, method, arguments):
+        """What the machine says to a question of a `Tally`."""
+        match method, arguments:
+            case "product", (m, n, k, dtype, batch):
+                return self.machine.product(m, n, k, dtype, batch)
+            case "kernel", (name, nbytes):
+                return self.machine.kernel(name, nbytes)
+            case "call", (op, nbytes, members):
+                return self.machine.call(op, nbytes, members)
 
 
 class Steps:

@@ -36,7 +36,7 @@ def choices(rows, seconds):
 def bends(rows):
     """How far steps that differ only in their layers, by as many each, lie off a line [ms].
 
-    Rows with d = 1: sums of gradients have their own steps.
+    Rows with d = 1: reductions of gradients have their own steps.
     """
     alone = rows[rows["d"] == 1]
     alone = alone[np.argsort(alone["layers"], kind="stable")]

@@ -39,7 +39,7 @@ class Saved(NamedTuple):
     kept: str
 
 
-class Rest(NamedTuple):
+class SavedForWeight(NamedTuple):
     """What the gradient of W is made of: X as in `Saved`, and the working block of dY."""
 
     x: np.ndarray
@@ -67,10 +67,11 @@ class Matmul:
             "k": in_order(split.k, split.y),
         }
         self.deferred = set(split.defer.split())
-        fused = mesh.pool.fused and not split.panels
-        self.whole = fused and self.complete("k")  # a product is Y, and
-        self.sums = fused and self.complete("m")  # dW: what is added to them is added with it;
-        self.alone = self.whole and self.sums and self.complete("n")  # all blocks are matrices
+        # Where a product on a device is Y or dW itself, what is added to these is its epilogue.
+        fused = mesh.pool.on_device and not split.panels
+        self.y_is_complete = fused and self.complete("k")
+        self.dw_is_complete = fused and self.complete("m")
+        self.is_local = self.y_is_complete and self.dw_is_complete and self.complete("n")
 
     def complete(self, letter):
         """Whether no product is a partial sum over the axes of a letter, of those not deferred."""
@@ -80,42 +81,45 @@ class Matmul:
 
     def forward(self, x, w):
         """The stored block of Y from the stored blocks of X and W."""
-        return self.apply(x, w)[0]
+        return self.forward_saving(x, w)[0]
 
     def backward(self, x, w, dy):
         """The stored blocks of dX and dW."""
-        return self.adjoint(Saved(x, w, ""), dy)
+        return self.backward_saved(Saved(x, w, ""), dy)
 
-    def apply(self, x, w, *added, **fused):
-        """Y and what `adjoint` needs of X and W.  Where a product is `whole`, what is `added` to
-        it may be a bias, and a block like Y; `fused` is what else a device does with it."""
+    def forward_saving(self, x, w, **epilogue):
+        """Y, and what `backward_saved` needs of X and W.  Where `y_is_complete`, the `epilogue` of
+        a product (hpc3d.ops.product) may have a bias, a residual and GELU."""
         pending = self.gather_x(x), self.gather_w(w)
         a, b = (block.wait() for block in pending)
-        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], *added, **fused)
+        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], **epilogue)
         saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
         return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
 
-    def adjoint(self, saved, dy):
+    def backward_saved(self, saved, dy):
         """dX and dW."""
-        dx, rest = self.adjoint_x(saved, dy)
-        dw = self.adjoint_w(rest)
+        dx, rest = self.backward_input(saved, dy)
+        dw = self.backward_weight(rest)
         return dx.wait(), dw.wait()
 
-    def adjoint_x(self, saved, dy, **fused):
-        """The pending dX = dY W', reduced the way X was gathered, and what `adjoint_w` needs."""
+    def backward_input(self, saved, dy, **epilogue):
+        """The pending dX = dY W', reduced the way X was gathered; and what `backward_weight`
+        needs."""
         dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
         b = saved.w if "w" in saved.kept else self.gather_w(saved.w).wait()
-        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"], **fused)
-        return self.reduce(dx, self.split.x, self.axes["n"]), Rest(saved.x, dy, saved.kept)
+        dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"], **epilogue)
+        rest = SavedForWeight(saved.x, dy, saved.kept)
+        return self.reduce(dx, self.split.x, self.axes["n"]), rest
 
-    def adjoint_w(self, rest):
-        """The pending dW = X' dY, reduced the way W was gathered; any time after `adjoint_x`."""
+    def backward_weight(self, rest):
+        """The pending dW = X' dY, reduced the way W was gathered; any time after
+        `backward_input`."""
         dw = self.multiply(*self.factors_of_w(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def add_w(self, rest, grad, bias_grad=None):
-        """Add dW to `grad`, where it `sums`, and the sums of dY's columns to `bias_grad`, where a
-        product is `whole`, too."""
+        """Add dW to `grad`, where `dw_is_complete`, and the sums of dY's columns to `bias_grad`,
+        where `y_is_complete`, too."""
         a, b = self.factors_of_w(rest)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             accumulate_product(grad, a, b, bias_grad)
@@ -154,19 +158,19 @@ class Matmul:
                 pending = comm.all_reduce(pending.wait())
         return pending
 
-    def multiply(self, a, b, foreign, *added, **fused):
+    def multiply(self, a, b, foreign, **epilogue):
         """a b, written where the first reduction over `foreign` wants it."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), None)
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
-            product(a, b, out, *added, **fused)
+            product(a, b, out, **epilogue)
         self.mesh.guard.product(a, b, out)
         return out
 
 
 def weight_layouts(split, transposed):
     """How W and dW are stored; they differ where dW alone is sharded over a data axis."""
-    splits = split, split.sharded
+    splits = split, split.of_gradient
     return [each.w_transposed if transposed else each.w for each in splits]
 
 
@@ -195,7 +199,7 @@ class Summa(Matmul):
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
 
-    def apply(self, x, w):
+    def forward_saving(self, x, w):
         y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
         whole = self.gather(w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
@@ -203,21 +207,21 @@ class Summa(Matmul):
             y += self.multiply(a.wait(), b.wait(), ())
         return y, Saved(x, w, "")
 
-    def adjoint_x(self, saved, dy):
+    def backward_input(self, saved, dy):
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
         w = self.gather(saved.w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
             b = self.panel_of_w(w, panel).wait()
-            self.give_back(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
-        return ready(dx), Rest(saved.x, dy, "")
+            self.reduce_to_owner(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
+        return ready(dx), SavedForWeight(saved.x, dy, "")
 
-    def adjoint_w(self, rest):
+    def backward_weight(self, rest):
         x, dy, _ = rest
         rows = x.shape[1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
         dw = self.mesh.empty((rows, dy.shape[1]), dy.dtype)
         for panel in range(self.panels):
             a = self.panel_of_x(x, panel).wait()
-            self.give_back(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
+            self.reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
         return self.reduce(dw, self.dw_layout, self.others, self.deferred)
 
     def panel_of_x(self, x, panel):
@@ -228,7 +232,7 @@ class Summa(Matmul):
         owner, part = self.place(self.along_w, w.shape[0], panel)
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
-    def give_back(self, partial, stored, axis, panel):
+    def reduce_to_owner(self, partial, stored, axis, panel):
         """Sum `partial` into the owner's part of the rows of `stored`."""
         owner, part = self.place(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()

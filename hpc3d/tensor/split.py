@@ -45,7 +45,7 @@ class Split:
         return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
 
     @cache  # noqa: B019
-    def whole(self):
+    def without_panels(self):
         """The split without panels that stores X alike: for lookups and the head."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
@@ -81,7 +81,7 @@ class Split:
         return self._store(self.n, self.k, self.m)
 
     @cached_property
-    def sharded(self):
+    def of_gradient(self):
         """The split whose W is stored as this one's dW is."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))

@@ -4,6 +4,8 @@ A rank does one thing at a time, what is inside of another lies inside of its ti
 holds what was done in it; what takes several ranks is in hpc3d.trace.checks_across_ranks.
 """
 
+from functools import partial
+
 import numpy as np
 
 from hpc3d.trace.checks_across_ranks import collectives, labelled, messages
@@ -40,10 +42,10 @@ def violations(trace):
 def _damages(trace):
     """What cannot be read, and values less than they may be: such rows cannot be compared."""
     for name in REFERENCES:
-        _, problems = _attempt(getattr, trace, name)
+        _, problems = _attempt(partial(getattr, trace, name))
         yield from problems
     for name, path in TABLES.items():
-        table, problems = _attempt(getattr, trace, name)
+        table, problems = _attempt(partial(getattr, trace, name))
         yield from problems
         for column in LAYOUT[path].columns:
             if table is not None and column.name in table:
@@ -51,7 +53,7 @@ def _damages(trace):
 
 
 def _damages_of(name, table, column):
-    values, problems = _attempt(table.__getitem__, column.name)
+    values, problems = _attempt(partial(table.__getitem__, column.name))
     yield from problems
     if values is not None and column.least is not None:
         low = np.nonzero(values < column.least)[0]
@@ -59,10 +61,10 @@ def _damages_of(name, table, column):
             yield f"/{name}: {column.name} is less than {column.least}: {_where(table, low)}"
 
 
-def _attempt(function, *arguments):
+def _attempt(function):
     """What a function returns, and none or one line with the reason why it cannot."""
     try:
-        return function(*arguments), []
+        return function(), []
     except ValueError as error:
         return None, [str(error)]
 

@@ -209,26 +209,26 @@ class DeviceTraced(Traced):
 
     def __init__(self, comm, recorder, group, stream):
         super().__init__(comm, recorder, group)
-        self.together, self.stream = self.departing, stream
+        self.grouped, self.stream = self.departing, stream
 
     @contextmanager
     def departing(self):
-        """The communicator's `together`, as one flight."""
+        """The communicator's `group`, as one flight."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
-        with self.recorder.flight("together", self.group, self.stream), self.comm.together():
+        with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
             yield
 
-    def call(self, op, block, received, peer, method, *arguments):
+    def call(self, op, block, received, peer, post):
         recorder, line = self.recorder, self.recorder.compute
         if recorder.capturing:
-            return method(block, *arguments)
+            return post()
         seq = self.number(op, peer)
         context, step, called = recorder.context, recorder.step, recorder.clock()
         posted = line.mark()
         recorder.outstanding.add(posted)
         with recorder.flight(op, self.group, self.stream):
-            pending = method(block, *arguments)
+            pending = post()
         free = recorder.clock()
         left = line.mark() if free - called > AT_ONCE else None
         count, what = line.count, (recorder.name(op), OP_NUMBER[op])

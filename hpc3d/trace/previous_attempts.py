@@ -2,7 +2,7 @@
 
     RUN/trace-1.h5, RUN/trace-2.h5, ...     the trace as it was when the next attempt began
 
-An attempt begins with the step behind its checkpoint.  What was done from that step on is undone:
+An attempt begins with the step after its checkpoint.  What was done from that step on is undone:
 it stays in the file of its attempt.  What was done before is continued, where the work is shared
 out in the same way: the numbers of calls go on, and so do times, by the clock of the host.  Where
 that was started again, or it is another host, all times of the attempt are moved by the same.
@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.files import toml
 from hpc3d.trace import schema
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.segment import Segment, read_segment, segment_path
+from hpc3d.trace.trace_config import tables_of
 
 ASIDE = re.compile(r"trace-(\d+)\.h5")
 TIMES = ("t_start", "t_end", "posted", "t_local")
@@ -111,7 +111,7 @@ def shared(attrs):
 def work(config):
     """What of a configuration, TOML, makes a step what it is."""
     try:
-        tree = toml(config)
+        tree = tables_of(config)
         train, clock = tree.get("train", {}), tree.get("trace", {}).get("clock")
         parts = [tree.get(name) for name in ("mesh", "parallel", "model")]
         return [*parts, train.get("batch"), train.get("dtype"), clock]

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 
+from hpc3d.comm.mesh import Scope
 from hpc3d.trace.schema import (
     CATEGORY,
     CLOCK_SAMPLES,
@@ -25,6 +26,7 @@ from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
 COMPUTE, OPTIMIZER, IO, MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
+PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
 NANOSECONDS = 1_000_000_000
 
@@ -49,7 +51,7 @@ class Recorder:
         self.table = bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
         self.strings, self.steps, self.memory, self.samples = {}, [], [], []
-        self.step, self.layer, self.phase_number = -1, -1, len(PHASE) - 1
+        self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # nanoseconds in calls since the step began
         self.latest = 0  # when a call was made, a row ended or a step began, whichever was last
@@ -61,7 +63,11 @@ class Recorder:
 
     @phase.setter
     def phase(self, name):
-        self.phase_number = PHASE.index(name)
+        self.phase_number = PHASE_NUMBER[name]
+
+    def scope(self, layer=None, phase=None):
+        """A context whose events are of this layer and phase, as far as they are given."""
+        return Scope(self, layer, phase)
 
     def at(self, stage, chunk, microbatch):
         """What runs now is this microbatch (-1: none) on this chunk of this stage."""
@@ -81,7 +87,7 @@ class Recorder:
         return self.strings.setdefault(text, len(self.strings))
 
     def span(self, name, op="elementwise", flops=0):
-        """A context whose time is one event of computation, or of reading where op is none."""
+        """A context whose time is one event of computation, or of reading (op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def mark(self, name):

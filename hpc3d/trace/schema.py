@@ -268,7 +268,7 @@ ATTRIBUTES = (
     Attribute("mpi", str, "MPI library"),
     Attribute("device", str, "devices that the ranks compute on"),
     Attribute("transport", str, "the way that ranks talk along the axes of the mesh"),
-    Attribute("cores", int, "processors of rank 0's host that the run may use, 0 if unknown"),
+    Attribute("cores", int, "CPU cores of rank 0's host that the run may use, 0 if unknown"),
     Attribute("segments", int, "files of the ranks that were merged into this one"),
     Attribute("complete", bool, "whether all that the run was to do is here", True),
     Attribute("missing", str, "what is not, a line each", True),

@@ -1,7 +1,7 @@
 """Calls of a communicator as events."""
 
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -28,42 +28,48 @@ class Traced:
         self.comm, self.recorder, self.group = comm, recorder, group
         self.rank, self.size = comm.rank, comm.size
         self.members, self.pool = comm.members, comm.pool
-        self.buffer, self.together, self.sequence = comm.buffer, comm.together, Counter()
+        self.buffer, self.grouped, self.sequence = comm.buffer, comm.grouped, Counter()
 
     def all_gather(self, block, dim=0):
         received = block.nbytes * (self.size - 1)
-        return self.call("all_gather", block, received, -1, self.comm.all_gather, dim)
+        post = partial(self.comm.all_gather, block, dim)
+        return self.call("all_gather", block, received, -1, post)
 
     def reduce_scatter(self, block, dim=0):
         received = block.nbytes * (self.size - 1) // self.size
-        return self.call("reduce_scatter", block, received, -1, self.comm.reduce_scatter, dim)
+        post = partial(self.comm.reduce_scatter, block, dim)
+        return self.call("reduce_scatter", block, received, -1, post)
 
     def all_reduce(self, block, op="sum"):
         received = 2 * block.nbytes * (self.size - 1) // self.size
-        return self.call("all_reduce", block, received, -1, self.comm.all_reduce, op)
+        post = partial(self.comm.all_reduce, block, op)
+        return self.call("all_reduce", block, received, -1, post)
 
     def broadcast(self, block, root):
         """The block, for all but the root."""
         received = None if self.rank != root else 0
-        return self.call("broadcast", block, received, root, self.comm.broadcast, root)
+        post = partial(self.comm.broadcast, block, root)
+        return self.call("broadcast", block, received, root, post)
 
     def reduce(self, block, root):
         """The block, for all but the member next to the root, where the chain to it begins."""
         received = block.nbytes * (self.rank != (root + 1) % self.size)
-        return self.call("reduce", block, received, root, self.comm.reduce, root)
+        post = partial(self.comm.reduce, block, root)
+        return self.call("reduce", block, received, root, post)
 
     def all_to_all(self, block):
         received = block.nbytes * (self.size - 1) // self.size
-        return self.call("all_to_all", block, received, -1, self.comm.all_to_all)
+        post = partial(self.comm.all_to_all, block)
+        return self.call("all_to_all", block, received, -1, post)
 
     def send(self, block, peer):
-        return self.call("send", block, block.nbytes, peer, self.comm.send, peer)
+        post = partial(self.comm.send, block, peer)
+        return self.call("send", block, block.nbytes, peer, post)
 
     def recv(self, shape, dtype, peer):
         block = np.empty((0, *shape[1:]), dtype)
-        return self.call(
-            "recv", block, None, peer, lambda _, source: self.comm.recv(shape, dtype, source), peer
-        )
+        post = partial(self.comm.recv, shape, dtype, peer)
+        return self.call("recv", block, None, peer, post)
 
     def number(self, op, peer):
         """The number of this call in its sequence."""
@@ -71,12 +77,12 @@ class Traced:
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
-    def call(self, op, block, received, peer, method, *arguments):
-        """Make the call; `received` None stands for the bytes of what comes back."""
+    def call(self, op, block, received, peer, post):
+        """Make the call by `post()`; `received` None stands for the bytes of what comes back."""
         recorder, seq = self.recorder, self.number(op, peer)
         context, step = recorder.context, recorder.step
         posted = recorder.clock()
-        pending = method(block, *arguments)
+        pending = post()
         free = recorder.latest = recorder.clock()
 
         def finish():

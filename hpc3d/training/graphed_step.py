@@ -50,7 +50,7 @@ class GraphedStep:
 
 def replay_of(trainer, wanted):
     """The GraphedStep of a trainer on a device, None where it is not `wanted`, or nothing runs."""
-    if not wanted or not trainer.mesh.pool.fused:
+    if not wanted or not trainer.mesh.pool.on_device:
         return None
     from hpc3d.cuda.graph import CudaGraph
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
-from hpc3d.comm.abft.checker import AbftChecker
 from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
 from hpc3d.training.optimizer import STATES
@@ -45,12 +44,17 @@ class Corrupt(GuardError):
 
 def guarded(mesh, guard):
     """The mesh whose products and messages are checked where a GuardConfig wants it."""
-    every = guard.products_every
-    return mesh.guarded(AbftChecker(mesh.rank, every)) if every else mesh
+    every = guard.abft_every
+    if not every:
+        return mesh
+    from hpc3d.comm.abft.checker import AbftChecker
+
+    return mesh.guarded(AbftChecker(mesh.rank, every))
 
 
 def lines(wrong, found):
-    """What to say of the finds of all ranks, a list a rank: those nearest to the cause first."""
+    """What to say of the findings of all ranks, one list per rank: those nearest to the cause
+    first."""
     finds = sorted((find for here in found for find in here), key=lambda find: find.order)
     shown = [find.line for find in finds[:SHOWN]]
     more = len(finds) - len(shown)
@@ -136,7 +140,7 @@ class ReplicaCheck:
         with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
         found = [find for axis in self.axes for find in self.along(axis, number, copies)]
-        found += [] if self.trainer.config.alone else self.twins(number, copies)
+        found += [] if self.trainer.alone else self.twins(number, copies)
         if anywhere(self.mesh, len(found)):
             stop(self.mesh, found)
 

@@ -48,8 +48,8 @@ class Log:
             f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
             f"{' '.join(map(str, layers))} layers; ZeRO {parallel.zero}"
         )
-        if config.trace.clock == "processor":
-            self.say("times are processor time: tokens/s are those of a second of rank 0's")
+        if config.trace.clock == "cpu":
+            self.say("times are CPU time: tokens/s are those of a second of rank 0's")
         self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
 
     def step(self, done):

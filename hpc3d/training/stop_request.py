@@ -22,7 +22,7 @@ class Stop:
 
     def wish(self):
         """0 to go on; else the number of a signal, MINUTES or FILE."""
-        if told := [number for number in self.job.told if number in self.signals]:
+        if told := [number for number in self.job.signals if number in self.signals]:
             return told[0]
         if self.job.rank:
             return 0

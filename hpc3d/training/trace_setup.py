@@ -10,7 +10,7 @@ from hpc3d.runtime.environment import cores_of_node
 # What the trace and what the training loop reads, in ns and in s: the same clock.
 CLOCKS = {
     "wall": (time.monotonic_ns, time.monotonic),
-    "processor": (time.process_time_ns, time.process_time),
+    "cpu": (time.process_time_ns, time.process_time),
 }
 
 
@@ -47,7 +47,7 @@ def recorded(job, mesh, config, folder, git, transport):
     if config.trace.clock == "wall":
         nodes = [place["node"] for place in places]
         recorder.clocks = Clocks(mesh.world, nodes, recorder.clock)
-    job.at_end.append(recorder.flush)
+    job.exit_hooks.append(recorder.flush)
     return mesh.traced(recorder)
 
 

@@ -6,13 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import value_of
-from hpc3d.model.gpt2 import ModelSizes
+from hpc3d.model.gpt2 import ModelSizes, ModelSpec
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.program import program_of
-from hpc3d.pipeline.weight_versions import WEIGHTS, InPlace
 from hpc3d.training import guard
 from hpc3d.training.graphed_step import replay_of
 from hpc3d.training.loss_scale import scale_of
@@ -21,8 +20,8 @@ from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
 
 
 class Step(NamedTuple):
-    """What a step came to: `loss` a token, times in seconds, `communication` a share of the step,
-    `peak` the bytes of arrays on the fullest rank, `wish` the request to stop, the largest over
+    """What a step came to: `loss` per token, times in seconds, `communication` a share of the
+    step, `peak` the bytes of arrays on the fullest rank, `wish` the stop request, max over
     ranks."""
 
     number: int
@@ -37,9 +36,9 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """Model and optimiser of a run on a mesh; `batches` is None on all ranks but 0.
+    """Model and optimiser of a run on a mesh; only rank 0 has `batches`.
 
-    `clock` tells the seconds that a step and its parts take.
+    `clock()` gives the seconds that a step and its parts take.
     """
 
     def __init__(
@@ -55,36 +54,35 @@ class Trainer:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
-        self.shape = shape_of(config.model, vocabulary, train.fused_gelu)
-        stages = self.stages(program.placement)
+        spec = spec_of(config, vocabulary)
+        self.shape, stages = spec.sizes, self.stages(spec, program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
         self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
-        self.weights = WEIGHTS.get(config.parallel.schedule, InPlace)(self.parameters)
+        self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock
         )
-        self.feed = feed(mesh, config, batches, program.asynchronous, program.ahead)
-        self.groups = program.steps(mesh.coord("p"), config.updates())
-        self.replay = replay_of(self, train.graph)
+        self.feed = feed(mesh, config, batches, program)
+        self.groups = program.steps(mesh.coord("p"))
+        self.replay = replay_of(self, train.cuda_graph)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
-    def stages(self, placement):
+    def stages(self, spec, placement):
         """The stages of this rank, a chunk each."""
-        config, stage, layers = self.config, self.mesh.coord("p"), self.config.layers()
+        stage, layers = self.mesh.coord("p"), self.config.layers()
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
         twin = next(iter(ends - {stage}), None) if stage in ends else None
-        how = config.keep(), config.seed, config.parallel.recompute, twin
-        return build(self.mesh, self.parameters, self.shape, config.split(), parts, *how)
+        return build(self.mesh, self.parameters, spec, parts, twin)
 
     def step(self, number, wish=int):
-        """Step `number`: forward and backward of its microbatches, sums over ranks, update.
+        """Step `number`: forward and backward of its microbatches, reductions over ranks, update.
 
-        `wish()` is why this rank wants the run to stop after it: a number, 0 for going on.
+        `wish()` is why this rank asks the run to stop after the step: a number, 0 to go on.
         """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
@@ -94,11 +92,11 @@ class Trainer:
         micros = self.feed.fetch(number, self.scaling.factor)
         run = self.replay.run if self.replay else self.engine.run
         run(next(self.groups), micros)
-        if self.config.alone:
+        if self.alone:
             self.share = self.engine.losses.pop(number, 0.0)
-            self.total()
+            with trace.scope(phase="optimizer"):
+                self.total()
         self.mesh.pool.synchronize()
-        trace.phase = "other"
         seconds = self.clock() - start
         share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
         self.mesh.guard.end()
@@ -115,7 +113,7 @@ class Trainer:
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
             squares = self.parameters.sum_of_squares()
-        share = 0.0 if self.config.alone else self.engine.losses.pop(self.number, 0.0)
+        share = 0.0 if self.alone else self.engine.losses.pop(self.number, 0.0)
         if self.replay:
             self.replay.close(share, squares)
         self.update_by(share, squares)
@@ -125,7 +123,7 @@ class Trainer:
         gradient of a scaled loss overflows, all ranks leave that update out."""
         self.share, self.squares = share, squares
         scale, clip = 1 / self.scaling.factor, self.config.train.clip
-        if not self.config.alone:
+        if not self.alone:
             self.total()
             scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
         if not self.skipped:
@@ -143,7 +141,7 @@ class Trainer:
         """
         self.share, self.squares = value_of(self.share), value_of(self.squares)
         mine = np.array([self.share, self.squares])
-        if self.mesh.guard.settle():
+        if self.mesh.guard.compare():
             mine[:] = np.nan
         loss, squares = self.mesh.world.all_reduce(mine).wait()
         self.loss = float(loss) / self.feed.valid[self.number]
@@ -161,6 +159,12 @@ class Trainer:
         most = np.array([self.mesh.pool.peak["all"], wish], np.float64)
         peak, wish = self.mesh.world.all_reduce(most, "max").wait()
         return float(share), int(peak), int(wish)
+
+
+def spec_of(config, vocabulary):
+    """The ModelSpec of a run's model."""
+    sizes = shape_of(config.model, vocabulary, config.train.fused_gelu)
+    return ModelSpec(sizes, config.split(), config.keep(), config.seed, config.parallel.recompute)
 
 
 def shape_of(model, vocabulary, fused_gelu=False):

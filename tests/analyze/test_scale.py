@@ -14,7 +14,7 @@ import sys, time
 from tests.memory import peak_bytes
 from hpc3d import report
 code = report.main(sys.argv[1:])
-print(f"{time.process_time():.1f} s of processor time, {peak_bytes()} bytes", file=sys.stderr)
+print(f"{time.process_time():.1f} s of CPU time, {peak_bytes()} bytes", file=sys.stderr)
 sys.exit(code)
 """
 

@@ -69,7 +69,7 @@ def logits(folder, tokens):
     for block in stage.blocks:
         x, _ = block.forward(x, micro)
     x, _ = stage.head.norm.forward(x)
-    found, _ = stage.head.matmul.apply(x, stage.head.table.value)
+    found, _ = stage.head.matmul.forward_saving(x, stage.head.table.value)
     return found.reshape(*tokens.shape, -1)
 
 

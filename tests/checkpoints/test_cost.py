@@ -9,6 +9,7 @@ from hpc3d.checkpoints import cost
 from hpc3d.checkpoints.cost import Probe, seconds, shortage
 from hpc3d.comm.threads import run
 from tests.checkpoints.lives import LAYOUTS, Ranks, live
+from tests.elided import elided
 from tests.pipeline.mixes import config_of, trainer_of
 
 
@@ -23,10 +24,10 @@ def test_the_bytes_are_those_of_the_files(layout, tmp_path):
     lines, *others = run(config.mesh.sizes(), rank)
     assert all(other == lines for other in others)
     files = [path.stat().st_size for path in tmp_path.glob("checkpoints/*/*.bin")]
-    told = f"{sum(files) / 1e6:.1f} MB each, {max(files) / 1e6:.1f} MB of it on the fullest rank"
+    told = f"{sum(files) / 1e6:.1f} MB ... {max(files) / 1e6:.1f} MB ... 2 "
     (line,) = lines
-    assert told in line and "2 are kept" in line
-    assert float(re.search(r"one should take (\S+) s", line)[1]) > 0
+    assert re.search(elided(told), line)
+    assert float(re.search(r" (\S+) s$", line)[1]) > 0
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "losses", "said"}
 
 
@@ -58,8 +59,8 @@ def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
         file.truncate(100_000_000)
     assert shortage(tmp_path, 100_000_000, keep=1) is None
     line = shortage(tmp_path, 100_000_000, keep=2)
-    assert line.startswith("checkpoints: 3 want 300.0 MB, and ")
-    assert "has room for 250.0 MB: make room, or lower checkpoint.keep" in line
+    facts = f"checkpoints: 3 ... 300.0 MB, ... {tmp_path} ... 250.0 MB: ... checkpoint.keep"
+    assert re.fullmatch(elided(facts), line)
     assert shortage(tmp_path, 125_000_000, keep=1) is None  # just as much as there is
     assert shortage(tmp_path, 125_000_001, keep=1)
 
@@ -70,5 +71,5 @@ def test_a_node_that_cannot_write_is_named(tmp_path):
     def rank(mesh):
         cost.forecast(Ranks(mesh), tmp_path / "absent", trainer_of(mesh, config), 2)
 
-    with pytest.raises(ValueError, match=r"cannot write to .*absent, .*: No such file"):
+    with pytest.raises(ValueError, match=r"absent, .*: No such file"):
         run(config.mesh.sizes(), rank)

@@ -101,7 +101,7 @@ def test_several_files_are_read_through_their_index(files, tmp_path):
     found = values(imported(source, tmp_path / "other"))
     assert all((found[name] == array).all() for name, array in plain.items())
     index.write_text(json.dumps({"weight_map": dict.fromkeys(where, "../model-0.safetensors")}))
-    with pytest.raises(ValueError, match="does not name files beside it"):
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: .* weight_map "):
         Pretrained(source)
 
 
@@ -116,7 +116,7 @@ def test_a_file_alone_needs_the_heads_only(files, tmp_path):
     source = files()
     (source / "config.json").unlink()
     alone = source / "model.safetensors"
-    with pytest.raises(ValueError, match=r"no config.json that tells n_head: give --model.heads"):
+    with pytest.raises(ValueError, match=r" config\.json .* n_head: .* --model\.heads$"):
         configured(Pretrained(alone), [])
     back = imported(alone, tmp_path / "back", "--model.heads", "12")
     assert config_of(Checkpoint(back)).model.heads == 12
@@ -138,18 +138,21 @@ SQUARE = np.ones((24, 24), "f4")
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({"h.0.ln_1.bias": None}, "it lacks 'h.0.ln_1.bias'"),
+        ({"h.0.ln_1.bias": None}, "'h.0.ln_1.bias'"),
         (
             {"h.1.ln_1.bias": None, "h.1.ln_2.bias": None},
-            "it lacks 'h.1.ln_1.bias', 'h.1.ln_2.bias'",
+            "'h.1.ln_1.bias', 'h.1.ln_2.bias'",
         ),
-        ({"h.7.ln_1.bias": np.ones(24, "f4")}, "n_layer = 4, but it is 5"),
-        ({"score.weight": SQUARE}, "'score.weight': no part of a GPT-2"),
-        ({"wte.weight": None}, "it has no matrix wte.weight"),
-        ({"wpe.weight": np.ones(24, "f4")}, "it has no matrix wpe.weight"),
-        ({"h.0.mlp.c_fc.weight": SQUARE}, r"h.0.mlp.c_fc.weight is \[24, 24\]: it should be \[24"),
-        ({"lm_head.weight": SQUARE}, "lm_head.weight is not wte.weight"),
-        ({"ln_f.bias": np.ones(24, "i8")}, "ln_f.bias' is of 'I64'"),
+        ({"h.7.ln_1.bias": np.ones(24, "f4")}, "n_layer = 4, .* 5"),
+        ({"score.weight": SQUARE}, "'score.weight': .* GPT-2"),
+        ({"wte.weight": None}, " wte.weight: .* GPT-2"),
+        ({"wpe.weight": np.ones(24, "f4")}, " wpe.weight: .* GPT-2"),
+        ({"h.0.mlp.c_fc.weight": SQUARE}, r"h.0.mlp.c_fc.weight .* \[24, 24\]: .* \[24, 96\]"),
+        (
+            {"lm_head.weight": SQUARE},
+            "lm_head.weight .* wte.weight, .* tie_word_embeddings ",
+        ),
+        ({"ln_f.bias": np.ones(24, "i8")}, "ln_f.bias' .* 'I64'"),
     ],
 )
 def test_other_arrays_are_refused(files, tmp_path, arrays, said):
@@ -165,20 +168,20 @@ def test_other_arrays_are_refused(files, tmp_path, arrays, said):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"model_type": "llama"}, "model_type = 'llama': here it can be 'gpt2' only"),
-        ({"activation_function": "relu"}, "activation_function = 'relu': known here: gelu_new"),
+        ({"model_type": "llama"}, "model_type = 'llama': .* 'gpt2'"),
+        ({"activation_function": "relu"}, "activation_function = 'relu': .* gelu_new"),
         ({"activation_function": ["gelu"]}, "activation_function"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06"),
-        ({"n_inner": 100}, "n_inner = 100: here it is 4 n_embd only"),
+        ({"n_inner": 100}, "n_inner = 100: .* 4 n_embd"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ({"n_layer": 10**9}, "n_layer = 1000000000, but it is 4"),
-        ({"vocab_size": None}, "vocab_size = None, but it is 29"),
-        ({"n_head": 5}, "model.hidden = 24 does not divide by model.heads = 5"),
-        ({"n_head": 0}, "model.heads = 0: must be at least 1"),
-        ({"n_head": "4"}, "model.heads: input should be a valid integer"),
-        ({"tie_word_embeddings": "no"}, "model.tied: input should be a valid boolean"),
-        ({"tie_word_embeddings": False}, "it lacks 'lm_head.weight'"),
-        ({"resid_pdrop": 0.5}, "there is one rate here: give --model.dropout"),
+        ({"n_layer": 10**9}, "n_layer = 1000000000, .* 4"),
+        ({"vocab_size": None}, "vocab_size = None, .* 29"),
+        ({"n_head": 5}, "model.hidden = 24 .* model.heads = 5"),
+        ({"n_head": 0}, "model.heads = 0: .* 1$"),
+        ({"n_head": "4"}, "model.heads: .* '4'"),
+        ({"tie_word_embeddings": "no"}, "model.tied: .* 'no'"),
+        ({"tie_word_embeddings": False}, "'lm_head.weight'"),
+        ({"resid_pdrop": 0.5}, "resid_pdrop .* 0.5.*: .* --model.dropout$"),
         (dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 1.5), "model.dropout = 1.5"),
         (
             dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float("nan")),
@@ -254,13 +257,13 @@ def test_dropout_is_theirs_or_what_is_asked(files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model.layers", "3"], "--model.layers 3: it is 4 in"),
-        (["--model.sequence", "4"], "--model.sequence 4: it is 3 in"),
-        (["--model.sequence", "0"], "model.sequence = 0: must be at least 1"),
-        (["--model.tied", "false"], "--model.tied False: it is True in"),
-        (["--train.dtype", "float16"], "processors are slow at it"),
-        (["--mesh.x", "7"], "does not divide over mesh axes x 7"),
-        (["--modl.heads", "3"], "modl: unknown key; did you mean model"),
+        (["--model.layers", "3"], "--model.layers 3: .* 4 "),
+        (["--model.sequence", "4"], "--model.sequence 4: .* 3 "),
+        (["--model.sequence", "0"], "model.sequence = 0: .* 1"),
+        (["--model.tied", "false"], "--model.tied False: .* True "),
+        (["--train.dtype", "float16"], "train.dtype = float16: .* float32"),
+        (["--mesh.x", "7"], "train.batch.* x 7 = 7"),
+        (["--modl.heads", "3"], "modl: .* model[?]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(files, words, said):

@@ -12,7 +12,8 @@ def test_tensors_that_are_too_many_or_too_few_are_named(tmp_path):
     assert [*inconsistencies(opened, shapes)] == []
     some = opened.sources["head.norm.beta", "value"]
     opened.sources["layers.7.odd", "value"] = some
-    assert [*inconsistencies(opened, shapes)] == ["its model has no layers.7.odd, value"]
+    (line,) = inconsistencies(opened, shapes)
+    assert line.endswith(" layers.7.odd, value")
     del opened.sources["layers.7.odd", "value"], opened.sources["head.norm.beta", "value"]
     (line,) = inconsistencies(opened, shapes)
-    assert line == "head.norm.beta, value: 24 of 24 elements are nowhere"
+    assert line.startswith("head.norm.beta, value: 24 of 24 ")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from itertools import product
 from math import prod
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hpc3d.checkpoints import sharded
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
+from tests.elided import elided
 from tests.pipeline.drawn import layouts
 from tests.pipeline.mixes import (
     Trained,
@@ -40,7 +42,7 @@ p=2 schedule=1f1b microbatches=4
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=2 zero=1
 d=2 x=2 z=3 zero=3 microbatches=2
 d=3 y=2 zero=2 microbatches=2
-p=4 d=2 schedule=zb-h1 microbatches=4 zero=1 stages=[2,0,1,1]
+p=4 d=2 schedule=zb-h1 microbatches=4 zero=1 layers_per_stage=[2,0,1,1]
 d=4 zero=0 microbatches=2
 """.strip().splitlines()
 STEPS = 2
@@ -157,10 +159,14 @@ def flip(path):
     ("name", "damage", "said"),
     [
         ("rank-00001.bin", truncate, "rank-00001.bin has"),
-        ("rank-00001.bin", flip, "rank-00001.bin was changed"),
+        ("rank-00001.bin", flip, "rank-00001.bin ... changed"),
         ("rank-00002.bin", lambda path: path.unlink(), "No such file"),
-        ("manifest.json", truncate, "is no whole checkpoint"),
-        ("manifest.json", lambda path: path.write_text("{}"), "is no whole checkpoint"),
+        ("manifest.json", truncate, "step-00000002 ... manifest"),
+        (
+            "manifest.json",
+            lambda path: path.write_text("{}"),
+            "step-00000002 ... manifest",
+        ),
         ("manifest.json", lambda path: path.unlink(), "No such file"),
     ],
 )
@@ -171,11 +177,11 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoints, tmp_path, name, da
         found = Checkpoint(folder).damage()
     except ValueError as error:
         found = str(error)
-    assert said in found
+    assert re.search(elided(said), found)
 
 
 def test_another_model_is_refused(checkpoints):
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match=r"model\.layers = |layers\.4\."):
         resumed("p=1 schedule=none microbatches=2 layers=5", checkpoints(LAYOUTS[0]))
 
 

@@ -18,7 +18,7 @@ def body(job):
     sys.modules["cupy.cuda"] = SimpleNamespace(nccl=nccl_by_mpi.library)
     sys.modules["cupy"] = SimpleNamespace(cuda=sys.modules["cupy.cuda"])
     device = Cuda(0, FakeCupy())
-    for way in ("mpi", "mpi-messages", "staged", "nccl"):
+    for way in ("mpi", "mpi-messages", "host-staged", "nccl"):
         mesh = build({"d": job.size // 2, "x": 2, "y": 1}, transport=way, device=device)
         for axis in "dx":
             for case in CASES:

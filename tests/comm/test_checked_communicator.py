@@ -18,7 +18,7 @@ def test_a_checked_communicator_does_what_the_bare_one_does(case):
         ledger.begin(0, NullRecorder())
         for dtype in ("float64", "float32", "int32"):
             case(comm, dtype)
-        ledger.settle()
+        ledger.compare()
         return ledger.found
 
     assert run({"x": SIZE}, rank) == [[], [], []]
@@ -33,7 +33,7 @@ def test_only_every_so_many_steps_are_noted():
             CALLS["_all_reduce"](comm, drawn(comm, (2, 2)))
             swap(comm, drawn(comm, (2, 2)))
             counts.append((len(comm.notes), len(comm.sent)))
-            ledger.settle()
+            ledger.compare()
             ledger.end()
         return counts
 
@@ -48,9 +48,9 @@ def test_a_message_under_way_over_the_end_of_a_step_is_compared_in_the_next():
         comm = ledger.wrap(comm, "x")
         ledger.begin(0, NullRecorder())
         comm.send(np.ones(4), (comm.rank + 1) % SIZE)
-        first = ledger.settle()
+        first = ledger.compare()
         ledger.begin(1, NullRecorder())
         comm.recv((4,), np.float64, (comm.rank - 1) % SIZE).wait()
-        return first, ledger.settle(), len(comm.sent), len(comm.arrived)
+        return first, ledger.compare(), len(comm.sent), len(comm.arrived)
 
     assert run({"x": SIZE}, rank) == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 0)]

@@ -95,7 +95,7 @@ def found(op, bit, work, dtype="float32"):
         ledger.begin(7, trace)
         work(checked, drawn(checked, (6, 5), dtype))
         comm.op = None
-        ledger.settle()
+        ledger.compare()
         return ledger.found
 
     return run({"x": SIZE}, rank)
@@ -120,14 +120,14 @@ def test_a_flip_is_found_where_it_happened(op, dtype):
 )
 def test_the_one_that_gave_it_is_named(op, giver):
     (line,) = found(op, 3, CALLS[op])[FAULTY]
-    assert f"what came from rank {giver} is not what it" in line
+    assert f" rank {giver} " in line.rpartition(":")[2]
 
 
 def test_a_maximum_that_differs_is_found_by_the_minority():
     lines = found("_all_reduce", 3, lambda comm, block: comm.all_reduce(block, "max").wait())
     assert [len(here) for here in lines] == [0, 1, 0]
-    assert "all_reduce of 30 elements" in lines[FAULTY][0]
-    assert lines[FAULTY][0].endswith("the maximum is not that of the other ranks")
+    assert "all_reduce of 30 " in lines[FAULTY][0]
+    assert lines[FAULTY][0].rpartition(":")[2].count("maximum") == 1
 
 
 def test_several_calls_in_flight_and_several_steps():
@@ -222,7 +222,7 @@ def sums(blocks):
         ledger.begin(0, NullRecorder())
         comm.reduce_scatter(blocks[mesh.rank]).wait()
         comm.all_reduce(blocks[mesh.rank].ravel()).wait()
-        ledger.settle()
+        ledger.compare()
         return ledger.found
 
     return run({"x": len(blocks)}, rank)

@@ -46,9 +46,9 @@ class Hasty(CommStream):
     def begin(self):
         return super().begin() if self.forgets == "after" else AsyncCall()
 
-    def land(self, flight):
+    def finish(self, flight):
         if self.forgets == "before":
-            super().land(flight)
+            super().finish(flight)
 
 
 @pytest.mark.parametrize(

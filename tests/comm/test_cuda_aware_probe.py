@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -52,7 +53,8 @@ def test_no_gpu_backend_is_a_note(monkeypatch):
 def test_devices_are_listed(tmp_path):
     cuda, *both, nccl = gpu(tmp_path)
     assert cuda[:3] == (OK, "CUDA", "driver for 13.0, runtime 12.9")
-    assert both[1][:3] == (OK, "device 1", "H200, compute capability 9.0, 150 GB")
+    assert both[1][:2] == (OK, "device 1")
+    assert re.fullmatch("H200, .* 9.0, 150 GB", both[1].text)
     assert nccl[:3] == (OK, "NCCL", "2.32.3")
 
 
@@ -84,10 +86,10 @@ OFF = SimpleNamespace(is_available=lambda: False)
 @pytest.mark.parametrize(
     ("does", "verdict", "text"),
     [
-        ("echo staged", OK, "through the host's memory"),
-        ("echo taken", OK, "came out right"),
-        ("echo taken; echo wrong", FAIL, "wrong results"),
-        ("kill -SEGV $$", FAIL, "exit code -11"),
+        ("echo staged", OK, "host"),
+        ("echo taken", OK, "yes"),
+        ("echo taken; echo wrong", FAIL, "wrong"),
+        ("kill -SEGV $$", FAIL, " -11"),
         ("sleep 60", FAIL, "hangs"),
     ],
 )

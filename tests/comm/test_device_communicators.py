@@ -36,7 +36,7 @@ class Brought:
 
     def __init__(self, comm):
         self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, comm.members
-        self.together, self.buffer = comm.together, lambda *how: plain(comm.buffer(*how))
+        self.grouped, self.buffer = comm.grouped, lambda *how: plain(comm.buffer(*how))
 
     def recv(self, *how):
         return self.comm.recv(*how).then(plain)
@@ -48,7 +48,12 @@ class Brought:
         return call
 
 
-WAYS = ("nccl", "float64"), ("staged", "float64"), ("staged", "float16"), ("mpi", "float16")
+WAYS = (
+    ("nccl", "float64"),
+    ("host-staged", "float64"),
+    ("host-staged", "float16"),
+    ("mpi", "float16"),
+)
 FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
 
 
@@ -75,12 +80,12 @@ def test_real_ranks():
     assert out.splitlines() == [
         "mpi CudaAwareMpi CudaAwareMpi Self",
         "mpi-messages CudaAwareMessages CudaAwareMessages Self",
-        "staged HostStaged HostStaged Self",
+        "host-staged HostStaged HostStaged Self",
         "nccl Nccl Nccl Self",
     ]
 
 
-@pytest.mark.parametrize("transport", ["staged", "mpi"], ids="by {}".format)  # mpi is a mark
+@pytest.mark.parametrize("transport", ["host-staged", "mpi"], ids="by {}".format)  # mpi is a mark
 def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport):
     """What no float16 holds in between comes out right, and bits of no number survive a move."""
 
@@ -99,7 +104,7 @@ def test_messages_both_ways_at_once():
 
     def rank(comm):
         block = np.full((4, 2), comm.rank, np.float64).view(DeviceArray)
-        with comm.together():
+        with comm.grouped():
             sent, got = (
                 comm.send(block, 1 - comm.rank),
                 comm.recv((4, 2), np.float64, 1 - comm.rank),

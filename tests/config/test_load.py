@@ -1,5 +1,6 @@
 """Settings from a file and a command line, and back to text."""
 
+import re
 import tomllib
 from dataclasses import asdict, replace
 
@@ -11,20 +12,22 @@ from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.load import known_keys, load, to_toml
 from tests.config.refused import problems
 from tests.config.test_input_file import SHIPPED
+from tests.elided import elided
 
 
 @pytest.mark.parametrize(
     ("option", "line"),
     [
-        ("train.stepz", "train.stepz: unknown key; did you mean train.steps?"),
-        ("steps", "steps: unknown key; did you mean train.steps?"),
-        ("run.name", "run.name: unknown key; did you mean name?"),
-        ("modell", "modell: unknown key; did you mean model?"),
-        ("run.qqq", "run.qqq: unknown key; known here: run.out, run.signal, run.watchdog_s"),
+        ("train.stepz", "train.stepz: ... train.steps?"),
+        ("steps", "steps: ... train.steps?"),
+        ("run.name", "run.name: ... name?"),
+        ("modell", "modell: ... model?"),
+        ("run.qqq", "run.qqq: ... run.out, run.signal, run.watchdog_s"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_full_name_of_a_near_one(option, line):
-    assert problems(f"--{option}", "1") == [line]
+    (said,) = problems(f"--{option}", "1")
+    assert re.fullmatch(elided(line), said)
 
 
 def test_all_errors_are_said_at_once(tmp_path):
@@ -44,34 +47,34 @@ def test_all_errors_are_said_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (b"\xff\xfe\x00", "input.toml: not valid TOML"),
-        (b"[train\n", "input.toml: not valid TOML"),
-        (b"a = 1\na = 2\n", "input.toml: not valid TOML"),
+        (b"\xff\xfe\x00", "input.toml: ... TOML"),
+        (b"[train\n", "input.toml: ... TOML"),
+        (b"a = 1\na = 2\n", "input.toml: ... TOML"),
     ],
 )
 def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
     (said,) = problems(text=text, folder=tmp_path)
-    assert line in said
+    assert re.search(elided(line), said)
 
 
 def test_a_missing_file_is_refused(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
-        with pytest.raises(ValueError, match="; name a file, or one of gpt-"):
+        with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
             load(path, [])
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--train.steps"], "--train.steps: no value; write --train.steps VALUE"),
-        (["--train.steps", "--seed", "1"], "--train.steps: no value; write --train.steps VALUE"),
-        (["--seed", "1", "input.toml"], "input.toml: not understood; write INPUT.toml --section"),
-        (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low is a value and holds no"),
+        (["--train.steps"], "--train.steps: ... --train.steps VALUE"),
+        (["--train.steps", "--seed", "1"], "--train.steps: ... --train.steps VALUE"),
+        (["--seed", "1", "input.toml"], "input.toml: ... INPUT.toml --section.key VALUE"),
+        (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
     ],
 )
 def test_a_command_line_that_is_not_understood_is_refused(options, line):
     (said,) = problems(*options)
-    assert said.startswith(line)
+    assert re.match(elided(line), said)
 
 
 def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):

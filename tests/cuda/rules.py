@@ -82,7 +82,7 @@ def made(function, *arguments, **options):
 
 
 class CudaPool(DevicePool):
-    kind, fused = CudaArray, True
+    kind, on_device = CudaArray, True
 
     def empty(self, shape, dtype, kind="activation"):
         return empty(shape, dtype) if Tape.on else super().empty(shape, dtype, kind)

@@ -1,13 +1,12 @@
 """What is predicted of a device is what it does: every launch, its bytes, and the memory."""
 
 from collections import Counter
-from itertools import product
 
 import numpy as np
 import pytest
 
 from hpc3d.arrays.abstract import CostMeter
-from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.cuda import launch_table
 from hpc3d.ops.attention import attend
 from hpc3d.predict.simulation import abstract_gpu
@@ -70,9 +69,9 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     config = rules.config_of(line)
     measured = on_devices(line, observed)
     rules.register(launcher)
-    sizes, told = config.mesh.sizes(), Counts()
-    for place, peaks in zip(product(*map(range, sizes.values())), measured, strict=True):
-        mesh = rank_of(sizes, dict(zip(sizes, place)), abstract_gpu.pool_of(config, told))
+    grid, told = config.mesh.grid(), Counts()
+    for rank, peaks in zip(range(grid.size), measured, strict=True):
+        mesh = abstract_mesh(grid.sizes, grid.coords(rank), abstract_gpu.pool_of(config, told))
         predicted = observe(mesh, config, config.model.vocabulary).peak
         played = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
         kinds = peaks.keys() - played  # what the rules take, and Flash, is of no pool here

@@ -7,7 +7,7 @@ import torch
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.ops.attention import attend, attend_grad, heads_of
-from hpc3d.ops.random import Mask, words
+from hpc3d.ops.random import Mask, philox_key
 from tests.cuda.test_random import drawn_by
 from tests.reference import fused_ops as fused
 
@@ -20,7 +20,7 @@ def masked(rate, sequence):
     """Dropout on the second of three ranks, and its factors [B, heads, key, query]."""
     columns = HEADS * sequence**2
     mask = Mask(
-        words((3, "p")), rate, range(4, 4 + BATCH), range(columns, 2 * columns), 3 * columns
+        philox_key((3, "p")), rate, range(4, 4 + BATCH), range(columns, 2 * columns), 3 * columns
     )
     factors = mask.factors(slice(None), slice(None), np.float32)
     return mask, factors.reshape(BATCH, HEADS, sequence, sequence)

@@ -156,18 +156,18 @@ def test_what_is_landed_is_free_but_for_what_the_host_lent():
     _, device = slow()
     traffic = CommStream(device, nullcontext)
     array, host = device.empty(3, float), np.ones(3)
-    there, lent = weakref.ref(array), weakref.ref(host)
-    flight = traffic.post(lambda stream: None, array, lent=[host])
+    there, host_buffers = weakref.ref(array), weakref.ref(host)
+    flight = traffic.post(lambda stream: None, array, host_buffers=[host])
     del array, host
-    assert there() is not None and lent() is not None
-    traffic.land(flight)
+    assert there() is not None and host_buffers() is not None
+    traffic.finish(flight)
     del flight
     gc.collect()
-    assert there() is None and lent() is not None
+    assert there() is None and host_buffers() is not None
     while not device.queues["blocks"].done:
         pass
     traffic.post(lambda stream: None)
-    assert lent() is None
+    assert host_buffers() is None
 
 
 class Receiving(Self):

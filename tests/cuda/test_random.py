@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.ops.random import Mask, draws, normal, words
+from hpc3d.ops.random import Mask, normal, philox_draws, philox_key
 from hpc3d.ops.rows import dropped
 from tests.cuda.conftest import FLOAT
 
@@ -32,7 +32,7 @@ BLOCKS = [  # rows, columns and width: whole rows, and parts that begin within a
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
-    mask = Mask(words((1234, "drop", 7)), rate, *block)
+    mask = Mask(philox_key((1234, "drop", 7)), rate, *block)
     shape = len(mask.rows), len(mask.columns)
     x, wide = draw(real, *shape)
     out = real.empty(*shape)
@@ -46,8 +46,8 @@ def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
 
 
 def test_a_draw_at_the_limit_is_kept(emulate):
-    key = words((1, "drop"))
-    limit = draws(key, 0, 4).view(np.uint16)[5]
+    key = philox_key((1, "drop"))
+    limit = philox_draws(key, 0, 4).view(np.uint16)[5]
     mask = Mask(key, limit / 2**16, range(1), range(16), 16)
     x, out = np.ones((1, 16), np.float32), np.empty((1, 16), np.float32)
     emulate("dropped", 1, 16, x=x, out=out, columns=16, **drawn_by(mask))
@@ -57,7 +57,7 @@ def test_a_draw_at_the_limit_is_kept(emulate):
 
 def initial(real, emulate, rows, columns, width):
     """A block of initial weights, and what NumPy says."""
-    shape, key = (len(rows), len(columns)), words((7, "layers.0.up.weight"))
+    shape, key = (len(rows), len(columns)), philox_key((7, "layers.0.up.weight"))
     value = real.empty(*shape)
     place = {"first_row": rows.start, "first_column": columns.start, "width": width}
     given = {"columns": shape[1], "std": 0.02, "key": key}
@@ -74,7 +74,7 @@ def test_initial_weights(block, real, emulate):
 def test_the_largest_of_many_initial_weights(emulate):
     """Where log u is steep, an error in the last place of u shows."""
     many = 1 << 22
-    key = words((7, "layers.0.up.weight"))
-    at = int(np.argmin(draws(key, 0, many) >> np.uint64(32)))
+    key = philox_key((7, "layers.0.up.weight"))
+    at = int(np.argmin(philox_draws(key, 0, many) >> np.uint64(32)))
     got, expected = initial(FLOAT, emulate, range(1), range(at, at + 1), many)
     np.testing.assert_allclose(got, expected, rtol=2e-7)

@@ -76,7 +76,7 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
     monkeypatch.setattr(loop, "replay_of", lambda trainer, _: GraphedStep(trainer, rules.Tape()))
 
     def recorded(mesh, config):
-        trainer = trainer_of(mesh, replace(config, train=replace(config.train, graph=True)))
+        trainer = trainer_of(mesh, replace(config, train=replace(config.train, cuda_graph=True)))
         steps = []
         for number in range(config.train.steps):
             launcher.count.clear()

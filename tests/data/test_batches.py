@@ -1,5 +1,6 @@
 """Tokens from text and from token files, and the batches cut from them."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hpc3d.data.batches import Batches
 from hpc3d.data.token_file import Tokens, open_tokens, verify, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
+from tests.elided import elided
 
 TEXTS = {"b.txt": b"second, \xc3\xa9\n", "a.txt": b"first\n", "c.txt": b"", "d.md": b"no text"}
 ROW = b"first\n\0second, \xc3\xa9\n\0\0"  # *.txt by name, each ended by NUL
@@ -197,13 +199,13 @@ print(sorted({{"h5py", "tokenizers", "pydantic", "mpi4py"}} & sys.modules.keys()
 )
 def test_what_is_no_text_is_refused(folder, damage):
     (folder / "bad.txt").write_bytes(damage)
-    assert "bad.txt is no readable UTF-8 text" in message(folder)
+    assert re.search(r"bad\.txt .*UTF-8", message(folder))
 
 
 def test_missing_and_empty_are_refused(tmp_path):
-    assert "does not exist" in message(tmp_path / "none")
-    assert "does not exist" in message(tmp_path / "none.h5")
-    assert "has no *.txt" in message(tmp_path)
+    assert f"{tmp_path}/none " in message(tmp_path / "none")
+    assert f"{tmp_path}/none.h5 " in message(tmp_path / "none.h5")
+    assert re.search(rf"{tmp_path} .*\*\.txt", message(tmp_path))
     (tmp_path / "folder.h5").mkdir()
     assert "hpc3d.prepare" in message(tmp_path / "folder.h5")
 
@@ -334,19 +336,19 @@ def drop(name):
 
 
 FOREIGN = {
-    "length": (change_length, "21 tokens expected"),
-    "longer": (add_token, "20 tokens expected"),
+    "length": (change_length, "21 tokens"),
+    "longer": (add_token, "20 tokens"),
     "newer": (newer, "version 2"),
     "format": (other_format, "format hpc3d-trace"),
     "ids": (too_large_ids, "vocabulary 2147483649"),
-    "none": (replace(None), "no dataset of this file"),
+    "none": (replace(None), "(tokens ... dataset"),
     "float": (replace(np.zeros(len(ROW))), "<f8"),
     "signed": (replace(np.zeros(len(ROW), np.int32)), "<i4"),
     "2-D": (replace(np.zeros((1, len(ROW)), np.uint8)), "shape (1, 20)"),
-    "soft": (link(h5py.SoftLink("/elsewhere")), "no dataset of this file"),
-    "external": (link(h5py.ExternalLink("other.h5", "/tokens")), "no dataset of this file"),
-    "virtual": (virtual, "no dataset of this file"),
-    "outside": (replace(np.zeros(20, np.uint8), external="/dev/zero"), "no dataset of this file"),
+    "soft": (link(h5py.SoftLink("/elsewhere")), "(tokens ... dataset"),
+    "external": (link(h5py.ExternalLink("other.h5", "/tokens")), "(tokens ... dataset"),
+    "virtual": (virtual, "(tokens ... dataset"),
+    "outside": (replace(np.zeros(20, np.uint8), external="/dev/zero"), "(tokens ... dataset"),
     "no format": (drop("format"), "format None"),
     "no version": (drop("version"), "version None"),
     "no vocabulary": (drop("vocabulary"), "attribute"),
@@ -359,7 +361,7 @@ FOREIGN = {
 def test_a_foreign_file_is_refused(file, change, reason):
     with h5py.File(file, "r+") as raw:
         change(raw)
-    assert reason in message(file)
+    assert re.search(elided(reason), message(file))
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(file):
@@ -367,12 +369,12 @@ def test_an_id_beyond_the_vocabulary_is_refused(file):
         raw.attrs["vocabulary"] = max(ROW)
     with open_tokens(file) as tokens:
         assert tokens.read(0, 5).tolist() == list(ROW[:5])
-        with pytest.raises(ValueError, match=rf"\Adata\.path: .* not below {max(ROW)}\)"):
+        with pytest.raises(ValueError, match=rf"\Adata\.path: .* {max(ROW)}\)"):
             tokens.read(0, len(ROW))
 
 
 def test_the_tokenizer_must_be_the_configured_one(file):
-    assert 'data.tokenizer is "bpe"; set it to "byte" or leave it out' in message(file, "bpe")
+    assert re.search('data.tokenizer .* "bpe"; .* "byte"', message(file, "bpe"))
 
 
 def test_a_token_file_says_what_it_was_made_with(file, folder):
@@ -380,4 +382,4 @@ def test_a_token_file_says_what_it_was_made_with(file, folder):
         raw.attrs["tokenizer"] = np.bytes_("bpe")
     with open_tokens(file) as tokens, open_tokens(folder) as texts, open_tokens(file, "bpe"):
         assert (tokens.tokenizer, texts.tokenizer) == ("bpe", "byte")
-    assert 'gives "bpe" tokens, but data.tokenizer is "byte"; set it to "bpe"' in message(file)
+    assert re.search('"bpe" .* data.tokenizer .* "byte"; .* "bpe"', message(file))

@@ -207,7 +207,7 @@ class Sending:
                 self.errors.append(error)
 
     @contextmanager
-    def together(self):
+    def grouped(self):
         """The calls of this context are one, of which the parts have an order."""
         self.group = []
         yield
@@ -333,8 +333,7 @@ def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
     threads of its own, carry what hosts and receipts say."""
     device, pool = Device(mesh.rank), pool()
     traffics = {
-        queue: kind(device, stream.together, queue=queue)
-        for queue, stream in device.queues.items()
+        queue: kind(device, stream.grouped, queue=queue) for queue, stream in device.queues.items()
     }
 
     def talk(axis, comm):
@@ -344,7 +343,7 @@ def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
         traffic = traffics[queue_of(axis)]
         direct = CudaAwareMpi(FakeMpi(comm), device, comm.members, pool)
         staged = comm, traffic, Pool(), pool
-        if transport in ("mpi", "mpi-messages", "staged"):
+        if transport in ("mpi", "mpi-messages", "host-staged"):
             made = {"mpi": direct, "mpi-messages": CudaAwareMessages(direct, *staged)}
             return made.get(transport) or HostStaged(*staged)
         nccl, host = FakeNccl(comm, beside.comm(axis), traffic.sending), Host(beside.comm(axis))

@@ -143,13 +143,13 @@ class Comm(Communicator):
         flight = self.traffic.post(call, *arrays)
 
         def finish():
-            self.traffic.land(flight)
+            self.traffic.finish(flight)
             return result
 
         return Pending(finish)
 
-    def together(self):
-        return self.traffic.together()
+    def grouped(self):
+        return self.traffic.grouped()
 
     def _all_gather(self, block):
         return self.fly(np.concatenate([block] * self.size), block)

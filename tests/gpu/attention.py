@@ -7,7 +7,7 @@ import numpy as np
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.ops.attention import attend, attend_grad, heads_of
-from hpc3d.ops.random import Mask, words
+from hpc3d.ops.random import Mask, philox_key
 from tests.gpu.notes import Skip
 
 # batch, heads, sequence, width
@@ -47,7 +47,7 @@ class Problem:
         self.qkv, self.dout = device.upload(qkv), device.upload(dout)
         self.wide = qkv.astype(np.float64), dout.astype(np.float64)
         self.rate, self.row = rate, heads * self.sequence**2
-        self.key = words((7, "drop_p", 3))
+        self.key = philox_key((7, "drop_p", 3))
         drop = self.mask(self.key)
         self.out, p = attend(self.wide[0], *shape[2:], Pool().empty, drop)
         self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *shape[2:], Pool().empty, drop)

@@ -97,9 +97,9 @@ def flops_of(shape):
 def ours_of(device, name, how):
     """Functions that make a step: without a graph, and with one; where two would not fit the
     memory, without."""
-    ways = {"eager": {}, "graph": {"graph": True}}
+    ways = {"eager": {}, "graph": {"cuda_graph": True}}
     if not device.fake:
-        ways["graph, GELU in products"] = {"graph": True, "fused_gelu": True}
+        ways["graph, GELU in products"] = {"cuda_graph": True, "fused_gelu": True}
     if name == "1.3 B":
         ways = {"eager": ways["eager"]}
     return {way: stepping(device, {**how, **more}) for way, more in ways.items()}

@@ -29,7 +29,7 @@ def cases(device, quick):
 def as_without(device, how, notes):
     runs = {}
     for wanted in (False, True):
-        trainer = trainer_of(device, steps=STEPS, **how, graph=wanted)
+        trainer = trainer_of(device, steps=STEPS, **how, cuda_graph=wanted)
         steps, seconds = [], []
         for number in range(STEPS):
             start = time.perf_counter()

@@ -39,8 +39,8 @@ def cases(device, quick):
         some = 1 if quick or real != "float32" else None
         for count, layouts in LAYOUTS.items():
             for layout in layouts[:some]:
-                case = f"{count} ranks, staged, {layout} [{real}]"
-                yield case, partial(as_one, runs, count, "staged", layout, real)
+                case = f"{count} ranks, host-staged, {layout} [{real}]"
+                yield case, partial(as_one, runs, count, "host-staged", layout, real)
         if real == "float32":
             yield "python -m hpc3d.train on 2 ranks", partial(program, kind)
         if not device.fake:

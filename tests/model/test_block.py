@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
-from hpc3d.model.gpt2 import ModelSizes
+from hpc3d.model.gpt2 import ModelSizes, ModelSpec
 from hpc3d.model.parameters import Parameters
 from hpc3d.pipeline.engine import Later
 from hpc3d.tensor.split import SCHEMES
@@ -79,7 +79,8 @@ MODEL = ModelSizes(layers=1, hidden=H, heads=HEADS, sequence=T, vocabulary=29)
 
 def block_on(mesh, scheme="1d", keep="", recompute="none"):
     parameters, split = Parameters(mesh, "float64"), SCHEMES[scheme]
-    block = Block(mesh, parameters, MODEL, split, 0, keep, recompute=recompute)
+    spec = ModelSpec(MODEL, split, keep, recompute=recompute)
+    block = Block(mesh, parameters, spec, 0)
     parameters.allocate(1)
     return block, split.x.block((B * T, H), mesh)
 
@@ -126,7 +127,7 @@ def test_what_a_block_keeps(form):
         "full": whole * N,
     }
     for recompute, elements in wanted.items():
-        mesh = rank_of(sizes, dict.fromkeys(sizes, 0))
+        mesh = abstract_mesh(sizes, dict.fromkeys(sizes, 0))
         assert kept(mesh, scheme, keep, recompute) == pytest.approx(elements, rel=1e-15)
         if not sizes:
             (found,) = run({}, lambda mesh, how=(scheme, keep, recompute): kept(mesh, *how))

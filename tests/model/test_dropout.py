@@ -10,7 +10,7 @@ from hpc3d.model.layers import Dropout
 from hpc3d.model.stage import Micro
 from hpc3d.ops import rows
 from hpc3d.ops.attention import attend, attend_grad
-from hpc3d.ops.random import Mask, keep, words
+from hpc3d.ops.random import Mask, keep_mask, philox_key
 from hpc3d.ops.rows import dropped
 from hpc3d.tensor.layout import Layout
 
@@ -26,7 +26,9 @@ def micro(first, sequences, step=2):
 def whole(sequences, dtype):
     """x, and the factors of all of it: draw e of the key belongs to element e of the batch."""
     shape = sequences * ROWS, COLUMNS
-    kept = keep(words((SEED, "drop", 2)), RATE, tuple(slice(0, size) for size in shape), COLUMNS)
+    kept = keep_mask(
+        philox_key((SEED, "drop", 2)), RATE, tuple(slice(0, size) for size in shape), COLUMNS
+    )
     return np.random.default_rng(1).normal(size=shape).astype(dtype), kept / dtype(1 - RATE)
 
 
@@ -77,11 +79,11 @@ def beside(function, *results):
 def test_only_pieces_of_the_factors_exist_at_a_time():
     """Of 8 MiB of elements, and of as many probabilities: 16 samples of 8 heads."""
     x, columns = np.ones((2048, 1024), np.float32), 8 * 128**2
-    mask = Mask(words((1, "x")), RATE, range(2048), range(1024), 1024)
+    mask = Mask(philox_key((1, "x")), RATE, range(2048), range(1024), 1024)
     assert beside(lambda empty: dropped(x, mask, empty(x.shape, x.dtype)), x.shape) < 1 << 20
 
     qkv = np.ones((16 * 128, 8 * 3 * 4), np.float32)
-    drop = Mask(words((1, "p")), RATE, range(16), range(columns), columns)
+    drop = Mask(philox_key((1, "p")), RATE, range(16), range(columns), columns)
     scores, out = (32, 128, 4, 128), (16, 128, 8, 4)
     assert beside(lambda empty: attend(qkv, 128, 4, empty, drop), scores, out) < 2 << 20
     dout, p = np.ones((16 * 128, 8 * 4), np.float32), np.ones(scores, np.float32)

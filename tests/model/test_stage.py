@@ -9,7 +9,7 @@ from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.model.gpt2 import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.ops.random import keep, words
+from hpc3d.ops.random import keep_mask, philox_key
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import AdamW
 from tests.model.whole import Model
@@ -64,7 +64,9 @@ class Dropped:
     def drop(self, x, name):
         """x [B, ...], a sample in one row of draws; what is left is scaled by 1 / (1 - p)."""
         rows, width = len(x), x[0].numel()
-        kept = keep(words((SEED, name, STEP)), self.rate, (slice(0, rows), slice(0, width)), width)
+        kept = keep_mask(
+            philox_key((SEED, name, STEP)), self.rate, (slice(0, rows), slice(0, width)), width
+        )
         return torch.where(torch.tensor(kept).view(x.shape), x / (1 - self.rate), 0.0)
 
     def attention(self, qkv, heads, name):

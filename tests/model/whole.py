@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hpc3d.model.gpt2 import ModelSpec
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build, microbatches
@@ -14,7 +15,7 @@ class Model:
         self.mesh = mesh
         self.parameters = Parameters(mesh, dtype, zero)
         part = Part(range(shape.layers), True, True)
-        (self.stage,) = build(mesh, self.parameters, shape, split, [part], seed=seed)
+        (self.stage,) = build(mesh, self.parameters, ModelSpec(shape, split, seed=seed), [part])
         self.parameters.allocate(seed)
         self.buckets = Buckets(self.parameters, 1e4)
 

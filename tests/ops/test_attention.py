@@ -5,7 +5,7 @@ import pytest
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.ops.attention import attend, attend_again, attend_grad
-from hpc3d.ops.random import Mask, words
+from hpc3d.ops.random import Mask, philox_key
 from tests.ops.differences import difference
 
 RNG = np.random.default_rng(7)
@@ -25,7 +25,7 @@ def masked(rate, *shape):
     batch, heads, sequence, _ = shape
     if not rate:
         return None, np.ones(shape)
-    columns, key = heads * sequence**2, words((3, "p"))
+    columns, key = heads * sequence**2, philox_key((3, "p"))
     mask = Mask(key, rate, range(4, 4 + batch), range(columns, 2 * columns), 3 * columns)
     factors = mask.factors(slice(None), slice(None), np.float64)
     assert {*factors.ravel()} == {0, 1 / (1 - rate)}

@@ -25,16 +25,16 @@ p=2 schedule=gpipe microbatches=4 overlap=false
 p=4 schedule=gpipe microbatches=6 dropout=0.25
 p=2 schedule=1f1b microbatches=1
 p=4 schedule=1f1b microbatches=2 tied=false gelu=exact
-p=4 schedule=1f1b microbatches=12 stages=[0,3,0,1]
+p=4 schedule=1f1b microbatches=12 layers_per_stage=[0,3,0,1]
 p=2 schedule=interleaved chunks=2 microbatches=4 clip=0
 p=2 schedule=interleaved chunks=4 microbatches=4 layers=8 overlap=false
 p=4 schedule=interleaved chunks=2 microbatches=6 layers=8 dropout=0.25
 p=4 schedule=zb-h1 microbatches=8 optimizer=sgd learning_rate=0.1
-p=4 schedule=zb-h2 microbatches=16 stages=[1,1,2,0]
+p=4 schedule=zb-h2 microbatches=16 layers_per_stage=[1,1,2,0]
 p=1 schedule=zb-v chunks=2 microbatches=3
 p=2 schedule=zb-v chunks=2 microbatches=2 tied=false gelu=exact
 p=4 schedule=zb-v chunks=2 microbatches=8 layers=8
-p=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 stages=[1,2,1,0]
+p=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 layers_per_stage=[1,2,1,0]
 d=2 schedule=none microbatches=1 zero=0 bucket_mb=0
 d=2 schedule=none microbatches=6 zero=1 overlap=false
 d=4 schedule=none microbatches=3 zero=2 bucket_mb=0.01
@@ -45,7 +45,7 @@ p=2 d=4 schedule=gpipe microbatches=3 zero=1 bucket_mb=0.02
 p=2 d=2 schedule=gpipe microbatches=4 zero=2 tied=false gelu=exact
 p=2 d=2 x=2 schedule=gpipe microbatches=4 zero=3 scheme=1d-sequence
 p=2 d=2 schedule=1f1b microbatches=8 zero=0 overlap=false
-p=4 d=2 schedule=1f1b microbatches=4 zero=1 stages=[2,0,1,1]
+p=4 d=2 schedule=1f1b microbatches=4 zero=1 layers_per_stage=[2,0,1,1]
 p=2 d=3 x=2 schedule=1f1b microbatches=4 zero=2 dropout=0.25
 p=2 d=2 x=2 z=2 schedule=1f1b microbatches=3 zero=3 keep_gathered=false
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=3 zero=0 scheme=1d
@@ -63,7 +63,7 @@ p=4 d=2 schedule=zb-h2 microbatches=4 zero=3 dropout=0.25
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=0 clip=0
 p=4 d=2 schedule=zb-v chunks=2 microbatches=8 zero=1 layers=8
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=2 overlap=false
-p=2 d=3 x=2 schedule=zb-v chunks=2 microbatches=4 zero=3 stages=[0,1,2,1]
+p=2 d=3 x=2 schedule=zb-v chunks=2 microbatches=4 zero=3 layers_per_stage=[0,1,2,1]
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=0
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=1 bucket_mb=0
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=2 dropout=0.25

@@ -18,7 +18,7 @@ def body(job):
     transport, *lines = sys.argv[1:]
     say(job, "buffered" if buffered(job.comm) else "not buffered")
     for line in lines:
-        config, wanted = job.agree(lambda line=line: (config_of(line), expected(line)))
+        config, wanted = job.from_root(lambda line=line: (config_of(line), expected(line)))
         same(train(build(config.mesh.sizes(), transport=transport), config), wanted)
         job.barrier()
         say(job, line)

@@ -79,7 +79,7 @@ BETWEEN = {
     "p=2 schedule=gpipe microbatches=3": 1,
     "p=4 schedule=1f1b microbatches=8": 1,
     "p=4 schedule=zb-h1 microbatches=8": 1,
-    "p=4 schedule=zb-h2 microbatches=4 stages=[1,0,2,1]": 1,
+    "p=4 schedule=zb-h2 microbatches=4 layers_per_stage=[1,0,2,1]": 1,
     "p=2 schedule=interleaved chunks=2 microbatches=4": 1,
     "p=4 schedule=interleaved chunks=2 microbatches=6 layers=8": 1,
     "p=2 schedule=zb-v chunks=2 microbatches=4": 1,
@@ -154,7 +154,7 @@ def elements_of(stage, stages, layers):
 def test_replicas_move_their_parameters(zero, data, overlap):
     """2 psi e (d-1)/d with ZeRO 0 and 1; psi e (d-1)/d more for every microbatch with 2, and twice
     that with 3."""
-    pipeline = f"p=2 schedule=1f1b microbatches={MICROS} stages=[1,3] tied=false"
+    pipeline = f"p=2 schedule=1f1b microbatches={MICROS} layers_per_stage=[1,3] tied=false"
     for rank in counted(f"{pipeline} d={data} zero={zero} overlap={overlap}"):
         elements = elements_of(rank.stage, 2, (1, 3)[rank.stage])
         expected = on_data(zero, data, elements)

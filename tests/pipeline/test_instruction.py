@@ -1,5 +1,6 @@
 """Instructions as text, and where the parts of a model are."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -36,7 +37,7 @@ def test_instructions_as_text():
     "nonsense", ["", "F", "f3", "3", "F-1", "Step1", "1Step", "Reduce3", "FB2"]
 )
 def test_nonsense_is_no_instruction(nonsense):
-    with pytest.raises(ValueError, match="is no instruction: write"):
+    with pytest.raises(ValueError, match=re.escape(repr(nonsense))):
         parse(nonsense)
 
 
@@ -65,5 +66,5 @@ def test_the_turn_of_a_v():
     assert placement.first(0, 0)
     assert placement.last(0, 1)
     for stage, message in ((3, "SendF0"), (3, "1RecvF0"), (0, "RecvF0"), (0, "1SendF0")):
-        with pytest.raises(ValueError, match=f"stage {stage}: {message}: no other stage"):
+        with pytest.raises(ValueError, match=f"stage {stage}: {message}: "):
             placement.other(stage, parse(message))

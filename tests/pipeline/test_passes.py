@@ -120,21 +120,21 @@ def test_the_schedule_without_a_fault():
             ("SendF1+RecvB0 BW0", "RecvB0 BW0 SendF1"),
             "deadlock: stage 0 at RecvB0, stage 1 at RecvF1; .* order",
         ),
-        (0, ("SendF0 ", ""), "stage 1: RecvF0 has no SendF0 on stage 0"),
-        (1, ("BW1 SendB1", "BW1"), "stage 0: RecvB1 has no SendB1 on stage 1"),
+        (0, ("SendF0 ", ""), "stage 1: RecvF0 .*SendF0 on stage 0"),
+        (1, ("BW1 SendB1", "BW1"), "stage 0: RecvB1 .*SendB1 on stage 1"),
         (0, ("+RecvB0", ""), "stage 0: BW0 before RecvB0"),
-        (1, ("BW0", "B0"), "stage 1: W0 is missing"),
+        (1, ("BW0", "B0"), "stage 1: W0 .*missing"),
         (1, ("F1 BW1", "BW1 F1"), "stage 1: BW1 before F1"),
-        (1, ("F0 RecvF1", "F0 F0 RecvF1"), "stage 1: F0 does F0 a second time"),
-        (0, ("BW0", "BW0 W0"), "stage 0: W0 does W0 a second time"),
+        (1, ("F0 RecvF1", "F0 F0 RecvF1"), "stage 1: F0 .*F0 .*second"),
+        (0, ("BW0", "BW0 W0"), "stage 0: W0 .*W0 .*second"),
         (0, ("BW0", "W0 B0"), "stage 0: W0 before B0"),
         (0, ("F0 SendF0", "SendF0 F0"), "stage 0: SendF0 before F0"),
-        (1, ("BW1 SendB1", ""), "stage 1: B1 is missing"),
-        (0, ("Step", "SendB0 Step"), "stage 0: SendB0: no other stage has the other end"),
+        (1, ("BW1 SendB1", ""), "stage 1: B1 .*missing"),
+        (0, ("Step", "SendB0 Step"), "stage 0: SendB0: .*stage"),
         (
             1,
             ("RecvF0 F0 RecvF1 BW0", "RecvF1+RecvF0 F0 BW0"),
-            "stage 0 sends SendF0 when stage 1 expects RecvF1",
+            "stage 0 .*SendF0 .*stage 1 .*RecvF1",
         ),
     ],
 )
@@ -148,13 +148,13 @@ def test_a_planted_fault_is_named(stage, change, fault):
 
 def test_a_send_without_its_receive():
     texts = "F0 SendF0 F1 SendF1 RecvB0 BW0", "RecvF0 F0 BW0 SendB0"
-    with pytest.raises(ValueError, match="stage 0: F1 is of none of the 1 microbatches"):
+    with pytest.raises(ValueError, match=r"stage 0: F1 .* 1 microbatches"):
         check(programs(*texts), TWO, 1)
     texts = "F0 SendF0+RecvB0 BW0", "F0 BW0 SendB0"
     with pytest.raises(ValueError, match="stage 1: F0 before RecvF0"):
         check(programs(*texts), TWO, 1)
     texts = "F0 SendF0 RecvB0 BW0", "RecvF0 F0 BW0 SendB0 RecvF1"
-    with pytest.raises(ValueError, match="stage 1: RecvF1 has no SendF1 on stage 0"):
+    with pytest.raises(ValueError, match=r"stage 1: RecvF1 .*SendF1 on stage 0"):
         check(programs(*texts), TWO, 1)
 
 

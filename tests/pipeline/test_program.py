@@ -25,7 +25,7 @@ def text(groups):
 def test_a_synchronous_schedule_is_the_same_in_every_step():
     plan = program_of(config("1f1b", stages=2, micros=2))
     assert (plan.asynchronous, plan.ahead) == (False, 0)
-    first, second = islice(plan.steps(1, 1), 2)
+    first, second = islice(plan.steps(1), 2)
     assert first is second
     assert text(first) == "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 SendB1 Reduce Step"
 
@@ -33,7 +33,7 @@ def test_a_synchronous_schedule_is_the_same_in_every_step():
 def test_the_steps_of_a_schedule_without_a_drain():
     """Stage 0 is ahead: microbatch 2 of step 1 is in flight when step 0 ends."""
     plan = program_of(config("pipedream-2bw", stages=2, micros=2))
-    steps = [text(groups) for groups in plan.steps(0, 1)]
+    steps = [text(groups) for groups in plan.steps(0)]
     assert steps[0] == "F0 SendF0 F1 SendF1+RecvB0 BW0 F2 SendF2+RecvB1 BW1+Reduce Step"
     assert steps[1] == "F3 SendF3+RecvB2 BW2 F4 SendF4+RecvB3 BW3+Reduce Step"
     assert steps[-1] == "F9 SendF9+RecvB8 BW8 RecvB9 BW9+Reduce Step"
@@ -57,7 +57,7 @@ def test_the_program_of_a_stage_is_that_of_all_without_the_others():
     whole = program_of(config("1f1b", stages=3, micros=4))
     alone = whole.of(1)
     assert [*alone.stages] == [1]
-    assert next(alone.steps(1, 1)) == next(whole.steps(1, 1))
+    assert next(alone.steps(1)) == next(whole.steps(1))
     assert alone[1:] == whole[1:]
 
 
@@ -69,11 +69,11 @@ ASYNCHRONOUS = [
 
 @pytest.mark.parametrize(("schedule", "stages", "micros"), ASYNCHRONOUS)
 def test_steps_cut_a_stream_behind_their_last_update_and_lose_nothing(schedule, stages, micros):
-    settled = config(schedule, stages, micros)
-    plan, updates = program_of(settled), settled.updates()
-    assert updates == (micros if schedule == "pipedream" else 1)
+    plan = program_of(config(schedule, stages, micros))
+    updates = micros if schedule == "pipedream" else 1
+    assert (plan.updates, plan.alone) == (updates, schedule == "pipedream")
     for stage in range(stages):
-        parts = list(plan.steps(stage, updates))
+        parts = list(plan.steps(stage))
         assert len(parts) == STEPS
         assert [*chain(*parts)] == plan.stages[stage]
         assert all(part.count(STEP) == updates for part in parts)
@@ -83,10 +83,9 @@ def test_steps_cut_a_stream_behind_their_last_update_and_lose_nothing(schedule, 
 @pytest.mark.parametrize(("schedule", "stages", "micros"), ASYNCHRONOUS)
 def test_a_step_needs_the_microbatches_of_ahead_steps_more(schedule, stages, micros):
     plan = program_of(config(schedule, stages, micros))
-    updates = micros if schedule == "pipedream" else 1
     furthest = 0
     for stage in range(stages):
-        for number, groups in enumerate(plan.steps(stage, updates)):
+        for number, groups in enumerate(plan.steps(stage)):
             mbs = {one.mb for group in groups for one in group if one.mb >= 0}
             assert min(mbs) >= number * micros
             furthest = max(furthest, max(mbs) // micros - number)

@@ -21,7 +21,7 @@ from tests.strided import strided
 PIPEDREAM = """
 p=1 microbatches=4
 p=2 microbatches=4
-p=2 microbatches=8 overlap=false stages=[1,3]
+p=2 microbatches=8 overlap=false layers_per_stage=[1,3]
 p=4 microbatches=4 bucket_mb=0
 p=4 microbatches=8
 p=4 microbatches=2 gelu=exact
@@ -36,7 +36,7 @@ TWO_VERSIONS = """
 p=1 microbatches=2
 p=2 microbatches=4
 p=2 microbatches=8 tied=false clip=0
-p=4 microbatches=4 clip=0 stages=[0,2,1,1]
+p=4 microbatches=4 clip=0 layers_per_stage=[0,2,1,1]
 p=4 microbatches=8 tied=false overlap=false
 p=2 d=2 microbatches=4 zero=0 bucket_mb=0
 p=2 d=2 microbatches=4 zero=1
@@ -59,7 +59,7 @@ def reference(line):
 
 def rule_of(line):
     """The words of a mix that the update rules look at."""
-    words, keys = words_of(line), ("schedule", "p", "microbatches", "stages")
+    words, keys = words_of(line), ("schedule", "p", "microbatches", "layers_per_stage")
     return " ".join([*(f"{key}={words[key]}" for key in keys if key in words), alone(line)])
 
 

@@ -98,7 +98,7 @@ def on_numpy(tmp_path_factory):
             },
         ),
         (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
-        (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "staged"}),
+        (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "host-staged"}),
         (4, "float32", {"mesh__y": 2, "mesh__d": 2, "mesh__transport": "mpi"}),
     ],
     ids=lambda value: (
@@ -122,9 +122,9 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
         {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
         {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
         {"mesh__d": 2, "parallel__zero": 1},
-        {"mesh__z": 2, "mesh__transport": "staged"},
+        {"mesh__z": 2, "mesh__transport": "host-staged"},
     ],
-    ids=["1d-sequence", "1f1b", "ZeRO", "staged"],
+    ids=["1d-sequence", "1f1b", "ZeRO", "host-staged"],
 )
 def test_it_needs_no_trace(values, on_numpy, tmp_path):
     """A trace orders streams, and keeps arrays, by itself; nothing may depend on that."""
@@ -140,7 +140,7 @@ def test_a_graph_is_the_same_step(values, tmp_path):
     ranks, (plain, graph) = values.get("mesh__d", 1), (tmp_path / "plain", tmp_path / "graph")
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
     expected, _ = told(run(ranks, plain, **values))
-    got, _ = told(run(ranks, graph, tmp_path / "posted", train__graph="true", **values))
+    got, _ = told(run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values))
     np.testing.assert_array_equal(got, expected)
     assert json.loads((tmp_path / "posted").read_text())["graph"] > 2
 

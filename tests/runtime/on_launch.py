@@ -59,11 +59,11 @@ def refuse(job):
     def wrong():
         raise Problems(["one.key = 1: remedy", "another.key = 2: remedy"])
 
-    job.agree(wrong)
+    job.from_root(wrong)
 
 
 def agree(job):
-    return 0 if job.agree(lambda: (os.getpid(), job.rank))[1] == 0 else 1
+    return 0 if job.from_root(lambda: (os.getpid(), job.rank))[1] == 0 else 1
 
 
 def terminated(job, wait):
@@ -116,7 +116,7 @@ def at_end(job):
         time.sleep(0.2)
         Path(sys.argv[2], str(job.rank)).touch()
 
-    job.at_end += [mark] if sys.argv[1] == "return_code" else [broken, mark]
+    job.exit_hooks += [mark] if sys.argv[1] == "return_code" else [broken, mark]
 
 
 def body(job):

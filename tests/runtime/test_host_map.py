@@ -1,5 +1,7 @@
 """Nodes, by what their ranks have in common, and how ranks are named with their hosts."""
 
+import re
+
 import pytest
 
 from hpc3d.runtime import host_map
@@ -44,9 +46,8 @@ def test_hosts_of_one_name_are_two():
 def test_hosts_of_one_name_are_refused():
     one, two = ("a", "1"), ("b", "")
     assert namesakes([("n", one), ("m", two), ("n", one)]) is None
-    assert namesakes([("n", one), ("m", two), ("n", one), ("n", two)]).startswith(
-        "ranks 0 2 and 3 are on different hosts that are all named n: "
-    )
+    refused = namesakes([("n", one), ("m", two), ("n", one), ("n", two)])
+    assert re.match("ranks 0 2 and 3 .* n: ", refused)
 
 
 def test_ranks_and_words_as_text():

@@ -55,7 +55,7 @@ def alone(*words, **environment):
 def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
     done = alone("hpc3d.train", "--run.out", str(tmp_path), **{name: "64"})
     line, *more = done.stderr.splitlines()
-    assert line == "hpc3d.train: 64 processes were meant, but MPI sees 1"
+    assert re.fullmatch("hpc3d.train: 64 .* MPI .* 1", line)
     assert any("-> " in line and "srun --mpi=pmix" in line for line in more)
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())
@@ -133,5 +133,5 @@ def test_a_rank_ends_even_where_the_launcher_does_not_listen(tmp_path):
 def test_what_goes_wrong_at_the_end_is_said_and_does_not_stop_the_rest(tmp_path):
     done, ended = job(2, "agree", tmp_path)
     (line,) = said(done)
-    assert re.fullmatch("hpc3d.test: rank [01]: at the end: no space left", line)
+    assert re.fullmatch("hpc3d.test: rank [01]: .*: no space left", line)
     assert (done.returncode, ended) == (0, [0, 1])

@@ -1,6 +1,7 @@
 """What the doctor finds where MPI, its mpirun and the launcher do not fit together."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -26,11 +27,11 @@ def no_launcher(monkeypatch):
 @pytest.mark.parametrize(
     ("launcher", "verdict", "text"),
     [
-        (OURS._replace(path="/opt/mpi/bin/mpirun"), OK, "belongs to the library"),
-        (OURS._replace(version="4.1.4"), WARN, "but the library is 5.0.11"),
-        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "each rank would be alone"),
-        (MpiInstall("of unknown make", None, "/x/mpirun"), WARN, "does not say whose it is"),
-        (None, FAIL, "not on PATH"),
+        (OURS._replace(path="/opt/mpi/bin/mpirun"), OK, "library"),
+        (OURS._replace(version="4.1.4"), WARN, "5.0.11"),
+        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "alone"),
+        (MpiInstall("of unknown make", None, "/x/mpirun"), WARN, "whose"),
+        (None, FAIL, "PATH"),
     ],
 )
 def test_an_mpirun_and_the_library(launcher, verdict, text, no_launcher, monkeypatch, tmp_path):
@@ -52,9 +53,7 @@ def test_the_mpirun_beside_the_library_is_named(tmp_path):
     script(tmp_path / "bin" / "mpirun", "")
     mpi = OURS._replace(path=str(tmp_path / "lib" / "libmpi.so.40"))
     assert mpi_library.put_on_path(mpi).endswith(f'export PATH="{tmp_path}/bin:$PATH"')
-    assert mpi_library.put_on_path(OURS).startswith(
-        "put the mpirun of Open MPI 5.0.11 first on PATH"
-    )
+    assert re.match("put .* Open MPI 5.0.11 .* PATH", mpi_library.put_on_path(OURS))
 
 
 @pytest.mark.parametrize(
@@ -89,11 +88,11 @@ def test_root_needs_to_consent(no_launcher, monkeypatch):
 )
 def test_more_ranks_than_cores(version, variable, no_launcher, monkeypatch, tmp_path):
     launcher = OURS._replace(version=version, path=str(tmp_path / "bin" / "mpirun"))
-    assert "--oversubscribe" in only(mpi_library.crowd(launcher)).text
+    assert "--oversubscribe" in only(mpi_library.oversubscription(launcher)).text
     monkeypatch.setenv(variable, "1" if version < "5" else ":OVERSUBSCRIBE")
-    assert "starts them" in only(mpi_library.crowd(launcher)).text
+    assert only(mpi_library.oversubscription(launcher)).verdict == OK
     monkeypatch.setenv(mpi_library.YIELD, "0")
-    assert verdicts(mpi_library.crowd(launcher))[1] == (WARN, "more ranks than cores")
+    assert verdicts(mpi_library.oversubscription(launcher))[1] == (WARN, "more ranks than cores")
 
 
 def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_path):
@@ -112,7 +111,7 @@ def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_pa
     [
         (LISTS, "Open MPI", OK, "--mpi=pmix"),
         (LISTS, "MPICH", OK, "--mpi=pmi2"),
-        (OLDER, "Open MPI", WARN, "takes none of it"),
+        (OLDER, "Open MPI", WARN, "pmi2"),
         (OLDER, "Intel MPI", OK, "--mpi=pmi2"),
     ],
 )
@@ -126,7 +125,7 @@ def test_srun_offers_what_the_library_takes_or_not(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "64")
     job, _ = mpi_library.slurm(OURS)
-    assert job.text == "a job of 64 tasks on 1 node"
+    assert re.search("64 .* 1 node", job.text)
 
 
 def test_an_srun_that_is_not_set_up_says_nothing_outside_of_a_job(
@@ -150,26 +149,26 @@ def test_an_srun_that_is_not_set_up_says_nothing_outside_of_a_job(
             "srun --mpi=pmix",
         ),
         ("MPICH", {"SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0"}, "PMIx", "srun --mpi=pmi2"),
-        ("Open MPI", {"SLURM_NTASKS": "64"}, "neither srun nor mpirun", "srun --mpi=pmix"),
+        ("Open MPI", {"SLURM_NTASKS": "64"}, "srun nor mpirun", "srun --mpi=pmix"),
         (
             "MPICH",
             {"OMPI_COMM_WORLD_SIZE": "64"},
-            "mpirun of Open MPI started 64",
-            "first on PATH",
+            "Open MPI started 64",
+            "PATH",
         ),
         (
             "Open MPI",
             {"PMI_SIZE": "64", "MPI_LOCALNRANKS": "64", "PMI_RANK": "0"},
-            "mpirun of MPICH started 64",
-            "first on PATH",
+            "MPICH started 64",
+            "PATH",
         ),
-        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "64"}, "is another Open MPI", "first on PATH"),
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "64"}, "another Open MPI", "PATH"),
     ],
 )
 def test_why_a_process_is_alone(maker, variables, text, remedy, no_launcher, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = mpi_library.apart(64, OURS._replace(maker=maker))
+    found = mpi_library.why_singletons(64, OURS._replace(maker=maker))
     assert found[:2] == (FAIL, "launcher")
     assert text in found.text and remedy in found.remedy
 
@@ -185,7 +184,7 @@ def test_an_mpi_that_another_mpirun_started_is_not_started(
     makers = [
         maker
         for maker in ("MPICH", "Open MPI")
-        if mpi_library.foreign(MpiInstall(maker, "5", None))
+        if mpi_library.started_by_other_mpi(MpiInstall(maker, "5", None))
     ]
     assert makers == ([foreign_to] if foreign_to else [])
 
@@ -193,9 +192,9 @@ def test_an_mpi_that_another_mpirun_started_is_not_started(
 def test_what_train_says_of_a_world_of_one_comes_at_once(no_launcher):
     program = """
 import time
-from hpc3d.runtime.mpi_library import brief
+from hpc3d.runtime.mpi_library import mismatch_report
 begin = time.perf_counter()
-lines = brief(64)
+lines = mismatch_report(64)
 print(time.perf_counter() - begin, *lines, sep="\\n")
 """
     settings = {**os.environ, "SLURM_STEP_NUM_TASKS": "64", "SLURM_NTASKS": "64"}
@@ -208,6 +207,6 @@ print(time.perf_counter() - begin, *lines, sep="\\n")
         check=True,
     ).stdout.splitlines()
     assert float(seconds) < 1
-    assert lines[0].startswith("FAIL  launcher: srun started 64 processes, each is alone")
+    assert lines[0].startswith("FAIL  launcher: srun started 64 ")
     assert lines[1].startswith("      -> srun --mpi=")
     assert any(line.startswith("ok    MPI library: ") for line in lines)

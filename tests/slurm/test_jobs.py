@@ -34,7 +34,7 @@ def cluster(tmp_path_factory):
 
 
 def train(cluster, launch, steps, ranks=4):
-    """The number of a new job that trains, and saves behind the last step."""
+    """The number of a new job that trains, and saves after the last step."""
     words = options(SMALL | {"train.steps": steps, "checkpoint.every": 1_000_000})
     return cluster.submit("-n", ranks, "jobs/train.sbatch", *words, LAUNCH=launch)
 
@@ -108,7 +108,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(cluster, continu
     job, seen = continued
     assert seen["Restarts"] == "1"
     said = cluster.log(job)
-    (stopped,) = re.findall(r"stopped behind step (\d+), for SIGUSR1 came", said)
+    (stopped,) = re.findall(r"stopped after step (\d+), for SIGUSR1 came", said)
     (begins,) = re.findall(r"resume: step (\d+) follows .*results/", said)
     assert int(begins) == int(stopped) + 1 < steps
     assert re.findall(r"^job .* restart (\d+)", said, re.MULTILINE) == ["0", "1"]

@@ -95,7 +95,7 @@ def test_a_step_is_its_passes_messages_sum_and_update():
 
 
 def test_the_best_prediction_is_chosen_and_the_loss_counted(rows):
-    """Of two layouts of one model the one that is predicted quicker, though it is not."""
+    """Of two layouts of one model the one that is predicted faster, though it is not."""
     same = (rows["ranks"] == 2) & (rows["hidden"] == 1024) & (rows["layers"] == 24)
     two = rows[same & (rows["batch"] == 2)]
     order = np.argsort(two["ms"])

@@ -12,7 +12,7 @@ from tests.predict.fixed import MACHINE
 
 
 def test_wait_and_transfer_are_those_of_the_trace_of_all_ranks(tmp_path):
-    parallel = {"microbatches": 4, "stages": (5, 2, 1), "scheme": "1d"}
+    parallel = {"microbatches": 4, "layers_per_stage": (5, 2, 1), "scheme": "1d"}
     mesh = {"p": 3, "d": 2, "x": 2}
     config = settled(MACHINE, mesh, 16, parallel, hidden=128, layers=8, sequence=16)
     runs, _ = step(MACHINE, config)

@@ -16,7 +16,7 @@ def body(job):
     size, q, split = int(sys.argv[1]), int(sys.argv[2]), SCHEMES["3d"]
     mesh = build({"x": q, "y": q, "z": q}, transport=sys.argv[3])
     blocks = [np.ones(at.block((size, size), mesh)) for at in (split.x, split.w, split.y)]
-    y, saved = Matmul(mesh, split).apply(*blocks[:2])
+    y, saved = Matmul(mesh, split).forward_saving(*blocks[:2])
     assert (y == size).all()
     counted = mesh.pool.peak["communication"], mesh.pool.live["communication"]
     found = job.gather((*counted, [block.nbytes for block in blocks]))

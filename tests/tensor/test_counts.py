@@ -61,9 +61,9 @@ def linear(split, sizes, shape, keep="xw", backward=True, coords=None):
     matmul = Matmul(mesh, split, keep)
     x = np.zeros(split.x.block((m, k), mesh), np.float32)
     w = np.zeros(split.w.block((k, n), mesh), np.float32)
-    _, saved = matmul.apply(x, w)
+    _, saved = matmul.forward_saving(x, w)
     if backward:
-        matmul.adjoint(saved, np.zeros(split.y.block((m, n), mesh), np.float32))
+        matmul.backward_saved(saved, np.zeros(split.y.block((m, n), mesh), np.float32))
     return counted(recorder)
 
 
@@ -177,7 +177,7 @@ def test_broadcast_and_reduce_move_a_whole_block_to_all_but_one(q):
         x = np.zeros(split.x.block((m, k), mesh), np.float32)
         w = np.zeros(split.w.block((k, n), mesh), np.float32)
         dy = np.zeros(split.y.block((m, n), mesh), np.float32)
-        matmul.adjoint(matmul.apply(x, w)[1], dy)
+        matmul.backward_saved(matmul.forward_saving(x, w)[1], dy)
         return counted(recorder)
 
     results = run({"x": q, "y": q, "z": q}, rank)

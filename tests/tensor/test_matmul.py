@@ -34,8 +34,8 @@ def products(mesh, split, keep, transposed, integers=False):
     if transposed:
         w, dw = w.T, dw.T
     matmul = Matmul(mesh, split, keep, transposed)
-    ours, saved = matmul.apply(stored(x, split.x, mesh), stored(w, matmul.w_layout, mesh))
-    our_dx, our_dw = matmul.adjoint(saved, stored(dy, split.y, mesh))
+    ours, saved = matmul.forward_saving(stored(x, split.x, mesh), stored(w, matmul.w_layout, mesh))
+    our_dx, our_dw = matmul.backward_saved(saved, stored(dy, split.y, mesh))
     return [
         ("Y", ours, stored(y, split.y, mesh)),
         ("dX", our_dx, stored(dx, split.x, mesh)),
@@ -124,11 +124,13 @@ FUSED = {
 
 
 @pytest.mark.parametrize("what", FUSED)
-@pytest.mark.parametrize("fused", [True, False])
-def test_what_a_device_may_do_in_one_product(what, fused):
+@pytest.mark.parametrize("on_device", [True, False])
+def test_what_a_device_may_do_in_one_product(what, on_device):
     """`whole` where Y is no partial sum, `sums` where dW is none, `alone` where nothing is."""
     split, sizes, expected = FUSED[what]
-    mesh = SimpleNamespace(pool=SimpleNamespace(fused=fused), size=lambda axis: sizes.get(axis, 1))
+    mesh = SimpleNamespace(
+        pool=SimpleNamespace(on_device=on_device), size=lambda axis: sizes.get(axis, 1)
+    )
     matmul = Matmul(mesh, split)
-    found = matmul.whole, matmul.sums, matmul.alone
-    assert found == (expected if fused else (False, False, False))
+    found = matmul.y_is_complete, matmul.dw_is_complete, matmul.is_local
+    assert found == (expected if on_device else (False, False, False))

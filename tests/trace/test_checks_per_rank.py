@@ -1,5 +1,6 @@
 """What holds in every trace: in those of real runs, and not in one that was tampered with."""
 
+import re
 import shutil
 
 import h5py
@@ -12,6 +13,7 @@ from hpc3d.trace import schema
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.merge import merge
 from tests.analyze.traces import trained
+from tests.elided import elided
 from tests.runs import train
 from tests.strided import strided
 from tests.trace.large import ON_A_HOST, SLOT, generate
@@ -129,32 +131,32 @@ COPY = schema.CATEGORY.index("copy")
 TAMPERED = {
     "overlap": (
         change("events/dur", 5, (SLOT,)),
-        "/events: begins before the one before has ended: 1 row, the first is 6 (rank 0, step 0)",
+        "/events: begins before ...: 1 row, ... 6 (rank 0, step 0)",
     ),
-    "order": (swap, "/events: not sorted by rank and t_start: 1 row, the first is 9"),
-    "index": (move_pointer, "/events: not where /index/rank_ptr has the rows of its rank: 1 row"),
-    "count": (change("ranks/n_events", 2, 7), "/ranks: n_events is wrong: 1 row, the first is 2"),
-    "parent": (change("events/parent", 5, 4), "/events: not inside of its parent: 1 row"),
-    "later parent": (change("events/parent", 5, 6), "/events: not inside of its parent: 1 row"),
-    "itself": (change("events/parent", 5, 5), "/events: not inside of its parent: 1 row"),
+    "order": (swap, "/events: ... t_start: 1 row, ... 9"),
+    "index": (move_pointer, "/events: ... /index/rank_ptr ...: 1 row"),
+    "count": (change("ranks/n_events", 2, 7), "/ranks: n_events ...: 1 row, ... 2"),
+    "parent": (change("events/parent", 5, 4), "/events: ... parent: 1 row"),
+    "later parent": (change("events/parent", 5, 6), "/events: ... parent: 1 row"),
+    "itself": (change("events/parent", 5, 5), "/events: ... parent: 1 row"),
     "posted": (
         change("events/posted", 5, (10,)),
-        "/events: waited for before it was posted: 1 row",
+        "/events: ... posted: 1 row",
     ),
-    "after": (change("steps/t_end", 0, (-SLOT,)), "/events: not inside of its step: 1 row"),
-    "before": (change("steps/t_start", 1, (SLOT,)), "/events: not inside of its step: 1 row"),
-    "sum": (long_events, "/steps: takes less time than its events: 1 row, the first is 6 (rank 2"),
-    "backwards": (change("steps/t_end", 4, 0), "/steps: ends before it begins: 1 row"),
+    "after": (change("steps/t_end", 0, (-SLOT,)), "/events: ... inside ... step: 1 row"),
+    "before": (change("steps/t_start", 1, (SLOT,)), "/events: ... inside ... step: 1 row"),
+    "sum": (long_events, "/steps: ... events: 1 row, ... 6 (rank 2"),
+    "backwards": (change("steps/t_end", 4, 0), "/steps: ends ... begins: 1 row"),
     "two steps": (
         change("steps/t_end", 3, (SLOT,)),
-        "/steps: begins before the one before has ended: 1 row, the first is 4 (rank 1, step 1)",
+        "/steps: begins before ...: 1 row, ... 4 (rank 1, step 1)",
     ),
-    "own step": (change("steps/step", 5, 9), "/steps: not of all ranks: 16 rows"),
-    "peak": (change("memory/peak", 8, 1), "/memory: its peak is less than its bytes: 1 row"),
+    "own step": (change("steps/step", 5, 9), "/steps: ... ranks: 16 rows"),
+    "peak": (change("memory/peak", 8, 1), "/memory: ... peak ... bytes: 1 row"),
     **{
         name: (
             change(f"memory/{column}", 6, value),
-            "/memory: all is not what its kinds come to: 1 row, the first is 6 (rank 0, step 0)",
+            "/memory: all ... kinds ...: 1 row, ... 6 (rank 0, step 0)",
         )
         for name, column, value in (
             ("all above the sum", "peak", (6 << 21) + 1),
@@ -163,67 +165,67 @@ TAMPERED = {
     },
     "all below a kind": (
         change("memory/peak", 0, (6 << 21) + 1),
-        "/memory: all is not what its kinds come to: 1 row, the first is 6 (rank 0, step 0)",
+        "/memory: all ... kinds ...: 1 row, ... 6 (rank 0, step 0)",
     ),
     "op": (
         change("events/op", call("all_gather"), schema.OP.index("reduce_scatter")),
-        "/events: its op is not that of the other members: 1 row",
+        "/events: ... op ...: 1 row",
     ),
     "step": (
         change("events/step", call("all_gather"), 2),
-        "/events: its step is not that of the other members: 1 row",
+        "/events: ... step ...: 1 row",
     ),
     "dtype": (
         change("events/dtype", call("all_gather"), schema.DTYPE.index("int32")),
-        "/events: its dtype is not that of the other members: 1 row",
+        "/events: ... dtype ...: 1 row",
     ),
     "elements": (
         change("events/count", call("all_reduce"), (1,)),
-        "/events: its count is not that of the other members: 1 row",
+        "/events: ... count ...: 1 row",
     ),
     "bytes": (
         change("events/bytes", call("reduce_scatter"), (4,)),
-        "/events: its bytes are not those of its count: 1 row",
+        "/events: ... bytes ... count: 1 row",
     ),
     "stranger": (
         change("events/group", call("all_gather", 3), 0),
-        "/events: a call in a group that its rank is not in: 1 row",
+        "/events: ... group ...: 1 row",
     ),
     "twice": (
         change("events/seq", call("all_gather"), 1),
-        "/events: a call that its rank makes twice: 1 row",
+        "/events: ... twice: 1 row",
     ),
     "absent": (
         change("events/category", call("all_gather"), COPY),
-        "/events: a call that not all members make: 3 rows",
+        "/events: ... call ... members ...: 3 rows",
     ),
     "early": (
         change("events/t_global", call("all_reduce"), (-SLOT,)),
-        "/events: ends before all members have posted it: 1 row",
+        "/events: ends before all ...: 1 row",
     ),
     "one end": (
         change("events/category", call("recv"), COPY),
-        "/events: a message without its other end: 1 row",
+        "/events: ... message ... end: 1 row",
     ),
     "other peer": (
         change("events/peer", call("send"), 4),
-        "/events: a message without its other end: 2 rows",
+        "/events: ... message ... end: 2 rows",
     ),
     "short": (
         change("events/bytes", call("recv"), (-4,)),
-        "/events: its bytes are not those that were sent: 1 row",
+        "/events: ... bytes ... sent: 1 row",
     ),
     "prophecy": (
         change("events/t_global", call("recv"), (-2 * SLOT,)),
-        "/events: ends before it was sent: 1 row",
+        "/events: ends ... sent: 1 row",
     ),
     "negative": (
         change("events/dur", 3, -1),
-        "/events: dur is less than 0: 1 row, the first is 3",
+        "/events: dur ... 0: 1 row, ... 3",
     ),
-    "unknown": (change("events/op", 3, 77), "events/op has a value that cannot be: 77"),
-    "coordinate": (change("ranks/coords", (3, 1), -2), "/ranks: coords is less than -1: 1 row"),
-    "root": (change("events/group", 3, 10**6), "events/group points outside of its table"),
+    "unknown": (change("events/op", 3, 77), "events/op ... 77"),
+    "coordinate": (change("ranks/coords", (3, 1), -2), "/ranks: coords ... -1: 1 row"),
+    "root": (change("events/group", 3, 10**6), "events/group ... 1000000;"),
 }
 
 
@@ -232,7 +234,7 @@ def test_what_is_wrong_is_named(what, copy):
     edit, line = TAMPERED[what]
     with h5py.File(copy, "r+") as file:
         edit(file)
-    assert any(line in each for each in found(copy)), found(copy)
+    assert any(re.search(elided(line), each) for each in found(copy)), found(copy)
 
 
 def test_what_lies_inside_of_another_does_not_overlap_it(copy):
@@ -286,7 +288,7 @@ def test_hosts_are_compared_by_their_corrected_clocks(copy):
     assert found(copy) == []
 
 
-@pytest.mark.parametrize("why", ["no samples", "time of the processor"])
+@pytest.mark.parametrize("why", ["no samples", "CPU time"])
 def test_clocks_that_were_not_compared_are_not(why, copy):
     """The ranks of the second host seem to be a day late."""
     with h5py.File(copy, "r+") as file:
@@ -297,5 +299,5 @@ def test_clocks_that_were_not_compared_are_not(why, copy):
             for column in file["clock/samples"].values():
                 column.resize((0,))
         else:
-            file.attrs["config"] = '[trace]\nclock = "processor"\n'
+            file.attrs["config"] = '[trace]\nclock = "cpu"\n'
     assert found(copy) == []

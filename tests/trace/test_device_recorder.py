@@ -227,7 +227,7 @@ def test_a_call_that_keeps_the_host_is_a_row_of_its_own(recorder, device):
 def test_messages_that_leave_together_are_one_flight(recorder, device):
     comm = recorder.wrap(Comm(device), "p")
     recorder.begin_step(0)
-    with comm.together():
+    with comm.grouped():
         pending = [comm.send(BLOCK, 1), comm.recv((4,), np.float32, 1)]
     work(recorder, device, "meanwhile", 10_000)
     for each in pending:
@@ -322,7 +322,7 @@ def test_what_goes_into_a_graph_is_not_recorded(recorder, device):
     device.compute.captures = device.queues["blocks"].captures = True
     with recorder.span("a"):
         block = comm.all_gather(BLOCK).wait()
-    with comm.together():
+    with comm.grouped():
         pending = comm.send(BLOCK, 1)
     pending.wait()
     assert recorder.count == recorder.compute.count == 0 and len(block) == 1000

@@ -254,7 +254,7 @@ def test_a_run_on_gpus_has_the_recorder_of_devices(tmp_path):
 
 @pytest.mark.parametrize(
     ("backend", "key", "value"),
-    [("cupy", "trace__clock", "processor"), ("numpy", "trace__nvtx", "true")],
+    [("cupy", "trace__clock", "cpu"), ("numpy", "trace__nvtx", "true")],
 )
 def test_what_a_device_cannot_record_is_refused_in_a_line(backend, key, value):
     with pytest.raises(ValueError, match=f"{key.replace('__', '.')} = {value}: .* use "):

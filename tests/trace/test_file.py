@@ -123,29 +123,29 @@ def other_format(file, _):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (newer, "version 2, this hpc3d reads up to 1; update"),
-        (other_format, "not an hpc3d trace"),
-        (absent_attribute, "attributes world_size, missing are damaged"),
-        (external_link, "dur is a link to elsewhere"),
-        (soft_link, "dur is a link to elsewhere"),
-        (linked_group, "events is a link to elsewhere"),
-        (external_storage, "dur is not data of this file"),
-        (virtual, "dur is not data of this file"),
-        (huge, r"has the shape \(1125899906842624,\), not one that fits memory"),
-        (two_dimensional, r"dur has the shape \(48, 1\)"),
-        (uneven, "columns of different lengths"),
-        (other_type, "dur has the type float64, not i8"),
-        (absent_column, "the column dur is missing"),
-        (other_world, "/ranks has not one row per rank"),
-        (dataset_for_a_table, "events is not a group"),
-        (table_for_a_column, "dur is not data of this file"),
-        (never_written, "not one that fits memory"),
-        (stored(chunks=(2**26,), compression="gzip"), "not one that fits memory"),
+        (newer, "version 2, .* 1; .*hpc3d"),
+        (other_format, "hpc3d trace;"),
+        (absent_attribute, "attributes world_size, missing "),
+        (external_link, "dur .*link "),
+        (soft_link, "dur .*link "),
+        (linked_group, "events .*link "),
+        (external_storage, "dur .*data"),
+        (virtual, "dur .*data"),
+        (huge, r"t_start .*\(1125899906842624,\), .*memory"),
+        (two_dimensional, r"dur .*\(48, 1\)"),
+        (uneven, "/events .*lengths"),
+        (other_type, "dur .*float64, .*i8"),
+        (absent_column, "column dur .*missing"),
+        (other_world, "/ranks .*rank"),
+        (dataset_for_a_table, "events .*group"),
+        (table_for_a_column, "dur .*data"),
+        (never_written, "shape .*memory"),
+        (stored(chunks=(2**26,), compression="gzip"), "shape .*memory"),
         (
             stored(chunks=(48,), compression="lzf"),
-            "has filters other than gzip, shuffle, fletcher",
+            "dur .*filters .*gzip, shuffle, fletcher32",
         ),
-        (stored(chunks=(48,), scaleoffset=0), "has filters other than gzip, shuffle, fletcher32"),
+        (stored(chunks=(48,), scaleoffset=0), "dur .*filters .*gzip, shuffle, fletcher32"),
     ],
 )
 def test_an_unsound_file_is_refused(path, tmp_path, spoil, reason):
@@ -200,30 +200,30 @@ def everything(path):
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
     [
-        ("events/op", 77, "events/op has a value that cannot be: 77"),
-        ("events/phase", 7, "events/phase has a value that cannot be: 7"),
-        ("memory/kind", 7, "memory/kind has a value that cannot be: 7"),
-        ("events/name", 10**9, "events/name points outside of its table: 1000000000"),
-        ("events/group", 4, "events/group points outside of its table: 4"),
-        ("events/group", -2, "events/group points outside of its table: -2"),
-        ("events/parent", 48, "events/parent points outside of its table: 48"),
-        ("events/peer", 4, "events/peer points outside of its table: 4"),
-        ("events/rank", -1, "events/rank points outside of its table: -1"),
-        ("steps/rank", 4, "steps/rank points outside of its table: 4"),
-        ("ranks/host_id", 99, "ranks/host_id points outside of its table: 99"),
-        ("prediction/rank", 4, "prediction/rank points outside of its table: 4"),
-        ("groups/members", 4, "groups/members points outside of its table: 4"),
-        ("groups/offset", 2**59, "/groups does not divide its members"),
-        ("groups/size", 2**31 - 1, "/groups does not divide its members"),
-        ("groups/size", -2, "/groups does not divide its members"),
-        ("index/rank_ptr", 13, "/index/rank_ptr does not divide the rows of /events"),
-        ("events/flops", np.nan, "events/flops has a value that cannot be: nan"),
-        ("clock/model/offset_ns", np.inf, "clock/model/offset_ns has a value that cannot be: inf"),
-        ("clock/samples/offset_ns", np.nan, "offset_ns has a value that cannot be: nan"),
-        ("calibration/send/x/t_min", np.nan, "t_min has a value that cannot be: nan"),
-        ("prediction/value", np.nan, "prediction/value has a value that cannot be: nan"),
-        ("strings/name", "x" * 5000, "/strings/name has texts of 5000 characters"),
-        ("strings/name", "node1", "/strings has a name twice"),
+        ("events/op", 77, "events/op .*: 77"),
+        ("events/phase", 7, "events/phase .*: 7"),
+        ("memory/kind", 7, "memory/kind .*: 7"),
+        ("events/name", 10**9, "events/name .*: 1000000000"),
+        ("events/group", 4, "events/group .*: 4"),
+        ("events/group", -2, "events/group .*: -2"),
+        ("events/parent", 48, "events/parent .*: 48"),
+        ("events/peer", 4, "events/peer .*: 4"),
+        ("events/rank", -1, "events/rank .*: -1"),
+        ("steps/rank", 4, "steps/rank .*: 4"),
+        ("ranks/host_id", 99, "ranks/host_id .*: 99"),
+        ("prediction/rank", 4, "prediction/rank .*: 4"),
+        ("groups/members", 4, "groups/members .*: 4"),
+        ("groups/offset", 2**59, "/groups .*members"),
+        ("groups/size", 2**31 - 1, "/groups .*members"),
+        ("groups/size", -2, "/groups .*members"),
+        ("index/rank_ptr", 13, "/index/rank_ptr .*/events"),
+        ("events/flops", np.nan, "events/flops .*: nan"),
+        ("clock/model/offset_ns", np.inf, "clock/model/offset_ns .*: inf"),
+        ("clock/samples/offset_ns", np.nan, "offset_ns .*: nan"),
+        ("calibration/send/x/t_min", np.nan, "t_min .*: nan"),
+        ("prediction/value", np.nan, "prediction/value .*: nan"),
+        ("strings/name", "x" * 5000, "/strings/name .*5000 "),
+        ("strings/name", "node1", "/strings .*twice"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(whole, column, value, reason):
@@ -239,7 +239,7 @@ def test_pointers_that_do_not_divide_the_rows_are_refused(whole, pointers):
     with h5py.File(whole, "r+") as file:
         file["index/rank_ptr"].resize((len(pointers),))
         file["index/rank_ptr"][:] = pointers
-    with pytest.raises(ValueError, match="rank_ptr does not divide the rows of /events"):
+    with pytest.raises(ValueError, match=r"rank_ptr .*/events"):
         everything(whole)
 
 
@@ -249,7 +249,7 @@ def test_a_text_that_all_rows_share_is_not_copied_for_each(whole):
         del file["strings/name"]
         text = h5py.string_dtype()
         file["strings/name"] = np.array(["y" * 4000] * 20000, object).astype(text)
-    with pytest.raises(ValueError, match="has texts of 4000 characters, 67"):
+    with pytest.raises(ValueError, match=r"/strings/name .*4000 .*, 67"):
         everything(whole)
 
 
@@ -260,7 +260,7 @@ def test_a_calibration_that_is_damaged_is_refused(whole, spoil):
             file["calibration/send/x"].attrs["alpha"] = np.nan
         else:
             file["calibration/recv"] = h5py.SoftLink("/calibration/send")
-    with pytest.raises(ValueError, match=r"has no alpha and beta|recv is a link to elsewhere"):
+    with pytest.raises(ValueError, match="alpha and beta" if spoil == "alpha" else r"recv .*link"):
         everything(whole)
 
 

@@ -11,5 +11,5 @@ def test_before_an_attempt_has_a_trace_the_one_before_is_named(tmp_path):
     attempt(tmp_path, 0, 2)
     (tmp_path / "config.toml").write_text("")
     set_aside(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"trace-1\.h5 has what was done before"):
+    with pytest.raises(ValueError, match=r"trace-1\.h5"):
         trace_of(tmp_path)

@@ -1,6 +1,7 @@
 """Segments and their merge, against expectations built row by row in Python."""
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import hpc3d.trace
 from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import TABLES, segment_path, write_segment
+from tests.elided import elided
 from tests.trace.small import (
     AHEAD,
     RANKS,
@@ -151,7 +153,7 @@ def test_a_damaged_segment_is_left_out_and_named(run, damage):
     with hpc3d.trace.open(merge(run)) as trace:
         assert trace.attrs["complete"] is False
         first, second = trace.attrs["missing"].splitlines()
-        assert first.startswith("rank 2: rank-00002-0000.npz cannot be read")
+        assert first.startswith("rank 2: rank-00002-0000.npz ")
         assert second == "rank 2: step 0"
         assert trace.ranks["n_events"].tolist() == [12, 12, 6, 12]
         left = [row["count"] for row in expected_events() if (row["rank"], row["step"]) != (2, 0)]
@@ -166,7 +168,8 @@ def test_a_missing_rank_is_named_and_has_no_rows(run):
     for number in range(SEGMENTS):
         segment_path(run, 1, number).unlink()
     with hpc3d.trace.open(merge(run)) as trace:
-        assert (trace.attrs["complete"], trace.attrs["missing"]) == (False, "rank 1: no segment")
+        assert trace.attrs["complete"] is False
+        assert re.fullmatch("rank 1: .*segment", trace.attrs["missing"])
         assert trace.rank_ptr.tolist() == [0, 12, 12, 24, 36]
         assert trace.ranks["pid"].tolist() == [1000, -1, 1002, 1003]
 
@@ -174,21 +177,21 @@ def test_a_missing_rank_is_named_and_has_no_rows(run):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"dropped": 5}, "rank 3: 5 events, its table was full"),
-        ({"run_id": "old"}, "rank 3: rank-00003-0001.npz belongs to another run"),
-        ({"world_size": 8}, "rank 3: rank-00003-0001.npz belongs to another run"),
-        ({"groups": []}, "rank 3: rank-00003-0001.npz cannot be read (its column group points"),
-        ({"rank": 2}, "rank 3: rank-00003-0001.npz cannot be read (it has rows of other ranks"),
+        ({"dropped": 5}, "rank 3: 5 events, ... full"),
+        ({"run_id": "old"}, "rank 3: rank-00003-0001.npz ... run"),
+        ({"world_size": 8}, "rank 3: rank-00003-0001.npz ... run"),
+        ({"groups": []}, "rank 3: rank-00003-0001.npz ...(... column group "),
+        ({"rank": 2}, "rank 3: rank-00003-0001.npz ...(... rows ... ranks "),
         (
             {"groups": [{"axis": "x", "members": [3, 4]}] * 2},
-            "rank 3: rank-00003-0001.npz knows more than 4 ranks",
+            "rank 3: rank-00003-0001.npz ... 4 ranks",
         ),
     ],
 )
 def test_what_does_not_fit_is_named(run, changes, line):
     write(run, 3, 1, changes)
     with hpc3d.trace.open(merge(run)) as trace:
-        assert trace.attrs["missing"].startswith(line)
+        assert re.match(elided(line), trace.attrs["missing"])
         assert not trace.attrs["complete"]
 
 
@@ -201,10 +204,9 @@ def test_a_header_that_lacks_something_is_named(run):
     np.savez(path, **content | {"header": np.frombuffer(json.dumps(known).encode(), "u1")})
     with hpc3d.trace.open(merge(run)) as trace:
         lines = trace.attrs["missing"].splitlines()
-    assert lines == [
-        "rank 3: rank-00003-0001.npz has a header without mpi, host",
-        "rank 3: nothing after step 0",
-    ]
+    header, last = lines
+    assert re.fullmatch(elided("rank 3: rank-00003-0001.npz ... header ... mpi, host"), header)
+    assert re.fullmatch(elided("rank 3: ... after step 0"), last)
 
 
 def test_a_step_that_was_cut_off_is_named(run):
@@ -214,15 +216,15 @@ def test_a_step_that_was_cut_off_is_named(run):
         content = dict(arrays)
     np.savez(path, **content | {"steps": content["steps"][:0]})
     with hpc3d.trace.open(merge(run)) as trace:
-        assert trace.attrs["missing"] == "rank 3: nothing after step 0"
+        assert re.fullmatch("rank 3: .* after step 0", trace.attrs["missing"])
     for rank in range(3):
         path = segment_path(run, rank, 1)
         with np.load(path) as arrays:
             content = dict(arrays)
         np.savez(path, **content | {"steps": content["steps"][:0]})
     with hpc3d.trace.open(merge(run)) as trace:
-        lines = [f"rank {rank}: the end of step 1" for rank in range(RANKS)]
-        assert trace.attrs["missing"].splitlines() == lines
+        facts = "\n".join(f"rank {rank}: .* step 1" for rank in range(RANKS))
+        assert re.fullmatch(facts, trace.attrs["missing"])
         assert not trace.attrs["complete"]
 
 
@@ -243,7 +245,7 @@ def test_a_step_without_events_is_complete(run, ranks):
     ("kind", "steps", "missing"),
     [
         ("measured", 2, ""),
-        ("measured", 5, "steps from 2 on: the run ended, or goes on, after 2 of 5"),
+        ("measured", 5, "steps from 2 ... after 2 of 5"),
         ("simulated", 5, ""),
         ("measured", '"many"', ""),
     ],
@@ -253,14 +255,14 @@ def test_a_run_that_ended_early_is_not_complete(tmp_path, kind, steps, missing):
     for rank, number in product(range(RANKS), range(SEGMENTS)):
         write(tmp_path, rank, number, {"kind": kind, "config": f"[train]\nsteps = {steps}\n"})
     with hpc3d.trace.open(merge(tmp_path)) as trace:
-        assert trace.attrs["missing"] == missing
+        assert re.fullmatch(elided(missing), trace.attrs["missing"])
         assert trace.attrs["complete"] == (not missing)
 
 
 def test_a_rank_that_ends_early_is_named(run):
     segment_path(run, 3, 1).unlink()
     with hpc3d.trace.open(merge(run)) as trace:
-        assert trace.attrs["missing"] == "rank 3: nothing after step 0"
+        assert re.fullmatch("rank 3: .* after step 0", trace.attrs["missing"])
 
 
 def test_until_when_each_rank_is_complete(tmp_path):
@@ -274,14 +276,17 @@ def test_until_when_each_rank_is_complete(tmp_path):
     with hpc3d.trace.open(merge(tmp_path)) as trace:
         lines = trace.attrs["missing"].splitlines()
         steps = [trace.steps["step"][trace.steps["rank"] == rank] for rank in range(RANKS)]
-    absent = "cannot be read (No such file or directory)"
-    assert lines == [
-        *(f"rank 1: rank-00001-000{number}.npz {absent}" for number in lost[1]),
-        "rank 0: nothing after step 6",
+    facts = [
+        *(
+            f"rank 1: rank-00001-000{number}.npz ... (No such file or directory)"
+            for number in lost[1]
+        ),
+        "rank 0: ... after step 6",
         "rank 1: steps 2 to 3, 5",
-        "rank 2: no segment",
-        "rank 3: its clock, which was not compared with rank 0's",
+        "rank 2: ... segment",
+        "rank 3: ... clock, ... rank 0...",
     ]
+    assert re.fullmatch("\n".join(map(elided, facts)), "\n".join(lines))
     assert [each.tolist() for each in steps] == [[*range(7)], [0, 1, 4, 6, 7], [], [*range(8)]]
 
 
@@ -292,20 +297,21 @@ def test_two_runs_in_one_folder_are_told_apart(run):
             write(run, rank, number, {"run_id": "run-2"})
     with hpc3d.trace.open(merge(run)) as trace:
         assert trace.attrs["run_id"] == "run-1"
-        assert trace.attrs["missing"].splitlines() == [
-            "rank 1: rank-00001-0000.npz belongs to another run",
-            "rank 1: rank-00001-0001.npz belongs to another run",
-            "rank 3: rank-00003-0001.npz belongs to another run",
-            "rank 1: no segment",
-            "rank 3: nothing after step 0",
+        facts = [
+            "rank 1: rank-00001-0000.npz ... run",
+            "rank 1: rank-00001-0001.npz ... run",
+            "rank 3: rank-00003-0001.npz ... run",
+            "rank 1: ... segment",
+            "rank 3: ... after step 0",
         ]
+        assert re.fullmatch("\n".join(map(elided, facts)), trace.attrs["missing"])
         assert trace.ranks["n_events"].tolist() == [12, 0, 12, 6]
 
 
 def test_a_rank_that_the_run_has_not_is_named(run):
     write(run, 4, 0)
     with hpc3d.trace.open(merge(run)) as trace:
-        assert trace.attrs["missing"] == "rank 4: rank-00004-0000.npz knows more than 4 ranks"
+        assert re.fullmatch(r"rank 4: rank-00004-0000\.npz .* 4 ranks", trace.attrs["missing"])
         assert len(trace.events["rank"]) == trace.rank_ptr[-1] == 48
 
 
@@ -313,12 +319,12 @@ def test_without_a_readable_segment_the_old_trace_stays(run):
     old = merge(run).read_bytes()
     for path in (run / "trace").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no segment of the trace can be read: rank 0"):
+    with pytest.raises(ValueError, match=r"no segment .*: rank 0"):
         merge(run)
     assert (run / "trace.h5").read_bytes() == old
     assert [path.name for path in run.iterdir() if path.suffix == ".tmp"] == []
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="there are no segments"):
+    with pytest.raises(ValueError, match=f"{tmp_path}: .*segments"):
         merge(tmp_path)

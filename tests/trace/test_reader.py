@@ -39,9 +39,7 @@ def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
         with hpc3d.trace.open(folder) as trace:
             assert trace.path == path and len(trace.ranks) == 4
     unmerged = tmp_path_factory.mktemp("unmerged")
-    with pytest.raises(
-        ValueError, match=rf"{unmerged}: no trace\.h5; merge the run again: .*--merge"
-    ):
+    with pytest.raises(ValueError, match=rf"{unmerged}: no trace\.h5; .*--merge"):
         hpc3d.trace.open(unmerged)
 
 
@@ -51,7 +49,7 @@ def test_the_rows_of_a_rank(path):
             mine = [row["count"] for row in expected_events() if row["rank"] == rank]
             assert trace.events["count", trace.rows(rank)].tolist() == mine
         for rank in (-1, 4):
-            with pytest.raises(ValueError, match=f"has ranks 0 to 3, not {rank}"):
+            with pytest.raises(ValueError, match=f" 0 to 3, .*{rank}"):
                 trace.rows(rank)
 
 

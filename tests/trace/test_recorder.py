@@ -2,7 +2,11 @@
 
 import tracemalloc
 
+import pytest
+
 from hpc3d.arrays.pool import Pool
+from hpc3d.comm.mesh import NullRecorder
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.trace.recorder import MOST, ROW, Recorder
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP, PHASE
 from hpc3d.trace.segment import count_segments, read_segment, segment_path
@@ -11,11 +15,9 @@ from tests.trace.recording import HEADER, end_step, recorded
 
 def test_a_span_is_a_row(recorder, clock):
     recorder.begin_step(7)
-    recorder.layer, recorder.phase = 2, "backward"
-    with recorder.span("product", "gemm", flops=48):
+    with recorder.scope(2, "backward"), recorder.span("product", "gemm", flops=48):
         clock.skip(500)
-    recorder.phase = "optimizer"
-    with recorder.span("update"):
+    with recorder.scope(phase="optimizer"), recorder.span("update"):
         pass
     segment = recorded(recorder)
     first, second = segment.events
@@ -120,3 +122,30 @@ def test_an_event_allocates_nothing_that_stays(tmp_path, clock):
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 3000
+
+
+@pytest.mark.parametrize("kind", ["records", "keeps rows in memory", "records nothing"])
+def test_a_scope_is_of_a_layer_and_a_phase_and_restores_them(recorder, kind):
+    """Inside of each other, and when an error leaves them."""
+    if kind != "records":
+        recorder = NullRecorder() if kind == "records nothing" else MemoryRecorder(0, lambda: 0)
+    seen = []
+
+    def look():
+        seen.append((recorder.layer, recorder.phase))
+
+    look()
+    with pytest.raises(KeyError), recorder.scope(phase="backward"):
+        look()
+        with recorder.scope(layer=2):
+            look()
+            with recorder.scope(layer=5, phase="recompute"):
+                look()
+            look()
+            with recorder.scope(layer=0, phase="optimizer"):
+                look()
+                raise KeyError
+    look()
+    back = -1, "backward"
+    inside = [(2, "backward"), (5, "recompute"), (2, "backward"), (0, "optimizer")]
+    assert seen == [(-1, "other"), back, *inside, (-1, "other")]

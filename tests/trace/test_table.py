@@ -14,7 +14,7 @@ from tests.trace.small import expected_events
 def test_a_column_that_no_trace_has_is_named_with_those_that_are(path):
     with (
         hpc3d.trace.open(path) as trace,
-        pytest.raises(ValueError, match="/steps has no column foo; it has rank, step, t_start"),
+        pytest.raises(ValueError, match=r"/steps .* foo; .* rank, step, t_start"),
     ):
         trace.steps["foo"]
 
@@ -67,7 +67,7 @@ def test_without_pandas_there_is_no_frame(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with hpc3d.trace.open(path) as trace:
         assert len(trace.events["dur"]) == 48
-        with pytest.raises(ValueError, match=r"needs pandas: pip install 'hpc3d\[report\]'"):
+        with pytest.raises(ValueError, match=r"pandas: pip install 'hpc3d\[report\]'"):
             trace.events.frame()
 
 

@@ -157,7 +157,7 @@ def test_no_other_name_is_a_type(first, tmp_path, name):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][0]["pieces"][0][2] = name
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="a piece that is none"):
+    with pytest.raises(ValueError, match="an invalid piece"):
         Checkpoint(folder)
 
 

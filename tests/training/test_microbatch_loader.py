@@ -34,7 +34,7 @@ def fed(schedule, stages, micros, ranks=1):
 
     def rank(mesh):
         source = batches if mesh.rank == 0 else None
-        feed = MicrobatchLoader(mesh, settled, source, plan.asynchronous, plan.ahead)
+        feed = MicrobatchLoader(mesh, settled, source, plan)
         return [dict(feed.fetch(number)) for number in range(STEPS)]
 
     return run({"p": ranks}, rank), batches.read

@@ -113,8 +113,8 @@ BROADCAST = "x=2 y=2 z=2 scheme=3d-broadcast microbatches=1"
     ("before", "there", "after", "here"),
     [
         (STAGES, "nccl", SHARDED, "nccl"),
-        (SHARDED, "staged", "microbatches=2", None),
-        ("x=2 scheme=1d microbatches=2", None, STAGES, "staged"),
+        (SHARDED, "host-staged", "microbatches=2", None),
+        ("x=2 scheme=1d microbatches=2", None, STAGES, "host-staged"),
         pytest.param(CUBE, "nccl", STAGES, "nccl", marks=slow),
         pytest.param(BROADCAST, "nccl", CUBE, None, marks=slow),
         pytest.param("d=3 zero=2 microbatches=2", None, BROADCAST, "nccl", marks=slow),
@@ -193,7 +193,7 @@ def named(trainer, name):
     return next(item for item in trainer.parameters if item.name.endswith(name))
 
 
-@pytest.mark.parametrize("transport", ["nccl", "staged"])
+@pytest.mark.parametrize("transport", ["nccl", "host-staged"])
 def test_replicas_that_are_alike_pass(transport):
     line = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1"
     assert hurt(line, lambda trainer, number: None, transport) == [None] * 8

@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatc
         raise OSError(28, os.strerror(28), str(copy))
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ValueError, match=r"--resume .*copy: cannot write there \(No space left"):
+    with pytest.raises(ValueError, match=r"--resume .*copy: .*\(No space left"):
         reopen(copy)
 
 
@@ -75,7 +75,7 @@ def test_why_a_folder_cannot_be_made_is_told(tmp_path, monkeypatch):
         raise FileExistsError("100 runs gpt exist already")
 
     monkeypatch.setattr(run_folder, "fresh", taken)
-    with pytest.raises(ValueError, match=r"cannot write there \(100 runs gpt exist already\); "):
+    with pytest.raises(ValueError, match=r" \(100 .*gpt .*\); .*--run\.out"):
         run_folder.create(replace(Config(), run=replace(Config().run, out=str(tmp_path))), "")
 
 
@@ -88,7 +88,7 @@ def test_a_lock_that_cannot_be_written_is_named(tmp_path):
 
 def test_only_one_run_is_at_work_in_a_folder(tmp_path):
     held = run_folder.claim(tmp_path)
-    with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is at work there"):
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} on "):
         run_folder.claim(tmp_path, patience=0.2)
     held.close()
     run_folder.claim(tmp_path, patience=0).close()

@@ -25,7 +25,7 @@ class Events:
     start on any rank; `names` are {code: name} of the columns that hold codes.  `links` are pairs
     of rows, [links, 2]: a send and its receive, and a call that others waited for and each of
     those that did.  Where ranks have no time in common (`one_time`), because they counted their
-    processor time, there are no links, and wait is 0.  `steps` are (rank, step, begin, end),
+    CPU time, there are no links, and wait is 0.  `steps` are (rank, step, begin, end),
     `rows` the slice of each rank.
     """
 

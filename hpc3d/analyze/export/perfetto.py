@@ -9,6 +9,7 @@ import json
 
 import numpy as np
 
+from hpc3d.comm.grid import Grid
 from hpc3d.trace.schema import STREAM
 
 STEPS = -1  # the thread of the training steps
@@ -37,7 +38,7 @@ def _lines(events):
 def _processes(events):
     for rank, rows in enumerate(events.rows):
         name = f"rank {rank} {_place(rank, events.axes)}".strip()
-        clock = "" if events.one_time else "its own processor time"
+        clock = "" if events.one_time else "its own CPU time"
         parts = filter(None, (name, events.hosts.get(rank), clock))
         yield _meta("process_name", rank, 0, name=", ".join(parts))
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
@@ -50,8 +51,8 @@ def _processes(events):
 
 def _place(rank, axes):
     """The coordinates of a rank on the axes that have more than one."""
-    where = np.unravel_index(rank, [size for _, size in axes])
-    parts = [f"{axis}={at}" for (axis, size), at in zip(axes, where) if size > 1]
+    grid = Grid(dict(axes))
+    parts = [f"{axis}={at}" for axis, at in grid.coords(rank).items() if grid.sizes[axis] > 1]
     return f"({' '.join(parts)})" if parts else ""
 
 

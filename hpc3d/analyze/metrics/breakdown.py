@@ -74,8 +74,8 @@ def rank_rows(trace, calls):
     later, without those of broadcasts, which block), other_s and unrecorded_s add up to step_s.
     outstanding_s is the part of compute_s in which a call of the rank was outstanding: posted and
     not waited for yet.  The call may have been over long before, so this is an upper bound of the
-    communication that computation hides.  Where ranks count their processor time, wait_s and
-    transfer_s are None: then exposed_s is known only as a whole.
+    communication that computation hides.  Where ranks count their CPU time, only the sum of
+    wait_s and transfer_s is known, exposed_s; each of the two is None.
     """
     spent = defaultdict(lambda: defaultdict(float))
     for row in breakdown(trace, ("rank", "stage", "category")):

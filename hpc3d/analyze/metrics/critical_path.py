@@ -60,7 +60,7 @@ class _Rows:
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
-        leaf[parent] = False  # parent -1 is the entry behind the last event
+        leaf[parent] = False  # parent -1 is the entry after the last event
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~beside(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):

@@ -38,7 +38,7 @@ def efficiency_row(trace, peak=None):
     * the vocabulary, which is padded to a multiple of the ranks that share it;
     * recomputation, which only recorded_flop has.
 
-    So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their processor
+    So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their CPU
     time there is neither a rate nor MFU and HFU.
     """
     step = float(np.median(slowest_seconds(trace)))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class PassSpan(NamedTuple):
-    """What a stage does from `start` to `end` [s]: a kind of `KINDS`, behind the number of its
+    """What a stage does from `start` to `end` [s]: a kind of `KINDS`, after the number of its
     chunk unless it is 0, such as F or 1BW, and the text on it."""
 
     start: float

@@ -32,7 +32,7 @@ def observe(trace, step):
     """The table of a step, one row per stage, and its measured and simulated panel for
     `draw_gantt`.
 
-    Both are empty if the run had neither stages nor microbatches, and if it counted processor
+    Both are empty if the run had neither stages nor microbatches, and if it counted CPU
     time, for then its ranks have no clock in common.
     """
     config = configuration(trace)
@@ -212,11 +212,12 @@ def simulated(config, step, rows):
     if the schedule is not there any more, or another: a CSV file is read again.
     """
     parallel, stages = config.parallel, config.mesh.p
-    sizes = parallel.schedule or "", stages, parallel.microbatches, parallel.chunks
     # The first stage is p-1 microbatches ahead of the last one: less than p steps.
     steps = min(config.train.steps, step + 1 + stages) if runs_on(config) else 1
     try:
-        passes, placement = streams(*sizes, steps)
+        passes, placement = streams(
+            parallel.schedule or "", stages, parallel.microbatches, parallel.chunks, steps
+        )
         cost = _mean_cost(rows, parallel.chunks)
         clock = timeline(passes, placement, cost)
     except ValueError:
@@ -247,7 +248,7 @@ def _mean_cost(rows, chunks):
 
 def stage_rows(passes, step, idle, ideal):
     """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
-    the peaks in flight; those simulated are None without `ideal`."""
+    the peaks in flight; without `ideal` the simulated columns hold None."""
     rows, peaks = passes.measured(step), passes.in_flight(step)
     idle_ideal = idle_shares(ideal.rows) if ideal else {}
     return [

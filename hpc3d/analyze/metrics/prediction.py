@@ -14,7 +14,7 @@ def prediction_rows(trace):
 
     step_s is the median over steps of the slowest rank; peak_KIND_bytes is the highest peak of a
     kind of memory on the rank.  None where the trace does not tell: older ones are without the
-    peak of all kinds together, and processor time is not that of a step.
+    peak of all kinds together, and CPU time is not that of a step.
     """
     known = _peaks(trace)
     if one_time(trace):

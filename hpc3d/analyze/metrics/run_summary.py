@@ -45,7 +45,7 @@ def _hosts(trace):
 
 
 def cores(trace):
-    """How many processors rank 0's host has for its ranks; None if that is not known."""
+    """How many CPU cores rank 0's host has for its ranks; None if that is not known."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
         return None

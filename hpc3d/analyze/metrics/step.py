@@ -1,9 +1,9 @@
 """The numbers of a report: what a step costs, by phase, mesh axis and operation.
 
-Means are over the rows of /steps, one a rank and step; sums are over the events inside of these
+Means are over the rows of /steps, one per rank and step; totals are over the events inside these
 steps.  An event counts for its own time, without the events that it encloses, so that times add
-up to the step's.  Tables are lists of rows, rows map columns to values in SI units; a value that
-is not known is None.
+up to the step's.  Tables are lists of rows, rows map columns to values in SI units, with
+None for unknown values.
 """
 
 import numpy as np
@@ -76,7 +76,7 @@ def step_row(trace, time):
     """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
     and their waits, also those of category copy.
 
-    Where ranks count their processor time there is no rate: the step took longer on the wall.
+    Where ranks count their CPU time there is no rate: the step took longer on the wall.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     low, quarter, median, most, high = np.percentile(
@@ -181,7 +181,7 @@ def finite(value):
 
 
 def rate(trace, amount, seconds):
-    """An amount a second; None where it is not known, or the seconds are processor time."""
+    """An amount a second; None where it is not known, or the seconds are CPU time."""
     return ratio(amount, seconds) if one_time(trace) else None
 
 

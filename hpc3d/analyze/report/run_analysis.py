@@ -35,7 +35,7 @@ from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.trace_config import one_time
 
 NO_COMMON_TIME = (
-    "the time on the wall, for each rank counted its own processor time: tokens/s, FLOP/s and MFU,"
+    "the time on the wall, for each rank counted its own CPU time: tokens/s, FLOP/s and MFU,"
     " how runs scale and differ, waits, stragglers, the critical path, the rates of collectives,"
     " the timeline and the stages of a pipeline"
 )
@@ -75,7 +75,7 @@ class Report(NamedTuple):
 
 def compare(traces, runs):
     """The Report of open traces and their Runs; several are compared with the first one, but not
-    their times if any are those of processors."""
+    their times if any are CPU times."""
     runs = distinct(runs)
     tables = {"runs": comparison_rows(runs), "scaling": [], "gains": [], "differences": []}
     if len(runs) > 1 and all(map(one_time, traces)):

@@ -33,14 +33,14 @@ the same model.""",
 `forward [ms]` and `backward [ms]` are the time of a mean rank in its forward and backward
 passes, of all microbatches; `average step time [ms]` is their sum over `batch`, the sequences
 of a step, as arXiv:2105.14450 defines it. That leaves out the messages between stages, the
-sums of gradients over replicas and the optimiser. `tokens/s` and `tokens/s a rank` are those
+reduction of gradients over replicas and the optimiser. `tokens/s` and `tokens/s a rank` are those
 of whole steps.
 
 `scaling` is strong where a run does the same work as the first one, weak where a rank does as
 much work as a rank of the first one (parameters of the blocks times tokens, within a tenth),
 and other where neither holds, or models, types of numbers or optimisers differ. `speed-up` is
 how many times as long a step of the first run takes; in weak scaling it is the rate of
-floating-point operations over that of the first run, and of another load there is none. It
+floating-point operations over that of the first run, and blank for another load. It
 lies between `from` and `to` with 95 % confidence (of a ratio of medians over 6 steps or more,
 taken for independent). `efficiency` is the speed-up over the ratio of the ranks.""",
     "gains": """\

@@ -12,7 +12,7 @@ from hpc3d.comm.mesh import along
 ROWS = 64  # of a fresh table of notes
 
 
-class Note(NamedTuple):
+class CallRecord(NamedTuple):
     """A call: its name, number of elements and type, and where in the program it was made."""
 
     op: str
@@ -42,7 +42,7 @@ class CheckedCommunicator(Communicator):
     def __init__(self, comm, ledger, axis):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        self.buffer, self.together = comm.buffer, comm.together
+        self.buffer, self.grouped = comm.buffer, comm.grouped
         self.rows, self.notes = np.zeros((ROWS, 2 * self.size), np.uint64), []
         self.came = np.zeros((ROWS, self.size), bool)
         self.sums, self.maxima = {}, []
@@ -88,7 +88,7 @@ class CheckedCommunicator(Communicator):
 
     def note(self, op, block):
         trace = self.ledger.trace
-        return Note(op, block.size, block.dtype, trace.step, trace.layer, trace.phase)
+        return CallRecord(op, block.size, block.dtype, trace.step, trace.layer, trace.phase)
 
     def moving(self, op, block, pending, parts, givers):
         """Note a call in which a member gives `parts` parts, and gets one of each of `givers`."""
@@ -167,8 +167,8 @@ class CheckedCommunicator(Communicator):
         )
         everyone = self.all_gather(mine).wait()
         found = [*self.moves(everyone), *self.totals(everyone), *self.peaks(everyone)]
-        letters = int(everyone[:, count, 0].max())
-        found += self.letters(letters) if letters else []
+        messages = int(everyone[:, count, 0].max())
+        found += self.messages(messages) if messages else []
         self.rows[:count], self.came[:count] = 0, False
         self.notes, self.sums, self.maxima = [], {}, []
         return found
@@ -201,7 +201,7 @@ class CheckedCommunicator(Communicator):
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
                 yield self.line(self.notes[row], "the maximum is not that of the other ranks")
 
-    def letters(self, count):
+    def messages(self, count):
         """Messages whose bits are not those that were sent.
 
         Those that the other end has not noted yet stay for the next time.

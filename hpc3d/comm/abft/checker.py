@@ -74,7 +74,7 @@ class AbftChecker:
         product, sums = self.latest
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 
-    def settle(self):
+    def compare(self):
         """Compare the notes of all members of every axis; how many were found wrong on this rank.
 
         Collective: all ranks call it at the same place of a step.

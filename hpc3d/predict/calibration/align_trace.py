@@ -1,18 +1,18 @@
-"""A measured trace beside what the arrays of its ranks tell: what each stretch of time went into.
+"""A measured trace beside what arrays without data count: what each stretch of time went into.
 
 A rank on arrays without data (hpc3d.arrays.abstract) makes the rows of a real one, in the same
-order, and tells the products and kernels that lie in them and between them.  Where its recorder
-counts what was told instead of time, the times of a row say which of it belongs there.  Rows of
+order, and records the products and kernels that lie in them and between them.  Where its recorder
+counts these records instead of time, the times of a row say which of it belongs there.  Rows of
 category copy and io have none: the former come and go with time, the latter with data.
 """
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
-from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import stored
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.count import Blanks
@@ -57,8 +57,8 @@ class Call(NamedTuple):
 
 
 class TimedWork(NamedTuple):
-    """What a rank does between the ends of two rows: `told` are Products and Kernels, `call` is
-    the Call of the second row, None if that is no call."""
+    """What a rank does between the ends of two rows: its Products and Kernels, the Call of the
+    second row (None if that is no call), and the seconds that it takes."""
 
     told: tuple
     call: Call | None
@@ -66,7 +66,7 @@ class TimedWork(NamedTuple):
 
 
 class Told(CostMeter):
-    """All that the arrays of a rank tell, in order."""
+    """All that the arrays of a rank record, in order."""
 
     def __init__(self):
         self.list = []
@@ -79,8 +79,8 @@ class Told(CostMeter):
 
 
 class Script(NamedTuple):
-    """The rows of a rank in a step of the steady state, and what was `told` before each of them
-    ended and after the one before had; at last what was told after all rows."""
+    """The rows of a rank in a step of the steady state, and the Products and Kernels between the
+    ends of each two of them; the last entry has those after all rows."""
 
     rows: np.ndarray
     told: list
@@ -89,7 +89,7 @@ class Script(NamedTuple):
 def script_of(config, coords, program):
     """The Script of the rank at `coords` (axis -> coordinate)."""
     told = Told()
-    mesh = rank_of(config.mesh.sizes(), coords, AbstractPool(told))
+    mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(told))
     ledger = MemoryRecorder(mesh.rank, lambda: len(told.list))
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)
@@ -106,14 +106,14 @@ def works(trace, skip=2):
     """The TimedWork of every rank of an open trace in a step, a list: medians over its steps,
     without the first `skip` of them.
 
-    ValueError for a trace of another clock than the processor's (on the wall a rank also waits,
-    and where ranks share a processor the work of one is in the times of the other), or one that
+    ValueError for a trace of another clock than CPU time (on the wall a rank also waits,
+    and where ranks share a core the work of one is in the times of the other), or one that
     other code has made.
     """
     config = configuration(trace)
-    program, sizes, found = program_of(config), config.mesh.sizes(), []
-    for rank, place in enumerate(product(*map(range, sizes.values()))):
-        script = script_of(config, dict(zip(sizes, place, strict=True)), program)
+    program, grid, found = program_of(config), config.mesh.grid(), []
+    for rank in range(grid.size):
+        script = script_of(config, grid.coords(rank), program)
         rows, steps = rows_of(trace, rank), steps_of(trace, rank)[skip:]
         times = [aligned(rows, script, *step) for step in steps]
         if not times or any(each is None for each in times):
@@ -135,10 +135,10 @@ def parts(told, call, before, inside):
 def configuration(trace):
     """The Config of a trace that can be aligned."""
     config = stored(trace.attrs["config"])
-    if config.trace.clock != "processor":
+    if config.trace.clock != "cpu":
         raise ValueError(
             f"{trace.path}: its times are those on the wall, not of the work of each rank; record "
-            "it with --trace.clock processor"
+            "it with --trace.clock cpu"
         )
     return config
 

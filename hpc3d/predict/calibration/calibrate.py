@@ -2,10 +2,10 @@
 
 What the ranks did from row to row is known, and how long it took (align_trace.py).  Seconds
 of products and calls are means by size, one for every doubling of it.  The bytes a second of each
-kernel, and the launch of any, are those with which all that was told comes closest to what it
-took.  What Python does between two kernels is in there, too.
+kernel, and the launch of any, are those that fit the measured times best.  What Python does
+between two kernels is in there, too.
 
-The times are those of the ranks' processors.  On the wall a step takes as long as their work, and
+The times are CPU times of the ranks.  On the wall a step takes as long as their work, and
 in every call the time in which those that have waited wake up.
 """
 
@@ -135,19 +135,21 @@ def table(found, bandwidth):
 
 
 def awake(machine, timed):
-    """`machine` with the wake_s that steps took beyond the work of their ranks: the median over
-    pairs (config, seconds) of runs in which each rank had a processor.
+    """`machine` with the wakeup_s that steps took beyond the work of their ranks: the median over
+    pairs (config, seconds) of runs in which each rank had a core.
 
     It is not above MOST_S: what is more was the work of other programs.
     """
     found = []
     for config, seconds in timed:
         none, some = (
-            step_seconds(simulate(config, config.model.vocabulary, replace(machine, wake_s=each)))
+            step_seconds(
+                simulate(config, config.model.vocabulary, replace(machine, wakeup_s=each))
+            )
             for each in (0.0, PROBE_S)
         )
         found.append((seconds - none) / (some - none) * PROBE_S)
-    return replace(machine, wake_s=rounded(min(MOST_S, max(0.0, median(found or [0.0])))))
+    return replace(machine, wakeup_s=rounded(min(MOST_S, max(0.0, median(found or [0.0])))))
 
 
 def step_seconds(runs):

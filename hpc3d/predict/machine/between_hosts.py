@@ -1,4 +1,4 @@
-"""Calls between hosts without devices: what their processors do, and what their cards carry.
+"""Calls between hosts without devices: what their cores do, and what their cards carry.
 
 Where groups have r members on each of h hosts, a call goes in two levels: inside the hosts by
 shared memory, and across, where each member carries 1/r of the block.  So the card of a host
@@ -36,7 +36,7 @@ class Crossing(NamedTuple):
 
 
 class Legs(NamedTuple):
-    """Seconds of a call: those of a processor, and those of the wire."""
+    """Seconds of a call: those of a core, and those of the wire."""
 
     work: float
     wired: float
@@ -83,7 +83,7 @@ def legs(machine, op, nbytes, members):
 
 
 def handed(machine, op, nbytes, hosts):
-    """Seconds of a processor that hands a card its part of a call and takes what comes: those
+    """Seconds of a core that hands a card its part of a call and takes what comes: those
     that the call takes among as many members in memory, if that was measured."""
     table = machine.anywhere.get((op, hosts))
     return table(nbytes) if table else machine.launch_s + nbytes / machine.memory_bandwidth

@@ -23,7 +23,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Curve:
-    """y(x) through knots, straight in log-log between them, with none of it beyond them."""
+    """y(x) through knots, straight in log-log between them and constant beyond them."""
 
     def __init__(self, x, y):
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))
@@ -162,8 +162,9 @@ class Machine:
     A node has `ranks_per_node`; where they outnumber its `cores`, they share them (0: each rank
     has a device).  `memory_gb` is that of a rank.  A kernel takes `launch_s` and the time to move
     its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.  `links` go from
-    the innermost outwards.  A core makes calls itself, and goes on with its rank `wake_s` after
-    what that waited for.  A device's fused attention takes heads up to `widest_head` (0: none).
+    the innermost outwards.  A core makes calls itself, and goes on with its rank `wakeup_s` after
+    what that waited for.  A device's fused attention takes heads up to `max_fused_head_dim` (0:
+    it has none).
     """
 
     __pydantic_config__ = STRICT
@@ -178,8 +179,8 @@ class Machine:
     links: tuple[Link, ...]
     kernels: dict[str, float] = field(default_factory=dict)
     measured: tuple[CallTable, ...] = ()
-    wake_s: float = 0.0
-    widest_head: int = 128
+    wakeup_s: float = 0.0
+    max_fused_head_dim: int = 128
 
     def product(self, m, n, k, dtype, batch=1):
         """Seconds of `batch` products [m, k] [k, n].

@@ -6,16 +6,18 @@ from difflib import get_close_matches
 from itertools import pairwise
 from math import inf
 
+from hpc3d import renamed
 from hpc3d.plain import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
 
+RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
 LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
 PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def validate(tree):
-    """A tree of tables as a `Machine`.
+    """A tree of tables as a `Machine`; prints a warning for each old name.
 
     Raises ValueError with one line for every error, each with its key and the remedy.
     """
@@ -23,6 +25,7 @@ def validate(tree):
 
     from pydantic import TypeAdapter, ValidationError
 
+    renamed.warn(renamed.rename_keys(tree, RENAMED))
     # As JSON a table may stand for a dataclass although types are strict: true is no number.
     text = json.dumps(tree, default=str)
     try:
@@ -60,8 +63,11 @@ def wrong_numbers(machine):
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:
         yield f"cores = {machine.cores}: must be at least 0, which is a device for each rank"
-    if machine.widest_head < 0:
-        yield f"widest_head = {machine.widest_head}: must be at least 0: no fused attention"
+    if machine.max_fused_head_dim < 0:
+        yield (
+            f"max_fused_head_dim = {machine.max_fused_head_dim}: must be at least 0: no fused "
+            "attention"
+        )
     if not sound(machine.memory_gb):
         yield f"memory_gb = {machine.memory_gb}: must be positive"
     rates = {
@@ -72,7 +78,7 @@ def wrong_numbers(machine):
     for key, rate in rates.items():
         if not SLOWEST <= rate < inf:
             yield f"{key} = {rate}: must be at least {SLOWEST:g} a second"
-    for key in ("launch_s", "wake_s"):
+    for key in ("launch_s", "wakeup_s"):
         if not 0 <= getattr(machine, key) <= LONGEST:
             value = getattr(machine, key)
             yield f"{key} = {value}: must be at least 0, in seconds, and at most {LONGEST:g}"

@@ -4,10 +4,9 @@ from dataclasses import replace
 from itertools import product
 from math import inf, log
 
+from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts
-from hpc3d.predict.planning.peak import SPLIT
 
-WHOLE = ("none", "1f1b", "gpipe", "interleaved")  # schedules that do not split backward
 NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
 SURE = 0.95  # of the memory: what needs no more fits in any case
 RECOMPUTE = ("none", "selective", "full")  # more and more
@@ -38,8 +37,8 @@ class Candidates:
                 break
         fitting = [each for each in found if self.fits(each)]
         if not fitting:
-            last = layouts.zeros(config, self.ranks)[-1], savers(mesh)[-1]
-            return [*found, *self.options(config, counts[-1], *last)]
+            group, way = layouts.zeros(config, self.ranks)[-1], savers(mesh)[-1]
+            return [*found, *self.options(config, counts[-1], group, way)]
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
     def every(self, best, limit):
@@ -51,15 +50,15 @@ class Candidates:
         for micros in sorted(counts, key=lambda count: abs(log(count / start))):
             whole = self.options(config, micros, groups[0], layouts.SAVERS[0])
             if min(map(floor, whole)) < limit():
-                for group, names in product(groups, (WHOLE, SPLIT)):
-                    yield [*self.needed(config, micros, group, names, limit())]
+                for group, splits in product(groups, (False, True)):
+                    yield [*self.needed(config, micros, group, splits, limit())]
 
-    def needed(self, config, micros, group, names, limit):
+    def needed(self, config, micros, group, splits, limit):
         """Estimates with the ways to save memory that are needed and take less than `limit`."""
         sure = {}  # what fits in any case: schedule, chunks and ZeRO -> the ways
         for way in savers(config.mesh):
             quick = False
-            for each in self.options(config, micros, group, way, names):
+            for each in self.options(config, micros, group, way, splits):
                 parallel = each.config.parallel
                 ways = sure.setdefault((parallel.schedule, parallel.chunks, parallel.zero), [])
                 if each.seconds < limit and not any(keeps_more(other, way) for other in ways):
@@ -97,18 +96,20 @@ class Candidates:
         """Estimates of the schedules that split the backward pass, in place of that of `best`."""
         config, parallel = best.config, best.config.parallel
         way = parallel.keep_gathered, parallel.recompute
-        yield from self.options(config, parallel.microbatches, (parallel.zero,), way, SPLIT)
+        yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
 
-    def options(self, config, micros, group, way, names=WHOLE):
-        """Estimates for the schedules of these `names` and the values of ZeRO in `group`."""
+    def options(self, config, micros, group, way, splits=False):
+        """Estimates for the schedules that split the backward pass, or for the others, and the
+        values of ZeRO in `group`."""
         keep, recompute = way
-        for name, chunks in layouts.schedules(config.mesh.p, micros, config.model.layers):
-            for zero in group if name in names else ():
-                self.count += 1
-                changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
-                changes |= {"keep_gathered": keep, "recompute": recompute, "schedule": name}
-                parallel = replace(config.parallel, **changes)
-                yield self.estimator.estimate(replace(config, parallel=parallel))
+        named = layouts.schedules(config.mesh.p, micros, config.model.layers)
+        named = [each for each in named if find(each[0]).splits_backward == splits]
+        for (name, chunks), zero in product(named, group):
+            self.count += 1
+            changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
+            changes |= {"keep_gathered": keep, "recompute": recompute, "schedule": name}
+            parallel = replace(config.parallel, **changes)
+            yield self.estimator.estimate(replace(config, parallel=parallel))
 
     def fits(self, estimate, share=1.0):
         return estimate.peak <= share * self.memory

@@ -8,20 +8,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from math import prod
 from statistics import fmean, mean
 from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
+from hpc3d.pipeline.closed_forms import StageTimes
+from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.makespan import makespan
 from hpc3d.predict.planning.pass_costs import NOTHING, PassSeconds, Sample
 from hpc3d.predict.planning.peak import (
-    SPLIT,
     StageWork,
     buckets,
     contents,
@@ -70,6 +68,41 @@ class PartCosts:
     block: int
 
 
+class CostKey(NamedTuple):
+    """What a `cost` depends on, so that it is found once: always on backend, type and scheme and
+    on the places of the tensor axes; on the others where they are given.
+
+    `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `together`
+    whether one stage has both ends, and `times` how many layers an update is of; `data` and
+    `pipeline` are the places of d and p.
+    """
+
+    cost: str
+    backend: str
+    dtype: str
+    fused_gelu: bool
+    scheme: str
+    tensor: tuple
+    zero: int | None = None
+    keep: bool | None = None
+    recompute: str | None = None
+    sequences: int | None = None
+    halves: bool | None = None
+    together: bool | None = None
+    times: float | None = None
+    nbytes: int | None = None
+    data: tuple | None = None
+    pipeline: tuple | None = None
+
+
+def key_of(cost, config, **values):
+    """The CostKey of a cost of a layout."""
+    train = config.train
+    tensor = tuple([place for place in strides(config.mesh) if place[0] in "xyz"])
+    scheme = config.parallel.scheme
+    return CostKey(cost, train.backend, train.dtype, train.fused_gelu, scheme, tensor, **values)
+
+
 class Estimator:
     """Estimates steps of a model with `vocabulary` tokens; every cost is measured once."""
 
@@ -97,12 +130,12 @@ class Estimator:
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def passes(self, config, parts, works, share=1.0):
-        """Seconds of the passes of a step, where processors take so many times as long."""
+        """Seconds of the passes of a step, where cores take so many times as long."""
         parallel = config.parallel
         seconds = [[stretched(each, share) for each in work] for work in works]
-        message = self.message(config, parts.block)
-        how = parallel.schedule, parallel.microbatches, parallel.chunks
-        return makespan(*how, *zip(*seconds), message)
+        times = StageTimes(*zip(*seconds), self.message(config, parts.block))
+        schedule = find(parallel.schedule)
+        return schedule.seconds(parallel.microbatches, parallel.chunks, times)
 
     def stretch(self, config, parts, works, after, alone, busy, idle):
         """How much longer than `alone` everything takes but for what is `idle`."""
@@ -115,9 +148,9 @@ class Estimator:
         return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
     def works(self, config, parts, stages):
-        """The StageWork of each stage on a microbatch, with what processors do for its
+        """The StageWork of each stage on a microbatch, with what cores do for its
         messages."""
-        split = config.parallel.schedule in SPLIT
+        split = find(config.parallel.schedule).splits_backward
         works = {stage: work_of(parts, stage, split) for stage in set(stages)}
         if not self.machine.cores or len(stages) == 1:
             return [works[stage] for stage in stages]
@@ -127,22 +160,18 @@ class Estimator:
             found.append(StageWork(messages + work.forward, messages + work.backward, work.weight))
         return found
 
-    def once(self, name, make, config, *others):
-        """What `make` finds, which depends on backend, type, scheme, tensor axes, their place and
-        `others`."""
-        train = config.train
-        kind = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
-        key = name, *kind, *(place for place in strides(config.mesh) if place[0] in "xyz"), *others
+    def once(self, key, make):
+        """The cost of a CostKey, which `make()` finds."""
         if key not in self.found:
             self.found[key] = make()
-            self.costs += name not in MESSAGES
+            self.costs += key.cost not in MESSAGES
         return self.found[key]
 
     def sample(self, config, zero, keep=True, recompute="none"):
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
-        together = mesh.p == 1 or parallel.schedule == "zb-v"
-        ends = ((FIRST, LAST),) if together else ((FIRST,), (LAST,))
+        both = mesh.p == 1 or find(parallel.schedule).turn
+        ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
         ends = ends if recompute == "none" else ()  # which do nothing again
 
         def make():
@@ -150,13 +179,22 @@ class Estimator:
             layout = replace(config, parallel=changed)
             return Sample(layout, self.vocabulary, self.machine, ends)
 
-        how = zero, keep, recompute, together
-        return self.once("sample", make, config, *how, data_place(config))
+        key = key_of(
+            "sample",
+            config,
+            zero=zero,
+            keep=keep,
+            recompute=recompute,
+            together=both,
+            data=data_place(config),
+        )
+        return self.once(key, make)
 
     def parts(self, config):
         """The PartCosts costs of a microbatch."""
         parallel, mesh = config.parallel, config.mesh
-        sequences, halves = config.train.batch // parallel.microbatches, parallel.schedule in SPLIT
+        sequences = config.train.batch // parallel.microbatches
+        halves = find(parallel.schedule).splits_backward
 
         # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
         zero = parallel.zero if parallel.zero > 1 and mesh.d > 1 else 0
@@ -171,11 +209,20 @@ class Estimator:
             rows, columns = sample.stages[LAYER].block_of(sequences)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.passes(LAYER, sequences, halves)
-            return PartCosts(layer, *self.once("ends", ends, config, *how), block)
+            first, last = self.once(key._replace(cost="ends", recompute=None), ends)
+            return PartCosts(layer, first, last, block)
 
-        deep = (zero, data_place(config)) if zero else ()
-        how = sequences // mesh.d, keep, halves, deep
-        return self.once("parts", measure, config, recompute, *how)
+        key = key_of(
+            "parts",
+            config,
+            zero=zero,
+            keep=keep,
+            recompute=recompute,
+            sequences=sequences // mesh.d,
+            halves=halves,
+            data=data_place(config) if zero else None,
+        )
+        return self.once(key, measure)
 
     def held(self, config, stage):
         """Bytes of the parameters, gradients and states of a stage, by kind."""
@@ -193,9 +240,8 @@ class Estimator:
         def measure():
             return sample.update(times)
 
-        return self.once(
-            "update", measure, config, times, config.parallel.zero, data_place(config)
-        )
+        zero, data = config.parallel.zero, data_place(config)
+        return self.once(key_of("update", config, zero=zero, times=times, data=data), measure)
 
     def hidden(self, config, parts, stage, sums):
         """Seconds of the sums along d that the last backward pass of a stage hides.
@@ -215,7 +261,7 @@ class Estimator:
         return self.between(config, "message", nbytes, self.on_its_way)
 
     def handled(self, config, nbytes):
-        """The Pass of a processor that sends a message or takes one, in the mean of both."""
+        """The Pass of a core that sends a message or takes one, in the mean of both."""
         seconds = self.between(config, "handled", nbytes, self.in_hand)
         return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
 
@@ -223,19 +269,18 @@ class Estimator:
         """The mean of a cost(nbytes, pair) over the pairs of stages that follow each other."""
         if config.mesh.p == 1:
             return 0.0
-        sizes = config.mesh.sizes()
 
         def measure():
-            column = line(sizes, dict.fromkeys(sizes, 0), "p")
+            column = config.mesh.grid().ranks_along("p", {})
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
         place = next(each for each in strides(config.mesh) if each[0] == "p")
-        return self.once(name, measure, config, nbytes, place)
+        return self.once(key_of(name, config, nbytes=nbytes, pipeline=place), measure)
 
     def on_its_way(self, nbytes, pair):
         if not self.machine.cores:
             return self.machine.call("send", nbytes, pair)
-        return legs(self.machine, "send", nbytes, pair).wired + self.machine.wake_s
+        return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
 
     def in_hand(self, nbytes, pair):
         return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
@@ -247,7 +292,7 @@ class Estimator:
             waits = Counter({axis: seconds})
             return NOTHING._replace(seconds=seconds, waits=waits, idle=waits)
         work, wired = legs(self.machine, op, nbytes, members)
-        seconds, idle = work + wired + self.machine.wake_s, Counter({axis: wired})
+        seconds, idle = work + wired + self.machine.wakeup_s, Counter({axis: wired})
         return NOTHING._replace(
             seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
         )
@@ -256,14 +301,13 @@ class Estimator:
         """The Pass in which the two copies of a tied table exchange their gradients."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
-        sizes = config.mesh.sizes()
-        ends = line(sizes, dict.fromkeys(sizes, 0), "p")
+        ends = config.mesh.grid().ranks_along("p", {})
         nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
         return self.call("p", "send", nbytes, (ends[0], ends[-1]))
 
     def world(self, config):
         """The Pass of what all ranks do together in a step: the batch, three sums of a word."""
-        ranks = range(prod(config.mesh.sizes().values()))
+        ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
             return NOTHING
         batch = 2 * config.train.batch * config.model.sequence * TOKEN
@@ -279,8 +323,16 @@ class Estimator:
         for number in {0, min(1, last), max(0, last - 1), last}:
             held = self.held(config, together(chunks[number]))
             times = held["gradient"] / layer
-            sizes = held["gradient"], times * sums, min(times, ahead) * rest
-            found[number] = held + Counter(moving(config, parts, chunks[number], number, *sizes))
+            beside = moving(
+                config,
+                parts,
+                chunks[number],
+                number,
+                gradient=held["gradient"],
+                sums=times * sums,
+                rest=min(times, ahead) * rest,
+            )
+            found[number] = held + Counter(beside)
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
 
@@ -289,11 +341,11 @@ def messages_of(config, number):
     """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
     around at the last stage and end at the first."""
     ends = (number == 0) + (number == config.mesh.p - 1)
-    return 2 * config.parallel.chunks - ends * (2 if config.parallel.schedule == "zb-v" else 1)
+    return 2 * config.parallel.chunks - ends * (2 if find(config.parallel.schedule).turn else 1)
 
 
 def stretched(done, share):
-    """Seconds of a Pass where its processor takes so many times as long."""
+    """Seconds of a Pass where its core takes so many times as long."""
     if share == 1:
         return done.seconds
     idle = done.idle.total()
@@ -321,12 +373,10 @@ def without(done, hidden):
 @cache
 def strides(mesh):
     """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
-    sizes, found = mesh.sizes(), []
-    stride = prod(sizes.values())
-    for axis, size in sizes.items():
-        stride //= size
-        found.append((axis, size, stride if size > 1 else 0))
-    return tuple(found)
+    grid = mesh.grid()
+    return tuple(
+        (axis, size, grid.stride(axis) if size > 1 else 0) for axis, size in grid.sizes.items()
+    )
 
 
 def data_place(config):

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
 from hpc3d.limits import MOST_PASSES
 from hpc3d.model.stage import LAYER
-from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.pass_costs import Sample
 from hpc3d.predict.simulation.simulator import crowding
@@ -35,14 +34,13 @@ SAVERS = (
     (False, "full"),
 )
 ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
-CHUNKS = (2, 3, 4, 6, 8)
 SHORT = 2  # places with the same p and d that are looked at in any case
 LEAST = 0.7  # of what one layout computes or moves, another may do without
 
 
 class Candidate(NamedTuple):
     """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
-    axis, `work` those of them that a processor takes for them."""
+    axis, `work` those of them that a core takes for them."""
 
     config: object
     moves: dict
@@ -95,7 +93,7 @@ def bare(config):
         zero=0,
         microbatches=1,
         chunks=1,
-        stages=None,
+        layers_per_stage=None,
         recompute="none",
         keep_gathered=True,
         schedule="none",
@@ -105,8 +103,7 @@ def bare(config):
 
 def with_mesh(config, p, d, scheme, x, y, z):
     mesh = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
-    schedule = "none" if p == 1 else "1f1b"
-    parallel = replace(config.parallel, scheme=scheme, schedule=schedule)
+    parallel = replace(config.parallel, scheme=scheme, schedule=usual(p))
     return replace(config, mesh=mesh, parallel=parallel)
 
 
@@ -162,7 +159,7 @@ class Bounds:
     def least(self, place):
         """Seconds that a step takes at least: what it computes, with the number of microbatches
         that is best between launches and bubble, and a part of its words, as some are hidden.
-        Ranks that share a processor take as long as one alone, or as the work of all of them."""
+        Ranks that share a core take as long as one alone, or as the work of all of them."""
         stages, micros, found = place.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
         while micros <= place.config.train.batch:
@@ -175,14 +172,14 @@ class Bounds:
 
     def moves(self, config, volume):
         """The Candidate of a layout, with two calls a product, four a layer."""
-        sizes = config.mesh.sizes()
+        grid = config.mesh.grid()
         calls = 8 * config.model.layers / config.mesh.p
         if config.parallel.scheme == "2d-summa":
             calls *= lcm(config.mesh.x, config.mesh.y)
         itemsize = np.dtype(config.train.dtype).itemsize
-        coords, found, work = dict.fromkeys(sizes, 0), {}, 0.0
+        found, work = {}, 0.0
         for axis, count in volume.items():
-            members = tuple(line(sizes, coords, axis))
+            members = grid.ranks_along(axis, {})
             times = calls if axis in "xyz" else 1
             op = "send" if axis == "p" else "all_gather"
             members = members[:2] if axis == "p" else members
@@ -233,14 +230,19 @@ def heaviest_last(config, volume):
 
 def schedules(stages, micros, layers):
     """(name, chunks) of the schedules that so many stages may run; those that split the backward
-    pass last."""
+    pass last, and otherwise by name."""
     if stages == 1:
-        return [("none", 1)]
-    chunks = [count for count in CHUNKS if count * stages <= layers]
-    named = [("1f1b", 1), ("gpipe", 1), *(("interleaved", v) for v in chunks)]
-    named += [("zb-h1", 1), ("zb-h2", 1), *[("zb-v", 2)] * (2 in chunks)]
-    most = MOST_PASSES // (stages * micros)  # chunks
-    return [(n, v) for n, v in named if v <= most and not find(n).forbids(stages, micros, v)]
+        return [(usual(stages), 1)]
+    most = min(layers // stages, MOST_PASSES // (stages * micros))  # chunks
+    named = [
+        (schedule.splits_backward, name, chunks)
+        for name, schedule in SCHEDULES.items()
+        for chunks in schedule.search_chunks
+        if chunks <= most
+        and not schedule.asynchronous
+        and not schedule.forbids(stages, micros, chunks)
+    ]
+    return [(name, chunks) for _, name, chunks in sorted(named)]
 
 
 def zeros(config, ranks):

@@ -5,13 +5,13 @@ run on arrays without data, and hpc3d.predict.planning.estimate puts a step toge
 """
 
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.comm.communicator import Pending
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import at_once
@@ -22,7 +22,7 @@ from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import Carrier
 from hpc3d.training.optimizer import OPTIMIZERS
-from hpc3d.training.trainer import shape_of
+from hpc3d.training.trainer import spec_of
 
 
 class Alone(NamedTuple):
@@ -35,7 +35,7 @@ class Alone(NamedTuple):
 class Pass(NamedTuple):
     """Seconds of a pass, and those of its calls, by axis; its bytes, more than there were before:
     those it leaves behind, its result left out, and those of its peak.  Of the seconds those in
-    which a processor is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
+    which a core is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
     it waits for its device, or for the card of its host."""
 
     seconds: float
@@ -100,6 +100,15 @@ class Waits(Clock):
         self.idle = Counter() if machine.cores else self.waited
         self.times, self.most = 1, inf
 
+    @contextmanager
+    def repeated(self, times, most):
+        """Here all is done so many times as often, in calls of no more than `most` bytes."""
+        self.times, self.most = times, most
+        try:
+            yield
+        finally:
+            self.times, self.most = 1, inf
+
     def kernel(self, name, nbytes):
         begin, busy = self.now, self.busy
         super().kernel(name, nbytes)
@@ -163,13 +172,12 @@ class Sample:
     """
 
     def __init__(self, config, vocabulary, machine, ends):
-        self.config, self.sizes = config, config.mesh.sizes()
-        self.shape = shape_of(config.model, vocabulary, config.train.fused_gelu)
+        self.config, grid = config, config.mesh.grid()
+        self.spec = spec_of(config, vocabulary)
         self.clock = (CarriedWaits if machine.cores else Waits)(machine)
-        self.mesh = representative(self.sizes, pool_of(config, self.clock), Alone())
+        self.mesh = representative(grid, pool_of(config, self.clock), Alone())
         self.pool = self.mesh.pool
-        coords = dict.fromkeys(self.sizes, 0)
-        self.axes = {tuple(line(self.sizes, coords, axis)): axis for axis in self.sizes}
+        self.axes = {tuple(grid.ranks_along(axis, {})): axis for axis in grid.sizes}
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
         self.layer = self.add(LAYER)
         for parts in ends:
@@ -180,8 +188,7 @@ class Sample:
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
         parameters = Parameters(self.mesh, config.train.dtype, config.parallel.zero)
-        how = config.keep(), config.seed, config.parallel.recompute
-        stages = build(self.mesh, parameters, self.shape, config.split(), parts, *how)
+        stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
         optimizer = OPTIMIZERS[config.train.optimizer](parameters, 0.0)
         self.held[parts] = Counter(self.pool.live) - before
@@ -192,7 +199,7 @@ class Sample:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
         for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
-        zeros = np.broadcast_to(zeros, (sequences, self.shape.sequence))
+        zeros = np.broadcast_to(zeros, (sequences, self.spec.sizes.sequence))
         micro = Micro(0, 0, zeros, zeros, 1.0, Carrier(self.pool))
         forward, saved = self.forward(stage, micro, part)
         whole = self.backward(stage, micro, part, saved, at_once)
@@ -251,7 +258,6 @@ class Sample:
         layers."""
         (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
         buckets = Buckets(parameters, most)
-        self.clock.times, self.clock.most = times, max(1.0, most)
 
         def update():
             parameters.sum_of_squares()
@@ -259,7 +265,7 @@ class Sample:
             buckets.gather()
             buckets.begin()
 
-        _, sums = self.measured(buckets.wait)
-        _, rest = self.measured(update)
-        self.clock.times, self.clock.most = 1, inf
+        with self.clock.repeated(times, max(1.0, most)):
+            _, sums = self.measured(buckets.wait)
+            _, rest = self.measured(update)
         return sums, rest

@@ -14,7 +14,6 @@ from hpc3d.pipeline.instruction import Placement, whole
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass
 
-SPLIT = ("zb-h1", "zb-h2", "zb-v")  # schedules whose backward pass has two halves
 PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
@@ -76,11 +75,10 @@ def moving(config, parts, chunks, number, gradient, sums, rest):
     parameters, by kind.  `gradient` are the bytes of its gradients, `sums` and `rest` those that
     their sums and the update need."""
     parallel, stages = config.parallel, config.mesh.p
-    split = parallel.schedule in SPLIT
+    split = find(parallel.schedule).splits_backward
     works = [work_of(parts, content, split) for content in chunks]
-    sizes = stages, parallel.microbatches, parallel.chunks
     blocks = parts.block * messages(stages, parallel.microbatches, number)
-    moments = [*moments_of(parallel.schedule, sizes, number, works, blocks), (0, rest)]
+    moments = [*moments_of(config, number, works, blocks), (0, rest)]
     layers = max(1, together(chunks).layers)
     layer = parts.layer.weight if split else parts.layer.whole
     posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
@@ -97,11 +95,13 @@ def messages(stages, micros, stage):
     return 2 * min(neighbours, micros) or 1
 
 
-def moments_of(schedule, sizes, number, works, blocks):
+def moments_of(config, number, works, blocks):
     """(bytes that wait as a pass begins, bytes of the pass at its peak)."""
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
-    for (op, chunk), live, kept in flights(schedule, *sizes, number):
+    parallel, stages = config.parallel, config.mesh.p
+    kinds = flights(parallel.schedule, stages, parallel.microbatches, parallel.chunks, number)
+    for (op, chunk), live, kept in kinds:
         held = sum(map(mul, live, forward)) + sum(map(mul, kept, inputs))
         yield held, getattr(works[chunk], PASS[op]).peak + blocks
 
@@ -113,7 +113,7 @@ def flights(name, stages, micros, chunks, stage):
     of a kind those are left out that keep no more of anything than another."""
     schedule = find(name)
     # More microbatches than fill the pipeline twice change nothing.
-    micros = micros if name == "gpipe" else min(micros, 4 * stages)
+    micros = micros if schedule.keeps_all else min(micros, 4 * stages)
     stream = schedule.stream(stage, Placement(stages, chunks, schedule.turn), micros, 1)
     live, kept, found = [0] * chunks, [0] * chunks, {}
     for op, _, chunk in whole(stream):

@@ -28,7 +28,7 @@ class DeviceShape(AbstractArray):
 class DeviceShapes(AbstractPool):
     """Arrays of a device that count as a `cuda.DevicePool` does."""
 
-    kind, fused = DeviceShape, True
+    kind, on_device = DeviceShape, True
 
     def __init__(self, meter=None):
         super().__init__(meter)
@@ -56,7 +56,7 @@ class AbstractGpu(Gpu):
         self.pool.meter.product(rows, b.shape[-1], inner, a.dtype, prod(batch))
 
     def contiguous(self, x):
-        return x.told("copy", x)
+        return x.made_by("copy", x)
 
     def multiply_with(self, a, b, out, add, **epilogue):
         """cuBLASLt takes everything that is asked of it."""
@@ -106,7 +106,7 @@ value_of.register(DeviceShape, lambda array: 0.0)
 
 def unrecorded(config):
     """A run that launches its kernels one by one: what is recorded does the same."""
-    return replace(config, train=replace(config.train, graph=False))
+    return replace(config, train=replace(config.train, cuda_graph=False))
 
 
 def pool_of(config, meter=None):

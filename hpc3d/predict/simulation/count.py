@@ -7,14 +7,13 @@ memory are those of a trace, exactly.
 
 from collections import Counter
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.comm import threads
-from hpc3d.comm.abstract_communicator import rank_of
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.trace.recorder import Recorder
@@ -71,7 +70,7 @@ def predict(config, vocabulary, coords, program=None):
     ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
     the shapes.
     """
-    mesh = rank_of(config.mesh.sizes(), coords, pool_of(config))
+    mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
     return observe(mesh, config, vocabulary, program)
 
 
@@ -92,9 +91,9 @@ def observe(mesh, config, vocabulary, program=None):
 def every_rank(config, vocabulary):
     """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
     all together, on threads."""
-    sizes, program = config.mesh.sizes(), program_of(config)
+    grid, program = config.mesh.grid(), program_of(config)
     if config.split().own:
-        pool = partial(pool_of, config)
-        return threads.run(sizes, lambda mesh: observe(mesh, config, vocabulary, program), pool)
-    places = [dict(zip(sizes, each)) for each in product(*map(range, sizes.values()))]
+        rank = partial(observe, config=config, vocabulary=vocabulary, program=program)
+        return threads.run(grid.sizes, rank, partial(pool_of, config))
+    places = map(grid.coords, range(grid.size))
     return [predict(config, vocabulary, coords, program) for coords in places]

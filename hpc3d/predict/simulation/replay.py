@@ -56,26 +56,30 @@ class Studio:
         high["all"] = pool.peak["all"] - before.total()
         pool.peak = peak | pool.peak
         if kind not in self.takes:
-            calls = differences(self.numbers(), first)
-            rows = self.ledger.rows(count)
-            clock = self.clock
-            times = now, clock.now - now, clock.busy - busy, clock.wired - wired
-            layer = self.ledger.layer
             new = [key for key in micro.carry.brought if key not in known]
-            brought = {key[-1]: blank(micro.carry.brought[key]) for key in new}
-            self.takes[kind] = Take(*times, rows, first, calls, live, high, layer, brought)
+            self.takes[kind] = Take(
+                start=now,
+                length=self.clock.now - now,
+                busy=self.clock.busy - busy,
+                wired=self.clock.wired - wired,
+                rows=self.ledger.rows(count),
+                first=first,
+                calls=differences(self.numbers(), first),
+                live=live,
+                peak=high,
+                layer=self.ledger.layer,
+                brought={key[-1]: blank(micro.carry.brought[key]) for key in new},
+            )
 
     @contextmanager
     def play(self, kind, micro, microbatch):
         """Do the same again; in this context arrays come and go that outlive the pass."""
         take, pool, before = self.takes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
-        self.ledger.add(self.again(take, microbatch))
+        rows = self.again(take, microbatch)
+        self.clock.advance(take.length, take.busy, take.wired)
+        self.ledger.add(rows, self.clock.now, take.layer)
         for group, count in take.calls.items():
             self.comms[group].sequence["collective"] += count
-        self.clock.now += take.length
-        self.clock.busy += take.busy
-        self.clock.wired += take.wired
-        self.ledger.latest, self.ledger.layer = self.clock.now, take.layer
         total = before.total()
         for name, array in take.brought.items():
             micro.bring(name, lambda _, array=array: array)
@@ -120,11 +124,18 @@ class Kept:
 
 
 class ReplayedStage:
-    """A stage whose passes are played, but for those of the microbatches in `run`."""
+    """A `PipelineStage` whose passes are played, but for those of the microbatches in `run`."""
 
     def __init__(self, stage, studio, chunk, run):
         self.stage, self.studio, self.chunk, self.run = stage, studio, chunk, run
-        self.units, self.block_of, self.results = stage.units, stage.block_of, {}
+        self.results = {}
+
+    @property
+    def units(self):
+        return self.stage.units
+
+    def block_of(self, sequences):
+        return self.stage.block_of(sequences)
 
     def kind(self, name, micro):
         return name, self.chunk, micro.sequences

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from hpc3d.arrays.abstract import CostMeter
-from hpc3d.comm.abstract_communicator import AbstractCommunicator, line
+from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.predict.machine.between_hosts import legs
@@ -23,7 +23,7 @@ class Clock(CostMeter):
 
     `busy` is the part of them in which the rank computes, and `ends` is when the last collective
     of each queue ends: they follow each other, beside what it computes and beside those of the
-    other queue.  `share` is how much longer all that processors do takes where ranks share them.
+    other queue.  `share` is how much longer all that cores do takes where ranks share them.
     """
 
     wired = 0
@@ -35,7 +35,14 @@ class Clock(CostMeter):
 
     @property
     def widest(self):
-        return self.machine.widest_head
+        return self.machine.max_fused_head_dim
+
+    def advance(self, length, busy, wired):
+        """Let so many ns of a pass go by that is not run, of which the rank is busy, and waits for
+        the card of its host, so many."""
+        self.now += length
+        self.busy += busy
+        self.wired += wired
 
     def work(self, seconds):
         length = nanoseconds(self.share * seconds)
@@ -78,11 +85,11 @@ class Clock(CostMeter):
 
 
 class HostDrivenClock(Clock):
-    """Where no device moves blocks: the rank's processor does so when it makes the call.
+    """Where no device moves blocks: the rank's core does so when it makes the call.
 
     What goes to other hosts the card carries then, one call after the other, whatever the rank
-    does; `wired` are the ns in which the rank waits for it.  Others may have its processor then,
-    so that these are not longer where ranks share processors.  What the last one posts is there
+    does; `wired` are the ns in which the rank waits for it.  Others may have its core then,
+    so that these are not longer where ranks share cores.  What the last one posts is there
     at once, but those that wait for it have to wake up.
     """
 
@@ -92,7 +99,7 @@ class HostDrivenClock(Clock):
 
     def wake(self, time):
         """When a rank goes on that waits until `time`."""
-        return time + nanoseconds(self.share * self.machine.wake_s)
+        return time + nanoseconds(self.share * self.machine.wakeup_s)
 
     def post(self, op, nbytes, members, queue):
         work, wired = legs(self.machine, op, nbytes, members)
@@ -217,19 +224,18 @@ class Linked(PipelineTimed):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(sizes, pool, peers):
+def representative(grid, pool, peers):
     """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
     of its `pool` is a Clock."""
-    coords = dict.fromkeys(sizes, 0) | {"p": peers.rank}
-    members = {axis: line(sizes, coords, axis) for axis, size in sizes.items() if size > 1}
+    column = grid.ranks_along("p", {})
+    coords = grid.coords(column[peers.rank])
     comms = {
-        axis: PipelineTimed(0, sizes[axis], ranks, pool, queue_of(axis))
-        for axis, ranks in members.items()
+        axis: PipelineTimed(0, size, grid.ranks_along(axis, coords), pool, queue_of(axis))
+        for axis, size in grid.sizes.items()
+        if size > 1
     }
-    column = line(sizes, coords, "p")
     if peers.size > 1:
         comms["p"] = Linked(peers.rank, column, pool, peers, range(len(column)))
-    total = int(np.prod([*sizes.values()]))
     stages = {rank: stage for stage, rank in enumerate(column)}
-    world = Linked(column[peers.rank], range(total), pool, peers, stages)
-    return Mesh(sizes, coords, comms, world)
+    world = Linked(column[peers.rank], range(grid.size), pool, peers, stages)
+    return Mesh(grid.sizes, coords, comms, world)

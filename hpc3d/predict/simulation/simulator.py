@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.comm import threads
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.load import load
 from hpc3d.config.rules import refuse, settle, unknown_values
 from hpc3d.pipeline.program import program_of
@@ -61,15 +60,15 @@ class StageRun(NamedTuple):
 BYTES = 256  # tokens of the byte tokenizer
 
 
-def settled(path, overrides, ranks=None):
+def settled(path, overrides, ranks=None, of_run=False):
     """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
-    a rule."""
-    config = load(path, overrides)
+    a rule.  `of_run` is that of hpc3d.config.load."""
+    config = load(path, overrides, of_run)
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
-    config = settle(config, ranks or prod(mesh.sizes().values()))
+    config = settle(config, ranks or mesh.grid().size)
     vocabulary = config.model.vocabulary or BYTES
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
 
@@ -85,7 +84,7 @@ def simulate(config, vocabulary, machine):
             f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
             "for all; simulate scheme 3d"
         )
-    ranks = prod(config.mesh.sizes().values())
+    ranks = config.mesh.grid().size
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
     steady = replace(config.train, steps=SECOND + 2)
     config = unrecorded(replace(config, train=steady))
@@ -102,8 +101,7 @@ def simulate(config, vocabulary, machine):
 
 def run(peers, config, vocabulary, program, clock):
     """The StageRun of the stage whose number is that of this member of `peers`."""
-    sizes = config.mesh.sizes()
-    bare = representative(sizes, pool_of(config, clock), peers)
+    bare = representative(config.mesh.grid(), pool_of(config, clock), peers)
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
     trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
@@ -116,9 +114,19 @@ def run(peers, config, vocabulary, program, clock):
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == SECOND]
-    rows, names, peak = ledger.rows(), [*ledger.strings], dict(mesh.pool.peak)
-    last = bytes_of_tables(trainer.parameters), logits, clock.busy - busy, clock.wired - wired
-    return StageRun(mesh.rank, rows, names, axes, ledger.steps[-1], memory, peak, *last)
+    return StageRun(
+        rank=mesh.rank,
+        rows=ledger.rows(),
+        names=[*ledger.strings],
+        axes=axes,
+        step=ledger.steps[-1],
+        memory=memory,
+        peak=dict(mesh.pool.peak),
+        tables=bytes_of_tables(trainer.parameters),
+        logits=logits,
+        busy=clock.busy - busy,
+        wired=clock.wired - wired,
+    )
 
 
 def bytes_of_tables(parameters):
@@ -152,13 +160,13 @@ def play(trainer, mesh, ledger, clock, program):
 
 
 def crowding(machine, ranks):
-    """How many ranks of a node share each of its processors; 1 where each has its own device."""
+    """How many ranks of a node share each of its cores; 1 where each has its own device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
 
 class Crowd(NamedTuple):
-    """How many ranks share a processor of a node: `ranks` in all and `stage` of one stage, where
+    """How many ranks share a core of a node: `ranks` in all and `stage` of one stage, where
     this has all of them; of these so many are in different groups between hosts, `lanes`."""
 
     ranks: float
@@ -166,13 +174,13 @@ class Crowd(NamedTuple):
     lanes: float
 
     def seconds(self, alone, chain, busy, wired):
-        """How long a step takes that takes `alone` where each rank has its own processor.
+        """How long a step takes that takes `alone` where each rank has its own core.
 
         Ranks of a stage meet in every layer: what they do themselves, a `chain` of these seconds,
         takes `stage` times as long, and what they wait for the wire, `wired`, does not.  Where
         they take turns, the blocks of a lane leave when its rank has done its part, in the mean
         (1 - 1 / lanes) / 2 of the work earlier than those of the last.  Other stages work
-        meanwhile, as far as the processors have time: they must do the work of all ranks, each
+        meanwhile, as far as the cores have time: they must do the work of all ranks, each
         `busy` so long.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
@@ -181,23 +189,20 @@ class Crowd(NamedTuple):
 
 def crowd_of(config, machine):
     """The Crowd of a layout."""
-    stages, sizes = config.mesh.p, config.mesh.sizes()
-    ranks = prod(sizes.values())
-    axes = [*sizes]
-    stride = prod(sizes[axis] for axis in axes[axes.index("p") + 1 :])
-    here = range(min(ranks, machine.ranks_per_node))
-    together = max(Counter(rank // stride % stages for rank in here).values())
+    grid = config.mesh.grid()
+    here = range(min(grid.size, machine.ranks_per_node))
+    together = max(Counter(grid.coord(rank, "p") for rank in here).values())
     stage = max(1.0, together / machine.cores) if machine.cores else 1.0
-    lanes = min(stage, lanes_of(sizes, together, here))
-    return Crowd(crowding(machine, ranks), stage, lanes)
+    lanes = min(stage, lanes_of(grid, together, here))
+    return Crowd(crowding(machine, grid.size), stage, lanes)
 
 
-def lanes_of(sizes, together, here):
+def lanes_of(grid, together, here):
     """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
     an axis joins all of them, so that they meet, and where none leads to another host."""
     lanes, crossing = together, False
-    for axis in (axis for axis, size in sizes.items() if axis != "p" and size > 1):
-        members = [*line(sizes, dict.fromkeys(sizes, 0), axis)]
+    for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):
+        members = grid.ranks_along(axis, {})
         local = len([rank for rank in members if rank in here])
         if local == together:
             return 1
@@ -207,7 +212,7 @@ def lanes_of(sizes, together, here):
 
 
 def shared(crowd, runs):
-    """The StageRuns where a Crowd shares a processor; `runs` makes those of ranks whose processors
+    """The StageRuns where a Crowd shares a core; `runs` makes those of ranks whose cores
     take so many times as long."""
     found = runs(1.0)
     alone, busy = length(found), fmean(run.busy for run in found)

@@ -21,7 +21,7 @@ def summary(runs, config, machine):
     operation.  `mfu` counts the products and the attention without recomputation, `hfu` all,
     against the machine's peak.  `communication` is a share of the step.
     """
-    ranks = int(np.prod([*config.mesh.sizes().values()]))
+    ranks = config.mesh.grid().size
     here = ranks // len(runs)  # of a stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)

@@ -1,13 +1,10 @@
 """A simulated step as a trace file, which `hpc3d.report` reads like a measured one."""
 
 from datetime import UTC, datetime
-from itertools import product
-from math import prod
 
 import numpy as np
 
 from hpc3d import __version__
-from hpc3d.comm.abstract_communicator import line
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
 from hpc3d.trace.checks_across_ranks import SIZE
@@ -31,18 +28,19 @@ def write_trace(folder, runs, config, machine, git=""):
             f"parallel.schedule = {config.parallel.schedule}: its steps overlap, so one of them "
             "makes no trace; leave --out away"
         )
-    sizes = config.mesh.sizes()
-    total = sum(len(run.rows) for run in runs) * prod(sizes.values()) // len(runs)
-    if total > MOST_ROWS or prod(sizes.values()) > MOST_RANKS:
+    grid = config.mesh.grid()
+    total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
+    if total > MOST_ROWS or grid.size > MOST_RANKS:
         raise ValueError(
-            f"a trace of {prod(sizes.values()):,} ranks would have {total:,} events, and "
+            f"a trace of {grid.size:,} ranks would have {total:,} events, and "
             f"{MOST_RANKS:,} and {MOST_ROWS:,} are the most: leave --out away, or simulate fewer "
             "ranks or microbatches"
         )
-    for rank, place in enumerate(product(*map(range, sizes.values()))):
-        coords = dict(zip(sizes, place, strict=True))
+    for rank in range(grid.size):
+        coords = grid.coords(rank)
         run = runs[coords["p"]]
-        here, there = (members(config, each, run.axes) for each in (coords, first(coords)))
+        first = {"p": coords["p"]}  # the coordinates of the rank that stands for all of a stage
+        here, there = (members(grid, each, run.axes) for each in (coords, first))
         header = header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
         header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
         tables = tables_of(rank, run, here, there)
@@ -50,26 +48,20 @@ def write_trace(folder, runs, config, machine, git=""):
     return merge(folder)
 
 
-def first(coords):
-    """Where the rank is that stands for all of a stage."""
-    return dict.fromkeys(coords, 0) | {"p": coords["p"]}
-
-
-def members(config, coords, axes):
+def members(grid, coords, axes):
     """The ranks of the groups of a rank."""
-    sizes = config.mesh.sizes()
-    world = [*range(prod(sizes.values()))]
-    return [world if axis == "world" else line(sizes, coords, axis) for axis in axes]
+    world = [*range(grid.size)]
+    return [world if axis == "world" else [*grid.ranks_along(axis, coords)] for axis in axes]
 
 
 def header_of(rank, coords, config, machine):
-    sizes = config.mesh.sizes()
+    grid = config.mesh.grid()
     return {
         "kind": "simulated",
         "rank": rank,
-        "world_size": prod(sizes.values()),
-        "axes": [*sizes],
-        "axis_sizes": [*sizes.values()],
+        "world_size": grid.size,
+        "axes": [*grid.sizes],
+        "axis_sizes": [*grid.sizes.values()],
         "coords": [*coords.values()],
         "host": f"node{rank // machine.ranks_per_node}",
         "local_rank": rank % machine.ranks_per_node,

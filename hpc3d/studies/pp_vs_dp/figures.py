@@ -108,12 +108,12 @@ def closed(row):
 
 
 def messages(found):
-    """Steps by the mean size of a message: of sums of gradients, and of calls of tensor axes."""
+    """Steps by the mean size of a message: of gradient buckets, and of calls of tensor axes."""
     figure, (above, below) = empty(WIDTH, 5.4, 2)
     for overlap, (colour, label) in OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
-        curve(above, rows, "step_s", color=colour, label=f"step, sums {label}")
-    half(above, rows, "black", "half of the bandwidth (n1/2) of a sum")
+        curve(above, rows, "step_s", color=colour, label=f"step, reductions {label}")
+    half(above, rows, "black", "half of the bandwidth (n1/2) of a reduction")
     for scheme, colour in SCHEMES.items():
         rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
         curve(below, rows, "step_s", color=colour, label=f"{scheme}: step")

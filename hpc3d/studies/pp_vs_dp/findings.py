@@ -60,7 +60,7 @@ def print_races(rows, counted):
         )
         print_grid(cells)
     print("   it moves fewer, but loses by its b bubble, m messages, s small passes;")
-    print("   d: it moves more, but the sums of gradients cost the replicas more")
+    print("   d: it moves more, but reducing gradients costs the replicas more")
     large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
     if large:
         print(f"   replicas do not fit into memory with hidden {', '.join(map(str, large))}")
@@ -136,7 +136,7 @@ def ends(rows, *keys):
 
 def print_buckets(sums):
     half = sums[0]["half"] / 1e6
-    print(f"\n3. Sums of gradients by bucket; half of the bandwidth is reached with {half:.1f} MB")
+    print(f"\n3. Reductions by bucket; half of the bandwidth is reached with {half:.1f} MB")
     print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
     hidden, after = ([row for row in sums if row["overlap"] is each] for each in (True, False))
     for row, late in zip(hidden, after, strict=True):

@@ -13,7 +13,7 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def buckets(machine, hidden=512, layers=24, batch=64, sequence=256, sizes=BUCKETS):
-    """Rows by the size of the buckets in which replicas sum gradients, with overlap and without.
+    """Rows by the size of the buckets of gradients that replicas reduce, with and without overlap.
 
     `message` is the mean of a call, in bytes that a rank receives, `half` that with which such a
     call has half of its bandwidth.

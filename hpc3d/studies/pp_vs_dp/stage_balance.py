@@ -29,7 +29,7 @@ def poor(layers, count):
 
 def memory(machine, stages, microbatches, sizes):
     """The `summary` of a step in which a microbatch is one sequence."""
-    parallel = {"microbatches": microbatches, "stages": tuple(stages)}
+    parallel = {"microbatches": microbatches, "layers_per_stage": tuple(stages)}
     model = sizes | {"layers": sum(stages)}
     config = settled(machine, {"p": len(stages)}, microbatches, parallel, **model)
     return step(machine, config)[1]

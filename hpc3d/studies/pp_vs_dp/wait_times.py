@@ -23,7 +23,7 @@ def waiting(machine, hidden=2048, microbatches=16, uneven=UNEVEN):
     model = {"hidden": hidden, "layers": sum(uneven[0]), "sequence": 512}
     rows = []
     for stages in uneven:
-        parallel = {"microbatches": microbatches, "stages": stages, "scheme": "1d"}
+        parallel = {"microbatches": microbatches, "layers_per_stage": stages, "scheme": "1d"}
         config = settled(machine, mesh, 2 * microbatches, parallel, **model)
         runs, found = step(machine, config)
         blocked = by_axis(runs)

@@ -99,10 +99,10 @@ def test_perfetto_says_where_who_and_for_whom(hand, tmp_path):
 
 
 def test_processor_times_of_ranks_are_not_compared(tmp_path):
-    with small(tmp_path / "trace.h5", config='[trace]\nclock = "processor"\n') as trace:
+    with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as trace:
         lines = written(trace, tmp_path)["traceEvents"]
     names = [each["args"]["name"] for each in lines if each["name"] == "process_name"]
-    assert names[0] == "rank 0 (x=0), node0, its own processor time"
+    assert names[0] == "rank 0 (x=0), node0, its own CPU time"
     assert sum(line["ph"] == "X" for line in lines) == len(ROWS) + 2
     assert not arrows(lines) and not any("wait_us" in line.get("args", {}) for line in lines)
 

@@ -138,7 +138,7 @@ def test_a_message_counts_once_and_for_its_receiver(tmp_path):
 def test_what_has_a_root_goes_from_it_or_to_it(tmp_path):
     """Rank 2 broadcasts 1000 bytes to three others; three ranks reduce 800 bytes to rank 1.
 
-    The chain of the reduction begins behind its root, on rank 2, which receives nothing.
+    The chain of the reduction begins after its root, on rank 2, which receives nothing.
     """
     rows = [
         *meeting("broadcast", 0, 3, 11, [0, 0, 250, 0], [1000, 1000, 0, 1000], peer=2),

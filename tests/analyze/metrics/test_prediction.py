@@ -46,7 +46,7 @@ def test_without_a_prediction_there_is_no_table(tmp_path):
 
 
 def test_processor_time_is_not_that_of_a_step(tmp_path, path):
-    with small(tmp_path / "other.h5", config='[trace]\nclock = "processor"\n') as opened:
+    with small(tmp_path / "other.h5", config='[trace]\nclock = "cpu"\n') as opened:
         assert prediction_rows(opened) == []
     columns = {"quantity": ["step_s"], "stage": [-1], "rank": [-1], "step": [-1], "value": [1.0]}
     write_prediction(tmp_path / "other.h5", columns)

@@ -212,11 +212,11 @@ def test_a_page_of_several_runs_has_a_section_each(tmp_path):
 
 
 def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
-    with small(tmp_path / "trace.h5", config='[trace]\nclock = "processor"\n') as opened:
+    with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as opened:
         run = examine(opened)
         report = compare([opened], [run])
     (line,) = run.missing
-    assert line.startswith("the time on the wall, for each rank counted its own processor time")
+    assert line.startswith("the time on the wall, for each rank counted its own CPU time")
     names = {picture.name for picture in figure_list.of_run(run)}
     assert names == {"ranks", "phases", "traffic", "traffic-x", "hosts", "memory"}
     assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
@@ -242,7 +242,7 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
 
 
 def test_processor_time_is_not_compared(tmp_path):
-    wall, processor = "", '[trace]\nclock = "processor"\n'
+    wall, processor = "", '[trace]\nclock = "cpu"\n'
     for place, configs in enumerate([(wall, processor), (wall, wall), (processor, processor)]):
         paths = [tmp_path / f"{place}-{number}.h5" for number in (1, 2)]
         traces = [small(path, config=config) for path, config in zip(paths, configs)]
@@ -254,7 +254,7 @@ def test_processor_time_is_not_compared(tmp_path):
 
 
 def test_processor_time_has_no_rates(tmp_path):
-    config = '[trace]\nclock = "processor"\n'
+    config = '[trace]\nclock = "cpu"\n'
     with small(tmp_path / "trace.h5", config=config) as opened:
         tables = examine(opened, peak=1e9).tables
     rates = [tables["step"][0]["tokens_per_s"]]

@@ -202,7 +202,7 @@ def test_steps_that_overlap_are_shown_where_they_do(tmp_path):
 
 
 def test_processor_time_makes_no_common_clock(tmp_path):
-    run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, **SIZES, trace__clock="processor")
+    run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, **SIZES, trace__clock="cpu")
     with opened(run) as recorded:
         assert observe(recorded, 1) == ([], [])
 

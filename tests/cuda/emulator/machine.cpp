@@ -145,7 +145,7 @@ void touch(void* pointer, unsigned size, bool write, bool any_alignment = false)
     fail(at((did + where).c_str()));
 }
 
-// Give the processor back until `state` is over.
+// Give the CPU back until `state` is over.
 void wait(State state, int line)
 {
     Machine& m = machine();

@@ -31,7 +31,7 @@ def test_a_real_run_is_aligned_and_all_of_its_time_is_work(tmp_path):
     mesh = {"mesh__p": 2, "mesh__d": 2, "mesh__x": 1, "mesh__y": 1, "mesh__z": 1}
     sizes = {"parallel__microbatches": 2, "train__steps": 3, "model__dropout": 0.1}
     mesh["mesh__transport"] = "mpi"
-    folder = train(4, tmp_path, trace__clock="processor", train__dtype="float32", **mesh, **sizes)
+    folder = train(4, tmp_path, trace__clock="cpu", train__dtype="float32", **mesh, **sizes)
     with hpc3d.trace.open(folder) as trace:
         told = works(trace)
         last, io = trace.steps["step"] == 2, trace.events["category"] == CATEGORY.index("io")

@@ -35,7 +35,7 @@ OTHERS = ("x=2 y=2 hidden=144 batch=8", "p=2 z=2 hidden=144 batch=12 microbatche
 
 
 class Worked(HostDrivenClock):
-    """The clock of a processor, which stands still while its rank waits.
+    """The clock of a core, which stands still while its rank waits.
 
     To look at it takes a nanosecond: no two rows end at one time, as on a real machine.
     """
@@ -50,7 +50,7 @@ class Worked(HostDrivenClock):
         pass
 
 
-def traced(folder, line, clock="processor", said=None):
+def traced(folder, line, clock="cpu", said=None):
     """The trace of a simulated run on the known machine; in the file it is the run of `said`."""
     config = config_of(line, clock=clock)
     program = program_of(config)
@@ -103,9 +103,9 @@ def test_other_runs_are_predicted(found, line):
 
 def test_what_a_step_takes_beyond_its_work_is_waking_up(found):
     config = config_of(OTHERS[0])
-    slow = step_seconds(simulate(config, 256, replace(found, wake_s=3e-4)))
-    assert awake(found, [(config, slow)]).wake_s == pytest.approx(3e-4, rel=0.01)
-    assert awake(found, [(config, 0.0)]).wake_s == 0.0
+    slow = step_seconds(simulate(config, 256, replace(found, wakeup_s=3e-4)))
+    assert awake(found, [(config, slow)]).wakeup_s == pytest.approx(3e-4, rel=0.01)
+    assert awake(found, [(config, 0.0)]).wakeup_s == 0.0
 
 
 def test_the_file_of_a_found_machine_is_read_back(found, tmp_path):
@@ -114,6 +114,6 @@ def test_the_file_of_a_found_machine_is_read_back(found, tmp_path):
 
 
 def test_times_on_the_wall_are_refused(tmp_path):
-    refused = pytest.raises(ValueError, match=r"record it with --trace[.]clock processor")
+    refused = pytest.raises(ValueError, match=r"record it with --trace[.]clock cpu")
     with traced(tmp_path / "run", RUNS[0], clock="wall") as trace, refused:
         works(trace)

@@ -1,4 +1,4 @@
-"""Hosts without devices: what a card carries, what processors do, and that one does not need the
+"""Hosts without devices: what a card carries, what cores do, and that one does not need the
 other.  Times are by hand, for a machine of round numbers."""
 
 import tomllib
@@ -33,7 +33,7 @@ def hosts(ranks, cores=1, wake=0.0):
         launch_s=LAUNCH,
         gemm={"float32": Rates(9e10, (1e4, 1e6, 1e8), (1e9, 2e10, 9e10))},
         links=(*near, Link(0, ALPHA, WIRE, WIRE)),
-        wake_s=wake,
+        wakeup_s=wake,
     )
 
 
@@ -205,7 +205,7 @@ LANES = {
 
 @pytest.mark.parametrize("line", [line for line in LAYOUTS if "p=2" not in line])
 def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
-    """At a wire ever quicker; lanes that take turns hide some of it from each other."""
+    """At a wire ever faster; lanes that take turns hide some of it from each other."""
     config, lanes = layout(line), LANES.get(line, 1)
     for rate in (1, 1e2, 1e4):
         slow = hosts(4)

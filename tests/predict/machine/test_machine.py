@@ -80,7 +80,7 @@ def test_a_device_moves_the_operands_through_its_memory():
 
 
 def test_a_type_without_rates_is_refused():
-    with pytest.raises(ValueError, match=r"16 nodes of 4: no rates of float64 \(it has float32\)"):
+    with pytest.raises(ValueError, match=r"16 nodes of 4: .*float64 \(.*float32\)"):
         CLUSTER.product(8, 8, 8, "float64")
 
 

@@ -1,5 +1,6 @@
 """Files of machines: read, written, and refused in a line."""
 
+import re
 from dataclasses import replace
 
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates, dumps, load
+from tests.elided import elided
 from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABLE
 
 
@@ -49,41 +51,41 @@ def test_the_file_of_these_tests_is_good(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("launch_s = 5e-06\n", "", "launch_s: missing; add it"),
-        ("cores = 0", "cores = 2.5", "cores: input should be a valid integer, not 2.5;"),
-        ("cores = 0", "cores = 2025-01-02", "cores: input should be a valid integer, not '2025-0"),
-        ("cores = 0", "cores = -1", "cores = -1: must be at least 0, which is a device for"),
-        ("cores = 0", "core = 0\ncores = 0", "core: unknown key; did you mean cores?"),
-        ('name = "16 nodes of 4"', 'name = " "', "name = ' ': must not be empty"),
-        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node = 0: must be at least 1"),
-        ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: must be positive"),
-        ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: must be at least 0, in"),
-        ("wake_s = 0.0", "wake_s = -1.0", "wake_s = -1.0: must be at least 0, in"),
-        ("widest_head = 128", "widest_head = -1", "widest_head = -1: must be at least 0: no"),
-        ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: must be at least 1"),
-        ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: unknown type; known are float64,"),
-        ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate; give as many of one"),
-        ("rate = [1", "rate = [-1", "gemm.float32: flop and rate must be positive numbers"),
-        ("flop = [1", "flop = [9000000", "gemm.float32.flop: must ascend; order the knots"),
-        ("flop = [1", "flop = [10000000000.0, 1", "gemm.float32: 3 flop and 2 rate; give as many"),
-        ("flop = [100000000.0", "flop = [10000000000.0", "gemm.float32.flop: must ascend;"),
-        ("peak = 1", "peak = 2.0 # 1", "gemm.float32.peak = 2: less than its own rates reach"),
+        ("launch_s = 5e-06\n", "", "launch_s: missing"),
+        ("cores = 0", "cores = 2.5", "cores: ... 2.5;"),
+        ("cores = 0", "cores = 2025-01-02", "cores: ... '2025-0"),
+        ("cores = 0", "cores = -1", "cores = -1: ... 0,"),
+        ("cores = 0", "core = 0\ncores = 0", "core: ... cores?"),
+        ('name = "16 nodes of 4"', 'name = " "', "name = ' ': ... empty"),
+        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node = 0: ... 1"),
+        ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: ... positive"),
+        ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: ... 0,"),
+        ("wakeup_s = 0.0", "wakeup_s = -1.0", "wakeup_s = -1.0: ... 0,"),
+        ("max_fused_head_dim = 128", "max_fused_head_dim = -1", "max_fused_head_dim = -1: ... 0:"),
+        ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: ... 1"),
+        ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: ... float64,"),
+        ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate;"),
+        ("rate = [1", "rate = [-1", "gemm.float32: flop and rate ... positive"),
+        ("flop = [1", "flop = [9000000", "gemm.float32.flop: ... ascend"),
+        ("flop = [1", "flop = [10000000000.0, 1", "gemm.float32: 3 flop and 2 rate;"),
+        ("flop = [100000000.0", "flop = [10000000000.0", "gemm.float32.flop: ... ascend"),
+        ("peak = 1", "peak = 2.0 # 1", "gemm.float32.peak = 2: less "),
         (CURVE, "flop = []\nrate = []\n", "gemm.float32"),
-        ("launch_s = 5e-06", "launch_s = 1e9", "launch_s = 1000000000.0: must be at least 0"),
-        ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: must be at least 1"),
-        ("peak =", "peek =", "gemm.float32.peek: unknown key; did you mean peak?"),
-        ("ranks = 0", "ranks = 64", "links.1.ranks = 64: the last link joins all ranks; write 0"),
-        ("ranks = 4\n", "ranks = 0\n", "links.0.ranks = 0: must be at least 2, and 0 for the"),
-        ("alpha_s = 2e-06", "alpha_s = true", "links.0.alpha_s: input should be a valid number,"),
-        ("alpha_s = 2e-06", "alpha_s = inf", "links.0.alpha_s = inf: must be at least 0"),
-        ("\nbandwidth = 1", "\nbandwidth = -1", "links.0.bandwidth = -100000000000.0: must be"),
-        ("ndwidth = 0.0", "ndwidth = -2.0", "links.0.node_bandwidth = -2.0: must be at least 0"),
-        ("pair_bandwidth = 0.0", "pair_bandwidth = -1", "links.0.pair_bandwidth = -1.0: must be"),
-        ('"all_gather"', '"gather"', "measured.0.op = 'gather': unknown; known are all_gather,"),
-        ("members = 4", "members = 1", "measured.0.members = 1: must be at least 2"),
-        ("stride = 1", "stride = -1", "measured.0.stride = -1: must be at least 0"),
-        ('"alone"', '"both"', "measured.0.groups: input should be 'alone' or 'at once', not 'bo"),
-        ("bytes = [1000.0, ", "bytes = [", "measured.0: 1 bytes and 2 seconds; give as many"),
+        ("launch_s = 5e-06", "launch_s = 1e9", "launch_s = 1000000000.0: ... 0"),
+        ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: ... 1"),
+        ("peak =", "peek =", "gemm.float32.peek: ... peak?"),
+        ("ranks = 0", "ranks = 64", "links.1.ranks = 64: ... 0"),
+        ("ranks = 4\n", "ranks = 0\n", "links.0.ranks = 0: ... 2, ... 0 "),
+        ("alpha_s = 2e-06", "alpha_s = true", "links.0.alpha_s: ... True"),
+        ("alpha_s = 2e-06", "alpha_s = inf", "links.0.alpha_s = inf: ... 0"),
+        ("\nbandwidth = 1", "\nbandwidth = -1", "links.0.bandwidth = -100000000000.0: "),
+        ("ndwidth = 0.0", "ndwidth = -2.0", "links.0.node_bandwidth = -2.0: ... 0"),
+        ("pair_bandwidth = 0.0", "pair_bandwidth = -1", "links.0.pair_bandwidth = -1.0: "),
+        ('"all_gather"', '"gather"', "measured.0.op = 'gather': ... all_gather,"),
+        ("members = 4", "members = 1", "measured.0.members = 1: ... 2"),
+        ("stride = 1", "stride = -1", "measured.0.stride = -1: ... 0"),
+        ('"alone"', '"both"', "measured.0.groups: ... 'alone' or 'at once', ... 'both'"),
+        ("bytes = [1000.0, ", "bytes = [", "measured.0: 1 bytes and 2 seconds;"),
         (
             "[[measured]]",
             TEXT[TEXT.index("[[meas") :] + "[[measured]]",
@@ -96,30 +98,29 @@ def test_a_bad_file_is_refused_in_one_line(old, new, line, tmp_path):
     lines = said(TEXT.replace(old, new, 1), tmp_path)
     expected = 2 if "peek" in new else 1  # the key that is unknown, and the one that is missing
     assert len(lines) == expected
-    assert any(each.startswith(line) for each in lines), lines
+    assert any(re.match(elided(line), each) for each in lines), lines
 
 
 def test_links_go_outwards(tmp_path):
     links = (NEAR, replace(NEAR, ranks=6), FAR)
     (line,) = said(dumps(replace(CLUSTER, links=links)), tmp_path)
-    assert line.startswith("links.1.ranks = 6: must be a multiple of the 4 of the link before it;")
+    assert re.match(elided("links.1.ranks = 6: ... multiple ... 4 "), line)
     without = dumps(replace(CLUSTER, links=()))
-    assert said(without, tmp_path) == ["links: missing; add it"]
+    (line,) = said(without, tmp_path)
+    assert line.startswith("links: missing")
     (line,) = said("links = []\n" + without, tmp_path)
-    assert line.startswith("links: none; add [[links]] with ranks = 0")
+    assert re.match(elided("links: ... [[links]] ... ranks = 0"), line)
 
 
 def test_a_table_has_two_knots(tmp_path):
     bad = replace(CLUSTER, measured=(replace(TABLE, bytes=(1.0,), seconds=(1.0,)),))
     (line,) = said(dumps(bad), tmp_path)
-    assert line.startswith(
-        "measured.0: 1 bytes and 1 seconds; give as many of one as of the other"
-    )
+    assert line.startswith("measured.0: 1 bytes and 1 seconds;")
 
 
 def test_a_machine_computes(tmp_path):
     (line,) = said("gemm = {}\n" + dumps(replace(CLUSTER, gemm={})), tmp_path)
-    assert line.startswith("gemm: none; add [gemm.float32]")
+    assert re.match(elided("gemm: ... [gemm.float32]"), line)
 
 
 def test_all_errors_are_said_at_once(tmp_path):
@@ -131,9 +132,7 @@ def test_all_errors_are_said_at_once(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^no-machine\.toml: there is no such machine; name a file, "
-    ):
+    with pytest.raises(ValueError, match=r"^no-machine\.toml: "):
         load("no-machine.toml")
 
 

@@ -4,10 +4,9 @@ from itertools import product
 
 import pytest
 
+from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.schedule import find, streams
-from hpc3d.pipeline.timeline import Cost, timeline
-from hpc3d.pipeline.timeline import makespan as measured
-from hpc3d.predict.planning.makespan import makespan
+from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
 
 @pytest.mark.parametrize(
@@ -31,16 +30,17 @@ def test_the_makespan_is_that_of_the_timeline(name, chunks, tolerance):
         if find(name).forbids(stages, micros, chunks):
             continue
         passes, placement = streams(name, stages, micros, chunks)
-        exact = measured(timeline(passes, placement, Cost(*cost, message)))
+        exact = makespan(timeline(passes, placement, Cost(*cost, message)))
         forward, backward, weight = cost
-        if not name.startswith("zb"):
+        if not find(name).splits_backward:
             backward, weight = backward + weight, 0
         times = [[seconds] * stages for seconds in (forward, backward, weight)]
-        found = makespan(name, micros, chunks, *times, message)
+        found = find(name).seconds(micros, chunks, StageTimes(*times, message))
         assert found == pytest.approx(exact, rel=tolerance), (stages, micros, cost, message)
 
 
 def test_a_slow_last_stage_sets_the_pace():
     times = [1.0, 1.0, 2.0], [2.0, 2.0, 4.0], [0.0] * 3
-    assert makespan("gpipe", 10, 1, *times, 0) == 10 * 6 + 2 * 3
-    assert makespan("1f1b", 10, 1, *times, 0.1) == pytest.approx(10 * 6 + 2 * 3 + 2 * 0.1)
+    assert find("gpipe").seconds(10, 1, StageTimes(*times)) == 10 * 6 + 2 * 3
+    seconds = find("1f1b").seconds(10, 1, StageTimes(*times, 0.1))
+    assert seconds == pytest.approx(10 * 6 + 2 * 3 + 2 * 0.1)

@@ -47,7 +47,7 @@ def machine(name):
 
 
 def chosen(space, memory):
-    """The seconds and the peak of what a plan says is the quickest."""
+    """The seconds and the peak of what a plan says is the fastest."""
     _, ranking = ranked(space.config(), space.ranks, space.machine, memory, 10)
     row = ranking.best(10)[0]
     assert row.simulated
@@ -55,7 +55,7 @@ def chosen(space, memory):
 
 
 def hold(space):
-    """Within 2 % of the quickest that fits, for every memory; never quicker with less of it."""
+    """Within 2 % of the fastest that fits, for every memory; never faster with less of it."""
     config, found = space.config(), []
     layouts = every_layout(config, space.ranks, space.orders)
     steps = [step(each, config.model.vocabulary, space.machine) for each in layouts]

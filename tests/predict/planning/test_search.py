@@ -61,7 +61,7 @@ def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=400, top=1
 
 
 def quickest(searched, timed):
-    """The quickest offer of a place that fits by its estimate, or None."""
+    """The fastest offer of a place that fits by its estimate, or None."""
     return next(filter(searched.candidates.fits, timed.offers), None)
 
 
@@ -215,7 +215,7 @@ def test_nothing_fits_no_memory():
 
 
 def test_where_memory_is_short_fewer_microbatches_may_do_more_again():
-    """One microbatch with recomputation can be quicker than several without, and fit as well."""
+    """One microbatch with recomputation can be faster than several without, and fit as well."""
     line = "model.hidden=4096 model.heads=64 model.layers=8 model.sequence=2048 train.batch=32"
     line += " train.dtype=float16"
     machine = load_machine(ROOT / "inputs" / "machines" / "h100.toml")

@@ -9,8 +9,7 @@ from hpc3d import trace
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.threads import run
 from hpc3d.ops.attention import attend, attend_grad
-from hpc3d.ops.random import Mask
-from hpc3d.ops.random import words as key_of
+from hpc3d.ops.random import Mask, philox_key
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.simulator import settled
 from hpc3d.training.trainer import Trainer
@@ -91,7 +90,9 @@ def test_attention_tells_of_its_dropout(dropout):
     pool = AbstractPool(Told())
     qkv = pool.empty((batch * sequence, heads * 3 * width), np.float32)
     columns = heads * sequence**2
-    drop = Mask(key_of((1, "p")), 0.1, range(batch), range(columns), columns) if dropout else None
+    drop = (
+        Mask(philox_key((1, "p")), 0.1, range(batch), range(columns), columns) if dropout else None
+    )
     out, probabilities = attend(qkv, sequence, width, pool.empty, drop)
     attend_grad(out, qkv, probabilities, sequence, width, pool.empty, drop)
     sides, scores = qkv.nbytes + out.nbytes, 4 * batch * columns

@@ -16,7 +16,7 @@ from tests.strided import strided
 
 MACHINES = Path("inputs/machines")
 H100, SELENE = (load(MACHINES / f"{name}.toml") for name in ("h100", "a100-selene"))
-KINDS = {"devices": H100, "cores": replace(MACHINE, cores=4, wake_s=2e-5)}
+KINDS = {"devices": H100, "cores": replace(MACHINE, cores=4, wakeup_s=2e-5)}
 # One line a layout: stages with tensor axes, sums of vectors over slow links before those of
 # blocks, copies of gradients before a stage hands on its own, ZeRO, split backward passes.
 LAYOUTS = """

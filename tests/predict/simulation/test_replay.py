@@ -7,12 +7,13 @@ import pytest
 from hpc3d.arrays.pool import Pool
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.replay import Studio
+from hpc3d.predict.simulation.simulated_clock import Clock
 
 
 def studio():
     """One of a rank without peers, whose clock stands still."""
     mesh = SimpleNamespace(pool=Pool(), comms={})
-    return Studio(mesh, MemoryRecorder(0, lambda: 0), SimpleNamespace(now=0, busy=0, wired=0))
+    return Studio(mesh, MemoryRecorder(0, lambda: 0), Clock(machine=None))
 
 
 @pytest.mark.parametrize(

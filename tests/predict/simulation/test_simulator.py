@@ -64,7 +64,7 @@ GPU = "p=1 schedule=none microbatches=2 hidden=32 heads=4 backend=cupy dtype=flo
 
 
 def test_a_recorded_step_does_what_another_does():
-    (_, (plain,)), (_, (recorded,)) = simulated(GPU), simulated(f"{GPU} graph=true")
+    (_, (plain,)), (_, (recorded,)) = simulated(GPU), simulated(f"{GPU} cuda_graph=true")
     assert recorded.seconds == plain.seconds
     assert len(recorded.rows) == len(plain.rows)
 

@@ -1,0 +1,73 @@
+"""Ranks on named axes: which rank is where.  Arithmetic only; nobody talks to anybody."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Axes with sizes, outermost first: the last one varies fastest, as in MPI's Cartesian
+    communicators and in arrays in C order.
+
+        Grid({"p": 2, "x": 3})     x=0  x=1  x=2
+                             p=0    0    1    2
+                             p=1    3    4    5
+
+    >>> grid = Grid({"p": 2, "x": 3})
+    >>> grid.size, grid.stride("p"), grid.stride("x")
+    (6, 3, 1)
+    >>> grid.coords(4)
+    {'p': 1, 'x': 1}
+    >>> grid.rank({"p": 1, "x": 1})
+    4
+    >>> list(grid.ranks_along("x", {"p": 1}))
+    [3, 4, 5]
+
+    Coordinates that are left out are 0.
+    """
+
+    sizes: Mapping[str, int]
+
+    def __post_init__(self):
+        object.__setattr__(self, "sizes", MappingProxyType(dict(self.sizes)))
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes.values())
+
+    @cached_property
+    def _strides(self):
+        stride, found = self.size, {}
+        for axis, size in self.sizes.items():
+            stride //= size
+            found[axis] = stride
+        return found
+
+    def stride(self, axis: str) -> int:
+        """The distance between the ranks of neighbours along an axis."""
+        return self._strides[axis]
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank at `coords`."""
+        rank = 0
+        for axis, place in coords.items():
+            rank += place * self._strides[axis]
+        return rank
+
+    def coord(self, rank: int, axis: str) -> int:
+        """The coordinate of a rank on an axis."""
+        return rank // self._strides[axis] % self.sizes[axis]
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank, axis -> coordinate."""
+        return {axis: self.coord(rank, axis) for axis in self.sizes}
+
+    def ranks_along(self, axis: str, coords: Mapping[str, int]) -> range:
+        """The ranks that differ from the one at `coords` along `axis` only, itself among them."""
+        stride = self._strides[axis]
+        first = self.rank(coords) - coords.get(axis, 0) * stride
+        return range(first, first + self.sizes[axis] * stride, stride)

@@ -1,0 +1,77 @@
+"""Keys and values of input files that have a new name; the old one is still read.
+
+On the lowest floor: a trace keeps its input file as text and is read without hpc3d.config.
+"""
+
+import sys
+
+KEYS = {  # section -> {old key: new key}
+    "guard": {"products_every": "abft_every", "spike": "loss_spike_sigma"},
+    "parallel": {"stages": "layers_per_stage"},
+    "train": {"graph": "cuda_graph"},
+}
+VALUES = {  # section -> {key: {old value: new value}}
+    "mesh": {"transport": {"staged": "host-staged"}},
+    "trace": {"clock": {"processor": "cpu"}},
+}
+
+
+def use_new_names(tree):
+    """Rename the keys and values of an input file, a tree of tables, in place; the notices.
+
+    ValueError where a key is given by its old and by its new name.
+    """
+    notices = []
+    for section, table in tree.items():
+        if isinstance(table, dict):
+            notices += rename_keys(table, KEYS.get(section, {}), f"{section}.")
+            notices += rename_values(table, VALUES.get(section, {}), f"{section}.")
+    return notices
+
+
+def rename_keys(table, names, prefix=""):
+    """Rename keys of one table in place, {old: new}; the notices, in which `prefix` precedes
+    each key.  ValueError as above."""
+    found = [(old, new) for old, new in names.items() if old in table]
+    for old, new in found:
+        refuse_both(prefix + old, prefix + new, table=[prefix + key for key in table])
+        table[new] = table.pop(old)
+    return [f"{prefix}{old} is now called {prefix}{new}" for old, new in found]
+
+
+def rename_values(table, names, prefix):
+    """Rename values of one table in place, {key: {old: new}}; the notices."""
+    notices = []
+    for key, values in names.items():
+        old = table.get(key)
+        if isinstance(old, str) and old in values:
+            table[key] = values[old]
+            notices.append(f'{prefix}{key} = "{old}" is now called "{values[old]}"')
+    return notices
+
+
+def rename_options(keys):
+    """The new name of each `section.key` of a command line, and the notices.
+
+    ValueError as above.
+    """
+    new_names, notices = [], []
+    for old in keys:
+        section, _, key = old.partition(".")
+        new = f"{section}.{KEYS[section][key]}" if key in KEYS.get(section, {}) else old
+        if new != old:
+            refuse_both(old, new, keys)
+            notices.append(f"{old} is now called {new}")
+        new_names.append(new)
+    return new_names, notices
+
+
+def refuse_both(old, new, table):
+    if new in table:
+        raise ValueError(f"{old}: the old name of {new}, which is given too; leave {old} out")
+
+
+def warn(notices):
+    """Print each notice once."""
+    for notice in dict.fromkeys(notices):
+        print(f"warning: {notice}", file=sys.stderr)

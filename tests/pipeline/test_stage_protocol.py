@@ -1,0 +1,119 @@
+"""A stage is what `PipelineStage` says: what the house has conforms, and the engine asks for no
+more."""
+
+import inspect
+
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.model.stage import Stage
+from hpc3d.pipeline.stage_protocol import PipelineStage
+from hpc3d.predict.simulation.replay import ReplayedStage
+from tests.pipeline.mixes import config_of, trained_of, trainer_of
+
+MEMBERS = {name: member for name, member in vars(PipelineStage).items() if name[0] != "_"}
+
+
+def violations(kind):
+    """Where a class is no PipelineStage: a member that it lacks, or another signature.  What it
+    has more must have defaults."""
+    for name, wanted in MEMBERS.items():
+        found = getattr(kind, name, None)
+        if isinstance(wanted, property):
+            if not isinstance(found, property):
+                yield f"{name} is no property"
+        elif not callable(found):
+            yield f"{name} is no method"
+        elif problem := other_parameters(inspect.signature(wanted), inspect.signature(found)):
+            yield f"{name}: {problem}"
+
+
+def other_parameters(wanted, found):
+    names, ours = list(wanted.parameters), list(found.parameters)
+    more = [found.parameters[name] for name in ours[len(names) :]]
+    if ours[: len(names)] != names or any(each.default is each.empty for each in more):
+        return f"{found} for {wanted}"
+
+
+def test_the_members_of_the_protocol():
+    assert set(MEMBERS) == {"units", "block_of", "forward", "backward"}
+
+
+@pytest.mark.parametrize("kind", [Stage, ReplayedStage])
+def test_stages_conform(kind):
+    assert not [*violations(kind)]
+
+
+class Sound:
+    @property
+    def units(self):
+        return []
+
+    def block_of(self, sequences):
+        return (sequences, 1)
+
+    def forward(self, x, micro):
+        return x, None
+
+    def backward(self, dy, saved, micro, later, finished=None, more=0):
+        return dy
+
+
+def without(name):
+    return type("Planted", (), {k: v for k, v in vars(Sound).items() if k != name})
+
+
+@pytest.mark.parametrize("name", sorted(MEMBERS))
+def test_a_stage_that_lacks_a_member_is_found(name):
+    assert not [*violations(Sound)]
+    (problem,) = violations(without(name))
+    assert problem.startswith(name)
+
+
+PLANTED = {
+    "forward": lambda self, micro, x: (x, None),
+    "backward": lambda self, dy, saved, micro, later: dy,
+    "block_of": lambda self, sequences, features: (sequences, features),
+    "units": lambda self: [],
+}
+
+
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_another_signature_is_found(name):
+    (problem,) = violations(type("Planted", (Sound,), {name: PLANTED[name]}))
+    assert problem.startswith(name)
+
+
+class Bare:
+    """A stage with the members of the protocol and no other."""
+
+    def __init__(self, stage):
+        for name in MEMBERS:
+            setattr(self, name, getattr(stage, name))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "p=1 schedule=none microbatches=2",
+        "p=2 d=2 schedule=1f1b microbatches=3",
+        "p=2 x=2 schedule=zb-h1 microbatches=3 recompute=full",
+        "p=2 schedule=interleaved chunks=2 microbatches=2",
+    ],
+)
+def test_the_engine_asks_for_nothing_else(line):
+    config = config_of(f"steps=2 {line}")
+
+    def rank(mesh, wrap):
+        trainer = trainer_of(mesh, config)
+        trainer.engine.stages = [wrap(stage) for stage in trainer.engine.stages]
+        return trained_of(trainer, [trainer.step(number) for number in range(2)])
+
+    plain, bare = (
+        run(config.mesh.sizes(), lambda mesh, wrap=wrap: rank(mesh, wrap))
+        for wrap in (lambda stage: stage, Bare)
+    )
+    for ours, theirs in zip(bare, plain, strict=True):
+        assert ours.totals == theirs.totals
+        for name, (_, block) in ours.weights.items():
+            assert (block == theirs.weights[name][1]).all(), name

@@ -1,0 +1,28 @@
+"""The names of `hpc3d` itself."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpc3d
+
+PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", hpc3d.PUBLIC)
+def test_a_public_name_is_there_and_explained(name):
+    assert getattr(hpc3d, name) is not None
+    assert name in dir(hpc3d)
+    assert f"`hpc3d.{name}" in PAGE
+
+
+def test_another_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = hpc3d.no_such_name
+
+
+def test_importing_hpc3d_imports_nothing_else():
+    code = "import sys, hpc3d; assert not {'numpy', 'mpi4py', 'hpc3d.tensor'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,243 @@
+"""Old names of keys and values: read wherever they stand, with one warning for what a user wrote.
+
+tests/config/run_with_old_names is a run of three steps by a version before, with every old key.
+"""
+
+import shutil
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+import hpc3d.trace
+from hpc3d import report, simulate
+from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.checkpoints.inspect import config_of
+from hpc3d.checkpoints.resume import changes
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.config.load import load, stored, to_toml
+from hpc3d.files import toml
+from hpc3d.predict.calibration import align_trace
+from hpc3d.predict.machine import machine
+from hpc3d.renamed import KEYS, VALUES
+from hpc3d.shipped import shipped
+from hpc3d.trace.locate import trace_of
+from hpc3d.trace.previous_attempts import work
+from hpc3d.trace.trace_config import one_time
+from tests.mpi import checked, mpirun
+from tests.runs import losses, newest, words
+
+OLD_RUN = Path(__file__).parent / "config" / "run_with_old_names"
+# Old key and value as one writes them, new key and value as they are read.
+RENAMED = [
+    ("guard.products_every", "7", "guard.abft_every", 7),
+    ("guard.spike", "4.5", "guard.loss_spike_sigma", 4.5),
+    ("parallel.stages", "[1, 1]", "parallel.layers_per_stage", (1, 1)),
+    ("train.graph", "true", "train.cuda_graph", True),
+    ("mesh.transport", '"staged"', "mesh.transport", "host-staged"),
+    ("trace.clock", '"processor"', "trace.clock", "cpu"),
+]
+NOTICE = {
+    old: f"warning: {old} is now called {new}"
+    if old != new
+    else f'warning: {old} = {text} is now called "{value}"'
+    for old, text, new, value in RENAMED
+}
+KEYS_RENAMED = [row for row in RENAMED if row[0] != row[2]]
+ALL_OLD = "".join(f"{old} = {text}\n" for old, text, _, _ in RENAMED)
+every_name = pytest.mark.parametrize(("old", "text", "new", "value"), RENAMED)
+every_key = pytest.mark.parametrize(("old", "text", "new", "value"), KEYS_RENAMED)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A function that writes an input file."""
+
+    def write(text):
+        path = tmp_path / "input.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A copy of the old run."""
+    return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+
+
+def warnings(capsys):
+    return capsys.readouterr().err.splitlines()
+
+
+def test_every_name_of_the_table_is_tested_and_is_in_the_old_run():
+    keys = {f"{section}.{old}" for section, names in KEYS.items() for old in names}
+    values = {f"{section}.{key}" for section, names in VALUES.items() for key in names}
+    assert {old for old, *_ in RENAMED} == keys | values
+    tree = toml((OLD_RUN / "config.toml").read_text(encoding="utf-8"))
+    for section, names in KEYS.items():
+        assert {*names} <= {*tree[section]} and not {*names.values()} & {*tree[section]}
+
+
+# What a user writes
+
+
+@every_name
+def test_a_file_may_have_the_old_name(old, text, new, value, file, capsys):
+    assert attrgetter(new)(load(file(f"{old} = {text}\n"), [])) == value
+    assert warnings(capsys) == [NOTICE[old]]
+
+
+@every_name
+@pytest.mark.parametrize("form", ["two words", "one word"])
+def test_an_option_may_have_the_old_name(old, text, new, value, form, capsys):
+    option = [f"--{old}", text] if form == "two words" else [f"--{old}={text}"]
+    assert attrgetter(new)(load(None, option)) == value
+    assert warnings(capsys) == [NOTICE[old]]
+
+
+def test_a_whole_table_as_an_option_may_have_old_names(capsys):
+    assert load(None, ["--guard", "{spike = 4.5}"]).guard.loss_spike_sigma == 4.5
+    assert warnings(capsys) == [NOTICE["guard.spike"]]
+
+
+@every_name
+def test_one_warning_for_what_is_in_the_file_and_an_option(old, text, new, value, file, capsys):
+    load(file(f"{old} = {text}\n"), [f"--{old}", text, f"--{old}", text])
+    assert warnings(capsys) == [NOTICE[old]]
+
+
+@every_name
+def test_the_new_name_gives_no_warning(old, text, new, value, file, capsys):
+    text = "true" if value is True else f'"{value}"' if isinstance(value, str) else text
+    assert attrgetter(new)(load(file(f"{new} = {text}\n"), [f"--{new}", text])) == value
+    assert warnings(capsys) == []
+
+
+@every_key
+def test_both_names_are_refused(old, text, new, value, file):
+    line = f"{old}: the old name of {new}, which is given too; leave {old} out"
+    both = [f"--{old}", text, f"--{new}", text]
+    section, key = old.split(".")
+    table = [f"--{section}", f"{{{key} = {text}}}", f"--{new}", text]
+    for path, options in ((file(f"{old} = {text}\n{new} = {text}\n"), []), (None, both)):
+        with pytest.raises(ValueError) as refused:
+            load(path, options)
+        assert str(refused.value) == line
+    with pytest.raises(ValueError) as refused:
+        load(None, table)
+    assert str(refused.value) == line
+
+
+def test_an_option_of_either_name_wins_over_the_file(file, capsys):
+    old, new = "guard.spike = 1.0\n", "guard.loss_spike_sigma = 1.0\n"
+    assert load(file(old), ["--guard.loss_spike_sigma", "2.0"]).guard.loss_spike_sigma == 2.0
+    assert load(file(new), ["--guard.spike", "3.0"]).guard.loss_spike_sigma == 3.0
+    assert warnings(capsys) == [NOTICE["guard.spike"]] * 2
+
+
+@pytest.mark.parametrize("text", ["guard = 5", "trace.clock = 5", 'trace.clock = ["processor"]'])
+def test_a_table_or_a_value_of_another_type_is_refused_as_before(text, file):
+    with pytest.raises(ValueError, match=r"input should be .* correct the value"):
+        load(file(text), [])
+
+
+def test_all_ranks_together_warn_once(tmp_path):
+    path = tmp_path / "input.toml"
+    path.write_text("guard.spike = 5.0\n", encoding="utf-8")
+    how = {"train__steps": 2, "guard__products_every": 1, "guard__spike": 4.0, "mesh__x": 2}
+    done = mpirun(2, "-m", "hpc3d.train", path, *words(tmp_path / "out", **how))
+    assert done.returncode == 0, done.stderr
+    found = sorted(line for line in done.stderr.splitlines() if line.startswith("warning"))
+    assert found == [NOTICE["guard.products_every"], NOTICE["guard.spike"]]
+    config = (newest(tmp_path / "out") / "config.toml").read_text(encoding="utf-8")
+    assert to_toml(stored(config)) == config
+    assert "abft_every = 1" in config and "loss_spike_sigma = 4.0" in config
+
+
+# What runs keep
+
+
+def test_texts_that_mean_the_same_are_equal_and_written_with_new_names(capsys):
+    old = stored(ALL_OLD)
+    new = to_toml(old)
+    assert stored(new) == old and work(new) == work(to_toml(stored(new)))
+    assert work(ALL_OLD) == work("".join(f"{n} = {text_of(v)}\n" for _, _, n, v in RENAMED))
+    tree = toml(new)
+    for old_key, _, new_key, _ in KEYS_RENAMED:
+        section, key = new_key.split(".")
+        assert key in tree[section] and old_key.split(".")[1] not in tree[section]
+    assert warnings(capsys) == []
+
+
+def text_of(value):
+    """A value as TOML has it."""
+    texts = {bool: lambda: "true", str: lambda: f'"{value}"', tuple: lambda: str([*value])}
+    return texts.get(type(value), lambda: str(value))()
+
+
+def test_an_old_checkpoint_is_read(run, capsys):
+    config = config_of(Checkpoint(run / "checkpoints" / "step-00000003"))
+    assert config.guard.abft_every == 2 and config.guard.loss_spike_sigma == 5.0
+    assert config.parallel.layers_per_stage == (1,) and config.trace.clock == "cpu"
+    assert config == load(run / "config.toml", [], of_run=True)
+    assert [*changes(run, config)] == [] and warnings(capsys) == []
+
+
+def test_an_old_run_goes_on_without_a_warning(run, tmp_path):
+    """Its losses, of both versions, are those of a run of the same length with new names."""
+    anew = tmp_path / "anew.toml"
+    anew.write_text(to_toml(load(run / "config.toml", [], of_run=True)), encoding="utf-8")
+    steps = ["--train.steps", "5", "--run.out", tmp_path / "anew"]
+    done = mpirun(1, "-m", "hpc3d.train", "--resume", run, *steps)
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    assert "resume: step 3 follows" in done.stdout
+    assert "resume: guard" not in done.stdout and "resume: trace" not in done.stdout
+    written = (run / "config.toml").read_text(encoding="utf-8")
+    assert to_toml(stored(written)) == written and "loss_spike_sigma = 5.0" in written
+    checked(1, "-m", "hpc3d.train", anew, *steps)
+    assert losses(run).tolist() == losses(newest(tmp_path / "anew")).tolist()
+
+
+def test_an_old_trace_is_reported(run, capsys):
+    """Its clock counts CPU time, of which no rate is reported."""
+    with hpc3d.trace.open(trace_of(run)) as trace:
+        assert 'clock = "processor"' in trace.attrs["config"]
+        assert not one_time(trace)
+        config = load(run / "config.toml", [], of_run=True)
+        assert configuration(trace) == align_trace.configuration(trace) == config
+    assert report.main([str(run), "--out", str(run / "report")]) == 0
+    out, err = capsys.readouterr()
+    assert "its own CPU time" in out and "warning" not in err
+
+
+def test_an_old_run_is_simulated_without_a_warning(run, capsys):
+    trace_of(run)
+    assert simulate.main([str(run), "--machine", "h100"]) == 0
+    assert warnings(capsys) == []
+
+
+# Machine files
+
+MACHINE = shipped("machines/h100.toml").read_text(encoding="utf-8")
+OLD_KEYS = {"wakeup_s": "wake_s", "max_fused_head_dim": "widest_head"}
+
+
+@pytest.mark.parametrize(("new", "old"), OLD_KEYS.items())
+def test_a_machine_may_have_the_old_name(new, old, file, capsys):
+    begun = "" if f"{new} = " in MACHINE else f"{new} = 0.125\n"
+    wanted = machine.load(file(begun + MACHINE))
+    assert machine.load(file((begun + MACHINE).replace(f"{new} =", f"{old} ="))) == wanted
+    assert warnings(capsys) == [f"warning: {old} is now called {new}"]
+    assert f"\n{new} = " in machine.dumps(wanted) and f"{old} =" not in machine.dumps(wanted)
+
+
+@pytest.mark.parametrize(("new", "old"), OLD_KEYS.items())
+def test_a_machine_with_both_names_is_refused(new, old, file):
+    begun = "" if f"{new} = " in MACHINE else f"{new} = 0.125\n"
+    with pytest.raises(ValueError) as refused:
+        machine.load(file(f"{old} = 0\n{begun}{MACHINE}"))
+    assert (
+        str(refused.value) == f"{old}: the old name of {new}, which is given too; leave {old} out"
+    )
