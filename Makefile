@@ -63,6 +63,7 @@ test: .venv/test.stamp
 test-slow: .venv/test.stamp .venv/cupy.stamp
 	python -m pytest -q -n 2 -m slow tests/predict
 	python -m pytest -q -m slow --ignore tests/predict
+	mpirun -np 8 python -m pytest --with-mpi -q -p no:cacheprovider tests/with_mpi
 
 fuzz: .venv/test.stamp
 	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)

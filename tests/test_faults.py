@@ -103,7 +103,7 @@ SAID = {
 @pytest.mark.parametrize(
     ("fault", "who", "transport", "ranks"),
     [
-        case("raise", 4, "auto", quick=True),
+        case("raise", 4, "auto"),
         case("raise", 0, "mpi"),
         case("raise", 63, "auto", ranks=64),
         case("memory", 7, "mpi"),
@@ -117,7 +117,6 @@ SAID = {
         case("full disk", 0, "auto", ranks=64),
     ],
 )
-@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     ended = Fault(tmp_path, fault, ranks, who, mesh__transport=transport)
     code, message = SAID[fault]
@@ -133,7 +132,8 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "mpi", quick=True),
+        case(0, "mpi", ranks=4, quick=True),
+        case(0, "mpi"),
         case(4, "auto"),
         case(31, "auto", ranks=64),
         case(63, "mpi", ranks=64),
@@ -152,7 +152,8 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "auto", quick=True),
+        case(0, "auto", ranks=4, quick=True),
+        case(0, "auto"),
         case(3, "mpi"),
         case(0, "mpi", ranks=64),
         case(63, "auto", ranks=64),

@@ -18,15 +18,19 @@ STEPS = 8
 LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
 
 
+def undisturbed(ranks, folder):
+    """The losses of a run that nothing disturbs."""
+    return losses(train(ranks, folder, train__steps=STEPS))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The losses of a run that nothing disturbs."""
-    return losses(train(8, tmp_path_factory.mktemp("whole"), train__steps=STEPS))
+    return undisturbed(8, tmp_path_factory.mktemp("whole"))
 
 
-def part(folder, steps=4, **values):
+def part(folder, steps=4, ranks=8, **values):
     """A run that saves every second step and ends."""
-    return train(8, folder, train__steps=steps, checkpoint__every=2, **values)
+    return train(ranks, folder, train__steps=steps, checkpoint__every=2, **values)
 
 
 def resumed(ranks, run, *options, steps=STEPS):
@@ -104,20 +108,22 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
         assert loss == pytest.approx(whole[step], rel=1e-10)
 
 
-def test_a_killed_run_goes_on_from_what_it_announced(whole, tmp_path):
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_from_what_it_announced(ranks, tmp_path_factory):
     """kill -9 of all ranks, somewhere after the second checkpoint."""
+    tmp_path = tmp_path_factory.mktemp("killed")
 
     def kill():
         wait_for(lambda: any(len(steps_of(run / "checkpoints")) > 1 for run in tmp_path.iterdir()))
         subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=True)
 
     options = words(tmp_path, train__steps=1000, checkpoint__every=1)
-    killed = mpirun(8, "-m", "hpc3d.train", *options, meanwhile=kill)
+    killed = mpirun(ranks, "-m", "hpc3d.train", *options, meanwhile=kill)
     assert killed.returncode == -signal.SIGKILL
     run = newest(tmp_path)
     done = int(steps_of(run / "checkpoints")[0].name.removeprefix("step-"))
-    resumed(8, run, steps=max(STEPS, done + 1))
-    found = by_step(run)
+    resumed(ranks, run, steps=max(STEPS, done + 1))
+    found, whole = by_step(run), undisturbed(ranks, tmp_path_factory.mktemp("whole"))
     assert {*range(done, STEPS)} <= found.keys()
     assert all(found[step] == loss for step, loss in enumerate(whole) if step in found)
     assert not [*(run / "checkpoints").glob("*.tmp")]
@@ -173,5 +179,5 @@ def test_what_cannot_go_on_is_refused(runs, options, line):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    run = part(folder / "one")
+    run = part(folder / "one", ranks=2)
     return {"run": run, "empty": train(2, folder / "two", train__steps=1)}

@@ -5,11 +5,9 @@ import pytest
 
 from hpc3d.comm.abft.checked_communicator import CheckedCommunicator
 from hpc3d.comm.abft.checker import AbftChecker
-from hpc3d.comm.abft.checksum import Signs, slack, terms, words
 from hpc3d.comm.communicator import Communicator
 from hpc3d.comm.mesh import NullRecorder
 from hpc3d.comm.threads import run
-from tests.comm.cases import CASES
 
 SIZE, FAULTY = 3, 1  # members along x, and the one that the fault is on
 TOP = {"float32": 30, "float64": 62}  # the highest bit of the exponent
@@ -145,52 +143,6 @@ def test_several_calls_in_flight_and_several_steps():
     assert [len(here) for here in lines] == [0, 40, 0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_checked_communicator_does_what_the_bare_one_does(case):
-    def rank(mesh):
-        ledger = AbftChecker(mesh.rank)
-        comm = ledger.wrap(mesh.comm("x"), "x")
-        ledger.begin(0, NullRecorder())
-        for dtype in ("float64", "float32", "int32"):
-            case(comm, dtype)
-        ledger.compare()
-        return ledger.found
-
-    assert run({"x": SIZE}, rank) == [[], [], []]
-
-
-def test_only_every_so_many_steps_are_noted():
-    def rank(mesh):
-        ledger, counts = AbftChecker(mesh.rank, every=3), []
-        comm = ledger.wrap(mesh.comm("x"), "x")
-        for number in range(7):
-            ledger.begin(number, NullRecorder())
-            CALLS["_all_reduce"](comm, drawn(comm, (2, 2)))
-            swap(comm, drawn(comm, (2, 2)))
-            counts.append((len(comm.notes), len(comm.sent)))
-            ledger.compare()
-            ledger.end()
-        return counts
-
-    once = [(1, 1), (0, 0), (0, 0)]
-    assert run({"x": SIZE}, rank) == [[*once, *once, (1, 1)]] * SIZE
-
-
-def test_a_message_under_way_over_the_end_of_a_step_is_compared_in_the_next():
-    def rank(mesh):
-        ledger, comm = AbftChecker(mesh.rank), mesh.comm("x")
-        comm = Faulty(comm, "_recv", 2) if mesh.rank == FAULTY else comm
-        comm = ledger.wrap(comm, "x")
-        ledger.begin(0, NullRecorder())
-        comm.send(np.ones(4), (comm.rank + 1) % SIZE)
-        first = ledger.compare()
-        ledger.begin(1, NullRecorder())
-        comm.recv((4,), np.float64, (comm.rank - 1) % SIZE).wait()
-        return first, ledger.compare(), len(comm.sent), len(comm.arrived)
-
-    assert run({"x": SIZE}, rank) == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 0)]
-
-
 def product(dtype="float32", m=96, k=48, n=64, seed=0):
     draw = np.random.default_rng(seed)
     a, b = draw.standard_normal((m, k)).astype(dtype), draw.standard_normal((k, n)).astype(dtype)
@@ -297,57 +249,6 @@ def test_a_block_that_was_multiplied_is_not_summed_again():
     np.testing.assert_array_equal(ledger.rows(c, 2), ledger.signs.rows(c, 2))
     assert ledger.rows(c, 2).base is ledger.latest[1]
     assert not np.array_equal(ledger.rows(c + 1, 2), ledger.rows(c, 2))
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (5,), (9000,), (2, 9001), (2, 3, 4), (0, 4)])
-def test_sums_see_every_element(shape):
-    signs = Signs()
-    for place in range(0, int(np.prod(shape)), 97):
-        block = np.zeros(shape)
-        block.flat[place] = 1.0
-        assert abs(signs.total(signs.rows(block))[0]) == 1.0
-    assert signs.rows(np.zeros(shape)).shape[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "count"),
-    [
-        ((7,), 7),
-        ((3, 5), 5),
-        ((3, 4096), 4096),
-        ((3, 4097), 4096),
-        ((9000,), 4096),
-        ((2, 3, 4), 24),
-    ],
-)
-def test_what_rounds_is_a_row_of_at_most_4096(shape, count):
-    """Those are summed in the type of the block, the rest in float64: the bound is 4 u sqrt n, u
-    half the distance of 1 to the next number (Higham and Mary 2019)."""
-    block = np.zeros(shape, np.float32)
-    assert terms(block) == count
-    assert slack(block.dtype, terms(block), 9) == pytest.approx(4 * 2**-24 * (count**0.5 + 3))
-    assert slack(np.dtype(np.float64), 16) == 4 * 2**-53 * 4
-    assert slack(np.dtype(np.int32), 16) == 0
-
-
-def test_signs_are_balanced_and_the_same_for_all_lengths():
-    signs = Signs()
-    short, long = signs(100, np.dtype("f4")).copy(), signs(20_000, np.dtype("f4"))
-    np.testing.assert_array_equal(short, long[:100])
-    assert set(np.unique(long)) == {-1, 1}
-    assert abs(long.sum()) < 4 * np.sqrt(long.size)
-    assert abs((long[1:] * long[:-1]).sum()) < 4 * np.sqrt(long.size)
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 64, 65])
-@pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])
-def test_the_sum_of_words_changes_with_every_bit(count, dtype):
-    block = np.random.default_rng(count).integers(1, 99, (3, count)).astype(dtype)
-    before = words(block, 3)
-    np.testing.assert_array_equal(before, [words(part)[0] for part in block])
-    for bit in range(8 * block.itemsize):
-        after = words(flip(block, bit, bit * 7), 3)
-        assert (after != before).sum() == 1
 
 
 @pytest.mark.parametrize("readers", [1, 2, 4])

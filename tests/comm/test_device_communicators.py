@@ -1,17 +1,15 @@
 """Communicators of devices that are threads (fake_device): every call, the order of the streams,
 and how long arrays live."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
 from hpc3d.comm import host_staged
-from hpc3d.comm.comm_stream import AsyncCall, CommStream
 from hpc3d.comm.threads import meshes, run
 from tests.comm.cases import CASES, long_blocks
 from tests.fakes.fake_device import DeviceArray, on_device, plain
 from tests.mpi import checked
+from tests.strided import strided
 
 
 def on_devices(size, function, *how):
@@ -24,6 +22,13 @@ def on_devices(size, function, *how):
     beside, _ = meshes({"x": size})
 
     return run({"x": size}, rank)
+
+
+def fresh(comm, value, dtype=np.float64):
+    """A block in the pool's memory."""
+    block = comm.pool.empty((64, 8), dtype)
+    block[...] = value
+    return block
 
 
 class Brought:
@@ -52,7 +57,7 @@ WAYS = (
 FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", strided([3, 2], 2))
 @pytest.mark.parametrize(
     ("transport", "dtype", "case"),
     [
@@ -125,76 +130,3 @@ def test_a_pass_does_not_wait_for_the_sums_of_replicas():
 
     beside, _ = meshes({"d": 2, "x": 2})
     assert run({"d": 2, "x": 2}, rank) == [(2.0, 2.0)] * 4
-
-
-def fresh(comm, value, dtype=np.float64):
-    """A block in the pool's memory."""
-    block = comm.pool.empty((64, 8), dtype)
-    block[...] = value
-    return block
-
-
-def test_memory_is_not_used_again_before_its_call_has_ended():
-    """Blocks are dropped as soon as they are posted, and others are asked for at once."""
-
-    def rank(comm):
-        pending = [comm.all_gather(fresh(comm, number)) for number in range(20)]
-        return [float(each.wait().max()) for each in pending]
-
-    assert on_devices(2, rank) == [[float(number) for number in range(20)]] * 2
-
-
-def test_nor_where_nobody_waits():
-    def rank(comm):
-        for number in range(20):
-            comm.all_reduce(fresh(comm, number))
-        return float(comm.all_reduce(fresh(comm, 1.0)).wait().max())
-
-    assert on_devices(2, rank) == [2.0, 2.0]
-
-
-class Careless(CommStream):
-    """Forgets the arrays of its calls."""
-
-    def add(self, flight, *call):
-        flight = super().add(flight, *call)
-        flight.arrays.clear()
-        return flight
-
-
-class Hasty(CommStream):
-    """Lets calls follow nothing, or nothing follow them."""
-
-    def __init__(self, device, group, queue, forgets):
-        super().__init__(device, group, queue)
-        self.forgets = forgets
-
-    def begin(self):
-        return super().begin() if self.forgets == "after" else AsyncCall()
-
-    def finish(self, flight):
-        if self.forgets == "before":
-            super().finish(flight)
-
-
-@pytest.mark.parametrize(
-    "traffic",
-    [
-        Careless,
-        partial(Hasty, forgets="before"),
-        partial(Hasty, forgets="after"),
-    ],
-    ids=["arrays forgotten", "nothing before", "nothing after"],
-)
-def test_the_device_finds_what_is_wrong_with_the_order(traffic):
-    """Each rule of CommStream, left out, is found: by rubbish in a result, or by the device."""
-
-    def rank(comm):
-        for number in range(20):
-            pending, scratch = comm.all_gather(fresh(comm, number)), fresh(comm, -1.0)
-            result = pending.wait()
-            assert float(result.max()) == float(result.min()) == number, "rubbish"
-            del result, scratch
-
-    with pytest.raises((AssertionError, TimeoutError)):
-        on_devices(2, rank, "nccl", traffic)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.cuda import rules
 from tests.cuda.rules import on_devices, some
 from tests.fakes.fake_device import plain
 from tests.pipeline.mixes import Tokens, alone, config_of, serial, train, trainer_of
+from tests.strided import strided
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero")]
 
@@ -60,7 +62,7 @@ def test_products_may_do_gelu(line, launcher):
     assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
 
 
-@pytest.mark.parametrize("line", some(SEVERAL, 0, 3))
+@pytest.mark.parametrize("line", some(SEVERAL, 3))
 def test_ranks_train_as_one_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):
@@ -109,8 +111,9 @@ def test_16_bits_train_as_32(kind, line, launcher):
         np.testing.assert_allclose(found, expected, rtol=3e-2 if kind == "bfloat16" else 5e-3)
 
 
-@pytest.mark.parametrize("dropout", [0, 0.25])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    ("recompute", "dropout"), strided([*product(("none", "selective"), (0, 0.25))], 3)
+)
 def test_attention_by_one_kernel(recompute, dropout, launcher):
     """Where it suits: with dropout it goes by products, in all passes."""
     rules.register(launcher, rules.Flash())

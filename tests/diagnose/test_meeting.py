@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from hpc3d.diagnose.job_checks import spans
-from hpc3d.diagnose.meeting import ALL_PAIRS, finding, numbers, peers
+from hpc3d.diagnose.meeting import ALL_PAIRS, finding, peers
 from tests.elided import elided
 
 
@@ -16,11 +15,6 @@ def test_peers_meet_each_other_and_all_of_few(size):
         assert all(rank in found[other] for other in others) and rank not in others
         assert size > ALL_PAIRS or len(others) == size - 1
         assert len(others) <= max(ALL_PAIRS, 20)
-
-
-@pytest.mark.parametrize("ranks", [[], [0], [3, 4, 5], [0, 2, 3, 9, 10, 11, 40]])
-def test_ranks_are_told_and_read(ranks):
-    assert numbers(f"ranks {spans(ranks)}") == ranks
 
 
 def test_a_line_names_the_hosts_once():

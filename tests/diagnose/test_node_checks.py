@@ -1,40 +1,20 @@
 """What the doctor checks of a process and its machine, each with something that is wrong."""
 
-import errno
-import os
 import resource
-import stat
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hpc3d.diagnose import node_checks, storage_checks
+from hpc3d.diagnose import node_checks
 from hpc3d.runtime import environment
-from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
+from hpc3d.runtime.finding import FAIL, OK, WARN
 from tests.diagnose.planted import only, started_by_nobody, verdicts
-from tests.mpi import ROOT
 
 
 @pytest.fixture
 def no_launcher(monkeypatch):
     started_by_nobody(monkeypatch)
-
-
-def test_a_finding_is_a_line_and_its_remedy():
-    lines = Finding(FAIL, "MPI", "is broken", "repair it\nor not").lines()
-    assert lines == ["FAIL  MPI: is broken", "      -> repair it", "      -> or not"]
-    assert Finding(OK, "MPI", "works").lines() == ["ok    MPI: works"]
-
-
-def test_a_check_that_raises_is_a_finding():
-    def some_thing():
-        yield Finding(OK, "a", "b")
-        raise KeyError("c")
-
-    assert verdicts(examine(some_thing)) == [(OK, "a"), (WARN, "some thing")]
 
 
 # -------------------------------------------------------------------------------- packages
@@ -145,95 +125,3 @@ def test_a_limit_that_is_too_low(limit, subject, remedy, monkeypatch):
     limits[limit] = (100, 4096)
     (wrong,) = [finding for finding in node_checks.limits(64) if finding.verdict != OK]
     assert wrong[:2] == (WARN, subject) and wrong.remedy.startswith(remedy)
-
-
-# ------------------------------------------------------------------------------------ disk
-
-
-def test_a_disk_on_which_all_is_well(tmp_path):
-    folder = tmp_path / "not" / "yet"
-    assert [verdict for verdict, _ in verdicts(storage_checks.storage(folder))] == [OK, OK]
-    assert not list(tmp_path.iterdir())
-
-
-def fail_with(code):
-    def function(*arguments, **options):
-        raise OSError(code, os.strerror(code))
-
-    return function
-
-
-@pytest.mark.parametrize(
-    ("function", "code"),
-    [
-        ("mkdir", errno.EROFS),
-        ("fsync", errno.EIO),
-        ("replace", errno.EPERM),
-        ("open", errno.EDQUOT),
-    ],
-)
-def test_a_disk_on_which_something_is_refused(function, code, tmp_path, monkeypatch):
-    with monkeypatch.context() as planted:
-        planted.setattr(os, function, fail_with(code))
-        found = only(storage_checks.storage(tmp_path))
-    assert found[:2] == (FAIL, "disk") and os.strerror(code) in found.text
-    assert "--run.out" in found.remedy
-
-
-def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
-    synced, sync = [], os.fsync
-
-    def noted(handle):
-        synced.append(stat.S_IFMT(os.fstat(handle).st_mode))
-        sync(handle)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    storage_checks.replaced(tmp_path)
-    assert synced == [stat.S_IFREG, stat.S_IFDIR]
-
-
-@pytest.mark.parametrize("folder", ["/proc", __file__])
-def test_a_folder_that_cannot_be_written(folder):
-    assert only(storage_checks.storage(Path(folder, "results"))).verdict == FAIL
-
-
-def test_a_full_disk(tmp_path):
-    program = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-from hpc3d.diagnose.storage_checks import storage
-print(*[line for finding in storage({str(tmp_path)!r}) for line in finding.lines()], sep="\\n")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert (
-        done.stdout.startswith(f"FAIL  disk: {tmp_path}: ") and "(File too large)" in done.stdout
-    )
-    assert not list(tmp_path.iterdir())
-
-
-def test_little_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        storage_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**8)
-    )
-    assert next(storage_checks.storage(tmp_path))[:2] == (WARN, "disk")
-
-
-@pytest.mark.parametrize(
-    ("kind", "verdict"), [("nfs4", WARN), ("tmpfs", WARN), ("fuse.sshfs", WARN), ("lustre", OK)]
-)
-def test_where_a_folder_lies(kind, verdict, tmp_path, monkeypatch):
-    inner = tmp_path / "a b"
-    inner.mkdir()
-    mounts = tmp_path / "mounts"
-    point = str(inner).replace(" ", r"\040")
-    mounts.write_text(
-        f"/dev/vda / ext4 rw 0 0\nx {tmp_path} xfs rw 0 0\nx {point} {kind} rw 0 0\n"
-    )
-    monkeypatch.setattr(storage_checks, "MOUNTS", mounts)
-    found = only(storage_checks.lies_on(inner / "results"))
-    assert found.verdict == verdict and kind in found.text
-    assert (
-        storage_checks.file_system(tmp_path) == "xfs" and storage_checks.file_system("/") == "ext4"
-    )

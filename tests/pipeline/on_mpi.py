@@ -35,7 +35,7 @@ def expected(line):
 
     if not words_of(line)["schedule"].startswith("pipedream"):
         return serial(alone(line))
-    from tests.pipeline.test_asynchronous import reference, rule_of
+    from tests.pipeline.test_weight_versions import reference, rule_of
 
     return reference(rule_of(line))
 

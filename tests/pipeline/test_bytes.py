@@ -4,6 +4,8 @@ Sizes are such that every part of every parameter is whole: nothing is padded.
 """
 
 from collections import Counter, defaultdict
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from hpc3d.comm.threads import run
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import EVENTS, OP, record_type
 from tests.pipeline.mixes import config_of, trainer_of, words_of
+from tests.strided import strided
 
 BATCH, SEQUENCE, HIDDEN, VOCABULARY, ITEM = 48, 3, 24, 48, 8
 TABLE = VOCABULARY * HIDDEN
@@ -35,6 +38,7 @@ class Counted(NamedTuple):
         return {op for along, op in self.calls if along == axis}
 
 
+@cache
 def counted(line):
     """The first step of a mix: `Counted` of every rank."""
     config = config_of(f"steps=1 vocabulary={VOCABULARY} {line}")
@@ -144,9 +148,9 @@ def elements_of(stage, stages, layers):
     }
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-@pytest.mark.parametrize("data", [2, 4])
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("zero", "data", "overlap"), strided([*product(range(4), (2, 4), ("true", "false"))], 3)
+)
 def test_replicas_move_their_parameters(zero, data, overlap):
     """2 psi e (d-1)/d with ZeRO 0 and 1; psi e (d-1)/d more for every microbatch with 2, and twice
     that with 3."""
@@ -157,8 +161,7 @@ def test_replicas_move_their_parameters(zero, data, overlap):
         assert {op: rank.bytes("d", op) for op in rank.ops("d")} == expected
 
 
-@pytest.mark.parametrize("bucket", [0.001, 25])
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("zero", "bucket"), strided([*product(range(4), (0.001, 25))], 3))
 def test_bytes_of_any_tensor_scheme_schedule_and_bucket(zero, bucket):
     """The elements are those of the rank's own blocks, which ZeRO-3 stores in d parts."""
     line = f"p=2 d=2 x=2 microbatches={MICROS} tied=false schedule=zb-h1 bucket_mb={bucket}"

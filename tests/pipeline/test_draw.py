@@ -1,24 +1,14 @@
 """The drawn diagram is the test: small ones here, all of them in docs/schedules.md."""
 
-from pathlib import Path
-
 from hpc3d.pipeline.draw import draw
-from hpc3d.pipeline.schedule import SCHEDULES, streams
-from hpc3d.pipeline.schedules_page import page
+from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
-DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
 EQUAL = Cost(1, 1, 1)
 
 
 def drawn(*sizes, cost=EQUAL, steps=1, **how):
     return draw(timeline(*streams(*sizes, steps=steps), cost), **how).splitlines()
-
-
-def test_the_page_of_diagrams_is_up_to_date():
-    text = DOCS.read_text(encoding="utf-8")
-    assert text == page(), "run: python -m hpc3d.pipeline.schedules_page > docs/schedules.md"
-    assert all(f"## {name}\n" in text for name in SCHEDULES)
 
 
 def test_1f1b():

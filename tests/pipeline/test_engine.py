@@ -6,6 +6,7 @@ from hpc3d.comm.threads import run
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import streams
 from tests.pipeline.mixes import config_of, trainer_of
+from tests.strided import strided
 
 FLIGHTS = [
     "p=1 schedule=none microbatches=4",
@@ -48,7 +49,7 @@ def test_the_memory_of_a_microbatch_serves_the_next(line):
     assert few == many and min(few) > 0
 
 
-@pytest.mark.parametrize("line", FLIGHTS)
+@pytest.mark.parametrize("line", strided(FLIGHTS, 3))
 def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
     config, peaks = held(line, lambda mesh, trainer: trainer.engine.peak)
     parallel, stages = config.parallel, config.mesh.p
@@ -102,7 +103,7 @@ def bytes_by_kind(line):
 
 
 @pytest.mark.parametrize("pipeline", ["schedule=none", "p=2 schedule=zb-h1"])
-@pytest.mark.parametrize("data", [2, 4])
+@pytest.mark.parametrize("data", strided([2, 4], 2))
 def test_zero_keeps_a_part_of_state_gradients_and_values(data, pipeline):
     line = f"{pipeline} d={data} microbatches=3"
     found = [bytes_by_kind(f"{line} zero={zero}") for zero in range(4)]

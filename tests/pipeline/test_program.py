@@ -2,16 +2,11 @@
 
 from itertools import chain, islice
 
-import numpy as np
 import pytest
 
-from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
-from hpc3d.model.stage import microbatches
-from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.pipeline.instruction import parse
 from hpc3d.pipeline.program import STEP, cut, program_of
-from hpc3d.training.microbatch_loader import MicrobatchLoader
 
 STEPS = 5
 
@@ -95,76 +90,3 @@ def test_a_step_needs_the_microbatches_of_ahead_steps_more(schedule, stages, mic
             assert min(mbs) >= number * micros
             furthest = max(furthest, max(mbs) // micros - number)
     assert furthest == plan.ahead
-
-
-class Counting:
-    """Batches of which sequence i of step s is filled with 100 s + i; some targets do not count.
-
-    `read` has the steps in the order of their reading.
-    """
-
-    def __init__(self):
-        self.read = []
-
-    def batch(self, step):
-        self.read.append(step)
-        tokens = np.repeat(100 * step + np.arange(6, dtype=np.int32)[:, None], 64, axis=1)
-        targets = tokens.copy()
-        targets[0, 1:] = IGNORE
-        return tokens, targets
-
-
-def fed(schedule, stages, micros, ranks=1):
-    """number -> Micro of every step, a rank each, and the steps that rank 0 read."""
-    settled = config(schedule, stages, micros, batch=6)
-    plan, batches = program_of(settled), Counting()
-
-    def rank(mesh):
-        source = batches if mesh.rank == 0 else None
-        feed = MicrobatchLoader(mesh, settled, source, plan)
-        return [dict(feed.fetch(number)) for number in range(STEPS)]
-
-    return run({"p": ranks}, rank), batches.read
-
-
-def about(micro):
-    """Step, first sequence, what fills the sequences, scale."""
-    return micro.step, micro.first, micro.tokens[:, 0].tolist(), micro.scale
-
-
-def test_microbatches_of_a_synchronous_step_are_numbered_from_0():
-    """All are scaled by the targets that count in the batch, and all ranks see the same."""
-    ranks, read = fed("1f1b", 2, 3, ranks=2)
-    scale = 1 / (5 * 64 + 1)
-    assert read == [*range(STEPS)]
-    for steps in ranks:
-        for number, micros in enumerate(steps):
-            first = 100 * number
-            assert {mb: about(micro) for mb, micro in micros.items()} == {
-                mb: (number, 2 * mb, [first + 2 * mb, first + 2 * mb + 1], scale)
-                for mb in range(3)
-            }
-
-
-def test_microbatches_of_an_asynchronous_run_count_on_and_are_read_ahead():
-    (steps,), read = fed("pipedream-2bw", 3, 3)
-    assert read == [*range(STEPS)]
-    assert [[*micros] for micros in steps] == [
-        [0, 1, 2, 3, 4, 5],
-        [3, 4, 5, 6, 7, 8],
-        [6, 7, 8, 9, 10, 11],
-        [9, 10, 11, 12, 13, 14],
-        [12, 13, 14],
-    ]
-    assert about(steps[1][7]) == (2, 2, [202, 203], 1 / (5 * 64 + 1))
-
-
-def test_a_microbatch_that_is_a_minibatch_is_scaled_by_its_own_targets():
-    (steps,), _ = fed("pipedream", 2, 3)
-    assert [micro.scale for micro in steps[4].values()] == [1 / 65, 1 / 128, 1 / 128]
-
-
-def test_a_microbatch_without_targets_has_a_scale():
-    targets = np.full((2, 4), IGNORE)
-    (micro,) = microbatches(0, targets, targets, 1)
-    assert micro.scale == 1

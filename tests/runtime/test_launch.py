@@ -8,76 +8,11 @@ import time
 
 import pytest
 
-from hpc3d.runtime import environment
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said
 from tests.strided import strided
 
 slow = pytest.mark.slow
-
-RANKS = "OMPI_COMM_WORLD_LOCAL_SIZE"
-YIELD = "OMPI_MCA_mpi_yield_when_idle"
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A function that makes this a rank of another machine, as far as the launch can see."""
-    for name in (*environment.THREAD_VARIABLES, *environment.LOCAL_RANKS, YIELD):
-        monkeypatch.setenv(name, "")  # so that what is set on the way is undone
-        monkeypatch.delenv(name)
-
-    def pretend(cores, own, launcher, allowed):
-        now = {0: set(range(own)), os.getppid(): set(range(launcher))}
-        monkeypatch.setattr(os, "sysconf", lambda name: cores)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: now[pid])
-        monkeypatch.setattr(
-            os,
-            "sched_setaffinity",
-            lambda pid, wish: now.update({pid: {*wish} & {*range(allowed)}}),
-        )
-        return now
-
-    return pretend
-
-
-@pytest.mark.parametrize(
-    ("cores", "own", "launcher", "allowed", "ranks", "threads", "yields"),
-    [
-        pytest.param(8, 8, 8, 8, None, 8, False, id="alone"),
-        pytest.param(8, 8, 8, 8, "4", 2, False, id="two cores a rank"),
-        pytest.param(8, 8, 8, 8, "3", 2, False, id="a core too many"),
-        pytest.param(8, 8, 8, 8, "64", 1, True, id="more ranks than cores"),
-        pytest.param(8, 1, 8, 8, "8", 1, False, id="bound to a core"),
-        pytest.param(8, 4, 8, 8, "2", 4, False, id="bound to a socket"),
-        pytest.param(8, 4, 8, 8, "8", 1, False, id="four ranks bound to a socket"),
-        pytest.param(8, 1, 8, 8, "2", 1, False, id="bound to less than its share"),
-        pytest.param(64, 2, 2, 2, "2", 1, False, id="container"),
-        pytest.param(64, 2, 2, 2, "4", 1, True, id="container, more ranks than cores"),
-        pytest.param(64, 2, 64, 2, "4", 1, True, id="launcher outside of the container"),
-        pytest.param(2, 1, 1, 2, "2", 1, True, id="launcher bound by the user"),
-        pytest.param(8, 8, 8, 8, "4(x2)", 2, False, id="as Slurm writes it"),
-    ],
-)
-def test_cores_are_shared(
-    machine, monkeypatch, cores, own, launcher, allowed, ranks, threads, yields
-):
-    affinity = machine(cores, own, launcher, allowed)
-    if ranks:
-        monkeypatch.setenv("SLURM_TASKS_PER_NODE", ranks)
-    environment.set_environment()
-    assert {os.environ[name] for name in environment.THREAD_VARIABLES} == {str(threads)}
-    assert (YIELD in os.environ) == yields
-    assert affinity[0] == set(range(own))
-
-
-def test_what_the_user_set_stays(machine, monkeypatch):
-    machine(8, 8, 8, 8)
-    monkeypatch.setenv(RANKS, "64")
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    monkeypatch.setenv(YIELD, "0")
-    environment.set_environment()
-    assert os.environ["OMP_NUM_THREADS"] == "5"
-    assert os.environ[YIELD] == "0"
 
 
 def job(ranks, mode, folder, timeout=60, **environment):
@@ -137,21 +72,6 @@ def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
 def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
     done, ended = job(1, "agree", tmp_path, SLURM_NTASKS="64")
     assert (done.returncode, ended) == (0, [0])
-
-
-@pytest.mark.parametrize("mode", ["agree", "leave_well"])
-def test_a_good_end(mode, tmp_path):
-    done, _ = job(3, mode, tmp_path)
-    assert done.returncode == 0
-
-
-def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
-    done, _ = job(4, "refuse", tmp_path)
-    expected = ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
-    assert said(done) == expected
-    assert done.returncode == 2
-    assert "MPI_ABORT" not in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """Published steps of Megatron-LM, predicted; the machine's file knows none of them."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from hpc3d.predict.machine.machine import load
-from hpc3d.studies import megatron_report
 from hpc3d.studies.megatron import (
     LAYERS,
     RECOMPUTATION,
@@ -42,6 +40,7 @@ def test_steps_of_arxiv_2205_05198_are_within_5_percent_and_10_at_worst(recomput
     assert found["worst"] <= 0.10
 
 
+@pytest.mark.slow
 def test_what_sequence_parallelism_and_selective_recomputation_gain(recomputation):
     """Published: 1.29 and 1.32 times as fast."""
     for full, selective in zip(recomputation[::2], recomputation[1::2], strict=True):
@@ -105,14 +104,3 @@ def test_all_steps_of_sc21_are_within_10_percent(machine):
     found = [predicted(weak(*values), machine) for values in WEAK_SCALING]
     assert errors(found)["mean"] <= 0.10
     assert errors(found)["worst"] <= 0.15
-
-
-@pytest.mark.slow
-def test_the_command_prints_and_returns_plain_values(capsys, monkeypatch):
-    import json
-
-    monkeypatch.setattr(megatron_report, "WEAK_SCALING", WEAK_SCALING[:3])
-    found = megatron_report.main(SimpleNamespace(machine=None))
-    assert json.loads(json.dumps(found)) == found
-    out = capsys.readouterr().out
-    assert "7.5B" in out and "absolute error: mean" in out

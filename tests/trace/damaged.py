@@ -15,7 +15,7 @@ SECONDS = 60  # for one
 
 
 def main(path, count, seed):
-    from tests.trace.test_file_untrusted import everything
+    from tests.trace.test_file import everything
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))

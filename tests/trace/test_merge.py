@@ -11,7 +11,7 @@ import pytest
 import hpc3d.trace
 from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
-from hpc3d.trace.segment import TABLES, replacing, segment_path, write_segment
+from hpc3d.trace.segment import TABLES, segment_path, write_segment
 from tests.elided import elided
 from tests.trace.small import (
     AHEAD,
@@ -328,24 +328,3 @@ def test_without_a_readable_segment_the_old_trace_stays(run):
 def test_a_folder_without_a_trace_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}: .*segments"):
         merge(tmp_path)
-
-
-def test_a_segment_is_whole_or_absent(tmp_path, monkeypatch):
-    def fill_the_disk(file, **_):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez", fill_the_disk)
-    with pytest.raises(OSError, match="disk full"):
-        write(tmp_path, 0, 0)
-    assert list((tmp_path / "trace").iterdir()) == []
-
-
-def test_a_broken_write_leaves_the_file_as_it_was(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(OSError, match="disk full"), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise OSError("disk full")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]

@@ -10,13 +10,13 @@ from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
 from tests.runs import newest, words
-from tests.strided import strided
 from tests.trace.killed import STEP
 
 RANKS, KILLED = 4, 1
 
 
-@pytest.mark.parametrize("where", strided(["in a step", "while it writes"], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in a step", "while it writes"])
 def test_a_killed_rank_is_complete_until_its_last_segment(where, tmp_path):
     line = words(tmp_path, mesh__x=2, mesh__y=2, train__steps=1000, train__batch=16)
     done = mpirun(RANKS, "-m", "tests.trace.killed", where, KILLED, *line, timeout=60)

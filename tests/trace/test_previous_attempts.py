@@ -13,7 +13,6 @@ from hpc3d.benchmarks.harness import Noise
 from hpc3d.comm import threads
 from hpc3d.trace import merge as merging
 from hpc3d.trace.checks_per_rank import violations
-from hpc3d.trace.locate import trace_of
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.segment import segment_path
@@ -236,11 +235,3 @@ def test_a_rank_that_wrote_nothing_more_keeps_what_it_had(tmp_path):
         assert trace.attrs["run_id"] == "renamed"
         assert violations(trace) == []
         assert np.unique(trace.events["rank"]).tolist() == [*range(RANKS)]
-
-
-def test_before_an_attempt_has_a_trace_the_one_before_is_named(tmp_path):
-    attempt(tmp_path, 0, 2)
-    (tmp_path / "config.toml").write_text("")
-    set_aside(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"trace-1\.h5"):
-        trace_of(tmp_path)

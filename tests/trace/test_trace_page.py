@@ -10,7 +10,7 @@ from hpc3d.trace.annotations import write_calibration
 from hpc3d.trace.merge import merge
 from hpc3d.trace.trace_page import page
 from tests.trace.small import expected_events, write_all
-from tests.trace.test_file import MEASURED
+from tests.trace.test_annotations import MEASURED
 
 FILE = Path(__file__).parents[2] / "docs" / "trace.md"
 

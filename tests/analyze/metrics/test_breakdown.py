@@ -2,11 +2,9 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from hpc3d.analyze.metrics.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
-from hpc3d.analyze.metrics.columns import combinations
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.trace import schema
 from tests.analyze.naps import trained
@@ -271,16 +269,3 @@ def test_many_ranks_are_broken_down_as_the_formula_says(tmp_path):
     assert rows["compute",] + rows["comm",] == pytest.approx(20 * 0.1)
     first, *_ = rank_rows(trace, calls_of(trace))
     assert first["compute_s"] == pytest.approx(sum(60e-6 + i * 13 % 11 * 1e-6 for i in range(20)))
-
-
-def test_a_number_as_large_as_its_type_is_combined():
-    columns = [np.array([-1, 2**31 - 1, -1], "i4"), np.array([0, 1, 0], "u1")]
-    kinds, kind = combinations(columns)
-    assert kinds.tolist() == [[-1, 0], [2**31 - 1, 1]] and kind.tolist() == [0, 1, 0]
-
-
-def test_combinations_say_which_row_has_which():
-    columns = np.array([3, -1, 3, 3]), np.array([7, 7, 9, 7])
-    found, which = combinations(columns)
-    assert found.tolist() == [[-1, 7], [3, 7], [3, 9]]
-    assert found[which].tolist() == np.transpose(columns).tolist()

@@ -15,6 +15,7 @@ from hpc3d.pipeline.instruction import Instruction, parse, whole
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import streams
 from tests.analyze.traces import STEPS, config_of, opened, trained
+from tests.strided import strided
 
 SYNCHRONOUS = [
     # schedule, stages, microbatches, chunks, ranks along x
@@ -32,7 +33,10 @@ SYNCHRONOUS = [
 ]
 
 
-@pytest.fixture(scope="module", params=SYNCHRONOUS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=strided([(each,) for each in SYNCHRONOUS], 2, ids=lambda case: str(case[0])),
+)
 def run(request, tmp_path_factory):
     """Passes of a run, the streams of its stages, their placement, the ranks of each stage."""
     name, stages, micros, chunks, along_x = request.param

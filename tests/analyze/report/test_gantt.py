@@ -71,13 +71,6 @@ def small():
     return timeline(*streams("pipedream", 2, 2), Cost(1, 1, 1))
 
 
-def test_spans_of_a_timeline():
-    rows = spans(small())
-    assert rows[1][:3] == [(1, 2, "F", "0"), (2, 4, "BW", "0"), (4, 4, "step", "")]
-    chunks = spans(timeline(*streams("zb-v", 1, 1, 2), Cost(2, 2, 2)))
-    assert [span.kind for span in chunks[0]] == ["F", "1F", "1B", "1W", "B", "W"]
-
-
 def test_the_file_is_a_picture(tmp_path):
     from matplotlib.image import imread
 

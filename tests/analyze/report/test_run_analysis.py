@@ -1,169 +1,15 @@
 """The report of small runs against numbers worked out by hand."""
 
 import csv
-import json
-import os
-import re
-import subprocess
-import sys
 
 import h5py
-import numpy as np
 import pytest
 
 from hpc3d import report
-from hpc3d.trace import schema
-from hpc3d.trace.merge import merge
-from hpc3d.trace.segment import segment_path, write_segment
+from hpc3d.trace.segment import segment_path
+from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, reported, write_run
 from tests.analyze.small import small
 from tests.analyze.synthetic import call
-
-US = 1000  # ns
-MS = 1000 * US
-NAN = float("nan")
-PEAKS = ("-5", "nan", "0", "inf", "fast")
-
-HOST, COMPUTE, COMM, WAIT = (schema.CATEGORY.index(c) for c in ("host", "compute", "comm", "wait"))
-FLOAT = schema.DTYPE.index("float32")
-FORWARD, BACKWARD = (schema.PHASE.index(phase) for phase in ("forward", "backward"))
-GEMM, GATHER, SCATTER = (schema.OP.index(op) for op in ("gemm", "all_gather", "reduce_scatter"))
-
-
-def event(category, phase, op, start, dur, **values):
-    where = {
-        "category": category,
-        "phase": phase,
-        "op": op,
-        "t_start": start * US,
-        "dur": dur * US,
-    }
-    return {"group": -1, "seq": -1, "peer": -1, "parent": -1, **where, **values}
-
-
-def meets(group, number):
-    """That a call is the `number`-th of its group, on blocks of 250 floats."""
-    return {"group": group, "seq": number, "count": 250, "dtype": FLOAT}
-
-
-def events_of(rank, step):
-    """0.6 ms of a forward pass with 2 events inside, then the backward pass; 10 ms from 0.
-
-    The reduce-scatter is in step 2 only, and what warms up in step 0.
-    """
-    events = [
-        event(HOST, FORWARD, 0, 0, 600),
-        event(COMPUTE, FORWARD, GEMM, 10, 300, flops=6e5, parent=0),
-        event(COMM, FORWARD, GATHER, 400, 100 + 10 * rank, bytes=4000, parent=0, **meets(0, step)),
-        event(COMPUTE, BACKWARD, GEMM, 610, 200, flops=4e5),
-        event(COMPUTE, BACKWARD, GEMM, 810, 200, flops=4e5),
-        event(WAIT, BACKWARD, SCATTER, 1010, 20, group=1),
-    ]
-    if step == 0:
-        events.append(event(COMPUTE, BACKWARD, GEMM, 2000, 6000, flops=1e9))
-    if step == 2:
-        events.append(event(COMM, BACKWARD, SCATTER, 1040, 50, bytes=1000, **meets(1, 0)))
-    return [{**row, "step": step, "t_start": row["t_start"] + 10 * step * MS} for row in events]
-
-
-def uncounted(rank):
-    """Before the first step, and in the step that was cut off."""
-    rest = {"bytes": 77777, "flops": 1e9}
-    return [
-        event(COMPUTE, FORWARD, GEMM, -20000, 9000, step=-1, **rest),
-        event(COMM, FORWARD, GATHER, 30000, 9000, step=3, **meets(0, 3), **rest),
-    ]
-
-
-def steps_of(rank, losses):
-    """Steps of 9, 1 and 2 ms and 0.1 ms more a rank; only the last rank knows the loss."""
-    return [
-        {
-            "step": step,
-            "t_start": 10 * step * MS,
-            "t_end": 10 * step * MS + (step or 9) * MS + rank * 100 * US,
-            "tokens": 1800,
-            "loss": loss if rank == 3 else NAN,
-            "grad_norm": 1.5,
-            "forward_s": 0.001 * (rank + 1),
-            "backward_s": NAN if rank == 3 else 0.002,
-        }
-        for step, loss in enumerate(losses)
-    ]
-
-
-def memory_of(rank):
-    kinds = {"parameter": 100 + rank, "activation": 5000 - rank}
-    return [
-        {"kind": schema.MEMORY_KIND.index(kind), "bytes": 1, "peak": peak - 50 * (step == 1)}
-        for kind, peak in kinds.items()
-        for step in range(2)
-    ]
-
-
-def records(columns, rank, rows):
-    table = np.zeros(len(rows), schema.record_type(columns))
-    for i, row in enumerate(rows):
-        for key, value in row.items():
-            table[key][i] = value
-    table["rank"] = rank
-    if columns is schema.EVENTS:
-        table["posted"] = table["t_start"]
-    return table
-
-
-def write_run(run, scheme="3d", losses=(4.0, 3.5, 3.25)):
-    for rank in range(4):
-        events = uncounted(rank)
-        for step in range(3):
-            shift = len(events)
-            events += [
-                {**row, "parent": row["parent"] + shift * (row["parent"] >= 0)}
-                for row in events_of(rank, step)
-            ]
-        write_segment(
-            segment_path(run, rank, 0),
-            {
-                "rank": rank,
-                "world_size": 4,
-                "axes": ["p", "x", "y"],
-                "axis_sizes": [1, 2, 2],
-                "coords": [0, *divmod(rank, 2)],
-                "host": "node0",
-                "local_rank": rank,
-                "device": "cpu",
-                "pid": rank,
-                "run_id": run.name,
-                "created_utc": "2025-01-02T03:04:05Z",
-                "time_unit": "ns",
-                "config": f'[parallel]\nscheme = "{scheme}"\n' if scheme else "",
-                "git": "0123abc",
-                "mpi": "Open MPI 5",
-                "version": "0.1.0",
-                "dropped": 0,
-                "groups": [
-                    {"axis": "x", "members": [rank % 2, rank % 2 + 2]},
-                    {"axis": "y", "members": [rank // 2 * 2, rank // 2 * 2 + 1]},
-                ],
-            },
-            ["event"],
-            records(schema.EVENTS, rank, events),
-            records(schema.STEPS, rank, steps_of(rank, losses)),
-            records(schema.MEMORY, rank, memory_of(rank)),
-            records(schema.CLOCK_SAMPLES, rank, []),
-        )
-    return run
-
-
-@pytest.fixture
-def run(tmp_path):
-    return write_run(tmp_path / "small")
-
-
-def reported(capsys, *arguments):
-    """The JSON object of the last line."""
-    assert report.main([*map(str, arguments), "--json", "--tables"]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
 
 # category, phase, axis, op: us, calls, bytes, flop, flop/s; means over 4 ranks and 2 steps
 TIME = {
@@ -244,45 +90,11 @@ def test_bytes_from_rank_to_rank(run, capsys):
     ]
 
 
-def test_tables_are_printed_and_written(run, capsys):
-    assert report.main([str(run), "--tables"]) == 0
-    printed = capsys.readouterr().out
-    text = (run / "report" / "report.md").read_text()
-    for line in (
-        "| 3d along m n, x=2 y=2 |     4 |     2 |      1.55 |      1.80 |      2.05 |      1 M |",
-        "| compute    | backward |      | gemm           |      0.40 | 24.2% |   2.0 |",
-    ):
-        assert line in printed and line in text
-    assert "Pipeline" not in text
-    with (run / "report" / "tables" / "time.csv").open(newline="") as file:
-        rows = {(row["category"], row["axis"]): row for row in csv.DictReader(file)}
-    assert rows["comm", "x"]["run"] == "3d along m n, x=2 y=2"
-    assert float(rows["comm", "x"]["bytes"]) == 4000.0
-    assert {path.name for path in (run / "report").iterdir()} == {"report.md", "tables"}
-
-
 # Its four gathers along x with rank 3, and its reduce-scatter along y with rank 0.
-CUT_OFF = [f"rank {rank}: the end of step 3" for rank in range(4)]
-WITHOUT_RANK_1 = [
-    CUT_OFF[0],
-    "rank 1: no segment",
-    *CUT_OFF[2:],
-    "5 collectives and messages: the call of a member, so their waits may be longer",
-]
-
-
 def test_what_is_missing_is_said(run, capsys):
     segment_path(run, 1, 0).unlink()
     assert reported(capsys, run)["runs"][0]["missing"] == WITHOUT_RANK_1
     assert "* rank 1: no segment" in (run / "report" / "report.md").read_text()
-
-
-def test_merged_only_when_needed_or_told(run, capsys):
-    reported(capsys, run)
-    segment_path(run, 1, 0).unlink()
-    assert reported(capsys, run / "trace.h5")["runs"][0]["missing"] == CUT_OFF
-    assert reported(capsys, run)["runs"][0]["missing"] == CUT_OFF
-    assert reported(capsys, run, "--merge")["runs"][0]["missing"] == WITHOUT_RANK_1
 
 
 def test_losses_are_compared_in_the_same_step(run, tmp_path, capsys):
@@ -326,40 +138,6 @@ def test_runs_are_compared(run, tmp_path, capsys):
     assert not (run / "report").exists()
 
 
-def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
-    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", scheme="1d")
-    assert reported(capsys, one, other)["notes"] == []
-    merge(one), merge(other)
-    with h5py.File(other / "trace.h5", "r+") as file:
-        file.attrs["config"] += '[train]\nbatch = 96\ndtype = "float64"\n[data]\npath = "mine"\n'
-        file.attrs["cores"] = 3
-        file["steps/tokens"][:] = 900
-    with h5py.File(one / "trace.h5", "r+") as file:
-        file.attrs["cores"] = 4
-    found = reported(capsys, one, other, "--out", tmp_path / "out")
-    three, flat = "3d along m n, x=2 y=2", "1d, x=2 y=2"
-    assert found["notes"] == [
-        f"train.batch differs: 192 in {three}; 96 in {flat}",
-        f"train.dtype differs: float32 in {three}; float64 in {flat}",
-        f"tokens a step differs: 1,800 in {three}; 900 in {flat}",
-        f"data.path differs: inputs/corpus in {three}; mine in {flat}",
-        f"{flat}: cores: 3 for 4 ranks a host: they take turns, so times are longer than on a"
-        " core each",
-    ]
-    assert [row["speedup"] for row in found["scaling"]] == [1, None]
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert f"Before these runs are compared:\n\n* {found['notes'][0]}\n" in text
-
-
-def test_labels_tell_runs_apart(run, tmp_path, capsys):
-    twin = write_run(tmp_path / "twin")
-    unnamed = write_run(tmp_path / "unnamed", scheme=None)
-    rows = reported(capsys, run, twin, unnamed)["comparison"]
-    labels = [f"3d along m n, x=2 y=2, {name}" for name in ("small", "twin")]
-    labels.append("unnamed, x=2 y=2")
-    assert [row["run"] for row in rows] == labels
-
-
 def test_an_index_out_of_its_table_is_refused(run, capsys):
     assert report.main([str(run), "--tables"]) == 0
     with h5py.File(run / "trace.h5", "r+") as file:
@@ -374,48 +152,6 @@ def test_a_run_without_a_completed_step_is_refused(tmp_path, capsys):
     assert "no step was completed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["absent"], "absent: no such file"),
-        ([""], "not the folder of a run; give one"),
-        (["."], "not the folder of a run; give one"),
-        (["silent"], "silent: no trace; set enabled = true"),
-        (["killed"], "killed: no trace yet; the first segments come after 30 s"),
-        (["whole/trace"], "whole/trace: the segments of a run; give the folder that it lies in"),
-        (["merged", "--merge"], "merged: no segments to be merged; leave --merge out"),
-        (["trace.h5", "--merge"], "--merge wants the folder of a run"),
-        (["text"], "text: not a file in HDF5; give a run folder or its trace.h5"),
-        (["whole/trace/rank-00000-0000.npz"], "not a file in HDF5"),
-        (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
-        (["whole", "--steps", "a"], "--steps: a: give FIRST:LAST"),
-        (["whole", "--export", "x"], "--export: x: not one of perfetto"),
-        *((["whole", f"--peak={peak}"], f"--peak: {peak}: give FLOP/s") for peak in PEAKS),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, reason):
-    (tmp_path / "text").write_text("no trace")
-    write_run(tmp_path / "whole")
-    for name, enabled in (("silent", "false"), ("killed", "true")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.toml").write_text(f"[trace]\nenabled = {enabled}\n")
-    (tmp_path / "merged").mkdir()
-    merge(tmp_path / "whole").rename(tmp_path / "merged" / "trace.h5")
-    monkeypatch.chdir(tmp_path)
-    assert code_of(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hpc3d.report: ")
-    assert re.search(reason, line)
-
-
-def code_of(arguments):
-    """The exit code of the command."""
-    try:
-        return report.main(arguments)
-    except SystemExit as end:
-        return end.code
-
-
 def test_what_ranks_have_written_since_is_reported(run, capsys):
     """Also where something was put into the file after they wrote it."""
     late = segment_path(run, 3, 0)
@@ -427,52 +163,3 @@ def test_what_ranks_have_written_since_is_reported(run, capsys):
     before = (run / "trace.h5").stat().st_mtime_ns
     reported(capsys, run)
     assert (run / "trace.h5").stat().st_mtime_ns == before, "merged again for nothing"
-
-
-@pytest.mark.slow
-def test_a_report_takes_the_place_of_another_one(run, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert report.main([str(run), "--out", str(out), "--export", "pipit"]) == 0
-    (out / "mine.txt").write_text("mine")
-    assert {path.name for path in out.iterdir()} > {"figures", "report.html", "exports"}
-    reported(capsys, run, "--out", out)
-    assert {path.name for path in out.iterdir()} == {"mine.txt", "report.md", "tables"}
-
-
-def test_a_folder_without_a_report_keeps_what_it_has(run, tmp_path, capsys):
-    (tmp_path / "out" / "figures").mkdir(parents=True)
-    reported(capsys, run, "--out", tmp_path / "out")
-    assert (tmp_path / "out" / "figures").is_dir()
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
-    name = "x \u00fc \u4e2d"
-    run = run.rename(run.with_name(name))
-    done = printed(run, stdout=subprocess.PIPE, encoding=encoding)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert f"written to {run}".encode(encoding, "backslashreplace") in done.stdout
-
-
-def test_a_reader_that_goes_is_no_error(run):
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = printed(run, stdout=writer)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert (run / "report" / "report.md").exists()
-
-
-def printed(run, stdout, encoding="utf-8"):
-    """The command as a program."""
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-m", "hpc3d.report", str(run), "--tables"]
-    return subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=120, check=False
-    )
-
-
-def test_one_run_twice_has_two_labels(run, capsys):
-    rows = reported(capsys, run, run)["comparison"]
-    first, second = (row["run"] for row in rows)
-    assert (first, second) == tuple(f"3d along m n, x=2 y=2, small, {n}" for n in (1, 2))

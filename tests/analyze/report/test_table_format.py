@@ -1,15 +1,11 @@
 """Tables as they are shown."""
 
 import csv
-import re
 
 import pytest
 
 from hpc3d.analyze.report import table_format
-from hpc3d.analyze.report.comparison_tables import OVER_RUNS
-from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import Field, Sheet, latex, markdown
-from hpc3d.analyze.report.table_notes import MEANING
 
 FIELDS = (
     Field("name", "name"),
@@ -90,14 +86,3 @@ def test_files_have_what_is_known(tmp_path):
 )
 def test_numbers_are_written(write, value, text):
     assert write(value) == text
-
-
-def test_every_table_says_what_its_numbers_mean():
-    names = [sheet.name for sheet in (*OVER_RUNS, *OF_A_RUN)]
-    assert len(names) == len(set(names))
-    for sheet in (*OVER_RUNS, *OF_A_RUN):
-        assert re.fullmatch(r"[a-z_]+", sheet.name)
-        text = MEANING[sheet.name]
-        named = {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)}
-        assert named <= {field.heading for field in sheet.fields}, sheet.name
-    assert MEANING.keys() == {*names}

@@ -9,13 +9,11 @@ from hpc3d.comm import threads
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.calibration.align_trace import works
 from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
-from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
+from hpc3d.predict.calibration.calibration_runs import config_of
 from hpc3d.predict.machine.machine import Link, Machine, Rates, dumps, load
 from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
 from hpc3d.predict.simulation.simulator import run, simulate
 from hpc3d.predict.simulation.write_trace import write_trace
-from hpc3d.trace.schema import CATEGORY
-from tests.runs import train
 
 FACTS = {"name": "known", "source": "a test", "ranks_per_node": 8, "cores": 8, "memory_gb": 1.0}
 KNOWN = Machine(
@@ -119,57 +117,3 @@ def test_times_on_the_wall_are_refused(tmp_path):
     refused = pytest.raises(ValueError, match=r"record it with --trace[.]clock cpu")
     with traced(tmp_path / "run", RUNS[0], clock="wall") as trace, refused:
         works(trace)
-
-
-@pytest.mark.parametrize("other", ["layers=3", "batch=16", "zero=1 d=2 y=1", "hidden=192"])
-def test_a_trace_of_something_else_is_refused(tmp_path, other):
-    line = "y=2 hidden=96 batch=8"
-    refused = pytest.raises(ValueError, match="did not do in a step what the program would do")
-    with traced(tmp_path / "run", line, said=f"{line} {other}") as trace, refused:
-        works(trace, skip=0)
-
-
-def test_a_trace_without_a_step_that_counts_is_refused(tmp_path):
-    refused = pytest.raises(ValueError, match=r"train again, .* for more than two steps")
-    with traced(tmp_path / "run", RUNS[0]) as trace, refused:
-        works(trace)
-
-
-@pytest.mark.slow
-def test_a_real_run_is_aligned_and_all_of_its_time_is_work(tmp_path):
-    """p=2 has messages, d=2 sums that are waited for later.  A step is made of its
-    rows and what lies between them, and of the reading of data."""
-    mesh = {"mesh__p": 2, "mesh__d": 2, "mesh__x": 1, "mesh__y": 1, "mesh__z": 1}
-    sizes = {"parallel__microbatches": 2, "train__steps": 3, "model__dropout": 0.1}
-    mesh["mesh__transport"] = "mpi"
-    folder = train(4, tmp_path, trace__clock="cpu", train__dtype="float32", **mesh, **sizes)
-    with hpc3d.trace.open(folder) as trace:
-        told = works(trace)
-        last, io = trace.steps["step"] == 2, trace.events["category"] == CATEGORY.index("io")
-        steps = trace.steps["t_end"][last].sum() - trace.steps["t_start"][last].sum()
-        read = trace.events["dur"][io & (trace.events["step"] == 2)].sum()
-    assert sum(work.seconds for work in told) * 1e9 == pytest.approx(steps - read, abs=1e3)
-    assert {work.call.op for work in told if work.call} >= {"send", "recv", "all_reduce"}
-    assert min(work.seconds for work in told) >= 0
-    assert {table.members for table in machine_of(told, **FACTS).measured} == {2, 4}
-
-
-def test_lines_are_runs_of_one_to_eight_ranks():
-    ranks = [settings(line)[0] for line in (*CALIBRATE, *CHECK)]
-    assert {*ranks} == {1, 2, 4, 8}
-    assert len(CHECK) == 12
-    assert not {config_of(line) for line in CHECK} & {config_of(line) for line in CALIBRATE}
-
-
-def test_ranks_share_cores():
-    """Ranks that do nothing but work need as much longer as there are more of them than cores; a
-    pipeline's bubble is time for others."""
-    config = config_of("p=4 layers=4 hidden=96 batch=8 microbatches=4 schedule=gpipe")
-    alone = simulate(config, 256, replace(KNOWN, cores=4))
-    shared = simulate(config, 256, replace(KNOWN, cores=2))
-    work = sum(each.busy for each in alone) / 2e9
-    assert step_seconds(alone) < work < 2 * step_seconds(alone)
-    assert step_seconds(shared) == pytest.approx(work, rel=1e-3)
-    config = config_of("x=2 y=2 hidden=96 batch=8")
-    alone, shared = (step_seconds(simulate(config, 256, replace(KNOWN, cores=n))) for n in (4, 2))
-    assert shared == pytest.approx(2 * alone, rel=1e-3)

@@ -93,6 +93,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_fewer_microbatches_than_stages_and_zero_2_are_found(name):
     space = SPACES[name]
@@ -108,11 +109,12 @@ def test_no_layout_is_quicker(name):
     hold(SPACES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "space",
     [
         Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 20e6, 16e6, 13e6)),
-        pytest.param(SPACES["16 H100"], marks=pytest.mark.slow),
+        SPACES["16 H100"],
     ],
 )
 def test_less_memory_never_gives_a_quicker_plan(space):

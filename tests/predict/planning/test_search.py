@@ -8,14 +8,11 @@ import pytest
 
 from hpc3d.config.load import load
 from hpc3d.config.rules import settle
-from hpc3d.pipeline.closed_forms import StageTimes
-from hpc3d.pipeline.schedule import find, streams
-from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine import load as load_machine
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.estimate import Estimator
-from hpc3d.predict.planning.ranking import Ranking, words
+from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.simulator import simulate
 
@@ -68,46 +65,6 @@ def quickest(searched, timed):
     return next(filter(searched.candidates.fits, timed.offers), None)
 
 
-# Closed forms
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "tolerance"),
-    [
-        ("gpipe", 1, 1e-9),
-        ("1f1b", 1, 0.02),
-        ("interleaved", 2, 1e-9),
-        ("interleaved", 4, 1e-9),
-        ("zb-h1", 1, 0.06),
-        ("zb-h2", 1, 0.1),
-        ("zb-v", 2, 0.05),
-    ],
-)
-def test_the_makespan_is_that_of_the_timeline(name, chunks, tolerance):
-    costs = [(1, 1, 1), (1, 1.5, 0.9), (1, 2, 1)]
-    for stages, rounds, cost, message in product(
-        (2, 4, 8), (0.25, 0.5, 1, 2, 4), costs, (0, 0.05, 0.2)
-    ):
-        micros = max(1, int(rounds * stages))
-        if find(name).forbids(stages, micros, chunks):
-            continue
-        passes, placement = streams(name, stages, micros, chunks)
-        exact = makespan(timeline(passes, placement, Cost(*cost, message)))
-        forward, backward, weight = cost
-        if not find(name).splits_backward:
-            backward, weight = backward + weight, 0
-        times = [[seconds] * stages for seconds in (forward, backward, weight)]
-        found = find(name).seconds(micros, chunks, StageTimes(*times, message))
-        assert found == pytest.approx(exact, rel=tolerance), (stages, micros, cost, message)
-
-
-def test_a_slow_last_stage_sets_the_pace():
-    times = [1.0, 1.0, 2.0], [2.0, 2.0, 4.0], [0.0] * 3
-    assert find("gpipe").seconds(10, 1, StageTimes(*times)) == 10 * 6 + 2 * 3
-    seconds = find("1f1b").seconds(10, 1, StageTimes(*times, 0.1))
-    assert seconds == pytest.approx(10 * 6 + 2 * 3 + 2 * 0.1)
-
-
 # Estimates
 
 
@@ -154,42 +111,6 @@ def test_what_was_measured_for_one_layout_is_not_taken_for_another():
     configs = [settled(f"{SMALL} {line}") for line in LAYOUTS]
     together = [shared.estimate(config) for config in configs]
     assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]
-
-
-# Layouts
-
-
-def test_every_cuboid_is_there_once():
-    found = [*layouts.meshes(8, layers=4, batch=32)]
-    assert len(found) == len(set(found))
-    assert all(p * d * x * y * z == 8 and p <= 4 for p, d, _, x, y, z in found)
-    cuboids = {mesh for mesh in found if mesh[2] in ("2d", "3d")}
-    # Of 8 = x y z there are 10; y alone is 1-D with sequence parallelism.
-    assert len([mesh for mesh in cuboids if mesh[:2] == (1, 1)]) == 10 - 1
-    assert (1, 1, "1d-sequence", 8, 1, 1) in found
-    assert (1, 1, "2d", 4, 2, 1) in found
-    assert (1, 8, "3d", 1, 1, 1) in found
-
-
-def test_microbatches_are_those_that_the_rules_allow():
-    config = settled(f"{SMALL} d=2 x=2 y=2 scheme=2d")
-    allowed = [
-        count
-        for count in range(1, 33)
-        if not layouts.problems(
-            replace(config, parallel=replace(config.parallel, microbatches=count)), 8
-        )
-    ]
-    assert 1 < len(allowed) < 16
-    assert layouts.microbatches(config, 8) == allowed
-
-
-def test_the_heaviest_axis_lies_inside_a_node():
-    config = settled("model.layers=4 model.hidden=512 train.batch=32 p=2 x=4 d=4 scheme=1d", 32)
-    config = replace(config, mesh=replace(config.mesh, order="x p d c e y z"))
-    turned = layouts.Bounds(config, 32, 256, CLUSTER).place(config).config
-    assert turned.mesh.order == "p d x c e y z"
-    assert step(turned)[0] < 0.8 * step(config)[0]
 
 
 def test_bounds_are_below_what_is_found():
@@ -291,40 +212,6 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
 def test_nothing_fits_no_memory():
     _, found = search(memory=1e5, most=100)
     assert not any(each.fits for each in found.timed)
-
-
-def test_slow_links_are_why_others_lose():
-    slow = replace(CLUSTER, links=(Link(0, 1e-4, 1e8),))
-    searched, found = search(machine=slow)
-    ranking = Ranking(searched, found, slow, most=1e9)
-    losers = ranking.losers(ranking.best(3)[0])
-    assert losers[0].reason.startswith("axis ")
-    assert sum(loser.count for loser in losers) == len(found.timed) - 1
-
-
-def test_layouts_have_names():
-    searched, found = search()
-    ranking = Ranking(searched, found, CLUSTER, most=1e9)
-    ranking.widen()
-    ranking.widen(config_of("p=1 d=1").mesh)
-    best, named = ranking.best(10), ranking.named(config_of("p=1 d=1").mesh)
-    assert {name: row.config.parallel.scheme[:2] for name, row in named.items()} == {
-        "1-D": "1d",
-        "2-D": "2d",
-        "cube": "3d",
-        "best cuboid": named["best cuboid"].config.parallel.scheme[:2],
-    }
-    assert named["best cuboid"].seconds <= named["cube"].seconds
-    cube = named["cube"].config
-    assert (cube.mesh.x, cube.mesh.y, cube.mesh.z, cube.mesh.d) == (2, 2, 2, 1)
-    assert named["cube"].seconds == pytest.approx(step(cube)[0], rel=1e-9)
-    assert all(best[0].seconds <= row.seconds for row in named.values())
-    assert [row.seconds for row in best] == sorted(row.seconds for row in best)
-
-
-def test_a_layout_in_words_is_that_of_the_input_file():
-    line = "p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=zb-h1"
-    assert words(settled(f"{SMALL} {line}")) == line
 
 
 def test_where_memory_is_short_fewer_microbatches_may_do_more_again():

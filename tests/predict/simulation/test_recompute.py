@@ -13,6 +13,7 @@ from hpc3d.predict.simulation.count import every_rank, predict
 from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from tests.pipeline.mixes import config_of
 from tests.predict.simulation.test_count import counted
+from tests.strided import strided
 
 FORWARD, RECOMPUTE = PHASE.index("forward"), PHASE.index("recompute")
 MESSAGES = [OP.index("send"), OP.index("recv")]
@@ -36,8 +37,9 @@ def repeated(prediction, phase):
     return Counter(events[chosen][list(what)].tolist())
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("line", MIXES)
+@pytest.mark.parametrize(
+    ("line", "recompute"), strided([*product(MIXES, ("selective", "full"))], 3)
+)
 def test_predicted_is_counted_and_the_forward_pass_is_repeated_once(line, recompute):
     config = config_of(f"{line} recompute={recompute}")
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):

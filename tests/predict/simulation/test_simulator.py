@@ -6,17 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpc3d import trace
-from hpc3d.analyze.metrics.prediction import prediction_rows
-from hpc3d.analyze.metrics.step import time_rows
 from hpc3d.cuda.gpu import WORKSPACE
-from hpc3d.predict.simulation import write_trace as write
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
-from hpc3d.predict.simulation.write_trace import prediction, write_trace
-from hpc3d.trace.annotations import write_prediction
-from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.schema import CATEGORY, OP
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
@@ -55,31 +48,6 @@ def test_played_passes_are_like_those_that_are_run(line):
         for name in {*rows.dtype.names} - TIMES:
             np.testing.assert_array_equal(rows[name], whole.events[name], err_msg=name)
         assert Counter(run.peak) == Counter(whole.peak)
-
-
-@pytest.mark.parametrize("line", PIPELINES[len(ASYNCHRONOUS) :: 5])
-def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
-    config, runs = simulated(line)
-    path = write_trace(tmp_path, runs, config, MACHINE)
-    found = summary(runs, config, MACHINE)
-    write_prediction(path, prediction(runs, found))
-    with trace.open(path) as opened:
-        assert opened.attrs["kind"] == "simulated" and opened.attrs["complete"]
-        assert violations(opened) == []
-        assert len(opened.ranks) == len(np.unique(opened.events["rank"])) == found["ranks"]
-        assert opened.prediction["value"][0] == found["step_time_s"]
-        peaks = [row for row in prediction_rows(opened) if row["quantity"] == "peak_all_bytes"]
-        assert [row["ratio"] for row in peaks] == [1.0] * config.mesh.p
-        shares = [row["share"] for row in time_rows(opened)]
-        assert sum(shares) == pytest.approx(1, abs=1e-9)
-
-
-def test_token_tables_and_logits_are_named():
-    """The first stage and the last have a table; the last has logits, of 72 tokens."""
-    config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
-    found = summary(runs, config, MACHINE)["memory"]["stages"]
-    assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
-    assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
 
 
 def test_the_time_of_a_product_and_of_a_call_are_the_machines():
@@ -124,18 +92,6 @@ def test_kernels_move_their_bytes():
     assert norm["dur"] == pytest.approx(1e9 * (LAUNCH + 8 * (rows * 16 + 2 * rows) / BYTES), abs=1)
 
 
-def test_a_stage_waits_for_the_one_before_it():
-    """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
-    line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
-    config, runs = simulated(line)
-    assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
-    config, runs = simulated(
-        line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64")
-    )
-    # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
-    assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
-
-
 def test_sums_run_beside_backward_only_where_they_may():
     line = "d=2 schedule=none microbatches=2 zero=0 bucket_mb=0.001 hidden=96 batch=96"
     waits = {}
@@ -144,16 +100,3 @@ def test_sums_run_beside_backward_only_where_they_may():
         found = summary(runs, config, MACHINE)
         waits[overlap] = found["communication"] * found["step_time_s"]
     assert waits["true"] < 0.8 * waits["false"]
-
-
-def test_steps_that_overlap_make_no_trace(tmp_path):
-    config, runs = simulated(ASYNCHRONOUS[0])
-    with pytest.raises(ValueError, match="its steps overlap"):
-        write_trace(tmp_path, runs, config, MACHINE)
-
-
-def test_a_trace_of_too_many_rows_is_refused(tmp_path, monkeypatch):
-    config, runs = simulated("p=2 schedule=gpipe microbatches=4")
-    monkeypatch.setattr(write, "MOST_ROWS", 2 * len(runs[0].rows) - 1)
-    with pytest.raises(ValueError, match="leave --out away"):
-        write_trace(tmp_path, [run._replace(rows=runs[0].rows) for run in runs], config, MACHINE)

@@ -36,16 +36,17 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "act",
+    ("act", "ranks"),
     [
-        "SIGTERM of one rank",
-        pytest.param("signal of one rank", marks=slow),
-        pytest.param("file", marks=slow),
+        ("SIGTERM of one rank", 2),
+        pytest.param("SIGTERM of one rank", 4, marks=slow),
+        pytest.param("signal of one rank", 4, marks=slow),
+        pytest.param("file", 4, marks=slow),
     ],
 )
-def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, tmp_path):
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):
     told = when_running(tmp_path, ACTS[act])
-    done = mpirun(4, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000), meanwhile=told)
+    done = mpirun(ranks, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000), meanwhile=told)
     assert done.returncode == STOPPED, done.stderr
     run = newest(tmp_path)
     (saved,) = steps_of(run / "checkpoints")
@@ -53,8 +54,8 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, tmp_path):
     assert f" step {step - 1}, " in done.stdout
     assert f" --resume {run}\n" in done.stdout
     assert len(losses(run)) == step
-    checked(4, "-m", "hpc3d.train", "--resume", run, "--train.steps", step + 1)
-    whole = train(4, tmp_path / "whole", train__steps=step + 1)
+    checked(ranks, "-m", "hpc3d.train", "--resume", run, "--train.steps", step + 1)
+    whole = train(ranks, tmp_path / "whole", train__steps=step + 1)
     assert losses(run)[-1] == losses(whole)[-1]
 
 

@@ -1,0 +1,107 @@
+"""The verb `report`: what it takes and refuses, and where its words go."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hpc3d import report
+from hpc3d.trace.merge import merge
+from hpc3d.trace.segment import segment_path
+from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, reported, write_run
+
+PEAKS = ("-5", "nan", "0", "inf", "fast")
+
+
+def test_merged_only_when_needed_or_told(run, capsys):
+    reported(capsys, run)
+    segment_path(run, 1, 0).unlink()
+    assert reported(capsys, run / "trace.h5")["runs"][0]["missing"] == CUT_OFF
+    assert reported(capsys, run)["runs"][0]["missing"] == CUT_OFF
+    assert reported(capsys, run, "--merge")["runs"][0]["missing"] == WITHOUT_RANK_1
+
+
+def test_labels_tell_runs_apart(run, tmp_path, capsys):
+    twin = write_run(tmp_path / "twin")
+    unnamed = write_run(tmp_path / "unnamed", scheme=None)
+    rows = reported(capsys, run, twin, unnamed)["comparison"]
+    labels = [f"3d along m n, x=2 y=2, {name}" for name in ("small", "twin")]
+    labels.append("unnamed, x=2 y=2")
+    assert [row["run"] for row in rows] == labels
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["absent"], "absent: no such file"),
+        ([""], "not the folder of a run; give one"),
+        (["."], "not the folder of a run; give one"),
+        (["silent"], "silent: no trace; set enabled = true"),
+        (["killed"], "killed: no trace yet; the first segments come after 30 s"),
+        (["whole/trace"], "whole/trace: the segments of a run; give the folder that it lies in"),
+        (["merged", "--merge"], "merged: no segments to be merged; leave --merge out"),
+        (["trace.h5", "--merge"], "--merge wants the folder of a run"),
+        (["text"], "text: not a file in HDF5; give a run folder or its trace.h5"),
+        (["whole/trace/rank-00000-0000.npz"], "not a file in HDF5"),
+        (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
+        (["whole", "--steps", "a"], "--steps: a: give FIRST:LAST"),
+        (["whole", "--export", "x"], "--export: x: not one of perfetto"),
+        *((["whole", f"--peak={peak}"], f"--peak: {peak}: give FLOP/s") for peak in PEAKS),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, reason):
+    (tmp_path / "text").write_text("no trace")
+    write_run(tmp_path / "whole")
+    for name, enabled in (("silent", "false"), ("killed", "true")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[trace]\nenabled = {enabled}\n")
+    (tmp_path / "merged").mkdir()
+    merge(tmp_path / "whole").rename(tmp_path / "merged" / "trace.h5")
+    monkeypatch.chdir(tmp_path)
+    assert code_of(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hpc3d.report: ")
+    assert re.search(reason, line)
+
+
+def code_of(arguments):
+    """The exit code of the command."""
+    try:
+        return report.main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
+    name = "x \u00fc \u4e2d"
+    run = run.rename(run.with_name(name))
+    done = printed(run, stdout=subprocess.PIPE, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert f"written to {run}".encode(encoding, "backslashreplace") in done.stdout
+
+
+def test_a_reader_that_goes_is_no_error(run):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = printed(run, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (run / "report" / "report.md").exists()
+
+
+def printed(run, stdout, encoding="utf-8"):
+    """The command as a program."""
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "hpc3d.report", str(run), "--tables"]
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=120, check=False
+    )
+
+
+def test_one_run_twice_has_two_labels(run, capsys):
+    rows = reported(capsys, run, run)["comparison"]
+    first, second = (row["run"] for row in rows)
+    assert (first, second) == tuple(f"3d along m n, x=2 y=2, small, {n}" for n in (1, 2))

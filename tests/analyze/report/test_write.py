@@ -1,0 +1,41 @@
+"""Which files a report leaves, and what it leaves alone."""
+
+import csv
+
+import pytest
+
+from hpc3d import report
+from tests.analyze.report.by_hand import reported
+
+
+def test_tables_are_printed_and_written(run, capsys):
+    assert report.main([str(run), "--tables"]) == 0
+    printed = capsys.readouterr().out
+    text = (run / "report" / "report.md").read_text()
+    for line in (
+        "| 3d along m n, x=2 y=2 |     4 |     2 |      1.55 |      1.80 |      2.05 |      1 M |",
+        "| compute    | backward |      | gemm           |      0.40 | 24.2% |   2.0 |",
+    ):
+        assert line in printed and line in text
+    assert "Pipeline" not in text
+    with (run / "report" / "tables" / "time.csv").open(newline="") as file:
+        rows = {(row["category"], row["axis"]): row for row in csv.DictReader(file)}
+    assert rows["comm", "x"]["run"] == "3d along m n, x=2 y=2"
+    assert float(rows["comm", "x"]["bytes"]) == 4000.0
+    assert {path.name for path in (run / "report").iterdir()} == {"report.md", "tables"}
+
+
+@pytest.mark.slow
+def test_a_report_takes_the_place_of_another_one(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert report.main([str(run), "--out", str(out), "--export", "pipit"]) == 0
+    (out / "mine.txt").write_text("mine")
+    assert {path.name for path in out.iterdir()} > {"figures", "report.html", "exports"}
+    reported(capsys, run, "--out", out)
+    assert {path.name for path in out.iterdir()} == {"mine.txt", "report.md", "tables"}
+
+
+def test_a_folder_without_a_report_keeps_what_it_has(run, tmp_path, capsys):
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    reported(capsys, run, "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "figures").is_dir()

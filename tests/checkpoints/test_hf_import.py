@@ -1,0 +1,271 @@
+"""Weights of Hugging Face transformers as this program reads them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from torch.nn import functional
+
+from hpc3d.checkpoints.hf_export import DROPOUTS, FIXED, SIZES
+from hpc3d.checkpoints.hf_import import Pretrained, configured, told_by
+from hpc3d.checkpoints.inspect import config_of
+from hpc3d.checkpoints.sharded import Checkpoint
+from tests.checkpoints import gpt2
+from tests.checkpoints.test_hf_export import SERIAL, exported, imported
+
+
+def theirs(weights, told, tokens):
+    """GPT-2 in torch, by the names and the order of columns that Hugging Face gave it."""
+    heads, epsilon = told["n_head"], told["layer_norm_epsilon"]
+    gelu = {"gelu_new": "tanh", "gelu": "none"}[told["activation_function"]]
+    head = "wte.weight" if told["tie_word_embeddings"] else "lm_head.weight"
+    w = {name.removeprefix("transformer."): torch.tensor(a) for name, a in weights.items()}
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def norm(name, x):
+        weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+    x = w["wte.weight"][tokens] + w["wpe.weight"]
+    for n in range(told["n_layer"]):
+        qkv = linear(f"h.{n}.attn.c_attn", norm(f"h.{n}.ln_1", x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(f"h.{n}.attn.c_proj", a.transpose(1, 2).flatten(2))
+        up = linear(f"h.{n}.mlp.c_fc", norm(f"h.{n}.ln_2", x))
+        x = x + linear(f"h.{n}.mlp.c_proj", functional.gelu(up, approximate=gelu))
+    return norm("ln_f", x) @ w[head].T
+
+
+@pytest.mark.parametrize("model", ["", "tied=false gelu=exact heads=3"])
+def test_a_gpt2_by_their_names_computes_the_same(tmp_path, model):
+    target = exported(tmp_path, f"{SERIAL} {model}")
+    told = json.loads((target / "config.json").read_text())
+    tokens = gpt2.tokens_of(told["vocab_size"], told["n_positions"])
+    weights = load_file(target / "model.safetensors")
+    found = gpt2.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
+    expected = theirs(weights, told, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert np.abs(found).max() > 0.1
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder of a GPT-2, and a function that changes its arrays and config.json."""
+    target = exported(tmp_path, f"{SERIAL} dtype=float32")
+
+    def change(rename=str, told=None, **arrays):
+        weights = load_file(target / "model.safetensors")
+        weights = {rename(name): array for name, array in weights.items()} | arrays
+        weights = {name: array for name, array in weights.items() if array is not None}
+        save_file(weights, target / "model.safetensors")
+        before = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps(before | (told or {})))
+        return target
+
+    return change
+
+
+def values(folder):
+    return {name: array for (name, kind), array in gpt2.stored(folder).items() if kind == "value"}
+
+
+def test_names_without_prefix_masks_and_a_copy_of_the_table_are_understood(files, tmp_path):
+    """As in the files of the first GPT-2, and in those of old versions."""
+    plain = values(imported(files(), tmp_path / "plain"))
+    table = load_file(files() / "model.safetensors")["transformer.wte.weight"]
+    mask = {"h.0.attn.bias": np.tri(3, dtype=bool), "h.1.attn.masked_bias": np.float32([-1e4])}
+    source = files(lambda name: name.removeprefix("transformer."), **mask)
+    files(**{"lm_head.weight": table})
+    found = values(imported(source, tmp_path / "other"))
+    assert found.keys() == plain.keys()
+    assert all((found[name] == array).all() for name, array in plain.items())
+
+
+def test_several_files_are_read_through_their_index(files, tmp_path):
+    source = files()
+    plain = values(imported(source, tmp_path / "plain"))
+    weights = [*load_file(source / "model.safetensors").items()]
+    for number, part in enumerate((weights[:9], weights[9:])):
+        save_file(dict(part), source / f"model-{number}.safetensors")
+    (source / "model.safetensors").unlink()
+    where = {name: f"model-{int(n >= 9)}.safetensors" for n, (name, _) in enumerate(weights)}
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+    found = values(imported(source, tmp_path / "other"))
+    assert all((found[name] == array).all() for name, array in plain.items())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(where, "../model-0.safetensors")}))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: .* weight_map "):
+        Pretrained(source)
+
+
+def test_short_numbers_are_widened(files, tmp_path):
+    norm = np.linspace(-2, 2, 24).astype("f2")
+    source = files(**{"transformer.ln_f.weight": norm})
+    found = values(imported(source, tmp_path / "back"))["head.norm.gamma"]
+    assert found.dtype == np.float32 and (found == norm).all()
+
+
+def test_a_file_alone_needs_the_heads_only(files, tmp_path):
+    source = files()
+    (source / "config.json").unlink()
+    alone = source / "model.safetensors"
+    with pytest.raises(ValueError, match=r" config\.json .* n_head: .* --model\.heads$"):
+        configured(Pretrained(alone), [])
+    back = imported(alone, tmp_path / "back", "--model.heads", "12")
+    assert config_of(Checkpoint(back)).model.heads == 12
+    expected = gpt2.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
+    assert all((array == expected[name, "value"]).all() for name, array in values(back).items())
+
+
+def test_a_shorter_sequence_has_the_first_positions(files, tmp_path):
+    back = imported(files(), tmp_path / "back", "--model.sequence", "2")
+    positions = values(back)["embedding.position"]
+    expected = gpt2.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
+    assert positions.size == 2 * 24
+    assert (positions == expected["embedding.position", "value"][: 2 * 24]).all()
+
+
+SQUARE = np.ones((24, 24), "f4")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"h.0.ln_1.bias": None}, "'h.0.ln_1.bias'"),
+        (
+            {"h.1.ln_1.bias": None, "h.1.ln_2.bias": None},
+            "'h.1.ln_1.bias', 'h.1.ln_2.bias'",
+        ),
+        ({"h.7.ln_1.bias": np.ones(24, "f4")}, "n_layer = 4, .* 5"),
+        ({"score.weight": SQUARE}, "'score.weight': .* GPT-2"),
+        ({"wte.weight": None}, " wte.weight: .* GPT-2"),
+        ({"wpe.weight": np.ones(24, "f4")}, " wpe.weight: .* GPT-2"),
+        ({"h.0.mlp.c_fc.weight": SQUARE}, r"h.0.mlp.c_fc.weight .* \[24, 24\]: .* \[24, 96\]"),
+        (
+            {"lm_head.weight": SQUARE},
+            "lm_head.weight .* wte.weight, .* tie_word_embeddings ",
+        ),
+        ({"ln_f.bias": np.ones(24, "i8")}, "ln_f.bias' .* 'I64'"),
+    ],
+)
+def test_other_arrays_are_refused(files, tmp_path, arrays, said):
+    head = "lm_head.weight", "score.weight"
+    source = files(
+        **{name if name in head else f"transformer.{name}": a for name, a in arrays.items()}
+    )
+    with pytest.raises(ValueError, match=said):
+        imported(source, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"model_type": "llama"}, "model_type = 'llama': .* 'gpt2'"),
+        ({"activation_function": "relu"}, "activation_function = 'relu': .* gelu_new"),
+        ({"activation_function": ["gelu"]}, "activation_function"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06"),
+        ({"n_inner": 100}, "n_inner = 100: .* 4 n_embd"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ({"n_layer": 10**9}, "n_layer = 1000000000, .* 4"),
+        ({"vocab_size": None}, "vocab_size = None, .* 29"),
+        ({"n_head": 5}, "model.hidden = 24 .* model.heads = 5"),
+        ({"n_head": 0}, "model.heads = 0: .* 1$"),
+        ({"n_head": "4"}, "model.heads: .* '4'"),
+        ({"tie_word_embeddings": "no"}, "model.tied: .* 'no'"),
+        ({"tie_word_embeddings": False}, "'lm_head.weight'"),
+        ({"resid_pdrop": 0.5}, "resid_pdrop .* 0.5.*: .* --model.dropout$"),
+        (dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 1.5), "model.dropout = 1.5"),
+        (
+            dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float("nan")),
+            "model.dropout = nan",
+        ),
+    ],
+)
+def test_other_models_are_refused(files, tmp_path, told, said):
+    with pytest.raises(ValueError, match=said):
+        imported(files(told=told), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"gelu": "tanh"}),
+        ({"resid_pdrop": 0.25}, {"gelu": "tanh", "dropout": 0.25}),
+        (dict.fromkeys(DROPOUTS, 0.0), {"gelu": "tanh", "dropout": 0.0}),
+        ({"resid_pdrop": 0.25, "attn_pdrop": 0.5}, {"gelu": "tanh"}),
+        ({"num_attention_heads": 3}, {"gelu": "tanh", "heads": 3}),
+        ({"activation_function": "gelu"}, {"gelu": "exact"}),
+    ],
+)
+def test_what_a_configuration_tells(told, found):
+    """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
+    assert told_by(told) == found
+
+
+STRANGE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
+)
+
+
+KEYS = [*FIXED, *SIZES, *DROPOUTS, "n_head", "n_inner", "activation_function"]
+KEYS += ["tie_word_embeddings", "num_attention_heads"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return exported(tmp_path_factory.mktemp("strange"), f"{SERIAL} dtype=float32")
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), STRANGE, max_size=3))
+@example({"resid_pdrop": "\x1e"})
+def test_whatever_config_json_says_it_is_understood_or_refused_in_a_line(folder, strange):
+    path = folder / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | strange))
+    try:
+        model = configured(Pretrained(folder), []).model
+    except ValueError as error:
+        assert len(str(error).splitlines()) <= len(strange)
+    else:
+        assert (model.layers, model.hidden, model.sequence) == (4, 24, 3)
+    finally:
+        path.write_text(before)
+
+
+def test_dropout_is_theirs_or_what_is_asked(files):
+    source = files(told=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5))
+    assert configured(Pretrained(source), []).model.dropout == 0.5
+    files(told={"attn_pdrop": 0.1})
+    assert configured(Pretrained(source), ["--model.dropout", "0.25"]).model.dropout == 0.25
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.layers", "3"], "--model.layers 3: .* 4 "),
+        (["--model.sequence", "4"], "--model.sequence 4: .* 3 "),
+        (["--model.sequence", "0"], "model.sequence = 0: .* 1"),
+        (["--model.tied", "false"], "--model.tied False: .* True "),
+        (["--train.dtype", "float16"], "train.dtype = float16: .* float32"),
+        (["--mesh.x", "7"], "train.batch.* x 7 = 7"),
+        (["--modl.heads", "3"], "modl: .* model[?]"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(files, words, said):
+    with pytest.raises(ValueError, match=said):
+        configured(Pretrained(files()), words)

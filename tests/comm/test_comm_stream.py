@@ -1,0 +1,74 @@
+"""When memory that a call reads or writes is free again."""
+
+from functools import partial
+
+import pytest
+
+from hpc3d.comm.comm_stream import AsyncCall, CommStream
+from tests.comm.test_device_communicators import fresh, on_devices
+
+
+def test_memory_is_not_used_again_before_its_call_has_ended():
+    """Blocks are dropped as soon as they are posted, and others are asked for at once."""
+
+    def rank(comm):
+        pending = [comm.all_gather(fresh(comm, number)) for number in range(20)]
+        return [float(each.wait().max()) for each in pending]
+
+    assert on_devices(2, rank) == [[float(number) for number in range(20)]] * 2
+
+
+def test_nor_where_nobody_waits():
+    def rank(comm):
+        for number in range(20):
+            comm.all_reduce(fresh(comm, number))
+        return float(comm.all_reduce(fresh(comm, 1.0)).wait().max())
+
+    assert on_devices(2, rank) == [2.0, 2.0]
+
+
+class Careless(CommStream):
+    """Forgets the arrays of its calls."""
+
+    def add(self, flight, *call):
+        flight = super().add(flight, *call)
+        flight.arrays.clear()
+        return flight
+
+
+class Hasty(CommStream):
+    """Lets calls follow nothing, or nothing follow them."""
+
+    def __init__(self, device, group, queue, forgets):
+        super().__init__(device, group, queue)
+        self.forgets = forgets
+
+    def begin(self):
+        return super().begin() if self.forgets == "after" else AsyncCall()
+
+    def finish(self, flight):
+        if self.forgets == "before":
+            super().finish(flight)
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        Careless,
+        partial(Hasty, forgets="before"),
+        partial(Hasty, forgets="after"),
+    ],
+    ids=["arrays forgotten", "nothing before", "nothing after"],
+)
+def test_the_device_finds_what_is_wrong_with_the_order(traffic):
+    """Each rule of CommStream, left out, is found: by rubbish in a result, or by the device."""
+
+    def rank(comm):
+        for number in range(20):
+            pending, scratch = comm.all_gather(fresh(comm, number)), fresh(comm, -1.0)
+            result = pending.wait()
+            assert float(result.max()) == float(result.min()) == number, "rubbish"
+            del result, scratch
+
+    with pytest.raises((AssertionError, TimeoutError)):
+        on_devices(2, rank, "nccl", traffic)

@@ -1,0 +1,22 @@
+"""Ranks of several hosts, which are told by letters."""
+
+import pytest
+
+from tests.mpi import checked
+
+SHARED, MPI, HOSTS = "SharedMemory", "MpiCommunicator", "TwoLevel"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "longs", "kinds"),
+    [
+        pytest.param("abcde", [1, 1 << 16], [MPI, MPI, MPI, MPI], marks=pytest.mark.slow),
+        ("abba", [1], [MPI, MPI, HOSTS]),
+        pytest.param("aababb", [1 << 16], [SHARED, MPI, MPI, MPI, HOSTS], marks=pytest.mark.slow),
+        pytest.param("abccab", [1], [MPI, MPI, MPI, MPI, HOSTS], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_several_hosts(hosts, longs, kinds):
+    out = checked(len(hosts), "-m", "tests.comm.on_two_level", *hosts, *longs, timeout=200)
+    sizes = range(2, len(hosts) + 1)
+    assert out.splitlines() == [f"{n} {kind}" for _ in longs for n, kind in zip(sizes, kinds)]

@@ -1,0 +1,125 @@
+"""Settings from a file and a command line, and back to text."""
+
+import re
+import tomllib
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc3d.config.input_file import Config, MeshConfig
+from hpc3d.config.load import known_keys, load, to_toml
+from tests.config.refused import problems
+from tests.config.test_input_file import SHIPPED
+from tests.elided import elided
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("train.stepz", "train.stepz: ... train.steps?"),
+        ("steps", "steps: ... train.steps?"),
+        ("run.name", "run.name: ... name?"),
+        ("modell", "modell: ... model?"),
+        ("run.qqq", "run.qqq: ... run.out, run.signal, run.watchdog_s"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_full_name_of_a_near_one(option, line):
+    (said,) = problems(f"--{option}", "1")
+    assert re.fullmatch(elided(line), said)
+
+
+def test_all_errors_are_said_at_once(tmp_path):
+    text = "stepz = 1\n[train]\nsteps = 'a'\nbatch = 1.5\n[modell]\n[mesh]\nq = 2\n"
+    said = problems(text=text, folder=tmp_path)
+    assert sorted(line.split(":")[0] for line in said) == [
+        "mesh.q",
+        "modell",
+        "stepz",
+        "train.batch",
+        "train.steps",
+    ]
+    said = problems("--seed", "-1", "--train.steps", "0", "--mesh.c", "2")
+    assert [line.split(" = ")[0] for line in said] == ["train.steps", "seed", "mesh.c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b"\xff\xfe\x00", "input.toml: ... TOML"),
+        (b"[train\n", "input.toml: ... TOML"),
+        (b"a = 1\na = 2\n", "input.toml: ... TOML"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
+    (said,) = problems(text=text, folder=tmp_path)
+    assert re.search(elided(line), said)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    for path in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
+            load(path, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--train.steps"], "--train.steps: ... --train.steps VALUE"),
+        (["--train.steps", "--seed", "1"], "--train.steps: ... --train.steps VALUE"),
+        (["--seed", "1", "input.toml"], "input.toml: ... INPUT.toml --section.key VALUE"),
+        (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
+    ],
+)
+def test_a_command_line_that_is_not_understood_is_refused(options, line):
+    (said,) = problems(*options)
+    assert re.match(elided(line), said)
+
+
+def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = tmp_path / "input.toml"
+    path.write_text('name = "from file"\n[train]\nsteps = 7\nwarmup = 3\n')
+    options = ["--train.steps=9", "--train.learning_rate", "1e-4", "--parallel.scheme", "2.5d"]
+    config = load(path, options)
+    assert (config.name, config.train.warmup, config.train.steps) == ("from file", 3, 9)
+    assert (config.train.learning_rate, config.parallel.scheme) == (1e-4, "2.5d")
+    assert config.train.batch == Config().train.batch
+    assert load(path, ["--data.path=a=b"]).data.path == "a=b"
+    assert load(path, ["--train.warmup", "4"]).train.warmup == 4
+
+
+@pytest.mark.parametrize("path", [None, SHIPPED], ids=["default", "shipped"])
+def test_toml_round_trips(path):
+    config = load(path, [])
+    tree = tomllib.loads(to_toml(config))
+    assert {f"{t}.{key}" for t, keys in tree.items() if isinstance(keys, dict) for key in keys} < {
+        *known_keys()
+    }
+    assert write_and_load(config) == config
+
+
+def write_and_load(config):
+    """`config` by way of the text that a run saves."""
+    from hpc3d.config.load import validate
+
+    return validate(tomllib.loads(to_toml(config)))
+
+
+text = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+
+
+@given(text, text, st.integers(0, 2**63), st.floats(0, 1e300), st.booleans())
+def test_toml_round_trips_with_any_values(name, path, seed, rate, tied):
+    plain = Config()
+    config = replace(
+        plain,
+        name=name,
+        seed=seed,
+        mesh=MeshConfig(x=2, order="p d c e z y x"),
+        parallel=replace(plain.parallel, split={"m": "x", "n": "y"}),
+        model=replace(plain.model, tied=tied, vocabulary=300),
+        data=replace(plain.data, path=path),
+        train=replace(plain.train, learning_rate=rate),
+    )
+    assert asdict(write_and_load(config)) == asdict(config)

@@ -1,0 +1,30 @@
+"""The verb `prepare`, called and looked at."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from hpc3d import prepare
+from hpc3d.data.token_file import open_tokens
+from tests.runs import ended
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the cat sat on the mat; the dog sat on the log; größer\n" * 40
+
+
+def python(*words, **options):
+    """Run Python in the repository, as users do."""
+    line = [sys.executable, *map(str, words)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, timeout=60, check=False, **options)
+
+
+def call(capsys, *words):
+    """Run the verb in this process: exit code, lines on stdout, text on stderr."""
+    code = ended(prepare.main, *words)
+    printed = capsys.readouterr()
+    return code, printed.out.splitlines(), printed.err
+
+
+def row(path, tokenizer="byte"):
+    with open_tokens(path, tokenizer) as tokens:
+        return tokens.read(0, len(tokens))

@@ -1,0 +1,185 @@
+"""The verb `prepare`: from texts to a token file, or a line that says why not."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpc3d import prepare
+from hpc3d.data.token_file import write_tokens
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
+from tests.data.prepared import ROOT, TEXT, call, python, row
+from tests.elided import elided
+
+CORPUS = ROOT / "inputs" / "corpus"
+
+
+def test_the_command_writes_what_open_tokens_reads(text, output):
+    done = python("-m", "hpc3d.prepare", text, "-o", output, "--json")
+    assert done.returncode == 0 and done.stderr == b""
+    printed = done.stdout.decode()
+    assert row(output).tolist() == [*TEXT.encode(), 0]
+    result = json.loads(printed.splitlines()[-1])
+    digest = hashlib.sha256(TEXT.encode() + b"\0").hexdigest()
+    expected = {"tokens": len(TEXT.encode()) + 1, "vocabulary": 256, "tokenizer": "byte"}
+    expected |= {"documents": 1, "bytes": len(TEXT.encode()), "sha256": digest}
+    assert result.items() >= expected.items() and result["seconds"] > 0
+    assert "tokens      2,281\n" in printed and "vocabulary  256\n" in printed
+
+
+def test_without_json_there_is_none(capsys, text, output):
+    code, lines, error = call(capsys, text, "-o", output)
+    assert code == 0 and error == "" and not any("{" in line for line in lines)
+
+
+def test_folders_and_texts_keep_their_order(capsys, tmp_path, output):
+    for name in ("z.txt", "a.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "first.md").write_text("first")
+    assert call(capsys, tmp_path / "first.md", tmp_path, "-o", output)[0] == 0
+    assert row(output).tolist() == list(b"first\0a.txt\0z.txt\0")
+
+
+def test_a_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
+    words = (text, text, "-o", output, "--tokenizer", "bpe", "--vocabulary", 275, "--json")
+    code, lines, _ = call(capsys, *words)
+    assert code == 0 and json.loads(lines[-1])["vocabulary"] == 275
+    with h5py.File(output) as raw:
+        assert raw["tokens"].dtype == np.uint16
+        tokenizer = BpeTokenizer(raw.attrs["tokenizer_json"].decode())
+    ids = row(output, "bpe")
+    assert tokenizer.decode(ids) == (TEXT + TEXT).encode()
+    assert (ids == 0).sum() == 2 and ids[-1] == 0
+
+
+def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    code, _, error = call(capsys, text, "-o", output, "--tokenizer", "bpe")
+    assert code == 2 and "pip install 'hpc3d[bpe]'" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "TEXT... and -o FILE.h5"),
+        (["text.txt"], "TEXT... and -o FILE.h5"),
+        (["-o", "new.h5"], "TEXT... and -o FILE.h5"),
+        (["text.txt", "-o", "new.txt"], "new.txt: ... .h5"),
+        (["text.txt", "-o", "none/new.h5"], "none"),
+        (["text.txt", "-o", "old.h5"], "--force"),
+        (["none.txt", "-o", "new.h5"], "none.txt "),
+        (["bad.bin", "-o", "new.h5"], "bad.bin ... UTF-8"),
+        (["text.txt", "bad.bin", "-o", "old.h5", "--force"], "bad.bin ... UTF-8"),
+        (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
+        (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
+        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "invalid choice"),
+        (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
+        (["--verify", "none.h5"], "none.h5: "),
+        (["text.txt", "--verify", "old.h5"], "neither TEXT nor -o"),
+    ],
+)
+def test_an_error_is_one_line_and_writes_nothing(capsys, monkeypatch, text, words, part):
+    monkeypatch.chdir(text.parent)
+    Path("old.h5").write_text("precious")
+    Path("bad.bin").write_bytes(b"\xff\0")
+    before = sorted(os.listdir())
+    code, lines, error = call(capsys, *words)
+    assert code == 2 and lines == []
+    assert (
+        error.startswith("hpc3d.prepare: ")
+        and error.count("\n") == 1
+        and re.search(elided(part), error)
+    )
+    assert "data.path" not in error
+    assert sorted(os.listdir()) == before and Path("old.h5").read_text() == "precious"
+
+
+@pytest.mark.parametrize("vocabulary", [-1, 0, 256])
+def test_bpe_needs_an_id_for_each_byte(capsys, text, output, vocabulary):
+    words = (text, "-o", output, "--tokenizer", "bpe", "--vocabulary", vocabulary)
+    code, _, error = call(capsys, *words)
+    assert code == 2 and " 257" in error and not output.exists()
+
+
+def test_force_replaces(capsys, text, output):
+    output.write_text("old")
+    assert call(capsys, text, "-o", output, "--force")[0] == 0
+    assert len(row(output)) == len(TEXT.encode()) + 1
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as caught:
+        prepare.main(["--help"])
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0
+    options = {"TEXT", "-o", "--tokenizer", "--vocabulary", "--force", "--verify", "--json"}
+    assert all(option in printed for option in options)
+
+
+def test_progress_is_for_terminals(capsys, monkeypatch, text, output):
+    assert call(capsys, text, "-o", output)[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "100%\r" in call(capsys, text, "-o", output, "--force")[2]
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, 6])
+def test_a_killed_run_leaves_the_old_file(tmp_path, output, after):
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_bytes(b"line\n" * 50_000)
+    write_tokens(output, [tmp_path / "a.txt"], ByteTokenizer())
+    before = output.read_bytes()
+    program = f"""
+import os, signal
+from itertools import count
+from pathlib import Path
+from hpc3d.data.tokenizer import ByteTokenizer
+from hpc3d.data.token_file import text_files, write_tokens
+pieces = count(1)
+kill = lambda size: next(pieces) == {after} and os.kill(os.getpid(), signal.SIGKILL)
+write_tokens(Path({str(output)!r}), text_files({str(tmp_path)!r}), ByteTokenizer(), kill)
+"""
+    done = python("-c", program)
+    assert done.returncode == -signal.SIGKILL
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("room", [0, 1000, 100_000, 600_000])
+def test_a_full_disk_is_one_line(tmp_path, output, room):
+    large = tmp_path / "large.txt"
+    large.write_bytes(b"line\n" * 200_000)
+    output.write_bytes(b"old")
+    program = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+from hpc3d.prepare import main
+sys.exit(main([{str(large)!r}, "-o", {str(output)!r}, "--force"]))
+"""
+    done = python("-B", "-c", program)
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("hpc3d.prepare: ") and done.stderr.count(b"\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large.txt", "tokens.h5"]
+    assert output.read_bytes() == b"old"
+
+
+def test_the_corpus_is_what_its_readme_says():
+    text = (CORPUS / "python.txt").read_bytes()
+    readme = (CORPUS / "README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(text).hexdigest() in readme and f"{len(text):,} bytes" in readme
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (CORPUS / "LICENSE").read_text()
+    assert row(CORPUS).astype(np.uint8).tobytes() == text + b"\0"
+
+
+@pytest.mark.skipif(platform.python_version() != "3.11.7", reason="made from Python 3.11.7")
+@pytest.mark.slow
+def test_the_corpus_can_be_made_again():
+    made = runpy.run_path(str(CORPUS / "make.py"))["corpus"]()
+    assert made.encode() == (CORPUS / "python.txt").read_bytes()

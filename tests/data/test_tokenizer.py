@@ -1,0 +1,67 @@
+"""Text to tokens and back."""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hpc3d.data import tokenizer as text_module
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, pieces
+from tests.data.prepared import TEXT, python
+
+
+@given(data=st.binary())
+def test_bytes_come_back(data):
+    ids = ByteTokenizer().encode(data)
+    assert ids.dtype == np.uint8 and ids.tolist() == list(data)
+    assert ByteTokenizer().decode(ids) == data.replace(b"\0", b"")
+
+
+@given(text=st.text(st.characters(exclude_characters="\0", codec="utf-8")), size=st.integers(1, 9))
+@example(text="a\r\nb\rc\n\ufeffd", size=2)
+def test_pieces_make_up_the_text(tmp_path_factory, text, size):
+    path = tmp_path_factory.getbasetemp() / "pieces.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "PIECE", size)
+        found = list(pieces(path))
+    assert b"".join(found) == text.encode()
+    assert all(0 < len(piece.decode()) <= 2 * size for piece in found)
+
+
+def test_lines_stay_whole(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    monkeypatch.setattr(text_module, "PIECE", 6)
+    assert list(pieces(tmp_path / "a.txt")) == [b"one\ntwo\n", b"three\n"]
+
+
+@given(text=st.text(st.characters(codec="utf-8")) | st.just("a<|end|>b"))
+def test_bpe_gives_any_text_back(bpe, text):
+    ids = bpe.encode(text.encode())
+    assert bpe.decode(ids) == text.encode()
+    assert all(ids > 0) and all(ids < bpe.vocabulary)
+    assert BpeTokenizer(bpe.json).encode(text.encode()).tolist() == ids.tolist()
+
+
+def test_bpe_learns_the_words(bpe):
+    assert bpe.vocabulary == 275
+    assert len(bpe.encode(b" the the the")) == 3
+
+
+def test_bpe_is_the_same_in_every_process(bpe):
+    program = (
+        "import sys; from hpc3d.data.tokenizer import train_bpe\n"
+        "print(train_bpe([sys.stdin.buffer.read()], 275).json, end='')"
+    )
+    for threads in ("1", "3"):
+        environment = os.environ | {"PYTHONHASHSEED": threads, "RAYON_NUM_THREADS": threads}
+        done = python("-c", program, input=TEXT.encode(), env=environment)
+        assert done.stdout.decode() == bpe.json
+
+
+def test_json_that_is_no_tokenizer(bpe):
+    for damaged in ("", "{}", bpe.json[:500]):
+        with pytest.raises(ValueError, match="BPE tokenizer"):
+            BpeTokenizer(damaged)

@@ -1,0 +1,11 @@
+"""How ranks are named in findings about a job."""
+
+import pytest
+
+from hpc3d.diagnose.job_checks import spans
+from hpc3d.diagnose.meeting import numbers
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [3, 4, 5], [0, 2, 3, 9, 10, 11, 40]])
+def test_ranks_are_told_and_read(ranks):
+    assert numbers(f"ranks {spans(ranks)}") == ranks

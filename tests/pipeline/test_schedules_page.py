@@ -1,0 +1,14 @@
+"""The page of diagrams is what the program draws."""
+
+from pathlib import Path
+
+from hpc3d.pipeline.schedule import SCHEDULES
+from hpc3d.pipeline.schedules_page import page
+
+DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
+
+
+def test_the_page_of_diagrams_is_up_to_date():
+    text = DOCS.read_text(encoding="utf-8")
+    assert text == page(), "run: python -m hpc3d.pipeline.schedules_page > docs/schedules.md"
+    assert all(f"## {name}\n" in text for name in SCHEDULES)

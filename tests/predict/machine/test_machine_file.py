@@ -1,0 +1,186 @@
+"""Files of machines: read, written, and refused in a line."""
+
+import re
+from dataclasses import replace
+
+import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc3d.predict.machine.collective_costs import ALGORITHMS
+from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates, dumps, load
+from tests.elided import elided
+from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABLE
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_machine_is_whole(path):
+    machine = load(path)
+    assert machine.name == path.stem
+    for rates in machine.gemm.values():
+        assert max(rates.rate) < rates.peak
+    assert machine.links[0].ranks == machine.ranks_per_node
+    assert machine.links[0].bandwidth > machine.links[1].bandwidth
+    assert 0 < machine.product(4096, 4096, 4096, "float16") < 2e-3
+
+
+def test_all_machines_are_shipped():
+    assert {path.stem for path in SHIPPED} >= {"v100-4x16", "a100-selene", "h100", "h200"}
+
+
+TEXT = dumps(replace(CLUSTER, measured=(TABLE,)))
+CURVE = TEXT[TEXT.index("flop = ") : TEXT.index("\n\n", TEXT.index("flop = ")) + 1]
+
+
+def said(text, tmp_path):
+    """The lines that loading this text gives."""
+    path = tmp_path / "machine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        load(path)
+    return str(error.value).splitlines()
+
+
+def test_the_file_of_these_tests_is_good(tmp_path):
+    path = tmp_path / "machine.toml"
+    path.write_text(TEXT, encoding="utf-8")
+    assert load(path) == replace(CLUSTER, measured=(TABLE,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("launch_s = 5e-06\n", "", "launch_s: missing"),
+        ("cores = 0", "cores = 2.5", "cores: ... 2.5;"),
+        ("cores = 0", "cores = 2025-01-02", "cores: ... '2025-0"),
+        ("cores = 0", "cores = -1", "cores = -1: ... 0,"),
+        ("cores = 0", "core = 0\ncores = 0", "core: ... cores?"),
+        ('name = "16 nodes of 4"', 'name = " "', "name = ' ': ... empty"),
+        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node = 0: ... 1"),
+        ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: ... positive"),
+        ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: ... 0,"),
+        ("wakeup_s = 0.0", "wakeup_s = -1.0", "wakeup_s = -1.0: ... 0,"),
+        ("max_fused_head_dim = 128", "max_fused_head_dim = -1", "max_fused_head_dim = -1: ... 0:"),
+        ("softmax = ", "softmax = -", "kernels.softmax = -500000000000.0: ... 1"),
+        ("[gemm.float32]", "[gemm.fp32]", "gemm.fp32: ... float64,"),
+        ("rate = [1", "rate = [0.0, 1", "gemm.float32: 2 flop and 3 rate;"),
+        ("rate = [1", "rate = [-1", "gemm.float32: flop and rate ... positive"),
+        ("flop = [1", "flop = [9000000", "gemm.float32.flop: ... ascend"),
+        ("flop = [1", "flop = [10000000000.0, 1", "gemm.float32: 3 flop and 2 rate;"),
+        ("flop = [100000000.0", "flop = [10000000000.0", "gemm.float32.flop: ... ascend"),
+        ("peak = 1", "peak = 2.0 # 1", "gemm.float32.peak = 2: less "),
+        (CURVE, "flop = []\nrate = []\n", "gemm.float32"),
+        ("launch_s = 5e-06", "launch_s = 1e9", "launch_s = 1000000000.0: ... 0"),
+        ("peak = 1", "peak = 0.0 # 1", "gemm.float32.peak = 0.0: ... 1"),
+        ("peak =", "peek =", "gemm.float32.peek: ... peak?"),
+        ("ranks = 0", "ranks = 64", "links.1.ranks = 64: ... 0"),
+        ("ranks = 4\n", "ranks = 0\n", "links.0.ranks = 0: ... 2, ... 0 "),
+        ("alpha_s = 2e-06", "alpha_s = true", "links.0.alpha_s: ... True"),
+        ("alpha_s = 2e-06", "alpha_s = inf", "links.0.alpha_s = inf: ... 0"),
+        ("\nbandwidth = 1", "\nbandwidth = -1", "links.0.bandwidth = -100000000000.0: "),
+        ("ndwidth = 0.0", "ndwidth = -2.0", "links.0.node_bandwidth = -2.0: ... 0"),
+        ("pair_bandwidth = 0.0", "pair_bandwidth = -1", "links.0.pair_bandwidth = -1.0: "),
+        ('"all_gather"', '"gather"', "measured.0.op = 'gather': ... all_gather,"),
+        ("members = 4", "members = 1", "measured.0.members = 1: ... 2"),
+        ("stride = 1", "stride = -1", "measured.0.stride = -1: ... 0"),
+        ('"alone"', '"both"', "measured.0.groups: ... 'alone' or 'at once', ... 'both'"),
+        ("bytes = [1000.0, ", "bytes = [", "measured.0: 1 bytes and 2 seconds;"),
+        (
+            "[[measured]]",
+            TEXT[TEXT.index("[[meas") :] + "[[measured]]",
+            "measured: all_gather of 4",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(old, new, line, tmp_path):
+    assert old in TEXT
+    lines = said(TEXT.replace(old, new, 1), tmp_path)
+    expected = 2 if "peek" in new else 1  # the key that is unknown, and the one that is missing
+    assert len(lines) == expected
+    assert any(re.match(elided(line), each) for each in lines), lines
+
+
+def test_links_go_outwards(tmp_path):
+    links = (NEAR, replace(NEAR, ranks=6), FAR)
+    (line,) = said(dumps(replace(CLUSTER, links=links)), tmp_path)
+    assert re.match(elided("links.1.ranks = 6: ... multiple ... 4 "), line)
+    without = dumps(replace(CLUSTER, links=()))
+    (line,) = said(without, tmp_path)
+    assert line.startswith("links: missing")
+    (line,) = said("links = []\n" + without, tmp_path)
+    assert re.match(elided("links: ... [[links]] ... ranks = 0"), line)
+
+
+def test_a_table_has_two_knots(tmp_path):
+    bad = replace(CLUSTER, measured=(replace(TABLE, bytes=(1.0,), seconds=(1.0,)),))
+    (line,) = said(dumps(bad), tmp_path)
+    assert line.startswith("measured.0: 1 bytes and 1 seconds;")
+
+
+def test_a_machine_computes(tmp_path):
+    (line,) = said("gemm = {}\n" + dumps(replace(CLUSTER, gemm={})), tmp_path)
+    assert re.match(elided("gemm: ... [gemm.float32]"), line)
+
+
+def test_all_errors_are_said_at_once(tmp_path):
+    bad = replace(
+        CLUSTER, name="", cores=-1, launch_s=-1.0, links=(NEAR,), measured=(TABLE, TABLE)
+    )
+    keys = [line.split(" = ")[0].split(":")[0] for line in said(dumps(bad), tmp_path)]
+    assert keys == ["name", "cores", "launch_s", "links.0.ranks", "measured"]
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"^no-machine\.toml: "):
+        load("no-machine.toml")
+
+
+POSITIVE, RATE, TIME = st.floats(1e-12, 1e18), st.floats(1, 1e18), st.floats(0, 10)
+KNOTS = st.lists(POSITIVE, min_size=2, max_size=5, unique=True).map(sorted).map(tuple)
+
+
+@st.composite
+def curves(draw):
+    x = draw(KNOTS)
+    y = draw(st.lists(POSITIVE, min_size=len(x), max_size=len(x)))
+    return x, tuple(y)
+
+
+@st.composite
+def machines(draw):
+    names = st.text(min_size=1).filter(str.strip).filter(str.isprintable)
+    dtypes = draw(st.sets(st.sampled_from(sorted(ITEMSIZE)), min_size=1))
+    inner = draw(st.lists(st.integers(2, 4), max_size=3))
+    links, ranks = [], 1
+    for factor in [*inner, 0]:
+        ranks *= factor
+        links.append(Link(ranks, draw(TIME), *draw(st.tuples(*[RATE] * 3))))
+    kinds = st.tuples(
+        st.sampled_from(sorted(ALGORITHMS)),
+        st.integers(2, 99),
+        st.integers(1, 99),
+        st.sampled_from(["alone", "at once"]),
+    )
+    return Machine(
+        name=draw(names),
+        source=draw(st.text()),
+        ranks_per_node=draw(st.integers(1, 64)),
+        cores=draw(st.integers(0, 64)),
+        memory_gb=draw(POSITIVE),
+        memory_bandwidth=draw(RATE),
+        launch_s=draw(TIME),
+        gemm={dtype: Rates(1e18, *draw(curves())) for dtype in sorted(dtypes)},
+        links=tuple(links),
+        kernels=draw(st.dictionaries(st.text(min_size=1), RATE, max_size=3)),
+        measured=tuple(
+            CallTable(*kind, *draw(curves())) for kind in draw(st.sets(kinds, max_size=3))
+        ),
+    )
+
+
+@given(machine=machines())
+def test_a_machine_comes_back_from_its_text(machine, tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "machine.toml"
+    path.write_text(dumps(machine), encoding="utf-8")
+    assert load(path) == machine

@@ -1,0 +1,43 @@
+"""Layouts by name, and why others lose."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc3d.predict.machine.machine import Link
+from hpc3d.predict.planning.ranking import Ranking, words
+from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, search, settled, step
+
+
+def test_slow_links_are_why_others_lose():
+    slow = replace(CLUSTER, links=(Link(0, 1e-4, 1e8),))
+    searched, found = search(machine=slow)
+    ranking = Ranking(searched, found, slow, most=1e9)
+    losers = ranking.losers(ranking.best(3)[0])
+    assert losers[0].reason.startswith("axis ")
+    assert sum(loser.count for loser in losers) == len(found.timed) - 1
+
+
+def test_layouts_have_names():
+    searched, found = search()
+    ranking = Ranking(searched, found, CLUSTER, most=1e9)
+    ranking.widen()
+    ranking.widen(config_of("p=1 d=1").mesh)
+    best, named = ranking.best(10), ranking.named(config_of("p=1 d=1").mesh)
+    assert {name: row.config.parallel.scheme[:2] for name, row in named.items()} == {
+        "1-D": "1d",
+        "2-D": "2d",
+        "cube": "3d",
+        "best cuboid": named["best cuboid"].config.parallel.scheme[:2],
+    }
+    assert named["best cuboid"].seconds <= named["cube"].seconds
+    cube = named["cube"].config
+    assert (cube.mesh.x, cube.mesh.y, cube.mesh.z, cube.mesh.d) == (2, 2, 2, 1)
+    assert named["cube"].seconds == pytest.approx(step(cube)[0], rel=1e-9)
+    assert all(best[0].seconds <= row.seconds for row in named.values())
+    assert [row.seconds for row in best] == sorted(row.seconds for row in best)
+
+
+def test_a_layout_in_words_is_that_of_the_input_file():
+    line = "p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=zb-h1"
+    assert words(settled(f"{SMALL} {line}")) == line

@@ -1,0 +1,61 @@
+"""A clock of ranks that share cores and a network card."""
+
+import pytest
+
+from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
+from tests.predict.machine.test_between_hosts import ALPHA, MB, WIRE, hosts
+
+
+def call(clock, members=(0, 1), queue="blocks"):
+    """A waited-for call about half a MB."""
+    end = clock.post("all_gather", MB / 2, members, queue)
+    return clock.until(end, Done())
+
+
+class Done:
+    def wait(self):
+        return None
+
+
+def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
+    """Three times as long with a third of a core is what it does itself, not what it waits."""
+    taken = []
+    for share in (1.0, 3.0):
+        clock = HostDrivenClock(hosts(1), share)
+        clock.work(1e-3)
+        call(clock).wait()
+        taken.append((clock.now, clock.busy, clock.wired))
+    (now, busy, wired), (crowded, more, same) = taken
+    assert wired == same == round((ALPHA + MB / 2 / WIRE) * 1e9)
+    assert now == busy + wired
+    assert (more, crowded) == pytest.approx((3 * busy, 3 * busy + wired), abs=3)
+
+
+def test_what_a_rank_does_meanwhile_hides_the_wire():
+    clock = HostDrivenClock(hosts(1))
+    pending = call(clock)
+    clock.work(5e-3)
+    pending.wait()
+    assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
+    assert clock.wired == pytest.approx((ALPHA + MB / 2 / WIRE - 5e-3) * 1e9, abs=2)
+
+
+def test_calls_of_both_queues_share_the_card():
+    """The second waits for the first, whichever queue it is in."""
+    clock, one = HostDrivenClock(hosts(1)), ALPHA + MB / 2 / WIRE
+    first, second = call(clock), call(clock, queue="replicas")
+    second.wait()
+    assert clock.wired == pytest.approx(2 * one * 1e9, rel=0.05)
+    assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
+    first.wait()
+    assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
+
+
+def test_looking_at_a_clock_does_not_change_it():
+    clock = HostDrivenClock(hosts(1))
+    call(clock)
+    before = dict(vars(clock)), dict(clock.ends)
+    for _ in range(3):
+        _ = clock.now, clock.busy, clock.wired
+        clock.wake(clock.now)
+    assert (dict(vars(clock)), dict(clock.ends)) == before

@@ -1,0 +1,25 @@
+"""What is said of a simulated step."""
+
+from hpc3d.predict.simulation.summary import summary
+from tests.predict.fixed import MACHINE
+from tests.predict.simulation.test_simulator import simulated
+
+
+def test_token_tables_and_logits_are_named():
+    """The first stage and the last have a table; the last has logits, of 72 tokens."""
+    config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
+    found = summary(runs, config, MACHINE)["memory"]["stages"]
+    assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
+    assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
+
+
+def test_a_stage_waits_for_the_one_before_it():
+    """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
+    line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
+    config, runs = simulated(line)
+    assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
+    config, runs = simulated(
+        line.replace("microbatches=1", "microbatches=16").replace("batch=4", "batch=64")
+    )
+    # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
+    assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3

@@ -1,0 +1,21 @@
+"""Ranks of a job agree, refuse, and end together."""
+
+import pytest
+
+from tests.runs import said
+from tests.runtime.test_launch import job
+
+
+@pytest.mark.parametrize("mode", ["agree", "leave_well"])
+def test_a_good_end(mode, tmp_path):
+    done, _ = job(3, mode, tmp_path)
+    assert done.returncode == 0
+
+
+def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
+    done, _ = job(4, "refuse", tmp_path)
+    expected = ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
+    assert said(done) == expected
+    assert done.returncode == 2
+    assert "MPI_ABORT" not in done.stderr
+    assert "Traceback" not in done.stderr

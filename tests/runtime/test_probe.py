@@ -1,0 +1,41 @@
+"""Commands that are asked about this machine: what they say, and that they are gone afterwards."""
+
+import sys
+import time
+
+import pytest
+
+from hpc3d.runtime.probe import installed, outcome, release
+
+
+def test_the_code_and_all_that_was_printed():
+    program = (
+        "import os, sys; print('out'); print(os.environ['ASKED'], file=sys.stderr); sys.exit(3)"
+    )
+    code, printed = outcome([sys.executable, "-uc", program], 60, ASKED="err")
+    assert (code, printed) == (3, "out\nerr\n")
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path):
+    path = tmp_path / "alive"
+    child = f"while sleep 0.05; do date > {path}; done"
+    begin = time.monotonic()
+    code, printed = outcome(["bash", "-c", f"({child}) & echo begun; wait"], 1)
+    assert (code, printed) == (None, "begun\n")
+    assert time.monotonic() - begin < 20
+    path.unlink(missing_ok=True)
+    time.sleep(0.3)
+    assert not path.exists()
+
+
+def test_a_package_has_a_version_or_is_not_there():
+    assert release(installed("numpy")) >= [2]
+    assert installed("no-such-package-of-ours") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.0.0rc1", [2]), ("1.26.4", [1, 26, 4]), ("10.0", [10]), ("0", [0]), ("unknown", [0])],
+)
+def test_a_release_is_its_numbers(version, numbers):
+    assert release(version) == numbers

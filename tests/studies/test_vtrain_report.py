@@ -1,0 +1,54 @@
+"""The published steps of vTrain, predicted."""
+
+import pytest
+
+from hpc3d.predict.machine.machine import load
+from hpc3d.studies.vtrain_report import report
+from tests.studies.test_vtrain import INPUTS, MACHINE, ROWS
+
+MANY_NODES = INPUTS / "published" / "vtrain-multi.csv.gz"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return report(ROWS, MANY_NODES, MACHINE)
+
+
+@pytest.mark.slow
+def test_steps_are_predicted_and_layouts_chosen(found):
+    """Mean 10 %, median 6 %; for every model the layout chosen is within 3 % of the best."""
+    result = found["with a factor a profile"]
+    assert found["calibrate"] * 10 <= found["rows"] == 1440
+    assert result["errors"]["all"]["mean"] <= 0.10
+    assert result["errors"]["all"]["median"] <= 0.06
+    assert result["choices"]["models"] == result["choices"]["close"] == 144
+    assert result["choices"]["worst"] <= 0.03
+
+
+@pytest.mark.slow
+def test_the_machine_alone_reaches_the_mean(found):
+    """Without factors of profiles; and the values are such as an A100 has."""
+    result = found["the machine alone"]
+    assert result["errors"]["all"]["mean"] <= 0.10
+    assert result["values"]["attention_GB_per_s"] < 2039
+    assert 5 < result["values"]["launch_us"] < 100
+    assert result["values"]["odd"] > 1
+
+
+@pytest.mark.slow
+def test_the_file_of_the_machine_has_what_is_found(found):
+    machine, values = load(MACHINE), found["the machine alone"]["values"]
+    assert machine.launch_s * 1e6 == pytest.approx(values["launch_us"], rel=0.05)
+    for kernel in ("attend", "attend_again", "attend_grad"):
+        assert machine.kernels[kernel] / 1e9 == pytest.approx(
+            values["attention_GB_per_s"], rel=0.05
+        )
+
+
+@pytest.mark.slow
+def test_measured_steps_of_many_nodes_are_predicted_without_using_one(found):
+    """From the rows of one node alone; the largest models, which are the steadiest, best."""
+    errors = found["measured"]["errors"]
+    assert errors["all"]["mean"] <= 0.10
+    assert errors["all"]["median"] <= 0.06
+    assert errors["hidden 12288"]["max"] <= 0.06

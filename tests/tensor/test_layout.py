@@ -1,0 +1,59 @@
+"""Where the block of a rank lies: slices of the ranks of a mesh, against their coordinates."""
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.tensor.layout import Layout, part
+
+SIZES = {"x": 2, "y": 3, "z": 2}
+
+
+def of_ranks(look):
+    """`look(mesh)` by the coordinates of the rank."""
+    return dict(run(SIZES, lambda mesh: (tuple(map(mesh.coord, "xyz")), look(mesh))))
+
+
+def test_the_first_axis_of_a_dim_is_the_outermost():
+    found = of_ranks(lambda mesh: Layout("x y", "z").slices((12, 4), mesh))
+    for (x, y, z), (rows, columns) in found.items():
+        assert rows == slice(2 * (3 * x + y), 2 * (3 * x + y) + 2)
+        assert columns == slice(2 * z, 2 * z + 2)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("x y", "z"), Layout("", "y x z"), Layout("z", "")], ids=str
+)
+def test_blocks_hold_every_element_once_for_each_replica(layout):
+    held = np.zeros((12, 24), int)
+    for where in of_ranks(lambda mesh: layout.slices((12, 24), mesh)).values():
+        held[where] += 1
+    named = {axis for axes in layout for axis in axes}
+    replicas = np.prod([size for axis, size in SIZES.items() if axis not in named], dtype=int)
+    assert (held == replicas).all()
+
+
+def test_an_owned_block_is_there_once_along_its_axis():
+    layout = Layout("x", "z", owned="y")
+    held = np.zeros((12, 4), int)
+    for (x, y, _), where in of_ranks(lambda mesh: layout.slices((12, 4), mesh)).items():
+        held[where] += 1
+        assert (where[0].stop > where[0].start) == (y == x % 3)
+    assert (held == 1).all()
+
+
+def test_the_dim_of_an_axis():
+    layout = Layout("x y", "z")
+    assert [layout.dim_of(axis) for axis in "xyzd"] == [0, 0, 1, None]
+
+
+def test_layouts_are_equal_if_their_owners_are():
+    assert Layout("x", "") == Layout("x", "")
+    assert not Layout("x", "") == Layout("x", "", owned="y")  # noqa: SIM201  `==` is what is ours
+    assert len({Layout("x", ""), Layout("x", ""), Layout("x", "", owned="y")}) == 2
+    assert str(Layout("x y", "", owned="z")) == "[_xy, -] owned along z"
+
+
+def test_what_does_not_divide_is_refused_with_its_axes():
+    with pytest.raises(ValueError, match=r"a dim of 10 .* x 2 x y 3 = 6"):
+        run(SIZES, lambda mesh: part(10, ("x", "y"), mesh))

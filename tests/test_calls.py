@@ -1,0 +1,24 @@
+"""Calls are measured between ranks, against those of MPI."""
+
+import json
+import subprocess
+import sys
+
+from tests.mpi import ROOT, checked
+
+
+def test_calls_are_between_ranks():
+    """On one rank, in a process of its own: MPI is not started in that of the tests."""
+    words = [sys.executable, "-m", "hpc3d.bench", "calls"]
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "calls are between ranks: mpirun -np 2" in done.stderr
+
+
+def test_calls_are_measured_against_those_of_mpi():
+    out = checked(2, "-m", "hpc3d.bench", "calls", "--rounds", "1", "--json")
+    *_, last = out.splitlines()
+    rows = json.loads(last)["calls"]
+    assert [row["op"] for row in rows[::5]] == ["all_gather", "reduce_scatter", "all_reduce"]
+    assert all(row["members"] == 2 and row["ours_s"] > 0 and row["mpi_s"] > 0 for row in rows)
+    assert all(row["bound_s"] == 0 for row in rows)

@@ -1,0 +1,64 @@
+"""What the commands share: options that are numbers, and how a command ends."""
+
+import pytest
+
+from hpc3d.cli import Parser, number_of_ranks, positive, run
+from hpc3d.limits import MOST_RANKS
+from hpc3d.plain import Problems
+from hpc3d.runtime.exit_codes import BAD_INPUT
+
+
+def parsed(*words):
+    parser = Parser("test", "a text")
+    parser.add_argument("--count", type=positive)
+    parser.add_argument("--ranks", type=number_of_ranks)
+    return parser.parse_args(words)
+
+
+def test_whole_numbers_are_taken():
+    found = parsed("--count", " 7 ", "--ranks", str(MOST_RANKS))
+    assert (found.count, found.ranks) == (7, MOST_RANKS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--count", "0"),
+        ("--count", "1.5"),
+        ("--count", "٣"),  # a digit, but not one of ours
+        ("--count", "9" * 5000),
+        ("--ranks", str(MOST_RANKS + 1)),
+        ("--coun", "1"),  # no abbreviations
+        ("more",),
+    ],
+    ids=lambda words: " ".join(words)[:20],
+)
+def test_other_words_are_refused_in_a_line(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed(*words)
+    line = capsys.readouterr().err
+    assert ended.value.code == BAD_INPUT
+    assert line.startswith("hpc3d.test: ") and line.count("\n") == 1
+
+
+def refuse():
+    raise Problems(["one.key = 1: remedy", "another.key = 2: remedy"])
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (3, 3)])
+def test_a_command_ends_with_the_code_of_its_body(result, code):
+    assert run("test", lambda: result) == code
+
+
+def test_bad_input_is_a_line_each(capsys):
+    assert run("test", refuse) == BAD_INPUT
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
+
+
+def test_a_fault_of_the_program_is_not_taken_for_bad_input():
+    def body():
+        raise KeyError("a fault")
+
+    with pytest.raises(KeyError, match="a fault"):
+        run("test", body)

@@ -1,0 +1,15 @@
+"""Which trace is that of a run."""
+
+import pytest
+
+from hpc3d.trace.locate import trace_of
+from hpc3d.training.run_folder import set_aside
+from tests.trace.test_previous_attempts import attempt
+
+
+def test_before_an_attempt_has_a_trace_the_one_before_is_named(tmp_path):
+    attempt(tmp_path, 0, 2)
+    (tmp_path / "config.toml").write_text("")
+    set_aside(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"trace-1\.h5"):
+        trace_of(tmp_path)

@@ -1,0 +1,36 @@
+"""The file has what the definitions say, and explains it."""
+
+import h5py
+
+from hpc3d.trace import schema
+from hpc3d.trace.annotations import write_calibration, write_prediction
+from tests.trace.test_annotations import MEASURED, PREDICTED
+
+
+def test_everything_in_the_file_explains_itself(path):
+    write_calibration(path, MEASURED)
+    write_prediction(path, PREDICTED)
+    found = []
+    with h5py.File(path) as file:
+        file.visititems(lambda _, node: found.append(node))
+        for node in (file, *found):
+            assert node.attrs["description"], node.name
+        columns = [node for node in found if isinstance(node, h5py.Dataset)]
+        for column in columns:
+            assert column.attrs["units"], column.name
+            if h5py.check_string_dtype(column.dtype) is None:
+                assert column.chunks[0] == 65536 and column.compression == "gzip"
+                assert column.shuffle and column.fletcher32
+        phases = h5py.check_enum_dtype(file["events/phase"].dtype)
+        assert {column.name for column in columns} == defined()
+    assert phases["forward"] == 0 and phases["other"] == 6
+
+
+def defined():
+    """The paths of all columns of the definitions, for the calibrations of MEASURED."""
+    paths = set()
+    for op, axis in MEASURED:
+        for table, (_, columns) in schema.LAYOUT.items():
+            table = table.replace("<op>", op).replace("<axis>", axis)
+            paths |= {f"/{table}/{column.name}" for column in columns}
+    return paths

@@ -1,0 +1,82 @@
+"""Columns of a trace, in NumPy and in pandas."""
+
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+import hpc3d.trace
+from hpc3d.trace import schema
+from tests.trace.small import expected_events
+
+
+def test_a_column_that_no_trace_has_is_named_with_those_that_are(path):
+    with (
+        hpc3d.trace.open(path) as trace,
+        pytest.raises(ValueError, match=r"/steps .* foo; .* rank, step, t_start"),
+    ):
+        trace.steps["foo"]
+
+
+def test_a_table_that_the_file_lacks_is_empty(path):
+    with h5py.File(path, "r+") as file:
+        del file["clock"]
+    with hpc3d.trace.open(path) as trace:
+        assert "rank" not in trace.clock_samples and len(trace.clock_samples) == 0
+        assert trace.clock_samples["rank"].dtype == "i4"
+        assert trace.clock_samples["rank"].tolist() == []
+        assert trace.prediction["quantity"].tolist() == []
+
+
+def test_a_frame_has_names_in_place_of_numbers(path):
+    expected = expected_events()
+    with hpc3d.trace.open(path) as trace:
+        frame = trace.events.frame(["name", "op", "dur"])
+        part = trace.events.frame(["phase"], trace.rows(1))
+        assert [*trace.events.frame()] == [column.name for column in schema.EVENTS]
+    assert frame["name"].tolist() == [row["name"] for row in expected]
+    assert frame["op"].tolist() == [schema.OP[row["op"]] for row in expected]
+    assert [*frame["op"].cat.categories] == [*schema.OP]
+    assert frame["dur"].tolist() == [row["dur"] for row in expected]
+    assert part["phase"].tolist() == [
+        schema.PHASE[row["phase"]] for row in expected if row["rank"] == 1
+    ]
+
+
+def test_other_tables_are_frames_too(path):
+    with hpc3d.trace.open(path) as trace:
+        ranks, memory = trace.ranks.frame(), trace.memory.frame(["kind", "peak"])
+    assert ranks["host_id"].tolist() == ["node0", "node0", "node1", "node1"]
+    assert ranks["coords"].tolist() == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    total = memory.groupby("kind", observed=True)["peak"].sum()
+    assert total.to_dict() == {"parameter": 120, "gradient": 120, "optimizer": 120}
+
+
+def test_a_frame_of_no_rows_has_its_columns(path):
+    with hpc3d.trace.open(path) as trace:
+        frame = trace.events.frame(["op", "name", "dur"], slice(0, 0))
+    assert (len(frame), [*frame], [*frame["op"].cat.categories]) == (
+        0,
+        ["op", "name", "dur"],
+        [*schema.OP],
+    )
+
+
+def test_without_pandas_there_is_no_frame(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with hpc3d.trace.open(path) as trace:
+        assert len(trace.events["dur"]) == 48
+        with pytest.raises(ValueError, match=r"pandas: pip install 'hpc3d\[report\]'"):
+            trace.events.frame()
+
+
+def test_unknown_columns_are_ignored(path):
+    with h5py.File(path, "r+") as file:
+        file["events/colour"] = np.zeros(3)
+        file["events/elsewhere"] = h5py.SoftLink("/nowhere")
+        file["calibration/melt/x/bytes"] = np.zeros(3)
+    with hpc3d.trace.open(path) as trace:
+        assert "colour" not in trace.events
+        assert len(trace.events["dur"]) == 48
+        assert trace.calibration == {}
