@@ -15,6 +15,7 @@ from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
 from hpc3d.config.rules import settle
 from hpc3d.tensor.split import SCHEMES
+from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
 from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, said, train, words
@@ -163,7 +164,7 @@ def test_the_log_has_a_line_a_step(run):
 def test_the_trace_has_all_ranks_and_their_calls_match(run):
     path, _ = run
     with hpc3d.trace.open(path / "trace.h5") as trace:
-        assert trace.attrs["complete"]
+        assert trace.attrs["complete"] and violations(trace) == []
         assert tomllib.loads(trace.attrs["config"])["model"]["hidden"] == 144
         events = {name: trace.events[name] for name in ("rank", "group", "seq", "op", "step")}
         groups = trace.groups

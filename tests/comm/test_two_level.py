@@ -12,7 +12,7 @@ SHARED, MPI, HOSTS = "SharedMemory", "MpiCommunicator", "TwoLevel"
     [
         pytest.param("abcde", [1, 1 << 16], [MPI, MPI, MPI, MPI], marks=pytest.mark.slow),
         ("abba", [1], [MPI, MPI, HOSTS]),
-        ("aababb", [1 << 16], [SHARED, MPI, MPI, MPI, HOSTS]),
+        pytest.param("aababb", [1 << 16], [SHARED, MPI, MPI, MPI, HOSTS], marks=pytest.mark.slow),
         pytest.param("abccab", [1], [MPI, MPI, MPI, MPI, HOSTS], marks=pytest.mark.slow),
     ],
 )

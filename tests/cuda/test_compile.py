@@ -69,7 +69,13 @@ def outcomes(request):
 
 
 @pytest.mark.parametrize("architecture", strided(ARCHITECTURES, 3, 1))
-@pytest.mark.parametrize("source", launch_table.sources())
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each == "attention" else [])
+        for each in launch_table.sources()
+    ],
+)
 def test_kernels_compile_and_keep_to_the_registers(source, architecture, outcomes):
     pair = source, architecture
     assert pair not in outcomes or outcomes[pair].result() == 0

@@ -103,6 +103,33 @@ def test_every_pass_once(name):
                 assert set(found) == every or (op == "W" and not found)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "line"),
+    [
+        ("none", (2, 4, 1), "mesh.p = 2: schedule none .* 1f1b or mesh.p = 1"),
+        ("1f1b", (2, 0, 1), "parallel.microbatches = 0: .* 1"),
+        ("gpipe", (0, 1, 1), "mesh.p = 0: .* 1"),
+        ("1f1b", (2, 4, 2), "parallel.chunks = 2: schedule 1f1b .* 1"),
+        ("zb-v", (2, 4, 1), "parallel.chunks = 1: schedule zb-v .* 2"),
+        ("interleaved", (4, 3, 2), "parallel.microbatches = 3: .* 4 .* mesh.p = 3"),
+        ("pipedream-2bw", (4, 2, 1), "parallel.microbatches = 2: .* 4 .* mesh.p = 2"),
+    ],
+)
+def test_sizes_that_are_forbidden(name, sizes, line):
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        streams(name, *sizes)
+
+
+def test_a_synchronous_schedule_is_one_step():
+    with pytest.raises(ValueError, match=r"steps = 2: schedule 1f1b .* 1"):
+        streams("1f1b", 2, 4, steps=2)
+
+
+def test_an_unknown_schedule():
+    with pytest.raises(ValueError, match=r"'1f1b1': .*1f1b.* none, gpipe"):
+        find("1f1b1")
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_record_says_what_its_streams_do(name):
     schedule, stages = SCHEDULES[name], 1 if name == "none" else 4
@@ -135,30 +162,3 @@ def test_without_a_closed_form_the_time_is_that_of_the_timeline(name, micros):
 def test_stages_may_take_different_times():
     costs = [Cost(1, 2, 0), Cost(1, 2, 0), Cost(2, 4, 0)]
     assert makespan(timeline(*streams("gpipe", 3, 10), costs)) == 10 * 6 + 2 * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "line"),
-    [
-        ("none", (2, 4, 1), "mesh.p = 2: schedule none .* 1f1b or mesh.p = 1"),
-        ("1f1b", (2, 0, 1), "parallel.microbatches = 0: .* 1"),
-        ("gpipe", (0, 1, 1), "mesh.p = 0: .* 1"),
-        ("1f1b", (2, 4, 2), "parallel.chunks = 2: schedule 1f1b .* 1"),
-        ("zb-v", (2, 4, 1), "parallel.chunks = 1: schedule zb-v .* 2"),
-        ("interleaved", (4, 3, 2), "parallel.microbatches = 3: .* 4 .* mesh.p = 3"),
-        ("pipedream-2bw", (4, 2, 1), "parallel.microbatches = 2: .* 4 .* mesh.p = 2"),
-    ],
-)
-def test_sizes_that_are_forbidden(name, sizes, line):
-    with pytest.raises(ValueError, match=f"^{line}$"):
-        streams(name, *sizes)
-
-
-def test_a_synchronous_schedule_is_one_step():
-    with pytest.raises(ValueError, match=r"steps = 2: schedule 1f1b .* 1"):
-        streams("1f1b", 2, 4, steps=2)
-
-
-def test_an_unknown_schedule():
-    with pytest.raises(ValueError, match=r"'1f1b1': .*1f1b.* none, gpipe"):
-        find("1f1b1")

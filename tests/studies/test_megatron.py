@@ -40,6 +40,7 @@ def test_steps_of_arxiv_2205_05198_are_within_5_percent_and_10_at_worst(recomput
     assert found["worst"] <= 0.10
 
 
+@pytest.mark.slow
 def test_what_sequence_parallelism_and_selective_recomputation_gain(recomputation):
     """Published: 1.29 and 1.32 times as fast."""
     for full, selective in zip(recomputation[::2], recomputation[1::2], strict=True):

@@ -35,6 +35,7 @@ def test_the_machine_alone_reaches_the_mean(found):
     assert result["values"]["odd"] > 1
 
 
+@pytest.mark.slow
 def test_the_file_of_the_machine_has_what_is_found(found):
     machine, values = load(MACHINE), found["the machine alone"]["values"]
     assert machine.launch_s * 1e6 == pytest.approx(values["launch_us"], rel=0.05)
@@ -44,6 +45,7 @@ def test_the_file_of_the_machine_has_what_is_found(found):
         )
 
 
+@pytest.mark.slow
 def test_measured_steps_of_many_nodes_are_predicted_without_using_one(found):
     """From the rows of one node alone; the largest models, which are the steadiest, best."""
     errors = found["measured"]["errors"]

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d.trace.segment import replacing
-from tests.trace.small import (
-    write,
-)
+from tests.trace.small import write
 
 
 def test_a_segment_is_whole_or_absent(tmp_path, monkeypatch):

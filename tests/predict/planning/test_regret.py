@@ -13,7 +13,6 @@ from hpc3d.predict.machine.machine import load as load_machine
 from tests.predict.machine.test_between_hosts import hosts
 from tests.predict.planning.brute import every_layout, step
 from tests.predict.planning.test_search import CLUSTER, ROOT, config_of, settled
-from tests.strided import strided
 
 KEYS = [
     *(f"model.{size}" for size in ("layers", "hidden", "heads", "sequence", "vocabulary")),
@@ -94,7 +93,8 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", strided(KNOWN, 2, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KNOWN)
 def test_fewer_microbatches_than_stages_and_zero_2_are_found(name):
     space = SPACES[name]
     config = settled(f"{space.line()} {KNOWN[name]}", space.ranks)
