@@ -10,6 +10,7 @@ import numpy as np
 
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.communicator import Self
+from hpc3d.comm.grid import Grid
 from hpc3d.model.gpt2 import ModelSpec
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build, microbatches
@@ -52,7 +53,7 @@ def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
     """The PartWork of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of
     one microbatch of `sequences`; what is recomputed is in the backward pass."""
     tally = Tally()
-    mesh = representative(sizes, AbstractPool(tally), Self())
+    mesh = representative(Grid(sizes), AbstractPool(tally), Self())
     parameters = Parameters(mesh, dtype)
     (stage,) = build(mesh, parameters, ModelSpec(model, split, recompute=recompute), [part])
     parameters.allocate(seed=0)

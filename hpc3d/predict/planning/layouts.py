@@ -1,6 +1,7 @@
 """The layouts of a model on so many ranks: which there are, and what they move at least."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import factorial, lcm
 from typing import NamedTuple
@@ -228,11 +229,12 @@ def heaviest_last(config, volume):
     return replace(config, mesh=replace(config.mesh, order=" ".join(order)))
 
 
+@cache
 def schedules(stages, micros, layers):
     """(name, chunks) of the schedules that so many stages may run; those that split the backward
     pass last, and otherwise by name."""
     if stages == 1:
-        return [(usual(stages), 1)]
+        return ((usual(stages), 1),)
     most = min(layers // stages, MOST_PASSES // (stages * micros))  # chunks
     named = [
         (schedule.splits_backward, name, chunks)
@@ -242,7 +244,7 @@ def schedules(stages, micros, layers):
         and not schedule.asynchronous
         and not schedule.forbids(stages, micros, chunks)
     ]
-    return [(name, chunks) for _, name, chunks in sorted(named)]
+    return tuple((name, chunks) for _, name, chunks in sorted(named))
 
 
 def zeros(config, ranks):
