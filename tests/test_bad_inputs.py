@@ -51,7 +51,7 @@ class Job:
 def refused(words):
     """The lines with which rank 0 refuses the words of a command line; None if it does not."""
     try:
-        train.prepare(train.asked(Job(), [str(word) for word in words], reader := {}), reader)
+        train.prepare(*train.asked(Job(), [str(word) for word in words]))
     except ValueError as error:
         return str(error).splitlines()
     return None

@@ -163,14 +163,14 @@ def test_what_train_is_told_is_refused_in_a_line(words, evil, terminal, tmp_path
     words = [word.replace("{{", "{").replace("{}", evil) for word in words]
     words = [str(SHIPPED[0]) if word == "INPUT" else word for word in words]
     options = ["--run.out", str(tmp_path / "none")]
-    assert run("train", lambda: train.prepare(asked(words + options), {"run": None})) == 2
+    assert run("train", lambda: train.prepare(*asked(words + options))) == 2
     _, lines = terminal.lines()
     assert lines and all(line.startswith("hpc3d.train: ") for line in lines)
     assert len(lines) <= 2 and not (tmp_path / "none").exists()
 
 
 def asked(words):
-    return train.asked(Job(), words, {})
+    return train.asked(Job(), words)
 
 
 @pytest.mark.parametrize("words", [["--run.out", BYTES], [f"--{BYTES}=1"], ["--name", BYTES]])

@@ -118,9 +118,9 @@ def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
     class Job:
         size, rank = 1, 0
 
-    config = train.asked(Job(), ["--run.out", str(elsewhere / "out")], reader := {})
-    assert config.data.path == "inputs/corpus"
-    plan = train.prepare(config, reader)
+    asked = train.asked(Job(), ["--run.out", str(elsewhere / "out")])
+    assert asked.config.data.path == "inputs/corpus"
+    plan = train.prepare(*asked).plan
     assert plan.config.data.path == "inputs/corpus"  # what is resumed elsewhere is found there
 
 

@@ -64,7 +64,7 @@ def test_train_refuses_it_before_a_folder_exists(tmp_path):
         size, rank = 1, 0
 
     words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
-    config = train.asked(Job(), words, reader := {})
+    asked = train.asked(Job(), words)
     with pytest.raises(ValueError, match=r"1 rank .* GB, .* GB: "):
-        train.prepare(config, reader)
+        train.prepare(*asked)
     assert not [*tmp_path.iterdir()]
