@@ -83,8 +83,8 @@ def test_a_schedule_with_passes_in_flight_stops_and_says_that_nothing_is_saved(t
 class Job:
     """A job of which only this rank is looked at."""
 
-    def __init__(self, rank=0, told=(), started=0.0):
-        self.rank, self.told, self.started = rank, [*told], started
+    def __init__(self, rank=0, signals=(), started=0.0):
+        self.rank, self.signals, self.started = rank, [*signals], started
 
 
 def test_a_rank_wishes_what_it_sees(tmp_path):
