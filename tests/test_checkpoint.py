@@ -183,7 +183,7 @@ def settings(before, after):
         (twice, "rows ... two files"),
         (outside, ": ... outside"),
         (unknown, " layers.0.gate"),
-        (integers, "rank-00000.bin ... piece that"),
+        (integers, "rank-00000.bin ... invalid piece"),
         (put(step=7), "manifest ... step 7"),
         (put(step="2"), "manifest ... number step"),
         (put(format="other"), "step-00000002 ... checkpoint: ... manifest"),
