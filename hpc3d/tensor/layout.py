@@ -18,6 +18,9 @@ class Layout(tuple):
     def __eq__(self, other):
         return super().__eq__(other) and self.owned == getattr(other, "owned", ())
 
+    def __ne__(self, other):
+        return not self == other
+
     def __hash__(self):
         return hash((tuple(self), self.owned))
 

@@ -50,6 +50,7 @@ def test_the_dim_of_an_axis():
 def test_layouts_are_equal_if_their_owners_are():
     assert Layout("x", "") == Layout("x", "")
     assert not Layout("x", "") == Layout("x", "", owned="y")  # noqa: SIM201  `==` is what is ours
+    assert Layout("x", "") != Layout("x", "", owned="y")
     assert len({Layout("x", ""), Layout("x", ""), Layout("x", "", owned="y")}) == 2
     assert str(Layout("x y", "", owned="z")) == "[_xy, -] owned along z"
 
