@@ -37,7 +37,7 @@ class Ranks:
         self.mesh.world.group.barrier.wait()
         return values
 
-    def agree(self, function):
+    def from_root(self, function):
         return self.gather(function() if self.rank == 0 else None)[0]
 
     def refuse(self, *problems):

@@ -29,7 +29,7 @@ class Job:
     name, size, launcher = "test", 3, None
 
     def __init__(self, rank):
-        self.rank, self.told, self.said, self.ending = rank, [], [], threading.Lock()
+        self.rank, self.signals, self.said, self.ending = rank, [], [], threading.Lock()
 
     def complain(self, text):
         self.said.append(text)
