@@ -85,8 +85,9 @@ def mapped(function, value):
     """`function` of the arrays in a nest of lists."""
     if isinstance(value, dict):
         return {key: mapped(function, each) for key, each in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(mapped(function, each) for each in value)
+    if isinstance(value, list | tuple):
+        parts = [mapped(function, each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return function(value) if isinstance(value, np.ndarray) else value
 
 
