@@ -69,11 +69,11 @@ def plan(options, overrides):
     """Search, print, write the input file."""
     from hpc3d.config.load import load
     from hpc3d.config.rules import not_there_yet, refuse, unknown_values
-    from hpc3d.predict.machine import machine as machines
+    from hpc3d.predict.machine import machine_file
 
     config, ranks = load(options.input, overrides), options.ranks
     refuse([*unknown_values(config), *not_there_yet(config)])
-    machine = machines.load(options.machine or shipped(MACHINE))
+    machine = machine_file.load(options.machine or shipped(MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
     top = max(options.top, TOP)  # what is found first does not depend on how much is shown
     found, ranking = ranked(config, ranks, machine, memory, top)

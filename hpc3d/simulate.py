@@ -77,7 +77,7 @@ def _step_parser():
 
 
 def _step(options, overrides):
-    from hpc3d.predict.machine.machine import load
+    from hpc3d.predict.machine.machine_file import load
     from hpc3d.predict.simulation.simulator import settled, simulate
     from hpc3d.predict.simulation.summary import summary
 

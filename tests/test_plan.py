@@ -11,8 +11,8 @@ import pytest
 from hpc3d.config.load import load
 from hpc3d.config.rules import settle
 from hpc3d.plan import main
-from hpc3d.predict.machine.machine import dumps
-from hpc3d.predict.machine.machine import load as load_machine
+from hpc3d.predict.machine.machine_file import dumps
+from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.simulation.simulator import simulate
 from tests.predict.planning.test_search import CLUSTER
 

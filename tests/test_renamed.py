@@ -18,7 +18,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.load import load, stored, to_toml
 from hpc3d.files import toml
 from hpc3d.predict.calibration import align_trace
-from hpc3d.predict.machine import machine
+from hpc3d.predict.machine import machine_file
 from hpc3d.renamed import KEYS, VALUES
 from hpc3d.shipped import shipped
 from hpc3d.trace.locate import trace_of
@@ -227,17 +227,19 @@ OLD_KEYS = {"wakeup_s": "wake_s", "max_fused_head_dim": "widest_head"}
 @pytest.mark.parametrize(("new", "old"), OLD_KEYS.items())
 def test_a_machine_may_have_the_old_name(new, old, file, capsys):
     begun = "" if f"{new} = " in MACHINE else f"{new} = 0.125\n"
-    wanted = machine.load(file(begun + MACHINE))
-    assert machine.load(file((begun + MACHINE).replace(f"{new} =", f"{old} ="))) == wanted
+    wanted = machine_file.load(file(begun + MACHINE))
+    assert machine_file.load(file((begun + MACHINE).replace(f"{new} =", f"{old} ="))) == wanted
     assert warnings(capsys) == [f"warning: {old} is now called {new}"]
-    assert f"\n{new} = " in machine.dumps(wanted) and f"{old} =" not in machine.dumps(wanted)
+    assert f"\n{new} = " in machine_file.dumps(wanted) and f"{old} =" not in machine_file.dumps(
+        wanted
+    )
 
 
 @pytest.mark.parametrize(("new", "old"), OLD_KEYS.items())
 def test_a_machine_with_both_names_is_refused(new, old, file):
     begun = "" if f"{new} = " in MACHINE else f"{new} = 0.125\n"
     with pytest.raises(ValueError) as refused:
-        machine.load(file(f"{old} = 0\n{begun}{MACHINE}"))
+        machine_file.load(file(f"{old} = 0\n{begun}{MACHINE}"))
     assert (
         str(refused.value) == f"{old}: the old name of {new}, which is given too; leave {old} out"
     )

@@ -12,7 +12,7 @@ import hpc3d
 from hpc3d import train
 from hpc3d.config.load import load
 from hpc3d.config.rules import settle
-from hpc3d.predict.machine import machine
+from hpc3d.predict.machine import machine_file
 from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
 
 PACKAGE = Path(hpc3d.__file__).parent
@@ -59,7 +59,7 @@ def test_names_are_found_from_any_folder(before, after, elsewhere):
 
 def test_what_takes_an_input_or_a_machine_takes_its_name(elsewhere):
     assert load("gpt-3d-64", []) == load(INPUTS / "gpt-3d-64.toml", [])
-    assert machine.load("h100") == machine.load(INPUTS / "machines" / "h100.toml")
+    assert machine_file.load("h100") == machine_file.load(INPUTS / "machines" / "h100.toml")
 
 
 def test_a_path_wins_over_a_name_and_what_is_here_over_what_is_shipped(elsewhere):

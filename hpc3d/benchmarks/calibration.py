@@ -12,7 +12,7 @@ from hpc3d.benchmarks import harness
 from hpc3d.predict.calibration.align_trace import works
 from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
 from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
-from hpc3d.predict.machine.machine import dumps
+from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.shipped import MACHINE, place
 from hpc3d.trace.segment import naming

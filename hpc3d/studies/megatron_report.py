@@ -1,6 +1,6 @@
 """How well published steps of Megatron-LM are predicted, as text."""
 
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.shipped import shipped
 from hpc3d.studies import megatron
 from hpc3d.studies.megatron import (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.rules import settle
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.shipped import shipped
 from hpc3d.trace.schema import STEPS

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.vtrain import COLUMNS, EVERY, MEASURED, Steps, calibrate, read
 
 MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.megatron import (
     LAYERS,
     RECOMPUTATION,

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc3d.predict.machine.machine import Rates, load
+from hpc3d.predict.machine.machine import Rates
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.tensor_3d import (
     CLOSE,
     PAPER,

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc3d.predict.machine.machine import Rates, load
+from hpc3d.predict.machine.machine import Rates
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.vtrain import (
     COMPOSED,
     EVERY,

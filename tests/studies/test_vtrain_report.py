@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.vtrain_report import report
 from tests.studies.test_vtrain import INPUTS, MACHINE, ROWS
 

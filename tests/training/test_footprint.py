@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d import limits, train
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import settled, simulate
 from hpc3d.training.footprint import least, refuse_what_cannot_fit
 

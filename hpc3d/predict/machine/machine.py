@@ -4,20 +4,17 @@ inputs/machines/*.toml are machines; `load` reads one, `dumps` writes one.  A ra
 was measured is kept as knots and interpolated, so that what was measured comes out again.
 """
 
-import re
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, pairwise
 from math import ceil, inf, log, log2
 from typing import Literal, NamedTuple
 
 from hpc3d.config.input_file import STRICT
-from hpc3d.config.load import literal, read
 from hpc3d.predict.machine import between_hosts
 from hpc3d.predict.machine.collective_costs import best, hierarchical_all_reduce
-from hpc3d.shipped import MACHINE, find
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -292,36 +289,3 @@ class Machine:
                 if fits and (table.members, table.groups) == (len(ranks), groups):
                     found[table.op] = table.time
         return found
-
-
-def load(path):
-    """The Machine of a TOML file, or of a name of hpc3d.shipped.
-
-    Raises ValueError with one line for every error, each with its key and the remedy.
-    """
-    from hpc3d.predict.machine.machine_file import validate
-
-    return validate(read(find(path, MACHINE)))
-
-
-def dumps(machine):
-    """The text of a file that `load` reads as an equal machine."""
-    tree = asdict(machine)
-    gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
-    parts = [table("", tree)]
-    parts += [table(f"[gemm.{key(dtype)}]", rates) for dtype, rates in gemm.items()]
-    parts += [table("[[links]]", link) for link in links]
-    parts += [table("[kernels]", kernels)] if kernels else []
-    parts += [table("[[measured]]", call) for call in measured]
-    return "\n".join(parts)
-
-
-def table(head, values):
-    """A table as TOML writes it."""
-    lines = [f"{key(name)} = {literal(value)}" for name, value in values.items()]
-    return "\n".join([*([head] if head else []), *lines, ""])
-
-
-def key(name):
-    """A key as TOML writes it."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)

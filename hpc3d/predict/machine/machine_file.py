@@ -1,19 +1,54 @@
-"""What the file of a machine must have: keys and types, then the rules about its numbers."""
+"""A machine as a TOML file: reading and writing it, and what it must have: keys and types, then
+the rules about its numbers."""
 
+import re
 from collections import Counter
-from dataclasses import fields
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from itertools import pairwise
 from math import inf
 
 from hpc3d import renamed
+from hpc3d.config.load import literal, read
 from hpc3d.plain import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+from hpc3d.shipped import MACHINE, find
 
 RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
 LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
 PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
+
+
+def load(path):
+    """The Machine of a TOML file, or of a name of hpc3d.shipped.
+
+    Raises ValueError with one line for every error, each with its key and the remedy.
+    """
+    return validate(read(find(path, MACHINE)))
+
+
+def dumps(machine):
+    """The text of a file that `load` reads as an equal machine."""
+    tree = asdict(machine)
+    gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
+    parts = [table("", tree)]
+    parts += [table(f"[gemm.{key(dtype)}]", rates) for dtype, rates in gemm.items()]
+    parts += [table("[[links]]", link) for link in links]
+    parts += [table("[kernels]", kernels)] if kernels else []
+    parts += [table("[[measured]]", call) for call in measured]
+    return "\n".join(parts)
+
+
+def table(head, values):
+    """A table as TOML writes it."""
+    lines = [f"{key(name)} = {literal(value)}" for name, value in values.items()]
+    return "\n".join([*([head] if head else []), *lines, ""])
+
+
+def key(name):
+    """A key as TOML writes it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
 
 
 def validate(tree):

@@ -9,7 +9,7 @@
 from itertools import groupby
 from math import prod
 
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.shipped import shipped
 from hpc3d.studies.pp_vs_dp.comparison import by_microbatches, races
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of

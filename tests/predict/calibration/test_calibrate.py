@@ -10,7 +10,8 @@ from hpc3d.pipeline.program import program_of
 from hpc3d.predict.calibration.align_trace import works
 from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
 from hpc3d.predict.calibration.calibration_runs import config_of
-from hpc3d.predict.machine.machine import Link, Machine, Rates, dumps, load
+from hpc3d.predict.machine.machine import Link, Machine, Rates
+from hpc3d.predict.machine.machine_file import dumps, load
 from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
 from hpc3d.predict.simulation.simulator import run, simulate
 from hpc3d.predict.simulation.write_trace import write_trace

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hpc3d.config.input_file import TrainConfig
 from hpc3d.predict.machine.collective_costs import ALGORITHMS, doubling, ring
-from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates, load
+from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine_file import load
 
 SHIPPED = sorted((Path(__file__).parents[3] / "inputs" / "machines").glob("*.toml"))
 

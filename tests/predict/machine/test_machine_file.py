@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
-from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates, dumps, load
+from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine_file import dumps, load
 from tests.elided import elided
 from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABLE
 

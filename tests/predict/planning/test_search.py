@@ -9,7 +9,7 @@ import pytest
 from hpc3d.config.load import load
 from hpc3d.config.rules import settle
 from hpc3d.predict.machine.machine import Link, Machine, Rates
-from hpc3d.predict.machine.machine import load as load_machine
+from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d.predict.machine.machine import load
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.studies import megatron
