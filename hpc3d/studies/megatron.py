@@ -104,8 +104,9 @@ The second: Megatron-LM reduces float16 gradients, half the bytes of those here,
 messages of stages into t parts, which are sent whole here."""
 
 
-def weak(model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate):
-    """The PublishedStep of one of WEAK_SCALING: equation 3 turns FLOP/s a rank into seconds."""
+def weak(row):
+    """The PublishedStep of a row of WEAK_SCALING, whose FLOP/s equation 3 turns into seconds."""
+    model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate = row
     flop = 96 * batch * SEQUENCE * layers * hidden**2
     flop *= 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     layout = layers, hidden, heads, t, p, ranks, batch, micro, chunks
@@ -221,6 +222,6 @@ def with_later_products(machine):
 
 def otherwise(machine):
     """The rows of OTHERWISE, predicted."""
-    by_name = {values[0]: weak(*values) for values in WEAK_SCALING}
+    by_name = {values[0]: weak(values) for values in WEAK_SCALING}
     changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]
     return [predicted(row, machine) | {"change": change} for row, change in changed]

@@ -24,7 +24,7 @@ def main(options):
         "states": states(),
         "facts": facts(machine),
     }
-    scaled = [weak(*values) for values in WEAK_SCALING]
+    scaled = [weak(values) for values in WEAK_SCALING]
     found["weak scaling"] = steps("SC '21 (arXiv:2104.04473), table 1", scaled, machine)
     found["otherwise"] = otherwise(machine)
     print(f"\n{ASSUMED}")

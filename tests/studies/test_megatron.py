@@ -68,14 +68,14 @@ def test_memory_of_parameters_and_optimiser_is_within_2_percent():
 
 def test_published_rates_become_seconds():
     """Equation 3 of 2104.04473 for its largest model: 502 PFLOP/s of 3,072 GPUs, 102.6 s."""
-    row = weak(*WEAK_SCALING[-1])
+    row = weak(WEAK_SCALING[-1])
     assert row.seconds == pytest.approx(102.63, abs=0.01)
     config = config_of(row)
     assert (config.mesh.p, config.mesh.d, config.parallel.microbatches) == (64, 6, 512)
 
 
 def test_smaller_steps_of_sc21_are_within_10_percent(machine):
-    found = rows([weak(*values) for values in WEAK_SCALING[:4]], machine)
+    found = rows([weak(values) for values in WEAK_SCALING[:4]], machine)
     assert errors(found)["mean"] <= 0.10
     assert errors(found)["worst"] <= 0.10
 
@@ -101,6 +101,6 @@ def test_a_slower_machine_is_noticed(machine):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_steps_of_sc21_are_within_10_percent(machine):
-    found = [predicted(weak(*values), machine) for values in WEAK_SCALING]
+    found = [predicted(weak(values), machine) for values in WEAK_SCALING]
     assert errors(found)["mean"] <= 0.10
     assert errors(found)["worst"] <= 0.15

@@ -60,6 +60,6 @@ def test_overlap_hides_sums_on_devices(line):
 def test_overlap_in_a_published_step():
     """145.6 B parameters on 1,536 A100 (SC 2021), where each stage once handed on its delay."""
     row = next(row for row in megatron.WEAK_SCALING if row[0] == "145.6B")
-    config = megatron.config_of(megatron.weak(*row))
+    config = megatron.config_of(megatron.weak(row))
     beside, after = (seconds(config, SELENE, overlap) for overlap in (True, False))
     assert 0.9 * after < beside < after
