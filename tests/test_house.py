@@ -1,0 +1,80 @@
+"""What a reader of the code would stumble over is counted, and stays within limits."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "hpc3d"
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.name not in ("__init__.py", "__main__.py")
+}
+
+
+def several(found):
+    """The names that were found more than once, with their places."""
+    return [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > 1]
+
+
+def nodes(sources, *kinds):
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, kinds):
+                yield path, node
+
+
+def doubled_classes(sources):
+    found = defaultdict(list)
+    for path, node in nodes(sources, ast.ClassDef):
+        found[node.name].append(f"{path}:{node.lineno}")
+    return several(found)
+
+
+def doubled_files(sources):
+    found = defaultdict(list)
+    for path in sources:
+        found[Path(path).stem].append(path)
+    return several(found)
+
+
+def full_folders(sources):
+    found = defaultdict(list)
+    for path in sources:
+        found[Path(path).parent].append(path)
+    return [folder for folder, paths in found.items() if len(paths) > 20]
+
+
+def long_functions(sources):
+    functions = nodes(sources, ast.FunctionDef)
+    return [node.name for _, node in functions if node.end_lineno - node.lineno >= 41]
+
+
+def many_parameters(sources):
+    """Functions with more than seven."""
+    found = []
+    for path, node in nodes(sources, ast.FunctionDef):
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if len([each for each in given if each.arg not in ("self", "cls")]) > 7:
+            found.append(f"{path}:{node.lineno} {node.name}")
+    return found
+
+
+LIMITS = [
+    (doubled_classes, 0, {"a.py": "class A: pass", "b.py": "class A: pass"}),
+    (doubled_files, 0, {"one/a.py": "", "two/a.py": ""}),
+    (full_folders, 0, {f"one/{number}.py": "" for number in range(21)}),
+    (long_functions, 0, {"a.py": "def f():\n" + 41 * "    0\n"}),
+    (many_parameters, 10, {"a.py": "def f(a, b, c, d, e, f, g, h): pass"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "planted"), LIMITS, ids=[count.__name__ for count, *_ in LIMITS]
+)
+def test_a_count_is_within_its_limit(count, limit, planted):
+    found = count(SOURCES)
+    assert len(found) <= limit, found
+    assert len(count(planted)) == 1
