@@ -59,10 +59,10 @@ train: .venv/setup.stamp
 test: .venv/test.stamp
 	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm and not hosts"
 
-# Predictions start no ranks, so they run on two processes.
+# Tests with ranks wait for each other, so that the second process runs those without.
 test-slow: .venv/test.stamp .venv/cupy.stamp
 	python -m pytest -q -n 2 -m slow tests/predict
-	python -m pytest -q -m slow --ignore tests/predict
+	python -m pytest -q -n 2 --dist loadfile -m slow --ignore tests/predict
 	mpirun -np 8 python -m pytest --with-mpi -q -p no:cacheprovider tests/with_mpi
 
 fuzz: .venv/test.stamp
