@@ -59,7 +59,7 @@ def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
     assert saving["snapshot"]["times"] == saving["checkpoint"]["times"] == 4
     assert {row["category"] for row in saving.values()} == {"io"}
     assert len(by_step(run / "trace-1.h5")) == 4 and (run / "config-1.toml").exists()
-    assert re.search(r"checkpoints: \d+\.\d MB .*; 2 .*; .* s$", said)
+    assert re.search(r"(?m)checkpoints: \d+\.\d MB .*; 2 .*; .* s$", said)
     assert re.search(r"checkpoint step-00000008: \d+\.\d MB .* s, .* s ", said)
     log = (run / "train.log").read_text(encoding="utf-8")
     assert [int(step) for step, _ in LINE.findall(log)] == [*range(STEPS)]

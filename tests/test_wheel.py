@@ -147,7 +147,9 @@ def test_a_run_and_what_is_done_with_it(hpc3d, tmp_path):
     assert "is whole" in hpc3d("checkpoint", "verify", folder)
     assert "written to " in hpc3d("report", folder)
     page = (folder / "report" / "report.html").read_text(encoding="utf-8")
-    assert (ROOT / "hpc3d" / "analyze" / "page" / "timeline.js").read_text().strip() in page
+    assert (
+        ROOT / "hpc3d" / "analyze" / "report" / "page" / "timeline.js"
+    ).read_text().strip() in page
     assert "run kept in " in hpc3d("train", "--resume", folder, "--train.steps", "3", ranks=2)
 
 
