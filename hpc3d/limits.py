@@ -47,19 +47,22 @@ def out_of_bounds(config):
             yield out_of_range(key, value, least, most)
 
 
-def too_large(config):
-    """Products of sizes that no array can have, and meshes of more ranks than are worked with."""
+def too_large(config, products):
+    """Products of sizes that no array can have, and meshes of more ranks than are worked with;
+    `products` are those of a block."""
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:
         yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
     rows = config.train.batch * model.sequence
-    widest = max(4 * model.hidden, model.vocabulary or 0, model.heads * model.sequence)
+    widest = max(*(product.outputs for product in products), model.vocabulary or 0)
+    widest = max(widest, model.heads * model.sequence)
     arrays = {
-        "model.hidden x hidden x 12 x layers": 12 * model.hidden**2 * model.layers,
+        "model.layers x weights of a block": model.layers
+        * sum(product.weights for product in products),
         "model.hidden x (vocabulary + sequence)": model.hidden
         * ((model.vocabulary or 0) + model.sequence),
-        "train.batch x model.sequence x max(4 hidden, vocabulary, heads x sequence)": rows
-        * widest,
+        "train.batch x model.sequence x the widest of its products, vocabulary and heads x "
+        "sequence": rows * widest,
     }
     for name, count in arrays.items():
         if count > MOST_ELEMENTS:

@@ -21,27 +21,11 @@ import numpy as np
 from hpc3d.checkpoints import safetensors
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.inspect import config_of, shapes_in
+from hpc3d.model.families import GPT2
 from hpc3d.model.layers import LayerNorm
 from hpc3d.trace.segment import replacing
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-PREFIX = "transformer."
-ENDS = {
-    "embedding.token": "wte.weight",
-    "embedding.position": "wpe.weight",
-    "head.norm.gamma": "ln_f.weight",
-    "head.norm.beta": "ln_f.bias",
-    "head.table": "lm_head.weight",
-}
-LAYERS = {
-    "norm1": "ln_1",
-    "qkv": "attn.c_attn",
-    "proj": "attn.c_proj",
-    "norm2": "ln_2",
-    "up": "mlp.c_fc",
-    "down": "mlp.c_proj",
-}
-PARTS = {"gamma": "weight", "beta": "bias", "weight": "weight", "bias": "bias"}
 GELU = {"tanh": "gelu_new", "exact": "gelu"}
 SIZES = {
     "n_layer": "layers",
@@ -52,20 +36,12 @@ SIZES = {
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 # What a config.json may not say otherwise, because the model here has no other.
 FIXED = {
-    "model_type": "gpt2",
+    "model_type": GPT2.names.model_type,
     "layer_norm_epsilon": LayerNorm.EPSILON,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-
-
-def name_of(ours):
-    """GPT-2's name of a parameter, without the prefix of all but the head."""
-    if ours in ENDS:
-        return ENDS[ours]
-    _, number, layer, part = ours.split(".")
-    return f"h.{number}.{LAYERS[layer]}.{PARTS[part]}"
 
 
 def exchanged(columns, groups):
@@ -98,7 +74,7 @@ def export(opened, target):
     shapes, model = shapes_in(opened), config_of(opened).model
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     arrays = {
-        prefixed(name_of(name)): value_of(opened, name, shape, dtype, model)
+        GPT2.names.full_name_of(name): value_of(opened, name, shape, dtype, model)
         for name, shape in shapes.items()
     }
     weights.parent.mkdir(parents=True, exist_ok=True)
@@ -107,10 +83,6 @@ def export(opened, target):
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(settings_of(model, dtype), indent=2) + "\n")
     return {name: array.shape for name, array in arrays.items()}
-
-
-def prefixed(name):
-    return name if name == ENDS["head.table"] else PREFIX + name
 
 
 def value_of(opened, name, shape, dtype, model):
@@ -125,7 +97,7 @@ def settings_of(model, dtype):
     to `transformers`."""
     return {
         **FIXED,
-        "architectures": ["GPT2LMHeadModel"],
+        "architectures": [GPT2.names.architecture],
         **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
         "n_head": model.heads,
         "activation_function": GELU[model.gelu],

@@ -16,11 +16,9 @@ from hpc3d.checkpoints.hf_export import (
     FIXED,
     GELU,
     INDEX,
-    PREFIX,
     SIZES,
     WEIGHTS,
     exchanged,
-    name_of,
 )
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.safetensors import Weights
@@ -28,8 +26,12 @@ from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, settle
+from hpc3d.model.families import GPT2
 
-TABLE, POSITIONS, HEAD = map(name_of, ("embedding.token", "embedding.position", "head.table"))
+NAMES = GPT2.names
+TABLE, POSITIONS, HEAD = map(
+    NAMES.name_of, ("embedding.token", "embedding.position", "head.table")
+)
 FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of older versions: no parameters
 ACTIVATIONS = {
@@ -88,7 +90,7 @@ class Pretrained:
 
     def parameter(self, ours, model):
         """A parameter by our name, as the `ModelConfig` that was made of this wants it."""
-        value = self.read(name_of(ours))
+        value = self.read(NAMES.name_of(ours))
         if ours == "embedding.position":
             return value[: model.sequence]
         return exchanged(value, (3, model.heads)) if ".qkv." in ours else value
@@ -118,7 +120,7 @@ def places(files):
     found = {}
     for file in files:
         for stored in file.entries:
-            name = stored.removeprefix(PREFIX)
+            name = stored.removeprefix(NAMES.prefix)
             if name in found:
                 raise ValueError(f"{file.path}: {name!r} is there twice")
             if not MASKS.fullmatch(name):
@@ -194,7 +196,7 @@ def check(entries, settings, model):
         raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
     sizes = {key: model[key] for key in SIZES.values()}
     shapes = shapes_of(ModelConfig(**sizes, tied=bool(model["tied"])))
-    shapes = {name_of(ours): shape for ours, shape in shapes.items()}
+    shapes = {NAMES.name_of(ours): shape for ours, shape in shapes.items()}
     if lacking := [name for name in shapes if name not in entries]:
         raise ValueError(f"it lacks {listed(lacking)}")
     if surplus := [name for name in entries if name not in shapes]:

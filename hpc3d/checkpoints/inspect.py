@@ -11,13 +11,12 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values, wrong_parts
-from hpc3d.model.gpt2 import ModelSpec
+from hpc3d.model.families import ModelSpec, family_of
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import STATES
-from hpc3d.training.trainer import shape_of
 
 
 class Tensor(NamedTuple):
@@ -72,7 +71,9 @@ def shapes_of(model):
     mesh = Mesh({}, {}, {}, Self())
     parameters = Parameters(mesh, "float32")
     whole = Part(range(model.layers), True, True)
-    build(mesh, parameters, ModelSpec(shape_of(model, model.vocabulary), Split()), [whole])
+    family = family_of(model)
+    sizes = family.sizes(model, model.vocabulary)
+    build(mesh, parameters, ModelSpec(family, sizes, Split()), [whole])
     return {item.name: item.shape for item in parameters}
 
 

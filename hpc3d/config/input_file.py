@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from hpc3d.comm.grid import Grid
+from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
@@ -97,7 +98,7 @@ class ModelConfig:
     """The Transformer."""
 
     __pydantic_config__ = STRICT
-    kind: Literal["gpt2"] = "gpt2"
+    kind: Literal[tuple(FAMILIES)] = "gpt2"
     """the family of models"""
     layers: int = 2
     """Transformer blocks"""

@@ -89,11 +89,13 @@ def stored(text):
     """The Config of a text that a checkpoint or a trace keeps, whose whole numbers are within
     bounds; ValueError if it has none."""
     from hpc3d import files, limits
+    from hpc3d.model.families import block_products
 
     tree = files.toml(text)
     renamed.use_new_names(tree)
     config = validate(tree)
-    for line in (*limits.out_of_bounds(config), *limits.too_large(config)):
+    products = block_products(config.model)
+    for line in (*limits.out_of_bounds(config), *limits.too_large(config, products)):
         raise ValueError(line)
     return config
 

@@ -9,6 +9,7 @@ from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
+from hpc3d.model.families import block_products
 from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
@@ -136,7 +137,7 @@ def wrong_ranks(config, ranks):
 
 def wrong_parts(config):
     """Sizes that do not divide on any mesh."""
-    yield from limits.too_large(config)
+    yield from limits.too_large(config, block_products(config.model))
     model, sequences = config.model, config.train.batch
     micros = config.parallel.microbatches
     if model.hidden % model.heads:
@@ -302,16 +303,16 @@ def cuboids(config, ranks):
 
 def words(config):
     """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
-    split, sizes, hidden = config.split(), config.mesh.sizes(), config.model.hidden
+    split, sizes = config.split(), config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
         prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)
     )
     total = 0
-    for inner, outer, turned in ((1, 3, False), (1, 1, True), (1, 4, False), (4, 1, True)):
-        across, along = (k, n) if turned else (n, k)
-        total += rows * hidden * (inner * (across - 1) + outer * (along - 1))
-        total += hidden * hidden * inner * outer * (m - 1)
+    for each in block_products(config.model):
+        across, along = (k, n) if each.turned else (n, k)
+        received = each.inputs * (across - 1) + each.outputs * (along - 1)
+        total += rows * each.rows * received + each.weights * (m - 1)
     return total / (m * n * k)
 
 

@@ -5,22 +5,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.model.core_attention import AttentionSaved, CoreAttention
 from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
-from hpc3d.ops.attention import attend, attend_again, attend_grad
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.matmul import Saved
 
 
 class BlockSaved(NamedTuple):
-    """What the backward pass of a block works with: the inputs of its products and norms, [q|k|v]
-    and the probabilities of attention (None where backward makes them again), and the slope of
-    GELU, or where products do GELU what it was made of."""
+    """What the backward pass of a block works with: the inputs of its products and norms, what
+    attention saved, and the slope of GELU, or where products do GELU what it was made of."""
 
     norm1: NormSaved
     qkv_linear: Saved
-    qkv: np.ndarray
-    probabilities: np.ndarray | None
+    attention: AttentionSaved
     proj_linear: Saved
     norm2: NormSaved
     up_linear: Saved
@@ -60,7 +58,7 @@ class Block:
 
         self.norm1 = LayerNorm(mesh, parameters, f"{name}.norm1", hidden, split.x)
         self.qkv = linear("qkv", (hidden, 3 * hidden), split, std)
-        self.drop_p = dropout("drop_p", split.y)
+        self.attention = CoreAttention(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
         self.drop1 = dropout("drop1", split.x)
         self.norm2 = LayerNorm(mesh, parameters, f"{name}.norm2", hidden, split.x)
@@ -90,8 +88,7 @@ class Block:
         self.mesh.trace.layer = self.number
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
-        a, p = self.attend(qkv, micro)
-        p = None if self.recompute == "selective" else p
+        a, saved_attention = self.attention.forward(qkv, micro)
         x, saved_proj = self.join(x, self.proj, a, self.drop1, micro)
         n2, saved_n2 = self.norm2.forward(x)
         g, saved_up, slope = self.rise(n2)
@@ -99,8 +96,7 @@ class Block:
         return y, BlockSaved(
             norm1=saved_n1,
             qkv_linear=saved_qkv,
-            qkv=qkv,
-            probabilities=p,
+            attention=saved_attention,
             proj_linear=saved_proj,
             norm2=saved_n2,
             up_linear=saved_up,
@@ -117,33 +113,10 @@ class Block:
             self.up.backward(dh, saved.up_linear, later), saved.norm2, residual=dy
         )
         da = self.proj.backward(self.drop(self.drop1, dy, micro), saved.proj_linear, later)
-        p = saved.probabilities
-        if self.recompute == "selective":
-            p = self.attend_again(saved.qkv, micro)
-        dqkv = self.attend_grad(da, saved.qkv, p, micro)
+        dqkv = self.attention.backward(da, saved.attention, micro)
         return self.norm1.backward(
             self.qkv.backward(dqkv, saved.qkv_linear, later), saved.norm1, residual=dy
         )
-
-    def attend(self, qkv, micro):
-        """The core of attention: its output and the probabilities."""
-        drop = self.drop_probabilities(micro)
-        with self.mesh.trace.span("attention", "attention", self.flops(qkv)):
-            return attend(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
-
-    def attend_again(self, qkv, micro):
-        """The probabilities once more: half of the work."""
-        trace, half = self.mesh.trace, self.flops(qkv) // 2
-        drop = self.drop_probabilities(micro)
-        with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.model.sequence, self.model.width, self.mesh.empty, drop)
-
-    def attend_grad(self, da, qkv, p, micro):
-        """The gradient of [q|k|v] from that of attention's output."""
-        model = self.model
-        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv)):
-            drop = self.drop_probabilities(micro)
-            return attend_grad(da, qkv, p, model.sequence, model.width, self.mesh.empty, drop)
 
     def rise(self, n):
         """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
@@ -173,11 +146,3 @@ class Block:
 
     def drop(self, dropout, x, micro):
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)
-
-    def drop_probabilities(self, micro):
-        """The `Mask` of this rank's attention probabilities, [B, heads * T * T], or None."""
-        return self.drop_p.mask(micro, 1, self.model.heads * self.model.sequence**2)
-
-    def flops(self, qkv):
-        """Of q k' and p v: 2 products of 2 T D for every row and head."""
-        return 4 * self.model.sequence * qkv.size // 3

@@ -4,7 +4,6 @@ Radford et al. 2019.  Between them lie the blocks (hpc3d.model.block); hpc3d.mod
 three together.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,45 +13,7 @@ from hpc3d.model.layers import Dropout, Embedding, LayerNorm, NormSaved, gradien
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
-from hpc3d.tensor.matmul import Matmul, Saved, Split
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of a model; `std` is that of the initial weights.  With `fused_gelu` a device does
-    GELU within products, where it has whole matrices."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    tied: bool = True
-    gelu: str = "tanh"
-    dropout: float = 0.0
-    std: float = 0.02
-    fused_gelu: bool = False
-
-    @property
-    def width(self):
-        return self.hidden // self.heads
-
-    @property
-    def ffn(self):
-        return 4 * self.hidden
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """What all parts of a model are built from: its `sizes`, the `split` of its products, the
-    operands that these `keep` for backward, the `seed` of dropout, and what backward does again,
-    `recompute` ("none", "selective" or "full")."""
-
-    sizes: ModelSizes
-    split: Split
-    keep: str = "xw"
-    seed: int = 0
-    recompute: str = "none"
+from hpc3d.tensor.matmul import Matmul, Saved
 
 
 def add_table(mesh, parameters, spec, name, **how):

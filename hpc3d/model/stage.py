@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.model.block import Block
-from hpc3d.model.gpt2 import Embeddings, Head, add_table
+from hpc3d.model.gpt2 import add_table
 from hpc3d.model.layers import at_once
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.layout import Layout
@@ -112,12 +111,12 @@ class Stage:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.split.x
         self.embeddings = self.head = None
         if part.first:
-            self.embeddings = Embeddings(mesh, parameters, spec, table)
-        self.blocks = [Block(mesh, parameters, spec, number) for number in part.layers]
+            self.embeddings = spec.family.first(mesh, parameters, spec, table)
+        self.blocks = [spec.family.block(mesh, parameters, spec, number) for number in part.layers]
         if part.last:
             if not spec.sizes.tied:
                 table = add_table(mesh, parameters, spec, "head.table")
-            self.head = Head(mesh, parameters, spec, table)
+            self.head = spec.family.last(mesh, parameters, spec, table)
 
     def forward(self, x, micro):
         """Y, or of the last part this rank's share of the summed loss; and what backward needs.

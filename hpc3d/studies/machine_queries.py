@@ -11,7 +11,7 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
-from hpc3d.model.gpt2 import ModelSpec
+from hpc3d.model.families import GPT2, ModelSpec
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build, microbatches
 from hpc3d.predict.simulation.simulated_clock import representative
@@ -55,7 +55,8 @@ def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
     tally = Tally()
     mesh = representative(Grid(sizes), AbstractPool(tally), Self())
     parameters = Parameters(mesh, dtype)
-    (stage,) = build(mesh, parameters, ModelSpec(model, split, recompute=recompute), [part])
+    spec = ModelSpec(GPT2, model, split, recompute=recompute)
+    (stage,) = build(mesh, parameters, spec, [part])
     parameters.allocate(seed=0)
     tokens = np.zeros((sequences, model.sequence), np.int32)
     (micro,) = microbatches(0, tokens, tokens, 1)

@@ -45,15 +45,19 @@ class Spent(NamedTuple):
     peak: int
 
 
-def spent(machine, scheme, grid, batch, hidden, dtype, sequence=512, keep=False, recompute="none"):
-    """The Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not divide."""
-    x, y, z = grid
-    config = Config(
-        mesh=MeshConfig(x=x, y=y, z=z),
-        parallel=ParallelConfig(scheme=scheme, keep_gathered=keep, recompute=recompute),
+def model_of(batch, hidden, dtype, sequence=512, keep=False, recompute="none"):
+    """The configuration of a point, without its scheme and mesh."""
+    return Config(
+        parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
         model=ModelConfig(hidden=hidden, sequence=sequence, **BLOCKS),
         train=TrainConfig(batch=batch, dtype=dtype),
     )
+
+
+def spent(machine, config, scheme, grid):
+    """The Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not divide."""
+    mesh = MeshConfig(**dict(zip("xyz", grid, strict=True)))
+    config = replace(config, mesh=mesh, parallel=replace(config.parallel, scheme=scheme))
     (run,) = simulate(settle(config, RANKS), BLOCKS["vocabulary"], machine)
     step = dict(zip((column.name for column in STEPS), run.step, strict=True))
     return Spent(step["forward_s"] + step["backward_s"], run.peak["all"])
@@ -62,10 +66,8 @@ def spent(machine, scheme, grid, batch, hidden, dtype, sequence=512, keep=False,
 def point(machine, batch, hidden, dtype, **how):
     """The three schemes at a batch and hidden: milliseconds a sequence, the speed-ups of 3-D over
     the others, and which of them fit the memory."""
-    each = {
-        scheme: spent(machine, scheme, grid, batch, hidden, dtype, **how)
-        for scheme, grid in GRIDS.items()
-    }
+    config = model_of(batch, hidden, dtype, **how)
+    each = {scheme: spent(machine, config, scheme, grid) for scheme, grid in GRIDS.items()}
     return {
         "dtype": dtype,
         "batch": batch,
@@ -110,11 +112,10 @@ def own_batches(found):
 def planned(machine, row):
     """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
     much faster than the cube it is."""
-    timed = {}
+    timed, config = {}, model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids():
         try:
-            took = spent(machine, "3d", grid, row["batch"], row["hidden"], row["dtype"])
-            timed[grid] = took.seconds
+            timed[grid] = spent(machine, config, "3d", grid).seconds
         except ValueError:  # the sizes do not divide
             continue
     grid = min(timed, key=timed.get)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.extras import need
-from hpc3d.model.gpt2 import ModelSizes
+from hpc3d.model.families import ModelSizes
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline

@@ -12,6 +12,7 @@ These are means over the ranks; whatever the split, some rank holds as much.
 """
 
 from hpc3d import limits
+from hpc3d.model.families import block_weights, family_of
 from hpc3d.training.optimizer import OPTIMIZERS
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -40,7 +41,7 @@ def parameters(config):
     """Bytes of values, gradients and the optimiser's states."""
     model, zero, d = config.model, config.parallel.zero, config.mesh.d
     tables = model.vocabulary * (1 if model.tied else 2) + model.sequence
-    psi = model.layers * 12 * model.hidden**2 + tables * model.hidden
+    psi = model.layers * block_weights(model) + tables * model.hidden
     states = len(OPTIMIZERS[config.train.optimizer].MOMENTS)
     shares = [(1, 3), (1, 2), (states, 1)]  # values, gradients, states, and what shares them out
     copies = sum(count / (d if zero >= stage else 1) for count, stage in shares)
@@ -51,12 +52,9 @@ def activations(config):
     """Bytes of what one microbatch keeps for its backward pass, and of its logits."""
     model, mesh = config.model, config.mesh
     rows = config.train.batch * model.sequence / config.parallel.microbatches
-    kept = {
-        "none": 16 * model.hidden + model.heads * model.sequence,
-        "selective": 16 * model.hidden,
-        "full": model.hidden,
-    }
-    elements = rows * (kept[config.parallel.recompute] * model.layers + model.vocabulary)
+    family = family_of(model)
+    kept = family.kept(family.sizes(model, model.vocabulary), config.parallel.recompute)
+    elements = rows * (kept * model.layers + model.vocabulary)
     return elements * itemsize(config) / (mesh.p * mesh.d * tensor(config))
 
 

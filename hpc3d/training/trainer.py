@@ -1,12 +1,13 @@
 """A training step, the same on every rank."""
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.pool import value_of
-from hpc3d.model.gpt2 import ModelSizes, ModelSpec
+from hpc3d.model.families import ModelSpec, family_of
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
@@ -38,7 +39,8 @@ class Step(NamedTuple):
 class Trainer:
     """Model and optimiser of a run on a mesh; only rank 0 has `batches`.
 
-    `clock()` gives the seconds that a step and its parts take.
+    `clock()` gives the seconds that a step and its parts take.  `stage_factory` makes the stages
+    of this rank (`hpc3d.pipeline.stage_protocol`) as `hpc3d.model.stage.build` does.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class Trainer:
         program=None,
         clock=time.perf_counter,
         feed=MicrobatchLoader,
+        stage_factory=build,
     ):
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
         spec = spec_of(config, vocabulary)
-        self.shape, stages = spec.sizes, self.stages(spec, program.placement)
+        self.shape = spec.sizes
+        stages = stage_factory(mesh, self.parameters, spec, *self.parts(program.placement))
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
         self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
@@ -70,14 +74,14 @@ class Trainer:
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
-    def stages(self, spec, placement):
-        """The stages of this rank, a chunk each."""
+    def parts(self, placement):
+        """The parts of the model on this rank, one per chunk, and the pipeline stage of the other
+        end where this rank has one and they are two."""
         stage, layers = self.mesh.coord("p"), self.config.layers()
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
-        twin = next(iter(ends - {stage}), None) if stage in ends else None
-        return build(self.mesh, self.parameters, spec, parts, twin)
+        return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
     def step(self, number, wish=int):
         """Step `number`: forward and backward of its microbatches, reductions over ranks, update.
@@ -163,19 +167,7 @@ class Trainer:
 
 def spec_of(config, vocabulary):
     """The ModelSpec of a run's model."""
-    sizes = shape_of(config.model, vocabulary, config.train.fused_gelu)
-    return ModelSpec(sizes, config.split(), config.keep(), config.seed, config.parallel.recompute)
-
-
-def shape_of(model, vocabulary, fused_gelu=False):
-    return ModelSizes(
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.sequence,
-        vocabulary,
-        tied=model.tied,
-        gelu=model.gelu,
-        dropout=model.dropout,
-        fused_gelu=fused_gelu,
-    )
+    family = family_of(config.model)
+    sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)
+    recompute = config.parallel.recompute
+    return ModelSpec(family, sizes, config.split(), config.keep(), config.seed, recompute)

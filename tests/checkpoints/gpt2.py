@@ -10,9 +10,9 @@ from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
+from hpc3d.model.families import GPT2
 from hpc3d.model.stage import Micro
 from hpc3d.tensor.split import Split
-from hpc3d.training.trainer import shape_of
 from tests.model.whole import Model
 from tests.pipeline.mixes import config_of as mix
 from tests.pipeline.mixes import trainer_of
@@ -53,7 +53,7 @@ def model_of(folder):
     config = config_of(opened)
 
     def rank(mesh):
-        shape = replace(shape_of(config.model, config.model.vocabulary), dropout=0.0)
+        shape = replace(GPT2.sizes(config.model, config.model.vocabulary), dropout=0.0)
         model = Model(mesh, shape, Split(), config.train.dtype)
         restore(opened, model.parameters, None)
         return model

@@ -11,7 +11,7 @@ import pytest
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
-from hpc3d.model.gpt2 import ModelSizes, ModelSpec
+from hpc3d.model.families import GPT2, ModelSizes, ModelSpec
 from hpc3d.model.parameters import Parameters
 from hpc3d.pipeline.engine import Later
 from hpc3d.tensor.split import SCHEMES
@@ -79,7 +79,7 @@ MODEL = ModelSizes(layers=1, hidden=H, heads=HEADS, sequence=T, vocabulary=29)
 
 def block_on(mesh, scheme="1d", keep="", recompute="none"):
     parameters, split = Parameters(mesh, "float64"), SCHEMES[scheme]
-    spec = ModelSpec(MODEL, split, keep, recompute=recompute)
+    spec = ModelSpec(GPT2, MODEL, split, keep, recompute=recompute)
     block = Block(mesh, parameters, spec, 0)
     parameters.allocate(1)
     return block, split.x.block((B * T, H), mesh)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpc3d.model.gpt2 import ModelSpec
+from hpc3d.model.families import GPT2, ModelSpec
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build, microbatches
@@ -15,7 +15,9 @@ class Model:
         self.mesh = mesh
         self.parameters = Parameters(mesh, dtype, zero)
         part = Part(range(shape.layers), True, True)
-        (self.stage,) = build(mesh, self.parameters, ModelSpec(shape, split, seed=seed), [part])
+        (self.stage,) = build(
+            mesh, self.parameters, ModelSpec(GPT2, shape, split, seed=seed), [part]
+        )
         self.parameters.allocate(seed)
         self.buckets = Buckets(self.parameters, 1e4)
 

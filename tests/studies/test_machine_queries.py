@@ -5,14 +5,13 @@ from math import prod
 import numpy as np
 import pytest
 
-from hpc3d.model.gpt2 import ModelSizes
+from hpc3d.model.families import GPT2, ModelSizes
 from hpc3d.model.stage import Part
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.studies.machine_queries import work_of
 from hpc3d.studies.vtrain import PARTS, ProfileFactors, one_f_one_b
 from hpc3d.tensor.split import SCHEMES
 from hpc3d.trace.schema import CATEGORY, PHASE
-from hpc3d.training.trainer import shape_of
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import MACHINE
 
@@ -73,7 +72,7 @@ def config_with(p, micros):
 
 def by_tally(p, micros):
     config, calibration = config_with(p, micros), ProfileFactors(MACHINE, 1.0, {})
-    model = shape_of(config.model, config.model.vocabulary)
+    model = GPT2.sizes(config.model, config.model.vocabulary)
     how = model, config.split(), {"p": 1}, 2, np.dtype(np.float32)
     seconds = {}
     for name, part in PARTS.items():

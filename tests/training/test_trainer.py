@@ -10,6 +10,7 @@ import torch
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, TrainConfig
+from hpc3d.model.stage import Part, build
 from hpc3d.training.optimizer import learning_rate
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, trained_of, trainer_of
@@ -151,6 +152,26 @@ def close(found, expected):
     for name, (where, block) in found.weights.items():
         part = expected.weights[name][1][where]
         np.testing.assert_allclose(block[: len(part)], part, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_stages_are_those_that_the_factory_makes():
+    """On two pipeline stages, each with the parts and the other end of a tied table."""
+    config = config_of("p=2 layers=4")
+    asked = {}
+
+    def rank(mesh):
+        def factory(mesh, parameters, spec, parts, twin):
+            asked[mesh.coord("p")] = parts, twin
+            made.extend(build(mesh, parameters, spec, parts, twin))
+            return made
+
+        made = []
+        trainer = Trainer(mesh, config, config.model.vocabulary, None, stage_factory=factory)
+        return trainer.engine.stages is made
+
+    assert all(run(config.mesh.sizes(), rank))
+    first, last = Part(range(2), True, False), Part(range(2, 4), False, True)
+    assert asked == {0: ([first], 1), 1: ([last], 0)}
 
 
 # What decays, and how weights start

@@ -11,6 +11,7 @@ from hpc3d.analyze.metrics.mfu import recorded_flops
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import finite, means_of, ratio, slowest_seconds
+from hpc3d.model.families import block_weights
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1.
 T95 = (
@@ -144,9 +145,9 @@ def _interval(key, value, *errors):
 def _sizes(config):
     keys = ("batch", *MODEL, "recompute")
     if config is None:
-        return dict.fromkeys(keys)
+        return dict.fromkeys((*keys, "block_weights"))
     parts = vars(config.train) | vars(config.model) | vars(config.parallel)
-    return {key: parts[key] for key in keys}
+    return {key: parts[key] for key in keys} | {"block_weights": block_weights(config.model)}
 
 
 def scaling_rows(runs):
@@ -187,9 +188,9 @@ def _kind_of_scaling(run, first):
 
 
 def _work(run):
-    """What a rank does in a step: 12 L h^2 parameters of the blocks times tokens."""
+    """What a rank does in a step: weights of the blocks times tokens."""
     tokens = run["batch"] * run["sequence"]
-    return 12 * run["layers"] * run["hidden"] ** 2 * tokens / run["ranks"]
+    return run["layers"] * run["block_weights"] * tokens / run["ranks"]
 
 
 def gain_rows(runs):

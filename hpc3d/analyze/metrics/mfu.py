@@ -9,22 +9,23 @@ import numpy as np
 from hpc3d.analyze.metrics.columns import cells, labelled
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import rate, ratio, slowest_seconds
+from hpc3d.model.families import family_of
 from hpc3d.trace.trace_config import one_time
 
 PRODUCTS = ("gemm", "attention")
 
 
 def model_flops(model, batch, vocabulary):
-    """Operations of a step on `batch` sequences without recomputation: equation 7,
+    """Operations of a step on `batch` sequences without recomputation: equation 7, for GPT-2
 
     72 B L s h^2 (1 + s / (6 h) + V / (12 h L)).
 
-    `model` has the layers L, hidden h and sequence s.  What counts are products, 2 m n k for
-    [m, k] times [k, n], and attention with its masked half, forward and backward.
+    `model` is a section [model] with the layers L, hidden h and sequence s.  What counts are the
+    products of its family, 2 m n k for [m, k] times [k, n], and attention with its masked half,
+    forward and twice that backward.
     """
-    length, hidden, layers = model.sequence, model.hidden, model.layers
-    more = 1 + length / (6 * hidden) + vocabulary / (12 * hidden * layers)
-    return 72 * batch * layers * length * hidden**2 * more
+    family = family_of(model)
+    return 3 * batch * model.sequence * family.flops(family.sizes(model, vocabulary))
 
 
 def efficiency_row(trace, peak=None):

@@ -11,6 +11,7 @@ import numpy as np
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
 from hpc3d.limits import MOST_PASSES
+from hpc3d.model.families import block_weights
 from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.machine.between_hosts import legs
@@ -130,7 +131,8 @@ class Bounds:
     def __init__(self, config, ranks, vocabulary, machine):
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
-        whole = machine.product(rows, 12 * model.hidden, model.hidden, config.train.dtype)
+        columns = block_weights(model) // model.hidden  # of all products of a block, as one
+        whole = machine.product(rows, columns, model.hidden, config.train.dtype)
         self.crowd = crowding(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
         self.launches = seconds(Sample(smallest(config), vocabulary, machine, ()), 1)
@@ -214,7 +216,7 @@ def volumes(config):
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
         found[axis] = 2 * mesh.p * layers * words(alone) * size / tensor
     if mesh.d > 1:
-        found["d"] = 2 * (1 - 1 / mesh.d) * 12 * model.hidden**2 * layers / tensor
+        found["d"] = 2 * (1 - 1 / mesh.d) * block_weights(model) * layers / tensor
     if mesh.p > 1:
         found["p"] = 2 * train.batch * model.sequence * model.hidden / (mesh.d * tensor)
     return found

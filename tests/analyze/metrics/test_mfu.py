@@ -1,12 +1,11 @@
 """Model FLOPs against the published utilisations, and against what runs record."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from hpc3d.analyze.metrics.mfu import efficiency_row, model_flops, recorded_flops
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import to_toml
 from hpc3d.trace.trace_config import one_time
 from tests.analyze.naps import trained
@@ -25,7 +24,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_utilisation(name):
     hidden, layers, batch, ranks, seconds, mfu = PUBLISHED[name]
-    model = SimpleNamespace(hidden=hidden, layers=layers, sequence=2048)
+    model = ModelConfig(hidden=hidden, layers=layers, sequence=2048)
     found = model_flops(model, batch, 51200) / (seconds * ranks * PEAK)
     assert 100 * found == pytest.approx(mfu, abs=0.3)
 
@@ -36,7 +35,7 @@ def test_model_flops_are_those_of_the_products_one_by_one():
     products = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
     layer = sum(2 * s * k * n for k, n in products) + 2 * (2 * s * s * h)
     forward = batch * (layers * layer + 2 * s * h * v)
-    model = SimpleNamespace(hidden=h, layers=layers, sequence=s)
+    model = ModelConfig(hidden=h, layers=layers, sequence=s)
     assert model_flops(model, batch, v) == pytest.approx(3 * forward, rel=1e-14)
 
 

@@ -1,0 +1,61 @@
+"""The core of attention as a layer: what lies between the products qkv and proj."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.model.layers import Dropout
+from hpc3d.ops.attention import attend, attend_again, attend_grad
+
+
+class AttentionSaved(NamedTuple):
+    """What backward works with: [q|k|v], and the probabilities unless they are recomputed."""
+
+    qkv: np.ndarray
+    probabilities: np.ndarray | None
+
+
+class CoreAttention:
+    """softmax(q k' / sqrt(D) + mask) v of [q|k|v] in the layout `split.y`: whole sequences and
+    whole heads on every rank, so that nothing is communicated.
+
+    With `recompute` "selective" the backward pass makes the probabilities again from q and k
+    (arXiv:2205.05198, section 5).
+    """
+
+    def __init__(self, mesh, name, spec):
+        self.mesh, self.sizes = mesh, spec.sizes
+        self.selective = spec.recompute == "selective"
+        self.dropout = Dropout(mesh, name, spec.split.y, self.sizes.dropout, spec.seed)
+
+    def forward(self, qkv, micro):
+        """The output [B*T, heads*D], and what `backward` needs."""
+        how = self._how(micro)
+        with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
+            out, p = attend(qkv, *how)
+        return out, AttentionSaved(qkv, None if self.selective else p)
+
+    def backward(self, dout, saved, micro):
+        """The gradient of [q|k|v] from that of the output."""
+        qkv, p, how = *saved, self._how(micro)
+        if self.selective:
+            p = self.recompute(qkv, micro)
+        with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
+            return attend_grad(dout, qkv, p, *how)
+
+    def recompute(self, qkv, micro):
+        """The probabilities once more: half of the work."""
+        trace, half, how = self.mesh.trace, self._flops(qkv) // 2, self._how(micro)
+        with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
+            return attend_again(qkv, *how)
+
+    def _how(self, micro):
+        """The operands of attention besides its arrays: sizes, `empty`, and the `Mask` of this
+        rank's probabilities [B, heads * T * T] or None."""
+        sizes = self.sizes
+        mask = self.dropout.mask(micro, 1, sizes.heads * sizes.sequence**2)
+        return sizes.sequence, sizes.width, self.mesh.empty, mask
+
+    def _flops(self, qkv):
+        """Of q k' and p v: 2 products of 2 T D for every row and head."""
+        return 4 * self.sizes.sequence * qkv.size // 3

@@ -1,0 +1,215 @@
+"""Families of models: the sizes of each, its block and its two ends, and the list of its products.
+
+Whoever counts parameters, operations or words of a model asks the lists: rules, bounds of the
+planner, MFU, footprints.  A family is one entry of FAMILIES.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpc3d.model.block import Block
+from hpc3d.model.gpt2 import Embeddings, Head
+from hpc3d.tensor.split import Split
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model; `std` is that of the initial weights.  With `fused_gelu` a device does
+    GELU within products, where it has whole matrices."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int | None
+    tied: bool = True
+    gelu: str = "tanh"
+    dropout: float = 0.0
+    std: float = 0.02
+    fused_gelu: bool = False
+
+    @property
+    def width(self):
+        """Of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def ffn(self):
+        """Of the hidden layer of the MLP."""
+        return 4 * self.hidden
+
+
+class WeightProduct(NamedTuple):
+    """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
+    is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2)."""
+
+    name: str
+    inputs: int
+    outputs: int
+    turned: bool = False
+    rows: float = 1
+
+    @property
+    def weights(self):
+        """Elements of W."""
+        return self.inputs * self.outputs
+
+    @property
+    def flops(self):
+        """Floating-point operations of a token, forward."""
+        return 2 * self.rows * self.weights
+
+
+class ExportNames(NamedTuple):
+    """What `transformers` calls a family and its arrays: those of the `ends` by the whole name of
+    the parameter, those of `layers` by layer, after the number of the `block`."""
+
+    model_type: str
+    architecture: str
+    prefix: str
+    block: str
+    ends: Mapping[str, str]
+    layers: Mapping[str, str]
+
+    def name_of(self, parameter):
+        """Its name of a parameter of ours, without the prefix of all but the head."""
+        if parameter in self.ends:
+            return self.ends[parameter]
+        _, number, layer, part = parameter.split(".")
+        part = {"gamma": "weight", "beta": "bias"}.get(part, part)
+        return f"{self.block}.{number}.{self.layers[layer]}.{part}"
+
+    def full_name_of(self, parameter):
+        """The same with the prefix."""
+        name = self.name_of(parameter)
+        return name if parameter == "head.table" else self.prefix + name
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models by its `kind`.
+
+    sizes     (the section [model], vocabulary) -> ModelSizes
+    block     a layer of the model: (mesh, parameters, spec, number)
+    first     the end with the token table: (mesh, parameters, spec, table)
+    last      the end with the loss: the same
+    products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
+    head      of the last end: the same
+    attention operations of the core of attention, of a token in a block, forward: (sizes)
+    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute)
+    names     what `transformers` calls its parameters
+    """
+
+    kind: str
+    sizes: Callable
+    block: type
+    first: type
+    last: type
+    products: Callable
+    head: Callable
+    attention: Callable
+    kept: Callable
+    names: ExportNames
+
+    def flops(self, sizes):
+        """Floating-point operations of a token, forward, of products and attention: one third of
+        those of a step without recomputation."""
+        block = sum(product.flops for product in self.products(sizes)) + self.attention(sizes)
+        return sizes.layers * block + sum(product.flops for product in self.head(sizes))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What all parts of a model are built from: its `family` and `sizes`, the `split` of its
+    products, the operands that these `keep` for backward, the `seed` of dropout, and what backward
+    does again, `recompute` ("none", "selective" or "full")."""
+
+    family: Family
+    sizes: ModelSizes
+    split: Split
+    keep: str = "xw"
+    seed: int = 0
+    recompute: str = "none"
+
+
+def _gpt2_sizes(model, vocabulary):
+    named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout"
+    return ModelSizes(vocabulary=vocabulary, **{name: getattr(model, name) for name in named})
+
+
+def _gpt2_products(sizes):
+    hidden = sizes.hidden
+    return (
+        WeightProduct("qkv", hidden, 3 * hidden),
+        WeightProduct("proj", hidden, hidden, turned=True),
+        WeightProduct("up", hidden, sizes.ffn),
+        WeightProduct("down", sizes.ffn, hidden, turned=True),
+    )
+
+
+def _table_product(sizes):
+    return (WeightProduct("head", sizes.hidden, sizes.vocabulary),)
+
+
+def _full_attention(sizes):
+    """Of q k' and p v, with the masked half: 2 T D for every head, each."""
+    return 4 * sizes.sequence * sizes.hidden
+
+
+def _gpt2_kept(sizes, recompute):
+    """Korthikanti et al. 2022, section 4, without dropout's masks."""
+    scores, rest = sizes.heads * sizes.sequence, 8 * sizes.hidden + 2 * sizes.ffn
+    return {"none": rest + scores, "selective": rest, "full": sizes.hidden}[recompute]
+
+
+GPT2 = Family(
+    kind="gpt2",
+    sizes=_gpt2_sizes,
+    block=Block,
+    first=Embeddings,
+    last=Head,
+    products=_gpt2_products,
+    head=_table_product,
+    attention=_full_attention,
+    kept=_gpt2_kept,
+    names=ExportNames(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        prefix="transformer.",
+        block="h",
+        ends={
+            "embedding.token": "wte.weight",
+            "embedding.position": "wpe.weight",
+            "head.norm.gamma": "ln_f.weight",
+            "head.norm.beta": "ln_f.bias",
+            "head.table": "lm_head.weight",
+        },
+        layers={
+            "norm1": "ln_1",
+            "qkv": "attn.c_attn",
+            "proj": "attn.c_proj",
+            "norm2": "ln_2",
+            "up": "mlp.c_fc",
+            "down": "mlp.c_proj",
+        },
+    ),
+)
+
+FAMILIES = {family.kind: family for family in (GPT2,)}
+
+
+def family_of(model):
+    """The Family of a section [model]."""
+    return FAMILIES[model.kind]
+
+
+def block_products(model):
+    """The WeightProducts of a block of the model of a section [model]."""
+    family = family_of(model)
+    return family.products(family.sizes(model, model.vocabulary))
+
+
+def block_weights(model):
+    """Elements of the matrices of such a block."""
+    return sum(product.weights for product in block_products(model))

@@ -1,0 +1,111 @@
+"""What counts a model asks the family's lists: planted is a GPT-2 with an MLP of 3 h."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from hpc3d.analyze.metrics.mfu import efficiency_row, model_flops
+from hpc3d.comm.abstract_communicator import abstract_mesh
+from hpc3d.config.input_file import Config
+from hpc3d.config.rules import words
+from hpc3d.model import families
+from hpc3d.model.families import GPT2, ModelSizes, ModelSpec, block_products, block_weights
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import LAYER, build, microbatches
+from hpc3d.predict.planning.layouts import volumes
+from hpc3d.tensor.split import Split
+from hpc3d.training import footprint
+from tests.analyze.naps import trained
+from tests.analyze.traces import config_of
+
+HIDDEN, HEADS, SEQUENCE = 24, 4, 6
+
+
+@dataclass(frozen=True)
+class Narrow(ModelSizes):
+    @property
+    def ffn(self):
+        return 3 * self.hidden
+
+
+def narrow_sizes(model, vocabulary):
+    return Narrow(**vars(GPT2.sizes(model, vocabulary)))
+
+
+@pytest.fixture(params=[4, 3], ids=["gpt2", "narrow"])
+def factor(request, monkeypatch):
+    """The width of the MLP over that of the model."""
+    if request.param == 3:
+        monkeypatch.setitem(families.FAMILIES, "gpt2", replace(GPT2, sizes=narrow_sizes))
+    return request.param
+
+
+def model_of(config):
+    return replace(config.model, hidden=HIDDEN, heads=HEADS, sequence=SEQUENCE, vocabulary=48)
+
+
+def stage_of(config, recompute="none"):
+    family = families.family_of(config.model)
+    sizes = family.sizes(config.model, config.model.vocabulary)
+    mesh = abstract_mesh({}, {})
+    parameters = Parameters(mesh, "float64")
+    spec = ModelSpec(family, sizes, Split(), recompute=recompute)
+    (stage,) = build(mesh, parameters, spec, [LAYER])
+    parameters.allocate(1)
+    return mesh, parameters, stage
+
+
+def test_the_products_are_the_matrices_of_a_block(factor):
+    config = replace(Config(), model=model_of(Config()))
+    _, parameters, _ = stage_of(config)
+    matrices = {
+        item.name.split(".")[2]: item.shape for item in parameters if "weight" in item.name
+    }
+    products = block_products(config.model)
+    assert {each.name: (each.inputs, each.outputs) for each in products} == matrices
+    assert block_weights(config.model) == (4 + 2 * factor) * HIDDEN**2
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_a_block_keeps_of_a_token(factor, recompute):
+    config = replace(Config(), model=model_of(Config()))
+    mesh, _, stage = stage_of(config, recompute)
+    tokens = np.zeros((2, SEQUENCE), np.int32)
+    (micro,) = microbatches(0, tokens, tokens, 1)
+    before = mesh.pool.live.total()
+    kept = stage.forward(mesh.zeros((2 * SEQUENCE, HIDDEN), "float64"), micro)[1]
+    assert kept
+    family = families.family_of(config.model)
+    elements = (mesh.pool.live.total() - before) / 8 / tokens.size
+    assert elements == family.kept(family.sizes(config.model, 48), recompute)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}])
+def test_the_operations_are_those_recorded(factor, mesh, tmp_path):
+    trace = trained(tmp_path / "run", 8 if mesh else 1, train__steps=1, **mesh)
+    found, model = efficiency_row(trace), config_of(1).model
+    assert found["recorded_flop"] == pytest.approx(found["model_flop"], rel=1e-12)
+    h, tokens = model.hidden, 24 * model.sequence
+    block = 2 * (4 + 2 * factor) * h**2 + 4 * model.sequence * h
+    assert model_flops(model, 24, 24) == 3 * tokens * (model.layers * block + 2 * h * 24)
+
+
+def test_words_volumes_and_memory_ask_the_products(factor):
+    config = replace(Config(), model=model_of(Config()))
+    halves = replace(config, mesh=replace(config.mesh, x=2, y=1, z=1))
+    weights = (4 + 2 * factor) * HIDDEN**2
+    assert words(halves) == weights / 2  # a rank of m receives the other half of the weights
+    replicas = replace(config, mesh=replace(config.mesh, d=2, x=1, y=1, z=1))
+    assert volumes(replicas)["d"] == weights * config.model.layers
+    alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
+    tables = (48 + SEQUENCE) * HIDDEN
+    assert footprint.parameters(alone) == 4 * 4 * (config.model.layers * weights + tables)
+
+
+def test_names_for_export():
+    names = GPT2.names
+    assert names.full_name_of("layers.3.norm1.gamma") == "transformer.h.3.ln_1.weight"
+    assert names.full_name_of("layers.0.down.bias") == "transformer.h.0.mlp.c_proj.bias"
+    assert names.full_name_of("embedding.token") == "transformer.wte.weight"
+    assert names.full_name_of("head.table") == "lm_head.weight"
