@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.model.core_attention import AttentionSaved, CoreAttention
-from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
+from hpc3d.model.layers import Dropout, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.matmul import Saved
@@ -56,12 +56,12 @@ class Block:
         def dropout(part, layout):
             return Dropout(mesh, f"{name}.{part}", layout, model.dropout, spec.seed)
 
-        self.norm1 = LayerNorm(mesh, parameters, f"{name}.norm1", hidden, split.x)
+        self.norm1 = spec.family.norm(mesh, parameters, f"{name}.norm1", hidden, split.x)
         self.qkv = linear("qkv", (hidden, 3 * hidden), split, std)
         self.attention = CoreAttention(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
         self.drop1 = dropout("drop1", split.x)
-        self.norm2 = LayerNorm(mesh, parameters, f"{name}.norm2", hidden, split.x)
+        self.norm2 = spec.family.norm(mesh, parameters, f"{name}.norm2", hidden, split.x)
         self.up = linear("up", (hidden, model.ffn), split, std)
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
@@ -85,7 +85,6 @@ class Block:
 
     def run(self, x, micro):
         """The block of Y and what the backward pass works with."""
-        self.mesh.trace.layer = self.number
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
@@ -105,7 +104,6 @@ class Block:
         )
 
     def backward(self, dy, saved, micro, later):
-        self.mesh.trace.layer = self.number
         if self.recompute == "full":
             saved = self.again(saved, micro)
         dh = self.fall(self.drop(self.drop2, dy, micro), saved.down_linear, saved.slope, later)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import Embeddings, Head
+from hpc3d.model.layers import LayerNorm
 from hpc3d.tensor.split import Split
 
 
@@ -92,6 +93,7 @@ class Family:
 
     sizes     (the section [model], vocabulary) -> ModelSizes
     block     a layer of the model: (mesh, parameters, spec, number)
+    norm      its norm: (mesh, parameters, name, width, layout)
     first     the end with the token table: (mesh, parameters, spec, table)
     last      the end with the loss: the same
     products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
@@ -104,6 +106,7 @@ class Family:
     kind: str
     sizes: Callable
     block: type
+    norm: type
     first: type
     last: type
     products: Callable
@@ -167,6 +170,7 @@ GPT2 = Family(
     kind="gpt2",
     sizes=_gpt2_sizes,
     block=Block,
+    norm=LayerNorm,
     first=Embeddings,
     last=Head,
     products=_gpt2_products,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.model.layers import Dropout, Embedding, LayerNorm, NormSaved, gradient, row_axes
+from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
@@ -46,7 +46,6 @@ class Embeddings:
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
 
     def forward(self, micro):
-        self.mesh.trace.layer = -1
         x, saved = self.lookup.forward(micro)
         with self.mesh.trace.span("embedding", "lookup"):
             out = self.mesh.empty(x.shape, x.dtype)
@@ -54,7 +53,6 @@ class Embeddings:
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
     def backward(self, dx, saved, micro, later):
-        self.mesh.trace.layer = -1
         dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
         later(self.weigh, dx, saved, micro)
 
@@ -86,13 +84,12 @@ class Head:
     def __init__(self, mesh, parameters, spec, table):
         sizes, whole = spec.sizes, spec.split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
-        self.norm = LayerNorm(mesh, parameters, "head.norm", sizes.hidden, spec.split.x)
+        self.norm = spec.family.norm(mesh, parameters, "head.norm", sizes.hidden, spec.split.x)
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         self.loss = CrossEntropy(mesh, self.layout[1], sizes.vocabulary)
 
     def forward(self, x, micro):
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
-        self.mesh.trace.layer = -1
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         if not writeable(logits):
@@ -109,7 +106,6 @@ class Head:
 
     def backward(self, micro, saved, later):
         """The gradient of X, of the summed loss times its factor."""
-        self.mesh.trace.layer = -1
         dlogits = self.loss.backward(saved.loss, micro.factor())
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         later(self.weigh, rest)

@@ -127,7 +127,8 @@ class Stage:
         if self.embeddings:
             x = self.collect(saved, self.embeddings.forward(micro))
         for block in self.blocks:
-            x = self.collect(saved, block.forward(x, micro))
+            with self.mesh.trace.scope(layer=block.number):
+                x = self.collect(saved, block.forward(x, micro))
         if self.head:
             x = self.collect(saved, self.head.forward(x, micro))
         return x, saved
@@ -147,7 +148,8 @@ class Stage:
             dy = self.head.backward(micro, saved.pop(), later)
             later(finished, self.head.name)
         for block in reversed(self.blocks):
-            dy = block.backward(dy, saved.pop(), micro, later)
+            with self.mesh.trace.scope(layer=block.number):
+                dy = block.backward(dy, saved.pop(), micro, later)
             later(finished, block.name)
         if self.embeddings:
             dy = self.embeddings.backward(dy, saved.pop(), micro, later)

@@ -38,8 +38,9 @@ class Later:
 
     def run(self):
         while self.work:
-            self.trace.layer, function, arguments = self.work.popleft()
-            function(*arguments)
+            layer, function, arguments = self.work.popleft()
+            with self.trace.scope(layer=layer):
+                function(*arguments)
 
 
 class Engine:

@@ -19,13 +19,13 @@ class MemoryRecorder(Recorder):
         """A copy of the rows from number `first` on."""
         return np.frombuffer(self.table, ROWS, self.count)[first:].copy()
 
-    def add(self, rows, now, layer):
-        """Append the rows of a pass that was recorded before: it ends `now`, in this layer."""
+    def add(self, rows, now):
+        """Append the rows of a pass that was recorded before: it ends `now`."""
         end = self.count + len(rows)
         while end > self.capacity:
             self.grow()
         self.table[self.count * ROW.size : end * ROW.size] = rows.tobytes()
-        self.count, self.latest, self.layer = end, now, layer
+        self.count, self.latest = end, now
 
     def flush(self):
         """Nothing: the rows stay."""

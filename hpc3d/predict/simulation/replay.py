@@ -19,8 +19,8 @@ from hpc3d.pipeline.engine import Later
 class Take(NamedTuple):
     """What a pass did: when it began, how long it took, was busy and waited for the wire [ns], its
     rows of the trace, the number of the first call in each group and how many follow, bytes by
-    kind that it left behind and that it had at its peaks, against those before, the layer where it
-    ended, and blanks of what was brought for it, by name."""
+    kind that it left behind and that it had at its peaks, against those before,
+    and blanks of what was brought for it, by name."""
 
     start: int
     length: int
@@ -31,7 +31,6 @@ class Take(NamedTuple):
     calls: dict
     live: dict
     peak: dict
-    layer: int
     brought: dict
 
 
@@ -67,7 +66,6 @@ class Studio:
                 calls=differences(self.numbers(), first),
                 live=live,
                 peak=high,
-                layer=self.ledger.layer,
                 brought={key[-1]: blank(micro.carry.brought[key]) for key in new},
             )
 
@@ -77,7 +75,7 @@ class Studio:
         take, pool, before = self.takes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         rows = self.again(take, microbatch)
         self.clock.advance(take.length, take.busy, take.wired)
-        self.ledger.add(rows, self.clock.now, take.layer)
+        self.ledger.add(rows, self.clock.now)
         for group, count in take.calls.items():
             self.comms[group].sequence["collective"] += count
         total = before.total()
