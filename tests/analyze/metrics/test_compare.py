@@ -189,6 +189,7 @@ def test_a_row_of_a_run(tmp_path):
         "heads": 8,
         "sequence": 4,
         "recompute": "none",
+        "block_weights": 768,
         "setting": SETTING,
         "forward_s": 0.03,
         "backward_s": 0.05,
