@@ -86,7 +86,7 @@ class Pool:
     """
 
     on_device = False
-    device = "cpu"  # where they are
+    device: Any = "cpu"  # where they are
 
     def __init__(self) -> None:
         self.free = defaultdict(list)

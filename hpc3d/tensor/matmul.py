@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Matmul", "Saved", "Split", "Summa"]
 
+NONE = ""  # an axis that no mesh has: of size 1
+
 
 class Saved(NamedTuple):
     """X and W as forward leaves them: those of `kept` as working blocks, the others as stored."""
@@ -175,7 +177,7 @@ class Matmul:
 
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
         """a b, written where the first reduction over `foreign` wants it."""
-        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), None)
+        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), NONE)
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             product(a, b, out, **epilogue)
@@ -210,11 +212,15 @@ class Summa(Matmul):
         if transposed:
             raise ValueError("a transposed weight has no panels: take the split's whole()")
         stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
-        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else None
+        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else NONE
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
 
-    def forward_saving(self, x: Array, w: Array) -> tuple[Array, Saved]:
+    # Nothing is fused to products of panels: there is no epilogue.
+
+    def forward_saving(  # type: ignore[override]
+        self, x: Array, w: Array
+    ) -> tuple[Array, Saved]:
         y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
         whole = self.gather(w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
@@ -222,7 +228,9 @@ class Summa(Matmul):
             y += self.multiply(a.wait(), b.wait(), ())
         return y, Saved(x, w, "")
 
-    def backward_input(self, saved: Saved, dy: Array) -> tuple[Pending, SavedForWeight]:
+    def backward_input(  # type: ignore[override]
+        self, saved: Saved, dy: Array
+    ) -> tuple[Pending, SavedForWeight]:
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
         w = self.gather(saved.w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
