@@ -90,7 +90,7 @@ def untyped(sources):
     ]
 
 
-TYPED = {"arrays", "comm", "ops", "tensor"}  # the rooms in which all do
+TYPED = {"arrays", "comm", "ops", "pipeline", "tensor", "trace"}  # the rooms in which all do
 
 LIMITS = [
     (doubled_classes, 0, {"a.py": "class A: pass", "b.py": "class A: pass"}),
