@@ -7,7 +7,7 @@
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
 # make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
 # make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu-verification.md)
-# make lint        ruff
+# make lint        ruff, and mypy on the rooms that setup.cfg names
 # make docs        the pages of docs/ as HTML, in build/docs
 # make report      tables and figures of RUN (default: the newest run in results/)
 # make bench       what the code itself costs
@@ -83,6 +83,7 @@ gpu-check:
 lint: .venv/lint.stamp
 	ruff check
 	ruff format --check
+	mypy
 
 docs: .venv/docs.stamp
 	sphinx-build -q -W --keep-going -b html docs build/docs
@@ -95,7 +96,7 @@ bench: .venv/test.stamp
 	python -m hpc3d.bench overhead step trace
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find hpc3d tests -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/setup.stamp: setup.cfg pyproject.toml constraints.txt

@@ -9,14 +9,22 @@ primitive with an abstract rule (arrays/primitive.py).
 The `meter` of its arrays' pool is notified of every operation, and may let time pass for it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from hpc3d.arrays.pool import Pool, contiguous
 from hpc3d.arrays.primitive import add_backend
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.primitive import Primitive
 
 
 class CostMeter:
@@ -27,13 +35,13 @@ class CostMeter:
 
     widest = 128
 
-    def product(self, m, n, k, dtype, batch=1):
+    def product(self, m: int, n: int, k: int, dtype: DTypeLike, batch: int = 1) -> None:
         """`batch` products [m, k] [k, n]."""
 
-    def kernel(self, name, nbytes):
+    def kernel(self, name: str, nbytes: int) -> None:
         """Another operation, which reads and writes `nbytes` in all."""
 
-    def fused(self, flop, nbytes, dtype):
+    def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
         """Products whose results stay inside of a kernel, which reads and writes `nbytes`."""
 
 
@@ -48,7 +56,7 @@ class AbstractLease:
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
-    def __init__(self, kind, give_back):
+    def __init__(self, kind: str, give_back: Callable[[], None]) -> None:
         self.kind, self.give_back, self.shared = kind, give_back, False
 
     def __del__(self):
@@ -61,25 +69,31 @@ class AbstractArray(NDArrayOperatorsMixin):
 
     __slots__ = ("dtype", "lease", "pool", "shape")
 
-    def __init__(self, shape, dtype, pool, lease=None):
+    def __init__(
+        self,
+        shape: Iterable[int],
+        dtype: DTypeLike,
+        pool: Pool,
+        lease: AbstractLease | None = None,
+    ) -> None:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.pool, self.lease = pool, lease
 
-    def like(self, shape, dtype=None):
+    def like(self, shape: Iterable[int], dtype: DTypeLike | None = None) -> AbstractArray:
         """An array of its own."""
         return type(self)(shape, dtype or self.dtype, self.pool)
 
-    def made_by(self, name, *arrays):
+    def made_by(self, name: str, *arrays: AbstractArray) -> Self:
         """This array, which an operation made of `arrays`."""
         self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
         return self
 
     @property
-    def size(self):
+    def size(self) -> int:
         return prod(self.shape)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
     meter = property(lambda self: self.pool.meter)
@@ -88,54 +102,54 @@ class AbstractArray(NDArrayOperatorsMixin):
     ndim = property(lambda self: len(self.shape))
     T = property(lambda self: self.view(self.shape[::-1]))
 
-    def view(self, shape):
+    def view(self, shape: Iterable[int]) -> AbstractArray:
         """The same memory in another shape."""
         return type(self)(shape, self.dtype, self.pool, self.lease)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Shape({self.shape}, {self.dtype})"
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[AbstractArray]:
         return (self[number] for number in range(len(self)))
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> AbstractArray:
         return self.view(indexed(self.shape, key if isinstance(key, tuple) else (key,)))
 
-    def __setitem__(self, key, value):
+    def __setitem__(self, key: Any, value: object) -> None:
         self[key].made_by("copy", *of_shapes([value]))
 
-    def reshape(self, *shape):
+    def reshape(self, *shape: Any) -> AbstractArray:
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         known = prod(size for size in shape if size >= 0)
         return self.view(size if size >= 0 else self.size // known for size in shape)
 
-    def ravel(self):
+    def ravel(self) -> AbstractArray:
         return self.view((self.size,))
 
-    def swapaxes(self, a, b):
+    def swapaxes(self, a: int, b: int) -> AbstractArray:
         order = list(range(self.ndim))
         order[a], order[b] = order[b], order[a]
         return self.transpose(*order)
 
-    def transpose(self, *order):
+    def transpose(self, *order: int) -> AbstractArray:
         return self.view(self.shape[place] for place in order)
 
-    def copy(self):
+    def copy(self) -> AbstractArray:
         return self.like(self.shape).made_by("copy", self)
 
-    def astype(self, dtype):
+    def astype(self, dtype: DTypeLike) -> AbstractArray:
         return self.like(self.shape, dtype).made_by("copy", self)
 
-    def fill(self, value):
+    def fill(self, value: object) -> None:
         self.made_by("fill")
 
-    def sum(self, axis=None, dtype=None):
+    def sum(self, axis: int | None = None, dtype: DTypeLike | None = None) -> AbstractArray:
         return self.like(reduced(self.shape, axis), dtype).made_by("reduction", self)
 
-    def max(self, axis=None, initial=None):
+    def max(self, axis: int | None = None, initial: object = None) -> AbstractArray:
         return self.like(reduced(self.shape, axis)).made_by("reduction", self)
 
     mean = sum
@@ -151,7 +165,9 @@ class AbstractArray(NDArrayOperatorsMixin):
         shape = reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
         return self.like(shape, dtype).made_by(ufunc.__name__, *of_shapes(inputs))
 
-    def multiplied(self, a, b, out):
+    def multiplied(
+        self, a: tuple[int, ...], b: tuple[int, ...], out: tuple[AbstractArray, ...] | None
+    ) -> AbstractArray:
         """The product of arrays of the shapes a and b."""
         shape = product(a, b)
         rows = a[-2] if len(a) > 1 else 1
@@ -163,12 +179,12 @@ class AbstractArray(NDArrayOperatorsMixin):
         return FUNCTIONS[function](*arguments, **options)
 
 
-def compares(ufunc):
+def compares(ufunc: np.ufunc) -> bool:
     """Whether what comes out is true or false."""
     return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)
 
 
-def indexed(shape, key):
+def indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
     """The shape of an array of `shape` at a key of slices, integers, None and Ellipsis."""
     if Ellipsis in key:
         place = key.index(Ellipsis)
@@ -185,11 +201,11 @@ def indexed(shape, key):
     return (*found, *sizes)
 
 
-def reduced(shape, axis):
+def reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     return () if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
-def product(a, b):
+def product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a matrix product, as `np.matmul` has it."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(f"no product of {a} and {b}")
@@ -197,24 +213,24 @@ def product(a, b):
     return (*np.broadcast_shapes(a[:-2], b[:-2]), *rows, *columns)
 
 
-def concatenated(blocks, axis=0):
+def concatenated(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
     sizes = [sum(block.shape[axis] for block in blocks)]
     shape = (*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :])
     return blocks[0].like(shape).made_by("copy", *blocks)
 
 
-def stacked(blocks, axis=0):
+def stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
     shape = blocks[0].shape
     return blocks[0].like((*shape[:axis], len(blocks), *shape[axis:])).made_by("copy", *blocks)
 
 
-def dot(a, b):
+def dot(a: AbstractArray, b: AbstractArray) -> float:
     """0, of two vectors."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
 
 
-def of_shapes(arrays):
+def of_shapes(arrays: Iterable[object]) -> list[AbstractArray]:
     return [array for array in arrays if isinstance(array, AbstractArray)]
 
 
@@ -228,7 +244,7 @@ FUNCTIONS = {
 }
 
 
-def counted(primitive):
+def counted(primitive: Primitive) -> Callable[..., Any]:
     """The rule of a primitive for arrays without data: its abstract one, of which the meter is
     notified with the bytes of all arrays.  A composite's parts notify it themselves."""
     rule = primitive.abstract_rule
@@ -257,11 +273,13 @@ class AbstractPool(Pool):
 
     kind = AbstractArray
 
-    def __init__(self, meter=None):
+    def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__()
         self.meter = meter or CostMeter()
 
-    def empty(self, shape, dtype, kind="activation"):
+    def empty(
+        self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation"
+    ) -> AbstractArray:
         shape, dtype = tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         self.count(kind, nbytes)

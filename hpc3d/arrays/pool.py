@@ -5,42 +5,51 @@ same sizes over and over.  A `Pool` hands out arrays and takes their memory back
 of them dies, so a step in the steady state allocates nothing.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.primitive import composite
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+
 KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "workspace")
 
 
 @composite
-def to_host(array):
+def to_host(array: Array) -> np.ndarray:
     """A copy of an array in the memory of the host."""
     return array.copy()
 
 
 @composite
-def on_host(array):
+def on_host(array: Array) -> np.ndarray:
     """The array itself; a copy of one that lies on a device."""
     return array
 
 
 @composite
-def writeable(array):
+def writeable(array: Array) -> bool:
     """Whether an array is not shared with other ranks."""
     return array.flags.writeable
 
 
 @composite
-def value_of(array):
+def value_of(array: Array | float) -> float:
     """The only element of an array; a number itself."""
     return float(array)
 
 
 @composite
-def from_host(array, values):
+def from_host(array: Array, values: np.ndarray) -> None:
     """Write the values of an array of the host into `array`."""
     array[...] = values
 
@@ -50,7 +59,13 @@ class Lease:
 
     __slots__ = ("__array_interface__", "give_back", "memory")
 
-    def __init__(self, memory, shape, dtype, give_back):
+    def __init__(
+        self,
+        memory: np.ndarray,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        give_back: Callable[[np.ndarray], None],
+    ) -> None:
         self.memory = memory
         self.give_back = give_back
         self.__array_interface__ = {
@@ -60,7 +75,7 @@ class Lease:
             "data": (memory.ctypes.data, False),
         }
 
-    def __del__(self):
+    def __del__(self) -> None:
         self.give_back(self.memory)
 
 
@@ -71,14 +86,14 @@ class Pool:
     """
 
     on_device = False
-    device = "cpu"  # where they are
+    device: Any = "cpu"  # where they are
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.free = defaultdict(list)
         self.live = Counter()
         self.peak = Counter()
 
-    def empty(self, shape, dtype, kind="activation"):
+    def empty(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
         """An uninitialised array of `shape`; its memory returns here when its last view dies."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
@@ -94,46 +109,46 @@ class Pool:
         lease = Lease(memory, tuple(shape), nameable(dtype), give_back)
         return np.asarray(lease).view(dtype)
 
-    def memory(self, size):
+    def memory(self, size: int) -> np.ndarray:
         """Fresh memory, as an array of bytes."""
         return np.empty(size, np.uint8)
 
-    def zeros(self, shape, dtype, kind="activation"):
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
         array = self.empty(shape, dtype, kind)
         array.fill(0)
         return array
 
-    def bring(self, array):
+    def bring(self, array: np.ndarray | float) -> Any:
         """An array of the host where the others of this pool are."""
         return array
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Return when all that was asked for is in its place."""
 
-    def count(self, kind, size):
+    def count(self, kind: str, size: int) -> None:
         """Book `size` bytes (negative: given back) of `kind`."""
         self.live[kind] += size
         self.peak[kind] = max(self.peak[kind], self.live[kind])
         self.peak["all"] = max(self.peak["all"], self.live.total())
 
-    def reset_peak(self):
+    def reset_peak(self) -> None:
         """Start a new measurement of the peaks, at what is live now."""
         self.peak = Counter(self.live)
         self.peak["all"] = self.live.total()
 
 
-def nameable(dtype):
+def nameable(dtype: np.dtype) -> np.dtype:
     """A type of the same size that NumPy's interface has a name for: bfloat16 has none."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
-def size_class(nbytes):
+def size_class(nbytes: int) -> int:
     """`nbytes` rounded up to one of eight steps per power of two, at least 64."""
     step = max(64, 1 << max(0, nbytes.bit_length() - 4))
     return max(64, -(-nbytes // step) * step)
 
 
-def lease_of(array):
+def lease_of(array: object) -> Lease | None:
     """The lease at the bottom of a chain of views, or None."""
     while isinstance(array, np.ndarray):
         array = array.base
@@ -141,6 +156,6 @@ def lease_of(array):
 
 
 @composite
-def contiguous(block):
+def contiguous(block: Array) -> Array:
     """The block in one piece of memory, row by row."""
     return np.ascontiguousarray(block)

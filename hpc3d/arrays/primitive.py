@@ -11,10 +11,16 @@ The type of the first argument chooses the rule.  The three stand side by side, 
 primitive is an implementation, an abstract evaluation and a lowering.
 """
 
-from functools import update_wrapper
+from __future__ import annotations
 
-BACKENDS = {}  # type of array -> function(primitive): its rule for arrays of that type
-PRIMITIVES = []
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+# A rule takes what its primitive takes; that of CUDA takes a `Gpu` (hpc3d.cuda.gpu) before it.
+Rule = Callable[..., Any]
+BACKENDS: dict[type, Callable[[Primitive], Rule | None]] = {}  # the rule for arrays of a type
+PRIMITIVES: list[Primitive] = []
 
 
 class Primitive:
@@ -23,31 +29,33 @@ class Primitive:
     `abstract_rule` and `cuda_rule` are None where there is none.
     """
 
-    def __init__(self, numpy, abstract_rule=None):
-        self.numpy, self.abstract_rule, self.cuda_rule = numpy, abstract_rule, None
-        self.registered, self.chosen = {}, {}
+    def __init__(self, numpy: Rule, abstract_rule: Rule | None = None) -> None:
+        self.numpy, self.abstract_rule = numpy, abstract_rule
+        self.cuda_rule: Rule | None = None
+        self.registered: dict[type, Rule] = {}
+        self.chosen: dict[type, Rule] = {}
         update_wrapper(self, numpy)
         PRIMITIVES.append(self)
 
-    def __call__(self, first, *rest, **named):
+    def __call__(self, first: Any, *rest: Any, **named: Any) -> Any:
         rule = self.chosen.get(type(first)) or self.choose(type(first))
         return rule(first, *rest, **named)
 
-    def choose(self, kind):
+    def choose(self, kind: type) -> Rule:
         """The rule for arrays of a type, from now on."""
         backend = BACKENDS.get(kind)
         rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy
         return self.chosen.setdefault(kind, rule)
 
-    def abstract(self, rule):
+    def abstract(self, rule: Rule) -> Rule:
         self.abstract_rule = rule
         return rule
 
-    def cuda(self, rule):
+    def cuda(self, rule: Rule) -> Rule:
         self.cuda_rule = rule
         return rule
 
-    def register(self, kind, rule):
+    def register(self, kind: type, rule: Rule) -> None:
         """Let arrays of a type take a rule of their own."""
         self.registered[kind] = rule
         self.chosen.pop(kind, None)
@@ -56,13 +64,13 @@ class Primitive:
 primitive = Primitive
 
 
-def composite(function):
+def composite(function: Rule) -> Primitive:
     """A primitive whose body consists of what arrays without data do by themselves, and so is its
     abstract rule as well."""
     return Primitive(function, function)
 
 
-def add_backend(kind, rule_of):
+def add_backend(kind: type, rule_of: Callable[[Primitive], Rule | None]) -> None:
     """Let arrays of a type take `rule_of(primitive)`, instead of what they took before."""
     BACKENDS[kind] = rule_of
     for each in PRIMITIVES:

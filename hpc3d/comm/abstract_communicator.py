@@ -1,11 +1,22 @@
 """Communicators of arrays without data: they move nothing, and give blocks of the right shape."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray, AbstractPool
 from hpc3d.comm.communicator import SMALL_SUM, Communicator, Pending, ready
 from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
 
 
 class AbstractCommunicator(Communicator):
@@ -17,20 +28,20 @@ class AbstractCommunicator(Communicator):
     """
 
     @property
-    def of_node(self):
+    def of_node(self) -> bool:
         """Whether its members are ranks of a node, not devices."""
         return not self.pool.on_device
 
-    def buffer(self, shape, dtype):
-        block = super().buffer(shape, dtype)
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> AbstractArray:
+        block: Any = super().buffer(shape, dtype)
         block.lease.slot_of = self
         return block
 
-    def placed(self, block):
+    def placed(self, block: Any) -> Array:
         ours = getattr(block, "lease", None) and getattr(block.lease, "slot_of", None) is self
         return self.like(block, block.shape) if self.of_node and not ours else block
 
-    def like(self, block, shape, kind="communication"):
+    def like(self, block: Any, shape: Sequence[int], kind: str = "communication") -> Any:
         """A block of another shape that came from elsewhere."""
         if isinstance(block, AbstractArray):
             return self.pool.empty(shape, block.dtype, kind)
@@ -74,7 +85,9 @@ class AbstractCommunicator(Communicator):
         return ready(self.pool.empty(shape, dtype, "communication"))
 
 
-def abstract_mesh(sizes, coords, pool=None):
+def abstract_mesh(
+    sizes: Mapping[str, int], coords: Mapping[str, int], pool: Pool | None = None
+) -> Mesh:
     """The mesh of one rank of `sizes` at `coords`, alone and without data."""
     pool, grid = pool or AbstractPool(), Grid(sizes)
     world = AbstractCommunicator(grid.rank(coords), grid.size, None, pool)

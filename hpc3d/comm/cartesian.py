@@ -1,6 +1,10 @@
 """The mesh of an MPI job: one Cartesian communicator, one sub-communicator an axis."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
@@ -12,8 +16,17 @@ from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.shared_memory import SharedMemory, usable
 from hpc3d.comm.two_level import TwoLevel
 
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.cuda.device import Cuda
 
-def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
+
+def build(
+    sizes: Mapping[str, int],
+    comm: MPI.Intracomm = MPI.COMM_WORLD,
+    transport: str = "auto",
+    device: Cuda | None = None,
+) -> Mesh:
     """The mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
 
     Groups of ranks that share a node talk through shared memory, those with equally many on each
@@ -33,10 +46,10 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
             return Self(pool, cart.rank)
         return communicator_of(line, members, pool, [nodes[rank] for rank in members])
 
-    lines = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
+    subs = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
     lines = {
         name: (line, grid.ranks_along(name, coords))
-        for name, line in lines.items()
+        for name, line in subs.items()
         if line.size > 1
     }
     if device is None:
@@ -50,7 +63,9 @@ def build(sizes, comm=MPI.COMM_WORLD, transport="auto", device=None):
     return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
 
 
-def communicator_of(line, members, pool, hosts):
+def communicator_of(
+    line: MPI.Intracomm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
+) -> Communicator:
     """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
@@ -62,7 +77,7 @@ def communicator_of(line, members, pool, hosts):
     )
 
 
-def node_of_rank(comm):
+def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
     """The first rank of each rank's node, or None where the node cannot share memory."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)

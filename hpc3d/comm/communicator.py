@@ -13,13 +13,22 @@ that all members share: read them, do not write into them.
     all_to_all       [g*n, ...] -> [g*n, ...]    part j goes to member j
 """
 
-from contextlib import nullcontext
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.pool import Pool, contiguous
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
 
 # In memory that they share, members sum all of an all-reduce up to this size each; above, a slice.
 SMALL_SUM = 1 << 14
@@ -28,19 +37,19 @@ SMALL_SUM = 1 << 14
 class Pending:
     """A block that is in flight."""
 
-    def __init__(self, finish):
+    def __init__(self, finish: Callable[..., Any]) -> None:
         self.finish = finish
 
-    def wait(self):
+    def wait(self) -> Any:
         """The block; call it once."""
         return self.finish()
 
-    def then(self, function):
+    def then(self, function: Callable[[Any], Any]) -> Pending:
         """The pending result of `function` applied to the block."""
         return Pending(lambda: function(self.wait()))
 
 
-def ready(block):
+def ready(block: Any) -> Pending:
     """A `Pending` that has arrived."""
     return Pending(lambda: block)
 
@@ -57,31 +66,42 @@ class Communicator:
     """
 
     calls = done = 0
-    waiting = None
+    waiting: tuple[str, int, int, int | None] | None = None
 
-    def __init__(self, rank, size, members=None, pool=None):
+    _all_gather: Callable[[Any], Pending]
+    _reduce_scatter: Callable[[Any], Pending]
+    _all_reduce: Callable[..., Pending]  # block, op
+    _broadcast: Callable[..., Pending]  # block, root
+    _reduce: Callable[..., Pending]  # block, root
+    _all_to_all: Callable[[Any], Pending]
+    _send: Callable[[Any, int], Pending]
+    _recv: Callable[[Sequence[int], DTypeLike, int], Pending]
+
+    def __init__(
+        self, rank: int, size: int, members: Sequence[int] | None = None, pool: Pool | None = None
+    ) -> None:
         self.rank, self.size = rank, size
         self.members = tuple(members if members is not None else range(size))
-        self.pool = pool or Pool()
+        self.pool: Any = pool or Pool()  # with arrays of its own kind
 
     @property
-    def readers(self):
+    def readers(self) -> tuple[int, int]:
         """This member's number among those that read a gathered block in one memory, where it is
         not writeable, and how many they are."""
         return self.rank, self.size
 
-    def buffer(self, shape, dtype):
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """An array that this communicator reduces without copying it first."""
         return self.pool.empty(shape, dtype, "communication")
 
-    def all_gather(self, block, dim=0):
+    def all_gather(self, block: Array, dim: int = 0) -> Pending:
         block = contiguous(rows_first(block, dim))
         pending = self.call("all_gather", block.nbytes, None, partial(self._all_gather, block))
         return (
             pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
         )
 
-    def reduce_scatter(self, block, dim=0):
+    def reduce_scatter(self, block: Array, dim: int = 0) -> Pending:
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
         block = contiguous(rows_first(block, dim))
@@ -91,35 +111,35 @@ class Communicator:
             pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
         )
 
-    def all_reduce(self, block, op="sum"):
+    def all_reduce(self, block: Array, op: str = "sum") -> Pending:
         move = partial(self._all_reduce, contiguous(block), op)
         return self.call("all_reduce", block.nbytes, None, move)
 
-    def broadcast(self, block, root):
+    def broadcast(self, block: Array, root: int) -> Pending:
         move = partial(self._broadcast, contiguous(block), root)
         return self.call("broadcast", block.nbytes, root, move)
 
-    def reduce(self, block, root):
+    def reduce(self, block: Array, root: int) -> Pending:
         move = partial(self._reduce, contiguous(block), root)
         return self.call("reduce", block.nbytes, root, move)
 
-    def all_to_all(self, block):
+    def all_to_all(self, block: Array) -> Pending:
         move = partial(self._all_to_all, contiguous(block))
         return self.call("all_to_all", block.nbytes, None, move)
 
-    def grouped(self):
+    def grouped(self) -> AbstractContextManager:
         """A context whose messages are posted together, so that no one waits for another."""
         return nullcontext()
 
-    def send(self, block, peer):
+    def send(self, block: Array, peer: int) -> Pending:
         move = partial(self._send, contiguous(block), peer)
         return self.call("send", block.nbytes, peer, move)
 
-    def recv(self, shape, dtype, peer):
+    def recv(self, shape: Sequence[int], dtype: DTypeLike, peer: int) -> Pending:
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         return self.call("recv", nbytes, peer, partial(self._recv, shape, dtype, peer))
 
-    def call(self, op, nbytes, peer, move):
+    def call(self, op: str, nbytes: int, peer: int | None, move: Callable[[], Pending]) -> Pending:
         """The pending block of `move()`; `peer` is the root or the other member, if there is
         one."""
         self.calls += 1
@@ -138,7 +158,7 @@ class Communicator:
 class Self(Communicator):
     """The communicator of an axis of size 1: every block is already where it should be."""
 
-    def __init__(self, pool=None, member=0):
+    def __init__(self, pool: Pool | None = None, member: int = 0) -> None:
         super().__init__(0, 1, (member,), pool)
 
     def _all_gather(self, block):
@@ -160,7 +180,7 @@ class Self(Communicator):
         return ready(block)
 
 
-def rows_first(block, dim):
+def rows_first(block: Array, dim: int) -> Array:
     """`block` with `dim` exchanged with dim 0 (its own inverse)."""
     return block if dim == 0 else block.swapaxes(0, dim)
 
@@ -168,7 +188,7 @@ def rows_first(block, dim):
 REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
-def fold(operation, blocks, out):
+def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
     """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two."""
     operation(blocks[0], blocks[1], out=out)
     for block in blocks[2:]:

@@ -9,7 +9,11 @@ there when it is posted, for an MPI that takes memory of devices need not do so 
 (Open MPI 5.0: CUDA with UCX, non-blocking reductions).
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from math import inf
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,13 +21,24 @@ from hpc3d.comm.communicator import ready
 from hpc3d.comm.host_staged import HostStaged, integers, narrowed, widened
 from hpc3d.comm.mpi import OPERATIONS, MpiCommunicator
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.comm_stream import CommStream
+    from hpc3d.comm.communicator import Pending
+    from hpc3d.cuda.device import Cuda, DevicePool, Pinned
+
 
 class CudaAwareMpi(MpiCommunicator):
     """The members of one MPI communicator `comm`, whose blocks are on `device`."""
 
     long = inf  # MPI knows better how memory of devices goes over the wire
 
-    def __init__(self, comm, device, members, pool):
+    def __init__(
+        self, comm: MPI.Intracomm, device: Cuda, members: Sequence[int], pool: Pool
+    ) -> None:
         super().__init__(comm, members, pool)
         self.device = device
 
@@ -57,12 +72,15 @@ class CudaAwareMpi(MpiCommunicator):
         self.device.synchronize()
         return super()._recv(shape, carried, peer).then(lambda block: block.view(dtype))
 
-    def moved(self, call, block, *how):
+    def moved(self, call: Callable[..., Any], block: Array, *how: object) -> Pending:
         """The pending result of a call that only moves a block."""
         self.device.synchronize()
         return call(integers(block), *how).then(lambda result: result.view(block.dtype))
 
-    def summed(self, call, block, result, *how):
+    # The other one is for messages that MPI asks for: with this `long` there are none.
+    def summed(  # type: ignore[override]
+        self, call: Callable[..., Any], block: Array, result: Array, *how: object
+    ) -> Pending:
         """The pending result of a call of MPI that computes."""
         wide = widened(block)
         total = result if wide is block else self.empty(result.shape, wide.dtype)
@@ -75,6 +93,14 @@ class CudaAwareMessages(HostStaged):
     """The same for messages only: all else goes through the hosts, for an MPI that takes memory of
     devices in `direct`'s messages."""
 
-    def __init__(self, direct, comm, traffic, pinned, pool):
+    def __init__(
+        self,
+        direct: CudaAwareMpi,
+        comm: MpiCommunicator,
+        traffic: CommStream,
+        pinned: Pinned,
+        pool: DevicePool,
+    ) -> None:
         super().__init__(comm, traffic, pinned, pool)
-        self._send, self._recv = direct._send, direct._recv
+        self._send = direct._send  # type: ignore[method-assign]  # in place of the class's
+        self._recv = direct._recv  # type: ignore[method-assign]

@@ -4,15 +4,23 @@ No device pointer goes to an MPI that does not say that it takes them, for that 
 one that says so is tried in a process of its own: `python -m hpc3d.comm.cuda_aware_probe`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.runtime import mpi_library as library
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import installed, outcome
+
+if TYPE_CHECKING:
+    from hpc3d.comm.cuda_aware_mpi import CudaAwareMpi
+    from hpc3d.runtime.job import Job
 
 DRIVER = "/proc/driver/nvidia/version"
 EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
@@ -24,7 +32,7 @@ SIZES = 2, 1 << 18  # rows of blocks that are tried
 KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 
 
-def devices():
+def devices() -> Iterator[Finding]:
     """The devices of this process, with driver, runtime and NCCL; a note where CuPy is not."""
     if find_spec("cupy") is None:
         here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(DRIVER) else "no CuPy"
@@ -48,7 +56,7 @@ def devices():
     yield from nccl()
 
 
-def present():
+def present() -> bool:
     """Whether CuPy is here and finds a device."""
     if find_spec("cupy") is None:
         return False
@@ -57,7 +65,7 @@ def present():
     return cupy.cuda.is_available()
 
 
-def versions(runtime):
+def versions(runtime: Any) -> Iterator[Finding]:
     """CUDA's driver must not be older than its runtime by a major version."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {dotted(driver)}, runtime {dotted(needed)}"
@@ -68,12 +76,12 @@ def versions(runtime):
         yield Finding(OK, "CUDA", text)
 
 
-def dotted(version):
+def dotted(version: int) -> str:
     """12090 is CUDA 12.9."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def described(number, properties):
+def described(number: int, properties: Mapping[str, Any]) -> Finding:
     name = properties["name"].decode()
     capability = f"{properties['major']}.{properties['minor']}"
     memory = properties["totalGlobalMem"] / 1e9
@@ -81,7 +89,7 @@ def described(number, properties):
     return Finding(OK, f"device {number}", text)
 
 
-def nccl_version():
+def nccl_version() -> int:
     """NCCL's version as a number, 0 without NCCL; CuPy would warn of that in five lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,12 +100,12 @@ def nccl_version():
     return library.get_version() if getattr(library, "available", False) else 0
 
 
-def release_of(whole):
+def release_of(whole: int) -> str:
     """23203 is NCCL 2.32.3."""
     return f"{whole // 10000}.{whole // 100 % 100}.{whole % 100}"
 
 
-def nccl():
+def nccl() -> Iterator[Finding]:
     """NCCL and the type bfloat16, which CuPy's wheels do not bring."""
     if found := nccl_version():
         yield Finding(OK, "NCCL", release_of(found))
@@ -107,7 +115,7 @@ def nccl():
         yield Finding(WARN, "ml_dtypes", "not installed: no bfloat16", EXTRAS)
 
 
-def device_map(job):
+def device_map(job: Job) -> Iterator[Finding]:
     """Which device each rank of a node takes: its number there, modulo the devices."""
     place, taken = job.place(), None
     if present():
@@ -129,14 +137,14 @@ def device_map(job):
         yield Finding(OK, "devices of ranks", listed)
 
 
-def missing(asked, dtype):
+def missing(asked: str, dtype: str) -> str | None:
     """What this process lacks for train.backend = cupy, in a line with the remedy; None if
     nothing.  `asked` is mesh.transport, `dtype` train.dtype."""
     what, remedy = next(lacks(asked, dtype), (None, None))
     return what and f"train.backend = cupy: {what}: {remedy}; or use train.backend = numpy"
 
 
-def lacks(asked, dtype):
+def lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     """What is missing, and the remedy, the first thing first: the next one may not be asked."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed here", EXTRAS
@@ -166,7 +174,7 @@ def lacks(asked, dtype):
         yield "mesh.transport = nccl, but there is no NCCL", EXTRAS
 
 
-def aware(mpirun, seconds, environment):
+def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Whether MPI takes device memory: what it says, and two ranks that try it if it says so."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
@@ -178,7 +186,7 @@ def aware(mpirun, seconds, environment):
         yield Finding(FAIL, "CUDA-aware MPI", f"MPI says yes, but {problem}", remedy)
 
 
-def tried(mpirun, seconds, environment):
+def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
     """What two ranks say of MPI and the memory of devices (TAKEN, STAGED, WRONG), and what was
     wrong.  They are a job of their own, whatever job this process is in."""
     forgotten = [word for name in os.environ if told_by_launcher(name) for word in ("-u", name)]
@@ -191,25 +199,25 @@ def tried(mpirun, seconds, environment):
     return WRONG, f"with it {what}"
 
 
-def told_by_launcher(name):
+def told_by_launcher(name: str) -> bool:
     """Whether a variable of the environment says that this process is one of a job."""
     return name.startswith(LAUNCHED) and not name.startswith(KEPT)
 
 
-def surroundings():
+def surroundings() -> dict[str, str]:
     """What two ranks of our own need besides what the user has set; `library` says the same."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }
 
 
-def says_yes(path):
+def says_yes(path: str | None) -> bool:
     """Whether the library at `path`, which is started, says that it takes device memory."""
     query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
     return bool(query and query())
 
 
-def attempt():
+def attempt() -> str:
     """One of two ranks: every call of a CudaAwareMpi communicator from device memory, with results
     that are known."""
     from mpi4py import MPI
@@ -224,14 +232,14 @@ def attempt():
     return TAKEN if right(CudaAwareMpi(comm, pool.device, range(comm.size), pool)) else WRONG
 
 
-def right(comm):
+def right(comm: CudaAwareMpi) -> bool:
     """Whether two members get what they must, in few bytes and in many, of 4 and of 2 each."""
     return all(
         right_blocks(comm, rows, dtype) for rows in SIZES for dtype in ("float32", "float16")
     )
 
 
-def right_blocks(comm, rows, dtype):
+def right_blocks(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
     import numpy as np
 
     values = np.arange(2 * rows).reshape(rows, 2) % 100

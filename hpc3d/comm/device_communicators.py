@@ -1,6 +1,10 @@
 """The communicators along the axes of a mesh of devices, by each way of cluster.transport."""
 
-from contextlib import nullcontext
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -12,15 +16,24 @@ from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.nccl import Nccl, grouped, split
 from hpc3d.cuda.device import QUEUES
 
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.cuda.device import Cuda, DevicePool
 
-def communicators(transport, cart, lines, pool):
-    """{axis: communicator} for `lines`, {axis: (part of `cart`, ranks of its members)}, with their
-    blocks in `pool` on a device.  Collective over `cart`, for the same axes in the same order."""
+# {axis: (part of the Cartesian communicator, ranks of its members)}
+Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
+
+
+def communicators(
+    transport: str, cart: MPI.Cartcomm, lines: Lines, pool: DevicePool
+) -> dict[str, Communicator]:
+    """{axis: communicator} for `lines`, parts of `cart`, with their blocks in `pool` on a
+    device.  Collective over `cart`, for the same axes in the same order."""
     pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
     return MAKERS[transport](cart, lines, pool)
 
 
-def by_nccl(cart, lines, pool):
+def by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
     from cupy.cuda import nccl as library
 
     device = pool.device
@@ -35,18 +48,18 @@ def by_nccl(cart, lines, pool):
     }
 
 
-def by_mpi(cart, lines, pool):
+def by_mpi(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, CudaAwareMpi]:
     return {
         axis: CudaAwareMpi(line, pool.device, members, pool)
         for axis, (line, members) in lines.items()
     }
 
 
-def by_hosts(cart, lines, pool):
+def by_hosts(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
     return {axis: HostStaged(**how) for axis, how in through_hosts(lines, pool).items()}
 
 
-def by_messages(cart, lines, pool):
+def by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
     direct = by_mpi(cart, lines, pool)
     return {
         axis: CudaAwareMessages(direct[axis], **how)
@@ -54,7 +67,7 @@ def by_messages(cart, lines, pool):
     }
 
 
-def through_hosts(lines, pool):
+def through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
     """{axis: what a HostStaged is made of}; hosts receive in memory that devices copy
     themselves."""
     pinned, traffic = pool.device.pinned, comm_streams(pool.device, nullcontext)
@@ -69,12 +82,14 @@ def through_hosts(lines, pool):
     }
 
 
-def comm_streams(device, group):
+def comm_streams(
+    device: Cuda, group: Callable[[], AbstractContextManager]
+) -> dict[str, CommStream]:
     """The CommStream of each queue."""
     return {queue: CommStream(device, group, queue) for queue in QUEUES}
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "nccl": by_nccl,
     "mpi": by_mpi,
     "mpi-messages": by_messages,

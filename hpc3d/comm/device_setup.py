@@ -1,6 +1,11 @@
 """What a rank computes on and how ranks talk: settled once, the same way on all ranks."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
 
 RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
 
@@ -14,11 +19,11 @@ class Hardware(NamedTuple):
     lines: tuple = ()
     homes: object = None
 
-    def with_line(self, line):
+    def with_line(self, line: str) -> Hardware:
         return self._replace(lines=(*self.lines, line))
 
 
-def hardware(job, config):
+def hardware(job: Job, config: Any) -> Hardware:
     """The Hardware of this rank that a Config asks for.
 
     With a backend cupy the device is the current one from here on, and the job is refused on all

@@ -8,12 +8,21 @@ A block goes in chunks: while one is in flight between hosts, the next one leave
 Blocks of 16 bits are moved as integers, which every MPI knows, and summed in float32.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.pool import contiguous
 from hpc3d.comm.communicator import Communicator, Pending
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.comm_stream import CommStream
+    from hpc3d.cuda.device import DevicePool, Pinned
 
 CHUNK = 4 << 20  # bytes of what a block has of each member
 INTEGERS = np.dtype(np.uint16)
@@ -27,7 +36,9 @@ class HostStaged(Communicator):
     of memory that the device copies by itself.
     """
 
-    def __init__(self, comm, traffic, pinned, pool):
+    def __init__(
+        self, comm: Communicator, traffic: CommStream, pinned: Pinned, pool: DevicePool
+    ) -> None:
         super().__init__(comm.rank, comm.size, comm.members, pool)
         self.comm, self.traffic, self.pinned = comm, traffic, pinned
 
@@ -72,36 +83,50 @@ class HostStaged(Communicator):
         coming = [self.comm._recv(shape, flat.dtype, peer) for shape in shapes]
         return self.arriving(coming, flat, 1, block)
 
-    def moved(self, call, block, result, given, taken):
+    def moved(
+        self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
+    ) -> Pending:
         """The pending result of a call of hosts that only moves; `given` and `taken` are the
         numbers of members whose parts a block and a result have."""
         return self.staged(call, integers(block), integers(result), given, taken, result)
 
-    def summed(self, call, block, result, given, taken):
+    def summed(
+        self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
+    ) -> Pending:
         """The same, of one that computes."""
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)
         pending = self.staged(call, wide, total, given, taken, total)
         return pending.then(lambda total: narrowed(total, result))
 
-    def staged(self, call, block, target, given, taken, result):
+    def staged(
+        self,
+        call: Callable[..., Pending],
+        block: Array,
+        target: Array,
+        given: int,
+        taken: int,
+        result: Array,
+    ) -> Pending:
         coming = [call(chunk) for chunk in self.out(block, given)]
         return self.arriving(coming, target, taken, result)
 
-    def out(self, block, parts):
+    def out(self, block: Array, parts: int) -> Iterator[np.ndarray]:
         """The chunks of a block of as many parts, on the host one after the other; all of them
         have begun to leave the device when the first one is there."""
         flat, leaving = block.reshape(parts, -1), []
         for columns in chunks_of(flat):
             chunk = contiguous(flat[:, columns])
-            host = self.pinned.empty(chunk.shape, chunk.dtype, "communication")
+            host: Any = self.pinned.empty(chunk.shape, chunk.dtype, "communication")
             copy = partial(chunk.get, out=host, blocking=False)
             leaving.append((self.traffic.post(copy, chunk, host_buffers=[host]), host))
         for flight, host in leaving:
             flight.done.synchronize()
             yield host
 
-    def arriving(self, coming, target, parts, result):
+    def arriving(
+        self, coming: Sequence[Pending], target: Array, parts: int, result: Array
+    ) -> Pending:
         """The pending result, of which `target` shows the memory and hosts have the chunks."""
 
         def finish():
@@ -114,9 +139,11 @@ class HostStaged(Communicator):
 
         return Pending(finish)
 
-    def bring(self, host, place):
+    def bring(self, host: np.ndarray, place: Any) -> None:
         """Copy an array of the host to its place, before what is computed next."""
-        chunk = place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
+        chunk: Any = (
+            place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
+        )
         self.traffic.finish(
             self.traffic.post(partial(chunk.set, host), chunk, host_buffers=[host])
         )
@@ -124,23 +151,23 @@ class HostStaged(Communicator):
             place[...] = chunk
 
 
-def chunks_of(flat):
+def chunks_of(flat: Array) -> list[slice]:
     """Slices of the columns of [parts, n], CHUNK bytes of each part."""
     step = CHUNK // flat.itemsize
     return [slice(start, start + step) for start in range(0, flat.shape[1], step)]
 
 
-def integers(block):
+def integers(block: Array) -> Array:
     """A block of 16 bits as integers, any other as it is."""
     return block.view(INTEGERS) if block.dtype.itemsize == INTEGERS.itemsize else block
 
 
-def widened(block):
+def widened(block: Array) -> Array:
     """What sums of a block are made of: float32 for 16 bits."""
     return block.astype(np.float32) if block.dtype.itemsize == INTEGERS.itemsize else block
 
 
-def narrowed(total, result):
+def narrowed(total: Array, result: Array) -> Array:
     """A sum in the type of `result`, and there."""
     if total is not result:
         result[...] = total.astype(result.dtype)

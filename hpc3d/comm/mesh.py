@@ -1,23 +1,70 @@
 """Where a rank stands: named axes, a coordinate on each, a communicator along each."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.communicator import Communicator
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
 WORLD = "world"  # what the group of all ranks lies along
 
 
-def queue_of(axis):
+def queue_of(axis: str) -> str:
     """The queue of the calls along an axis.  A queue runs its calls in the order of the program,
     beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
     waits for stands behind it."""
     return "replicas" if axis == DATA else "blocks"
 
 
-def along(axis):
+def along(axis: str) -> str:
     """Where a call goes, in words."""
     return "over all ranks" if axis == WORLD else f"along {axis}"
+
+
+class MeshRecorder(Protocol):
+    """What the program tells the recorder of its mesh, such as that of hpc3d.trace.recorder."""
+
+    step: int
+    layer: int
+    phase: str
+
+    def span(
+        self, name: str, op: str = "elementwise", flops: float = 0
+    ) -> AbstractContextManager[Any]: ...
+    def scope(
+        self, layer: int | None = None, phase: str | None = None
+    ) -> AbstractContextManager[Any]: ...
+    def at(self, stage: int, chunk: int, microbatch: int) -> None: ...
+    def mark(self, name: str) -> None: ...
+
+
+class MeshGuard(Protocol):
+    """What it tells the guard of its mesh, such as hpc3d.comm.abft.checker; `found` are lines."""
+
+    found: Sequence[str]
+
+    def begin(self, number: int, trace: MeshRecorder) -> None: ...
+    def end(self) -> None: ...
+    def product(self, a: Array, b: Array, c: Array) -> None: ...
+    def compare(self) -> int: ...
+
+
+class Wrapper(Protocol):
+    """What may stand before the communicators of a mesh: `wrap` gives one that has their calls."""
+
+    def wrap(self, comm: Communicator, axis: str) -> Any: ...
 
 
 class Scope:
@@ -28,10 +75,10 @@ class Scope:
 
     __slots__ = ("layer", "phase", "recorder")
 
-    def __init__(self, recorder, layer, phase):
+    def __init__(self, recorder: MeshRecorder, layer: int | None, phase: str | None) -> None:
         self.recorder, self.layer, self.phase = recorder, layer, phase
 
-    def __enter__(self, *exception):
+    def __enter__(self, *exception: object) -> None:
         recorder = self.recorder
         if self.layer is not None:
             recorder.layer, self.layer = self.layer, recorder.layer
@@ -48,49 +95,49 @@ class NullRecorder:
     phase = "other"
     communication = 0
 
-    def span(self, name, op="elementwise", flops=0):
+    def span(self, name: str, op: str = "elementwise", flops: float = 0) -> AbstractContextManager:
         return self
 
-    def scope(self, layer=None, phase=None):
+    def scope(self, layer: int | None = None, phase: str | None = None) -> AbstractContextManager:
         return Scope(self, layer, phase)
 
-    def at(self, stage, chunk, microbatch):
+    def at(self, stage: int, chunk: int, microbatch: int) -> None:
         pass
 
-    def synchronise(self):
+    def synchronise(self) -> None:
         pass
 
-    def mark(self, name):
+    def mark(self, name: str) -> None:
         pass
 
-    def begin_step(self, number):
+    def begin_step(self, number: int) -> None:
         self.step = number
 
-    def end_step(self, *results):
+    def end_step(self, *results: object) -> None:
         self.step = -1
 
-    def __enter__(self):
+    def __enter__(self) -> NullRecorder:
         return self
 
-    def __exit__(self, *exception):
-        return False
+    def __exit__(self, *exception: object) -> None:
+        pass
 
 
 class NullGuard:
     """The guard of a mesh whose products and messages nobody checks."""
 
-    found = ()
+    found: Sequence[str] = ()
 
-    def begin(self, number, trace):
+    def begin(self, number: int, trace: MeshRecorder) -> None:
         pass
 
-    def end(self):
+    def end(self) -> None:
         pass
 
-    def product(self, a, b, c):
+    def product(self, a: Array, b: Array, c: Array) -> None:
         pass
 
-    def compare(self):
+    def compare(self) -> int:
         return 0
 
 
@@ -102,31 +149,41 @@ class Mesh:
     memory of `pool`, which may be a device's; the world speaks of arrays of the host.
     """
 
-    def __init__(self, sizes, coords, comms, world, trace=None, guard=None, pool=None):
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int],
+        comms: Mapping[str, Communicator],
+        world: Communicator,
+        trace: MeshRecorder | None = None,
+        guard: MeshGuard | None = None,
+        pool: Pool | None = None,
+    ) -> None:
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
-        self.trace, self.guard = trace or NullRecorder(), guard or NullGuard()
-        self.planes = {}
+        self.trace: MeshRecorder = trace or NullRecorder()
+        self.guard: MeshGuard = guard or NullGuard()
+        self.planes: dict[tuple[str, ...], tuple[int, int]] = {}
 
-    def size(self, axis):
+    def size(self, axis: str) -> int:
         return self.sizes.get(axis, 1)
 
-    def coord(self, axis):
+    def coord(self, axis: str) -> int:
         return self.coords.get(axis, 0)
 
-    def comm(self, axis):
+    def comm(self, axis: str) -> Communicator:
         return self.comms.get(axis, self.alone)
 
-    def count(self, axes):
+    def count(self, axes: Iterable[str]) -> int:
         """The number of ranks in the plane that `axes` span."""
         return self.plane(axes)[0]
 
-    def index(self, axes):
+    def index(self, axes: Iterable[str]) -> int:
         """This rank's place in that plane, the last axis varying fastest."""
         return self.plane(axes)[1]
 
-    def plane(self, axes):
+    def plane(self, axes: Iterable[str]) -> tuple[int, int]:
         """That number and this place."""
         axes = tuple(axes)
         if axes not in self.planes:
@@ -135,23 +192,23 @@ class Mesh:
             self.planes[axes] = grid.size, here
         return self.planes[axes]
 
-    def empty(self, shape, dtype, kind="activation"):
+    def empty(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
         return self.pool.empty(shape, dtype, kind)
 
-    def zeros(self, shape, dtype, kind="activation"):
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
         return self.pool.zeros(shape, dtype, kind)
 
-    def traced(self, recorder):
+    def traced(self, recorder: Any) -> Mesh:
         """This mesh with every collective and every span written to `recorder`."""
         comms = self.wrapped(recorder)
         return Mesh(self.sizes, self.coords, *comms, recorder, self.guard, self.pool)
 
-    def guarded(self, ledger):
+    def guarded(self, ledger: Any) -> Mesh:
         """This mesh with every product and every call checked by `ledger`; below the trace."""
         comms = self.wrapped(ledger)
         return Mesh(self.sizes, self.coords, *comms, self.trace, ledger, self.pool)
 
-    def wrapped(self, wrapper):
+    def wrapped(self, wrapper: Wrapper) -> tuple[dict[str, Communicator], Communicator]:
         """The communicators of all axes and that of all ranks, as `wrapper` wraps them."""
         comms = {axis: wrapper.wrap(comm, axis) for axis, comm in self.comms.items()}
         return comms, wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world

@@ -10,14 +10,24 @@ messages that are sent first; each member sends a peer no more than the field's 
     all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import sleep
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, fold
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
 
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 MESSAGE, PART = 0, 1  # tags: of a message between members, and of the first part of a collective
@@ -32,7 +42,7 @@ MOST = {"all_gather": 8, "all_reduce": 3}
 YIELDS, NAP = 8, 200e-6
 
 
-def wait_until(done):
+def wait_until(done: Callable[[], bool]) -> None:
     """Return when `done()` is true.
 
     Now and then MPI gets its turn to move the messages of this rank: a peer may wait for one of
@@ -54,13 +64,13 @@ class MpiCommunicator(Communicator):
     Messages of `long` bytes and more are those that MPI asks for.
     """
 
-    long = 1 << 16
+    long: float = 1 << 16
 
-    def __init__(self, comm, members, pool):
+    def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm.rank, comm.size, members, pool)
         self.comm, self.in_parts = comm, 0
 
-    def empty(self, shape, dtype):
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Any:
         return self.pool.empty(shape, dtype, "communication")
 
     def _all_gather(self, block):
@@ -82,7 +92,7 @@ class MpiCommunicator(Communicator):
         total = self.empty(block.shape, block.dtype)
         return self.sum_into(block, total, op).then(lambda _: total)
 
-    def sum_into(self, block, total, op):
+    def sum_into(self, block: Array, total: Array, op: str) -> Pending:
         """The pending sum (or maximum) of all blocks, in the memory of `total`."""
         few = self.size <= MOST["all_reduce"]
         if not few or block.nbytes // self.size < self.long:
@@ -102,7 +112,9 @@ class MpiCommunicator(Communicator):
 
         return Pending(finish)
 
-    def summed(self, operation, parts, out, tag):
+    def summed(
+        self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
+    ) -> Pending:
         """The pending sum of what all members have for this one, in `out`; parts[j] is what this
         one has for member j.  Blocks are added in the order of the members."""
         first = 0 if self.rank else 1
@@ -117,14 +129,14 @@ class MpiCommunicator(Communicator):
 
         return self.swapped(parts, blocks, tag).then(add)
 
-    def swapped(self, sent, received, tag):
+    def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
         """The pending blocks received[j] of all peers j, which get sent[j]: see the module."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         requests = [self.comm.Isend(sent[peer], peer, tag) for peer in peers]
         requests += [self.comm.Irecv(received[peer], peer, tag) for peer in reversed(peers)]
         return arriving(lambda: MPI.Request.Testall(requests), received, sent)
 
-    def tag(self):
+    def tag(self) -> int:
         """The tag of the parts of a collective; the next one is that of its second stage, which
         begins when the call is waited for, perhaps after later calls."""
         self.in_parts += 1
@@ -135,7 +147,7 @@ class MpiCommunicator(Communicator):
         self.comm.Bcast(rows, root)
         return self.spread_rows(block, root, int(rows[0]))
 
-    def spread_rows(self, block, root, rows):
+    def spread_rows(self, block: Array, root: int, rows: int) -> Pending:
         """The pending block of the root, which has so many rows."""
         mine = self.rank == root
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
@@ -159,7 +171,7 @@ class MpiCommunicator(Communicator):
         return arriving(self.comm.Irecv(block, peer, MESSAGE).Test, block)
 
 
-def arriving(done, result, source=None):
+def arriving(done: Callable[[], bool], result: Any, source: object = None) -> Pending:
     """A pending `result`, there when `done()`; `source`, which MPI reads, lives until then."""
 
     def finish(source=source):
@@ -169,7 +181,7 @@ def arriving(done, result, source=None):
     return Pending(finish)
 
 
-def slices_of(count, size):
+def slices_of(count: int, size: int) -> list[slice]:
     """The slice of `count` elements that each of `size` members has."""
     bounds = [count * member // size for member in range(size + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]

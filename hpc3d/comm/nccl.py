@@ -6,12 +6,25 @@ another with those of the other (NVIDIA/nccl issues 195 and 592); since release 
 them in the order of the host (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
 """
 
+from __future__ import annotations
+
 import os
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.comm.communicator import Communicator, Pending, ready
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.comm_stream import AsyncCall, CommStream
 
 # NCCL's numbers of types and operations (nccl.h).
 TYPES = {
@@ -30,7 +43,9 @@ OPERATIONS = {"sum": 0, "max": 2}
 OLDEST, IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
-def split(library, comm, lines):
+def split(
+    library: ModuleType, comm: MPI.Intracomm, lines: Mapping[str, tuple[int, int]]
+) -> tuple[Any, dict[str, Any]]:
     """NCCL's communicator of all ranks of `comm`, which is MPI's, and {axis: part of it} for the
     `lines`, {axis: (number of this rank's line, place in it)}, in the same order on all ranks.
 
@@ -48,7 +63,7 @@ def split(library, comm, lines):
         ) from error
 
 
-def grouped(library):
+def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
     """The context in which NCCL's calls are posted together."""
 
     @contextmanager
@@ -69,7 +84,14 @@ class Nccl(Communicator):
     only its root knows.
     """
 
-    def __init__(self, nccl, host, traffic, members, pool):
+    def __init__(
+        self,
+        nccl: Any,
+        host: MPI.Intracomm,
+        traffic: CommStream,
+        members: Sequence[int],
+        pool: Pool,
+    ) -> None:
         super().__init__(nccl.rank_id(), nccl.size(), members, pool)
         self.nccl, self.host, self.traffic = nccl, host, traffic
 
@@ -110,7 +132,15 @@ class Nccl(Communicator):
                 last = self.message(self.nccl.recv, mixed[part], peer)
         return self.landing(last, mixed)
 
-    def launch(self, function, source, target, counted, *how, of=None):
+    def launch(
+        self,
+        function: Callable[..., object],
+        source: Any,
+        target: Any,
+        counted: Array,
+        *how: object,
+        of: Array | None = None,
+    ) -> Pending:
         """Call `function` from `source` to `target`; the pending target, or `of`.
 
         It has as many elements as `counted`, and there is no call of none.
@@ -132,16 +162,16 @@ class Nccl(Communicator):
         block = self.buffer(shape, dtype)
         return self.landing(self.message(self.nccl.recv, block, peer), block)
 
-    def message(self, function, block, peer):
+    def message(self, function: Callable[..., object], block: Any, peer: int) -> AsyncCall:
         def begin(stream):
             function(block.data.ptr, block.size, number_of(block.dtype), peer, stream.ptr)
 
         return self.traffic.post(begin, block)
 
-    def grouped(self):
+    def grouped(self) -> AbstractContextManager:
         return self.traffic.grouped()
 
-    def landing(self, flight, result):
+    def landing(self, flight: AsyncCall, result: Any) -> Pending:
         def finish():
             self.traffic.finish(flight)
             self.nccl.check_async_error()
@@ -150,5 +180,5 @@ class Nccl(Communicator):
         return Pending(finish)
 
 
-def number_of(dtype):
+def number_of(dtype: DTypeLike) -> int:
     return TYPES[np.dtype(dtype).name]

@@ -11,17 +11,27 @@ again by whoever has seen post t+1 of all members.  The posts carry the region's
 that disagree stop with an error.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import platform
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.pool import Lease, lease_of, size_class
 from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
 from hpc3d.comm.mpi import MpiCommunicator, wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.pool import Pool
 
 SHARED = "/dev/shm"
 SEGMENT = 1 << 20
@@ -31,7 +41,7 @@ RING = 63
 LINE = 1 + 2 * RING
 
 
-def usable(node_ranks):
+def usable(node_ranks: int) -> bool:
     """Whether this node can share memory between its `node_ranks` ranks.
 
     Flags and blocks are ordered by x86's stores; another architecture would need fences here.
@@ -45,12 +55,12 @@ def usable(node_ranks):
 class Region:
     """`size` slots of shared memory, one a member."""
 
-    def __init__(self, number, memory, size):
+    def __init__(self, number: int, memory: np.ndarray, size: int) -> None:
         self.memory, self.slot = memory, memory.size // size
         self.signature = number << 40 | memory.size
         self.freed_at = -1
 
-    def blocks(self, count, dtype):
+    def blocks(self, count: int, dtype: DTypeLike) -> np.ndarray:
         """The first `count` elements of every slot, [size, count]."""
         whole = self.memory.view(dtype)
         return whole.reshape(-1, self.slot // whole.itemsize)[:, :count]
@@ -61,7 +71,14 @@ class SharedLease(Lease):
 
     __slots__ = ("region", "slot_of")
 
-    def __init__(self, region, memory, shape, dtype, give_back):
+    def __init__(
+        self,
+        region: Region,
+        memory: np.ndarray,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        give_back: Callable[[np.ndarray], None],
+    ) -> None:
         super().__init__(memory, shape, np.dtype(dtype), give_back)
         self.region, self.slot_of = region, None
 
@@ -69,14 +86,15 @@ class SharedLease(Lease):
 class SharedMemory(MpiCommunicator):
     """The members of one MPI communicator that all live on this node."""
 
-    def __init__(self, comm, members, pool):
+    def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm, members, pool)
-        self.flags = memoryview(self.segment(self.size * LINE * 8)).cast("q")
-        self.regions, self.free = [], defaultdict(deque)
+        self.flags = memoryview(self.segment(self.size * LINE * 8).data).cast("q")
+        self.regions: list[Region] = []
+        self.free: defaultdict[int, deque[Region]] = defaultdict(deque)
         self.unused = np.empty(0, np.uint8)
         self.posted = self.seen = 0
 
-    def segment(self, size):
+    def segment(self, size: int) -> np.ndarray:
         """`size` bytes that all members map, in a file that has no name and so cannot be left."""
         handle = path = None
         if self.rank == 0:
@@ -90,7 +108,7 @@ class SharedMemory(MpiCommunicator):
         os.close(handle)
         return memory
 
-    def region(self, nbytes):
+    def region(self, nbytes: int) -> Region:
         """A region with slots of at least `nbytes`; the same one on all members."""
         size = self.size * size_class(nbytes)
         stock = self.free[size]
@@ -102,7 +120,9 @@ class SharedMemory(MpiCommunicator):
         self.regions.append(Region(len(self.regions), memory, self.size))
         return self.regions[-1]
 
-    def lend(self, region, memory, shape, dtype):
+    def lend(
+        self, region: Region, memory: np.ndarray, shape: Sequence[int], dtype: DTypeLike
+    ) -> np.ndarray:
         """An array on `memory` of `region`, free again when the views are dead."""
         shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
         self.pool.count("communication", booked)
@@ -113,11 +133,11 @@ class SharedMemory(MpiCommunicator):
 
         return np.asarray(SharedLease(region, memory, shape, dtype, give_back))
 
-    def release(self, region):
+    def release(self, region: Region) -> None:
         region.freed_at = self.posted
         self.free[region.memory.size].append(region)
 
-    def publish(self, region=None, value=0):
+    def publish(self, region: Region | None = None, value: int = 0) -> int:
         """Raise this member's flag: what it wrote so far may be read.  The number of the post."""
         self.posted += 1
         if self.posted - self.seen >= RING:
@@ -128,7 +148,7 @@ class SharedMemory(MpiCommunicator):
         self.flags[line] = self.posted
         return self.posted
 
-    def wait_for_all(self, post):
+    def wait_for_all(self, post: int) -> None:
         """Wait until every member has made this post."""
         if post <= self.seen:
             return
@@ -136,7 +156,7 @@ class SharedMemory(MpiCommunicator):
         region = flags[self.rank * LINE + place]
         for line in range(0, self.size * LINE, LINE):
             if flags[line] < post:
-                wait_until(lambda line=line: flags[line] >= post)
+                wait_until(lambda line=line: flags[line] >= post)  # type: ignore[misc]  # a default
             # A member that is RING - 1 posts ahead may be writing over its note of this one.
             if flags[line + place] != region and flags[line] < post + RING - 1:
                 raise RuntimeError(
@@ -145,20 +165,20 @@ class SharedMemory(MpiCommunicator):
                 )
         self.seen = max(self.seen, post)
 
-    def buffer(self, shape, dtype):
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
         region = self.region(prod(shape) * np.dtype(dtype).itemsize)
         memory = region.memory[self.rank * region.slot : (self.rank + 1) * region.slot]
-        array = self.lend(region, memory, shape, dtype)
+        array: Any = self.lend(region, memory, shape, dtype)
         array.base.slot_of = self
         return array
 
-    def placed(self, block):
+    def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
         """`block` in a `buffer` of this communicator, and the region: itself, or a copy."""
-        lease = lease_of(block)
+        lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:
             return block, lease.region
-        copy = self.buffer(block.shape, block.dtype)
+        copy: Any = self.buffer(block.shape, block.dtype)
         copy[...] = block
         return copy, copy.base.region
 
@@ -199,7 +219,7 @@ class SharedMemory(MpiCommunicator):
 
         return self.after(self.publish(region), finish)
 
-    def sum_by_slices(self, block, op):
+    def sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
         """Each member sums a slice of all blocks into one shared total, which all then read."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
@@ -241,7 +261,7 @@ class SharedMemory(MpiCommunicator):
 
         return self.after(self.publish(region), finish)
 
-    def after(self, post, finish):
+    def after(self, post: int, finish: Callable[[], Any]) -> Pending:
         """The pending result of `finish`, once all members have made this post."""
 
         def meet_and_finish():

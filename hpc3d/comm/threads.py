@@ -1,7 +1,11 @@
 """Threads as ranks: the whole program under plain pytest, without MPI."""
 
+from __future__ import annotations
+
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,28 +18,30 @@ from hpc3d.comm.mesh import Mesh
 class ThreadGroup:
     """What the members of one communicator share: a slot each, a barrier, and the mail."""
 
-    def __init__(self, members):
+    def __init__(self, members: Sequence[int]) -> None:
         self.members = members
         self.barrier = threading.Barrier(len(members))
-        self.slots = [None] * len(members)
-        self.mail = {}
+        self.slots: list[Any] = [None] * len(members)
+        self.mail: dict[tuple[int, int, int], np.ndarray] = {}
         self.arrived = threading.Condition()
 
 
 class Threads(Communicator):
     """Members are threads of this process.  Results are copies, never a peer's memory."""
 
-    def __init__(self, group, rank, pool):
+    def __init__(self, group: ThreadGroup, rank: int, pool: Pool) -> None:
         super().__init__(rank, len(group.members), group.members, pool)
-        self.group, self.sent, self.awaited = group, Counter(), Counter()
+        self.group = group
+        self.sent: Counter[int] = Counter()
+        self.awaited: Counter[int] = Counter()
 
-    def share(self, block):
+    def share(self, block: np.ndarray) -> list[np.ndarray]:
         """The blocks of all members; they stay valid until `leave`."""
         self.group.slots[self.rank] = block
         self.group.barrier.wait()
         return self.group.slots
 
-    def leave(self, result):
+    def leave(self, result: np.ndarray) -> Pending:
         self.group.barrier.wait()
         return ready(result)
 
@@ -74,7 +80,7 @@ class Threads(Communicator):
         self.awaited[peer] += 1
         return Pending(lambda: self.pick_up(letter))
 
-    def pick_up(self, letter):
+    def pick_up(self, letter: tuple[int, int, int]) -> np.ndarray:
         with self.group.arrived:
             here = self.group.mail
             self.group.arrived.wait_for(lambda: letter in here or self.group.barrier.broken)
@@ -83,7 +89,7 @@ class Threads(Communicator):
             return here.pop(letter)
 
 
-def sum_of(blocks, op="sum"):
+def sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
     """The blocks summed (or maximised) in the order of the members."""
     total = blocks[0].copy()
     for block in blocks[1:]:
@@ -91,10 +97,13 @@ def sum_of(blocks, op="sum"):
     return total
 
 
-def meshes(shape, pool_of=Pool):
+def meshes(
+    shape: Mapping[str, int], pool_of: Callable[[], Pool] = Pool
+) -> tuple[list[Mesh], list[ThreadGroup]]:
     """One `Mesh` a rank of `shape`, in rank order, and the groups behind them."""
     grid = Grid(shape)
-    world, groups = ThreadGroup(range(grid.size)), {}
+    world = ThreadGroup(range(grid.size))
+    groups: dict[tuple[str, range], ThreadGroup] = {}
 
     def along(axis, coords):
         """The group of the ranks that differ from that at `coords` along `axis` only."""
@@ -114,7 +123,9 @@ def meshes(shape, pool_of=Pool):
     return [mesh(rank) for rank in range(grid.size)], [world, *groups.values()]
 
 
-def run(shape, function, pool_of=Pool):
+def run(
+    shape: Mapping[str, int], function: Callable[[Mesh], Any], pool_of: Callable[[], Pool] = Pool
+) -> list[Any]:
     """Call `function(mesh)` once a rank, on threads; the results in rank order.
 
     `shape` names the axes and their sizes, the last varies fastest; `pool_of` makes the pool of a

@@ -9,15 +9,22 @@
 Nothing is tried that might end the job: see hpc3d.comm.cuda_aware_probe.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.comm import cuda_aware_probe
 from hpc3d.comm.nccl import OLDEST
 from hpc3d.runtime.finding import OK, Finding
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.mpi_library import library_file
+
+if TYPE_CHECKING:
+    from hpc3d.cuda.device import Cuda
+    from hpc3d.runtime.job import Job
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
 # What MPI takes of devices: the way of the ranks.
@@ -38,7 +45,7 @@ class RankDevice(NamedTuple):
     aware: bool
 
 
-def choose_transport(job, asked, dtype):
+def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple[str, ...]]:
     """The device of this rank, bound, the way of all ranks, and the lines that say so, for
     mesh.transport = `asked` and train.dtype = `dtype`; the job is refused where that cannot be."""
     refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
@@ -48,7 +55,7 @@ def choose_transport(job, asked, dtype):
     return device, way, (f"on {names}; transport {way}: {why}", *sharing(devices))
 
 
-def rank_devices(job):
+def rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
     """The device of this rank, bound, and the Seats of all ranks."""
     from hpc3d.cuda.device import bound
 
@@ -57,7 +64,7 @@ def rank_devices(job):
     return device, job.gather(rank_device(place["host"], device))
 
 
-def explained(job):
+def explained(job: Job) -> Iterator[Finding]:
     """The way that ranks would take here, where all of them have devices: for the doctor."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = rank_devices(job)
@@ -67,18 +74,18 @@ def explained(job):
         yield Finding(OK, "transport", f"mesh.transport = auto is {way} here: {why}")
 
 
-def refuse(job, problems):
+def refuse(job: Job, problems: Sequence[str | None]) -> None:
     """Refuse the job for what ranks lack (None: nothing): a line for each thing."""
-    ranks = {}
+    ranks: dict[str | None, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)
     found = ranks.pop(None, None)
     where = [f" (ranks {spans(who)})" if found or len(ranks) > 1 else "" for who in ranks.values()]
     if ranks:
-        job.refuse(*map("".join, zip(ranks, where, strict=True)))
+        job.refuse(*(f"{what}{who}" for what, who in zip(ranks, where, strict=True)))
 
 
-def rank_device(host, device):
+def rank_device(host: str, device: Cuda) -> RankDevice:
     """The Seat of a rank on its `device`."""
     there = f"{device.bus} {device.uuid}"  # parts of one device have the same bus
     several = os.environ.get(SEVERAL) == "1"
@@ -86,7 +93,9 @@ def rank_device(host, device):
     return RankDevice(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
 
 
-def choose(asked, devices, cuda_aware_support):
+def choose(
+    asked: str, devices: Sequence[RankDevice], cuda_aware_support: Callable[[], tuple[str, str]]
+) -> tuple[str, str]:
     """The way of ranks with these `devices`, and why; `asked` is mesh.transport.
 
     `cuda_aware_support()` is what MPI takes of devices ("none", "p2p" or "full"), and how that is
@@ -112,12 +121,12 @@ def choose(asked, devices, cuda_aware_support):
     return "host-staged", "; ".join(reasons) or "as asked for"
 
 
-def refuse_if(wrong, asked, problem):
+def refuse_if(wrong: bool, asked: str, problem: str) -> None:
     if wrong:
         raise ValueError(f"mesh.transport = {asked}: {problem}; or use mesh.transport = auto")
 
 
-def against_nccl(asked, devices):
+def against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
     """Why these ranks cannot use NCCL; None if they can."""
     without = [rank for rank, rank_device in enumerate(devices) if not rank_device.nccl]
     if without:
@@ -131,9 +140,9 @@ def against_nccl(asked, devices):
     return None if allowed else next(iter(sharing(devices)), None)
 
 
-def sharing(devices):
+def sharing(devices: Sequence[RankDevice]) -> list[str]:
     """A line for each device that several ranks share."""
-    there = {}
+    there: dict[tuple[str, str, str], list[int]] = {}
     for rank, rank_device in enumerate(devices):
         there.setdefault((rank_device.host, rank_device.device, rank_device.name), []).append(rank)
     return [
@@ -143,7 +152,7 @@ def sharing(devices):
     ]
 
 
-def cuda_aware_support(devices):
+def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     """What MPI takes of devices, and how that is known: the user says so, or MPI does and two
     ranks in processes of their own have tried it.  Rank 0 asks for all."""
     said = os.environ.get(OVERRIDE)

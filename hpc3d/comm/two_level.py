@@ -13,7 +13,11 @@ brings its share; all members of a host read the result in the memory that they 
 Short blocks, messages and all_to_all go as MPI has them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,11 +25,22 @@ from hpc3d.comm.communicator import REDUCTIONS, fold
 from hpc3d.comm.mpi import MpiCommunicator, arriving, slices_of
 from hpc3d.comm.shared_memory import SharedMemory
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.communicator import Pending
+    from hpc3d.comm.shared_memory import Region
+
 
 class TwoLevel(MpiCommunicator):
     """The members of one MPI communicator, of which member j is on host `hosts[j]`."""
 
-    def __init__(self, comm, members, pool, hosts):
+    def __init__(
+        self, comm: MPI.Comm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
+    ) -> None:
         super().__init__(comm, members, pool)
         names = list(dict.fromkeys(hosts))
         self.table = np.array(
@@ -42,20 +57,20 @@ class TwoLevel(MpiCommunicator):
         )
 
     @property
-    def readers(self):
+    def readers(self) -> tuple[int, int]:
         return self.node.readers
 
-    def buffer(self, shape, dtype):
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         short = prod(shape) * np.dtype(dtype).itemsize < self.long
-        return (super() if short else self.node).buffer(shape, dtype)
+        return super().buffer(shape, dtype) if short else self.node.buffer(shape, dtype)
 
-    def shared(self, shape, dtype):
+    def shared(self, shape: Sequence[int], dtype: np.dtype) -> tuple[np.ndarray, Region]:
         """An array that the members on this host share, and its region."""
         nbytes = prod(shape) * dtype.itemsize
         region = self.node.region(-(-nbytes // self.node.size))
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
 
-    def seen(self, whole, region=None):
+    def seen(self, whole: np.ndarray, region: Region | None = None) -> np.ndarray:
         """`whole`, once all members on this host have written their share of it."""
         whole.flags.writeable = False
         self.node.wait_for_all(self.node.publish(region))
@@ -102,7 +117,7 @@ class TwoLevel(MpiCommunicator):
 
         return self.node.after(self.node.publish(region), finish)
 
-    def spread_rows(self, block, root, rows):
+    def spread_rows(self, block: Array, root: int, rows: int) -> Pending:
         shape = rows, *block.shape[1:]
         if prod(shape) * block.itemsize < self.long:
             return super().spread_rows(block, root, rows)
@@ -140,17 +155,19 @@ class TwoLevel(MpiCommunicator):
 
         return self.node.after(self.node.publish(region), finish)
 
-    def slice_of(self, count):
+    def slice_of(self, count: int) -> slice:
         """This lane's share of `count` elements."""
         return slices_of(count, self.node.size)[self.lane]
 
-    def summed_here(self, region, block, operation):
+    def summed_here(
+        self, region: Region, block: np.ndarray, operation: Callable[..., object]
+    ) -> np.ndarray:
         """This lane's slice of the sum of the blocks of this host, which lie in `region`."""
         mine = self.slice_of(block.size)
         total = self.empty((mine.stop - mine.start,), block.dtype)
         fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
         return total
 
-    def host_of(self, member):
+    def host_of(self, member: int) -> int:
         """The number of a member's host, which is its place in a lane."""
         return int(np.argwhere(self.table == member)[0, 0])

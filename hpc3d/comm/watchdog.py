@@ -8,18 +8,29 @@ A thread on every rank looks, a few times in `run.watchdog_s`, whether a call wa
 began or memory was lent.  It reads what is counted anyway: the rank that works pays nothing.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.comm.mesh import WORLD, along
 from hpc3d.runtime.exit_codes import STALLED
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.launch import leave, save_in_child
 from hpc3d.runtime.launcher import end_later
+
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.runtime.host_map import Homes
+    from hpc3d.runtime.job import Job
 
 LOOKS = 20  # in the seconds that are allowed, but one a second at least
 GRACE = 6  # looks more, in which the others report, too
@@ -37,7 +48,7 @@ class Watchdog:
     the ranks.  After SIGTERM a rank that waits for others in vain leaves sooner, alone.
     """
 
-    def __init__(self, job, mesh, run_dir, seconds, homes):
+    def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
         self.job, self.pool = job, mesh.pool
         self.place = RankPosition({**mesh.comms, WORLD: mesh.world})
         self.reports = Reports(job, run_dir / "watchdog", homes)
@@ -45,24 +56,25 @@ class Watchdog:
         self.leads = homes.nodes[job.rank] == job.rank
         self.seconds, self.period = seconds, min(1.0, seconds / LOOKS)
         self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
-        self.moved, self.looked = None, time.monotonic()
+        self.moved: object = None
+        self.looked = time.monotonic()
         self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
 
-    def step(self, number):
+    def step(self, number: int) -> None:
         """Step `number` begins; from the first one on, this rank is watched."""
         self.place.step = number
         if not self.thread.ident:
             self.thread.start()
 
-    def stop(self):
+    def stop(self) -> None:
         self.over.set()
 
-    def watch(self):
+    def watch(self) -> None:
         while not self.over.wait(self.period):
             self.look()
             self.act()
 
-    def look(self):
+    def look(self) -> None:
         """Count the seconds of silence.  Those in which this thread did not get to look do not
         count: the whole rank was stopped then, or waited for a core."""
         before, self.moved = self.moved, self.movement()
@@ -72,11 +84,11 @@ class Watchdog:
         else:
             self.silence, self.longest = 0.0, max(self.longest, self.silence)
 
-    def movement(self):
+    def movement(self) -> tuple[object, ...]:
         """What is another from look to look while the rank works."""
         return self.place.done(), self.pool.live["activation"], len(self.job.signals)
 
-    def act(self):
+    def act(self) -> None:
         """Report where this rank was silent for too long, or another was and this one for half of
         it; end the job when the others had the time to report."""
         if self.deserted():
@@ -88,22 +100,22 @@ class Watchdog:
         elif self.silence == 0:
             self.reports.take_back()
 
-    def suspected(self):
+    def suspected(self) -> bool:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
-    def deserted(self):
+    def deserted(self) -> bool:
         """Whether this rank was asked to end, and waits for others that may have ended."""
         told = signal.SIGTERM in self.job.signals and self.place.waiting()
-        return told and self.silence > max(TOLD, 2 * self.longest)
+        return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
-    def leave(self):
+    def leave(self) -> None:
         """End this rank alone."""
         if self.job.first_to_fail():
             what = f"asked to end and left: nothing moved for {self.silence:.0f} s"
             self.job.complain(f"rank {self.job.rank} was {what}, {self.place}")
         leave(self.job)
 
-    def end(self):
+    def end(self) -> None:
         """Save what can be saved and end the job, unless it is ending; one rank says why."""
         if self.job.ending.acquire(blocking=False):
             save_in_child(self.job)
@@ -118,18 +130,18 @@ class Watchdog:
 class RankPosition:
     """Where a rank is: in a call along one of the axes of `comms`, or in none, of `step`."""
 
-    def __init__(self, comms):
+    def __init__(self, comms: Mapping[str, Communicator]) -> None:
         self.comms, self.step = comms, -1
 
-    def done(self):
+    def done(self) -> tuple[int, ...]:
         return self.step, *(comm.done for comm in self.comms.values())
 
-    def waiting(self):
+    def waiting(self) -> tuple[str, tuple[str, int, int, int | None]] | None:
         """The axis and the call that this rank waits in; None if it is in none."""
         calls = ((axis, comm.waiting) for axis, comm in self.comms.items())
-        return next((call for call in calls if call[1]), None)
+        return next(((axis, call) for axis, call in calls if call), None)
 
-    def __str__(self):
+    def __str__(self) -> str:
         call = self.waiting()
         if not call:
             return f"in no call of step {self.step}: it computes, or waits for a device or file"
@@ -138,7 +150,7 @@ class RankPosition:
         size = f", {nbytes} bytes" if nbytes else ""
         return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
 
-    def groups(self):
+    def groups(self) -> Iterator[str]:
         """A line for each group that this rank is in."""
         for axis, comm in self.comms.items():
             calls = f"{comm.calls} calls, {comm.done} done"
@@ -148,11 +160,12 @@ class RankPosition:
 class Reports:
     """What the ranks of a job say in `folder`, one file per rank."""
 
-    def __init__(self, job, folder, homes):
+    def __init__(self, job: Job, folder: Path, homes: Homes) -> None:
         self.job, self.folder, self.homes, self.spoken = job, folder, homes, False
-        self.summary, self.asked = folder / "summary.txt", None
+        self.summary = folder / "summary.txt"
+        self.asked: Thread | None = None
 
-    def promptly(self, ask, otherwise):
+    def promptly(self, ask: Callable[[], Any], otherwise: Any) -> Any:
         """What `ask()` finds in the folder, `otherwise` where that does not answer."""
         if self.asked and self.asked.is_alive():
             return otherwise
@@ -162,20 +175,20 @@ class Reports:
         self.asked.join(ANSWER)
         return found[0]
 
-    def path(self, rank):
+    def path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.txt"
 
-    def begun(self):
+    def begun(self) -> bool:
         """Whether any rank has reported."""
         return self.promptly(self.folder.is_dir, False)
 
-    def speak(self, place, silence):
+    def speak(self, place: RankPosition, silence: float) -> None:
         """Say where this rank is, once."""
         if not self.spoken:
             self.spoken = True
             self.promptly(lambda: self.write(place, silence), None)
 
-    def write(self, place, silence):
+    def write(self, place: RankPosition, silence: float) -> None:
         with suppress(OSError):  # a full disk does not keep the job from its end
             self.folder.mkdir(exist_ok=True)
             with self.path(self.job.rank).open("w") as file:
@@ -183,7 +196,7 @@ class Reports:
                 print(*lines, sep="\n", file=file, flush=True)
                 faulthandler.dump_traceback(file)
 
-    def take_back(self):
+    def take_back(self) -> None:
         """This rank was but slow; unless the job ends, and those that were stopped are woken."""
         if self.spoken and self.promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
@@ -191,7 +204,7 @@ class Reports:
                 self.path(self.job.rank).unlink()
                 self.folder.rmdir()
 
-    def sum_up(self, seconds):
+    def sum_up(self, seconds: float) -> bool:
         """Print which ranks are where after `seconds`, unless another rank did; whether it did
         not."""
         line = f"nothing moved for {seconds:g} s: "
@@ -205,7 +218,7 @@ class Reports:
         self.job.complain(line)
         return True
 
-    def noted(self, line):
+    def noted(self, line: str) -> bool:
         """Whether no rank had summed up before; better twice than never."""
         try:
             with self.summary.open("x") as file:
@@ -216,9 +229,9 @@ class Reports:
             pass
         return True
 
-    def places(self):
+    def places(self) -> str:
         """Which ranks are where: first those that the others may be waiting for."""
-        places = {}
+        places: dict[str, list[int]] = {}
         for rank in range(self.job.size):
             places.setdefault(self.said(rank), []).append(rank)
         found = sorted(places.items(), key=lambda item: (suspicion(item[0]), -len(item[1])))
@@ -227,7 +240,7 @@ class Reports:
             parts[SHOWN - 1 :] = [f"{len(parts) - SHOWN + 1} other places"]
         return "; ".join(parts)
 
-    def said(self, rank):
+    def said(self, rank: int) -> str:
         """Where a rank says that it is."""
         try:
             return self.path(rank).read_text().partition("\n")[0]
@@ -235,6 +248,6 @@ class Reports:
             return SILENT
 
 
-def suspicion(where):
+def suspicion(where: str) -> int:
     """0 for ranks that said nothing, 1 for those in no call, 2 for those that wait for others."""
     return 0 if where == SILENT else 1 + ("(call" in where)

@@ -4,7 +4,11 @@ The rows of a block are whole sequences of T tokens, its columns whole heads, an
 are [q | k | v], each D wide.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from math import sqrt
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,16 +16,22 @@ from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.random import cuda_mask
 from hpc3d.ops.rows import dropped
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.abstract import AbstractArray
+    from hpc3d.arrays.array import Array, Empty
+    from hpc3d.cuda.gpu import Gpu
+    from hpc3d.ops.random import Mask
+
 SCORES = 1 << 18  # bytes of the probabilities that are worked on at a time
 
 
-def heads_of(qkv, sequence, width):
+def heads_of(qkv: Array, sequence: int, width: int) -> Array:
     """q, k, v as [B, heads, T, D] views of qkv [B*T, heads*3*D]."""
     parts = qkv.reshape(-1, sequence, qkv.shape[1] // (3 * width), 3, width)
     return parts.transpose(3, 0, 2, 1, 4)
 
 
-def chunks_of(batch, heads, sequence, itemsize):
+def chunks_of(batch: int, heads: int, sequence: int, itemsize: int) -> tuple[int, int, int, int]:
     """The shape [chunks, T, heads, T] of all probabilities, where those of a chunk stay in the
     cache: the heads of a chunk are a divisor of `heads`, at least 1."""
     fit = max(1, SCORES // (sequence**2 * itemsize))
@@ -29,12 +39,14 @@ def chunks_of(batch, heads, sequence, itemsize):
     return batch * heads // chunk, sequence, chunk, sequence
 
 
-def places(batch, heads, chunk):
+def places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
     """The index (sample, heads) of every chunk."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
-def softmaxes(q, k, probabilities):
+def softmaxes(
+    q: Array, k: Array, probabilities: Array
+) -> Iterator[tuple[tuple[int, slice], Array]]:
     """Computes chunk after chunk of the probabilities softmax(q k' / sqrt(D) + mask).
 
     Yields the place of each with its P[head, key, query], which lies as [key, head, query]: the
@@ -55,7 +67,7 @@ def softmaxes(q, k, probabilities):
         yield place, by_head
 
 
-def factors_of(drop, place, like):
+def factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
     """Those of the probabilities [heads, key, query] of a chunk, out of those of all: a row of
     `drop` is a sample, its columns are [head, key, query]."""
     sample, heads = place
@@ -65,7 +77,9 @@ def factors_of(drop, place, like):
 
 
 @primitive
-def attend(qkv, sequence, width, empty, drop=None):
+def attend(
+    qkv: Array, sequence: int, width: int, empty: Empty, drop: Mask | None = None
+) -> tuple[Array, Array]:
     """softmax(q k' / sqrt(D) + mask) v, and the probabilities that backward needs.
 
     qkv [B*T, heads*3*D] -> [B*T, heads*D] and [chunks, T, heads, T].  What is multiplied with v
@@ -103,7 +117,9 @@ def _(gpu, qkv, sequence, width, empty, drop=None):
 
 
 @primitive
-def attend_again(qkv, sequence, width, empty, drop=None):
+def attend_again(
+    qkv: Array, sequence: int, width: int, empty: Empty, drop: Mask | None = None
+) -> Array:
     """The probabilities of `attend` alone: whether some of them are dropped changes none."""
     q, k, _ = heads_of(qkv, sequence, width)
     probabilities = empty(chunks_of(*q.shape[:2], sequence, qkv.itemsize), qkv.dtype)
@@ -126,7 +142,15 @@ def _(gpu, qkv, sequence, width, empty, drop=None):
 
 
 @primitive
-def attend_grad(dout, qkv, probabilities, sequence, width, empty, drop=None):
+def attend_grad(
+    dout: Array,
+    qkv: Array,
+    probabilities: Array,
+    sequence: int,
+    width: int,
+    empty: Empty,
+    drop: Mask | None = None,
+) -> Array:
     """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
     chunk = probabilities.shape[2]
     q, k, v = heads_of(qkv, sequence, width)
@@ -178,7 +202,9 @@ def _(gpu, dout, qkv, kept, sequence, width, empty, drop=None):
     return joined(grads, qkv.shape[1] // (3 * width), empty)
 
 
-def scored(qkv, sequence, width, empty):
+def scored(
+    qkv: AbstractArray, sequence: int, width: int, empty: Empty
+) -> tuple[int, int, AbstractArray]:
     """Samples, heads and probabilities, of q k' and its softmax."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // (3 * width)
     shape = chunks_of(batch, heads, sequence, qkv.itemsize)
@@ -186,24 +212,24 @@ def scored(qkv, sequence, width, empty):
     return batch, heads, empty(shape, qkv.dtype)
 
 
-def meter_dropout(drop, probabilities):
+def meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
     """Dropout inside of attention takes the time of a kernel of its own."""
     if drop is not None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def by_cudnn(gpu, qkv, width, drop):
+def by_cudnn(gpu: Gpu, qkv: Array, width: int, drop: Mask | None) -> bool:
     return gpu.flash and qkv.size and gpu.flash.suits(qkv.dtype, width, drop)
 
 
-def parted(gpu, x, sequence, width, parts):
+def parted(gpu: Gpu, x: Array, sequence: int, width: int, parts: int) -> Array:
     """[B T, heads parts D] -> [parts, B heads, T, D], each in one piece."""
     batch, heads = x.shape[0] // sequence, x.shape[1] // (parts * width)
     x = x.reshape(batch, sequence, heads, parts, width).transpose(3, 0, 2, 1, 4)
     return gpu.contiguous(x).reshape(parts, batch * heads, sequence, width)
 
 
-def joined(x, heads, empty):
+def joined(x: Array, heads: int, empty: Empty) -> Array:
     """[parts, B heads, T, D] -> [B T, heads parts D]."""
     parts, count, sequence, width = x.shape
     x = x.reshape(parts, count // heads, heads, sequence, width).transpose(1, 3, 2, 0, 4)
@@ -212,7 +238,7 @@ def joined(x, heads, empty):
     return out
 
 
-def softmax(gpu, q, k, empty, drop):
+def softmax(gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None) -> tuple[Array, Array]:
     """The probabilities [B heads, key, query], and those times dropout's factors."""
     shape = (*q.shape[:2], q.shape[1])
     p = empty(shape, q.dtype)
@@ -223,7 +249,7 @@ def softmax(gpu, q, k, empty, drop):
     return p, weights
 
 
-def masked(p, width, drop):
+def masked(p: Array, width: int, drop: Mask | None) -> dict[str, Any]:
     """The arguments of the softmax besides its arrays."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     if drop is None:
@@ -233,7 +259,7 @@ def masked(p, width, drop):
     return {**given, **cuda_mask(drop, "dropout_key")}
 
 
-def dropped_again(gpu, p, drop):
+def dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
     """The probabilities times dropout's factors once more."""
     rows = p.reshape(len(drop.rows), len(drop.columns))
     return dropped(rows, drop, gpu.empty(rows.shape, p.dtype)).reshape(p.shape)

@@ -1,11 +1,16 @@
 """The parts of the cross-entropy that one rank computes, on its columns of the logits."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.update import sum_parts
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
 
 IGNORE = -100
 
@@ -14,13 +19,15 @@ class LossRows(NamedTuple):
     """Of every row of logits the sum of its exponentials, whether it is `valid`, and where its
     target is: the indices of these entries, or what a device finds them by."""
 
-    sums: np.ndarray
-    valid: np.ndarray
-    at: tuple
+    sums: Array
+    valid: Array
+    at: Any
 
 
 @composite
-def cross_entropy(logits, targets, vocabulary, scale):
+def cross_entropy(
+    logits: Array, targets: Array, vocabulary: int, scale: float
+) -> tuple[Any, tuple[Array, LossRows | None]]:
     """The summed loss where the vocabulary is whole, and logits with what `softmax_grad` needs."""
     top, valid = row_max(logits, vocabulary), targets != IGNORE
     sums, at = local_sums(logits, top, targets)
@@ -39,7 +46,7 @@ def _(gpu, logits, targets, vocabulary, scale):
 
 
 @primitive
-def row_max(logits, columns):
+def row_max(logits: Array, columns: int) -> Array:
     """The maximum of each row; columns from `columns` on are padding and become -inf."""
     logits[:, columns:] = -np.inf
     return logits.max(1, initial=-np.inf)
@@ -59,7 +66,7 @@ def _(gpu, logits, columns):
 
 
 @primitive
-def local_sums(logits, top, index):
+def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
     rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
     logits -= top[:, None]
@@ -85,7 +92,7 @@ def _(gpu, logits, top, index):
 
 
 @primitive
-def negative_log(sums, valid):
+def negative_log(sums: Array, valid: Array) -> Any:
     """The sum over valid rows of log(sum of exponentials) - target logit."""
     return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
 
@@ -103,7 +110,7 @@ def _(gpu, sums, valid):
 
 
 @primitive
-def softmax_grad(exponentials, rest, scale):
+def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Array:
     """scale (softmax - onehot) for valid rows, 0 for the others, in the exponentials' memory."""
     total, valid, at = rest
     factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)

@@ -1,12 +1,20 @@
 """Lookup in a table by token, and its gradient."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hpc3d.arrays.primitive import primitive
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
 
 @primitive
-def gather_rows(table, index):
+def gather_rows(table: Array, index: Array) -> Array:
     """The rows of a table with these indices, zeros for indices outside."""
     absent = (index < 0) | (index >= table.shape[0])
     rows = table[np.where(absent, 0, index)]
@@ -29,7 +37,7 @@ def _(gpu, table, index):
 
 
 @primitive
-def scatter_rows(dy, index, order, shape):
+def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) -> Array:
     """The sum of the rows of `dy` with the same index, for indices inside `shape`; `order` sorts
     them."""
     total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))

@@ -1,18 +1,24 @@
 """GELU, whose forward leaves its slope for the backward: without a power, in place."""
 
+from __future__ import annotations
+
 from math import pi, sqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.rows import row_blocks
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
 GELU_C = sqrt(2 / pi)
 GELU_A = 0.044715
 
 
 @primitive
-def gelu_tanh(h, out):
+def gelu_tanh(h: Array, out: Array) -> Array:
     """out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes the slope d out / d h.
 
     d out / d h = s (1 + (1 - s) 2 h u'), h u' = 3 u - 2 c h   (Hendrycks and Gimpel 2016, GPT-2's
@@ -49,7 +55,7 @@ def _(gpu, h, out):
 
 
 @primitive
-def gelu_exact(h, out):
+def gelu_exact(h: Array, out: Array) -> Array:
     """out = h Phi(h), Phi the normal distribution; h becomes the slope Phi(h) + h phi(h)."""
     from scipy.special import erf
 
@@ -85,7 +91,7 @@ GELU = {"tanh": gelu_tanh, "exact": gelu_exact}
 
 
 @composite
-def gelu_grad(slope, dg):
+def gelu_grad(slope: Array, dg: Array) -> Array:
     """dh = slope dg, in the memory of the slope."""
     return np.multiply(slope, dg, out=slope)
 

@@ -1,14 +1,25 @@
 """LayerNorm, of whole rows and of rows whose features are split over ranks.  Each backward stands
 under its forward."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.rows import add_strips, row_blocks
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array, Empty
+    from hpc3d.cuda.gpu import Gpu
+
 
 @composite
-def norm(x, gamma, beta, epsilon, empty):
+def norm(
+    x: Array, gamma: Array, beta: Array, epsilon: float, empty: Empty
+) -> tuple[Array, tuple[Array, Any, Array]]:
     """y = (x - mean) / sqrt(var + epsilon) gamma + beta of whole rows, and what `norm_grad` needs
     between dy and the residual."""
     mean, squares = moments(x)
@@ -30,7 +41,16 @@ def _(gpu, x, gamma, beta, epsilon, empty):
 
 
 @composite
-def norm_grad(dy, n, rstd, gamma, residual, dgamma, dbeta, empty):
+def norm_grad(
+    dy: Array,
+    n: Array,
+    rstd: Any,
+    gamma: Array,
+    residual: Array | None,
+    dgamma: Array,
+    dbeta: Array,
+    empty: Empty,
+) -> Array:
     """dx plus `residual` unless None; adds the gradients of gamma and beta to theirs."""
     sums, *vectors = normalise_sums(n, dy, gamma)
     for total, vector in zip((dgamma, dbeta), vectors, strict=True):
@@ -50,7 +70,7 @@ def _(gpu, dy, x, moments, gamma, residual, dgamma, dbeta, empty):
 
 
 @primitive
-def moments(x):
+def moments(x: Array) -> Array:
     """Mean and sum of squared deviations of every row, [2, rows]: two passes, never E[x^2]."""
     result = np.empty((2, x.shape[0]), x.dtype)
     average = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
@@ -74,7 +94,7 @@ def _(gpu, x):
 
 
 @primitive
-def combine_moments(parts, count):
+def combine_moments(parts: Array, count: int) -> tuple[Array, Array]:
     """Moments of the whole rows from those of `parts` [g, 2, rows], `count` numbers each.
 
     Chan, Golub and LeVeque 1979: M2 = sum M2_i + count sum (mean_i - mean)^2.
@@ -100,7 +120,9 @@ def _(gpu, parts, count):
 
 
 @primitive
-def normalise(x, mean, rstd, gamma, beta, n, y):
+def normalise(
+    x: Array, mean: Array, rstd: Array, gamma: Array, beta: Array, n: Array, y: Array
+) -> tuple[Array, Array]:
     """n = (x - mean) rstd and y = n gamma + beta."""
     for rows in row_blocks(x):
         np.subtract(x[rows], mean[rows, None], out=n[rows])
@@ -123,7 +145,7 @@ def _(gpu, x, mean, rstd, gamma, beta, n, y):
 
 
 @primitive
-def normalise_sums(n, dy, gamma):
+def normalise_sums(n: Array, dy: Array, gamma: Array) -> tuple[Array, Array, Array]:
     """What the backward of a norm sums: over features [2, rows], and dgamma, dbeta over rows."""
     sums = np.empty((2, n.shape[0]), n.dtype)
     dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(gamma)
@@ -152,7 +174,9 @@ def _(gpu, n, dy, gamma):
     return sums, dgamma, dbeta
 
 
-def add_columns(gpu, x, rows, dgamma, dbeta, add):
+def add_columns(
+    gpu: Gpu, x: Array, rows: Mapping[str, Array | None], dgamma: Array, dbeta: Array, add: bool
+) -> None:
     """The gradients of gamma and beta (+)= sums over rows of dy n and dy."""
     count, columns = x.shape
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)
@@ -162,7 +186,9 @@ def add_columns(gpu, x, rows, dgamma, dbeta, add):
 
 
 @primitive
-def normalise_grad(n, rstd, dy, gamma, means, residual, dx):
+def normalise_grad(
+    n: Array, rstd: Array, dy: Array, gamma: Array, means: Array, residual: Array | None, dx: Array
+) -> Array:
     """(residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma; `means` [2, rows]."""
     for rows in row_blocks(n):
         d = np.multiply(dy[rows], gamma, out=dx[rows])

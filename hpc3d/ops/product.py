@@ -1,13 +1,20 @@
 """Products of blocks on one rank, and what devices can do in the same pass through memory."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.rows import add_bias, add_rows
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
 
 @composite
-def product(a, b, out):
+def product(a: Array, b: Array, out: Array) -> Array:
     """out[m, n] = a[m, k] b[k, n]; on devices (+ bias[n]) (+ residual[m, n]), too."""
     np.matmul(a, b, out=out)
     return out
@@ -26,7 +33,7 @@ def _(gpu, a, b, out, bias=None, residual=None, **gelu):
 
 
 @primitive
-def accumulate(grad, dw):
+def accumulate(grad: Array, dw: Array) -> None:
     """Add dW to the sum of the microbatches' gradients."""
     grad += dw
 
@@ -42,7 +49,7 @@ def _(gpu, grad, dw):
 
 
 @primitive
-def accumulate_product(grad, a, b, sums=None):
+def accumulate_product(grad: Array, a: Array, b: Array, sums: Array | None = None) -> None:
     """Add a b to `grad`, and the sum of the rows of b to `sums`: on devices alone."""
     raise NotImplementedError
 

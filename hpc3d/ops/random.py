@@ -4,29 +4,41 @@ Element e of a tensor is made of draw e (or e / 4) of the counter-based generato
 (Salmon et al., SC'11), whose key is a digest of the seed and the name.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.primitive import primitive
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+
 DRAWS = 4  # 64-bit numbers for each value of Philox's counter
 
 
-def philox_key(name):
+def philox_key(name: object) -> np.ndarray:
     """The two words of Philox's key for the stream of that name."""
     return np.frombuffer(blake2b(repr(name).encode(), digest_size=16).digest(), np.uint64)
 
 
-def philox_draws(key, first, count):
+def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     """The 64-bit draws number `first` to `first + count` of the stream with that key."""
     skipped = first % DRAWS
     stream = np.random.Philox(key=key, counter=first // DRAWS)
     return stream.random_raw(skipped + count)[skipped:]
 
 
-def by_rows(slices, width, make):
+def by_rows(
+    slices: tuple[slice, slice] | tuple[range, range],
+    width: int,
+    make: Callable[[int, int], np.ndarray],
+) -> np.ndarray:
     """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked.
 
     `slices` are the block's rows and columns in a matrix with `width` columns.
@@ -40,7 +52,9 @@ def by_rows(slices, width, make):
     return np.stack(parts) if parts else np.empty((0, count), make(0, 0).dtype)
 
 
-def normal(key, slices, width):
+def normal(
+    key: np.ndarray, slices: tuple[slice, slice] | tuple[range, range], width: int
+) -> np.ndarray:
     """A block of independent standard normal numbers, float64 (Box and Muller)."""
 
     def make(first, count):
@@ -52,7 +66,9 @@ def normal(key, slices, width):
     return by_rows(slices, width, make)
 
 
-def keep_mask(key, rate, slices, width):
+def keep_mask(
+    key: np.ndarray, rate: float, slices: tuple[slice, slice] | tuple[range, range], width: int
+) -> np.ndarray:
     """A block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
     limit = np.uint16(min(round(rate * 2**16), 2**16 - 1))
 
@@ -77,14 +93,14 @@ class Mask(NamedTuple):
     columns: range
     width: int
 
-    def factors(self, rows, columns, dtype):
+    def factors(self, rows: slice, columns: slice, dtype: DTypeLike) -> np.ndarray:
         """Those of slices of the block."""
         slices = self.rows[rows], self.columns[columns]
         kept = keep_mask(self.key, self.rate, slices, self.width)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 
 
-def cuda_mask(mask, key):
+def cuda_mask(mask: Mask, key: str) -> dict[str, Any]:
     """The arguments of a kernel for dropout, the key under the name `key`."""
     return {
         key: mask.key,
@@ -97,7 +113,7 @@ def cuda_mask(mask, key):
 
 
 @primitive
-def initialise(value, item, seed, block):
+def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -> None:
     """Set `value` to the `block`, slices of rows and columns, of a parameter's initial tensor."""
     value.fill(item.mean)
     if item.std:

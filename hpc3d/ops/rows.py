@@ -5,22 +5,31 @@ NumPy at the speed of the cache: every function works through its rows in blocks
 cache, in place, and without a temporary of the whole size.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.random import cuda_mask
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.cuda.gpu import Gpu
+    from hpc3d.ops.random import Mask
+
 CACHE = 1 << 17  # bytes of one operand of a block
 
 
-def row_blocks(x):
+def row_blocks(x: Array) -> list[slice]:
     """Slices of the rows of `x` that fit the cache."""
     rows = max(1, CACHE // max(1, x[:1].nbytes))
     return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
 
 
 @composite
-def add_bias(y, bias, out):
+def add_bias(y: Array, bias: Array, out: Array) -> Array:
     """y + b, of a bias or of a block like y."""
     return np.add(y, bias, out=out)
 
@@ -35,7 +44,7 @@ def _(gpu, y, bias, out):
 
 
 @composite
-def sum_rows(y):
+def sum_rows(y: Array) -> Array:
     """The sum over rows, the gradient of a bias; one product with a vector of ones."""
     return np.ones(y.shape[0], y.dtype) @ y
 
@@ -47,7 +56,7 @@ def _(gpu, y):
     return total
 
 
-def add_rows(gpu, total, y, add=True):
+def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
     """total (+)= the sum of the rows of y."""
     rows, columns = y.shape
     strips = gpu.strips(rows)
@@ -56,7 +65,9 @@ def add_rows(gpu, total, y, add=True):
     add_strips(gpu, partial, add, total)
 
 
-def add_strips(gpu, partial, add, total, other=None):
+def add_strips(
+    gpu: Gpu, partial: Array, add: bool, total: Array, other: Array | None = None
+) -> None:
     """total (+)= the sum of the strips; where there is another, it is that of the second half
     of their columns."""
     sums, columns = 1 if other is None else 2, total.size
@@ -65,7 +76,7 @@ def add_strips(gpu, partial, add, total, other=None):
 
 
 @primitive
-def dropped(x, mask, out):
+def dropped(x: Array, mask: Mask, out: Array) -> Array:
     """x times the factors of a `Mask`; the same for a gradient."""
     for rows in row_blocks(x):
         np.multiply(x[rows], mask.factors(rows, slice(None), x.dtype), out=out[rows])
@@ -84,7 +95,7 @@ def _(gpu, x, mask, out):
 
 
 @primitive
-def add_repeated(x, table, first, out):
+def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
     """x plus the rows of a table again and again, from its row `first` on."""
     return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
 
@@ -103,7 +114,7 @@ def _(gpu, x, table, first, out):
 
 
 @primitive
-def sum_repeated(dx, first, period):
+def sum_repeated(dx: Array, first: int, period: int) -> Array:
     """The sum of all rows of x that `add_repeated` adds the same row of its table to."""
     rows = -(-(first + len(dx)) // period) * period
     whole = np.zeros((rows, dx.shape[1]), dx.dtype)

@@ -1,16 +1,24 @@
 """What the optimiser does to flat arrays: norms of gradients, and the update itself."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.cuda.gpu import Gpu
+
 CHUNK = 1 << 14  # elements that stay in the cache through an update
 
 
 @composite
-def sum_of_squares(flat, parts):
+def sum_of_squares(flat: Array, parts: Iterable[slice]) -> Any:
     """That of slices of a flat array."""
     shares = [flat[part] for part in parts]
     return sum((float(np.dot(share, share)) for share in shares), 0.0)
@@ -29,7 +37,7 @@ def _(gpu, flat, parts):
     return total
 
 
-def joined_slices(parts):
+def joined_slices(parts: Iterable[slice]) -> list[slice]:
     """Slices, those that touch as one."""
     whole = []
     for part in sorted(parts, key=lambda part: part.start):
@@ -40,7 +48,7 @@ def joined_slices(parts):
     return whole
 
 
-def sum_parts(gpu, partial, total=None):
+def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
     """The sum of float32 [n], or total + it."""
     add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total
     given = {"partial": partial, "total": total, "parts": partial.size, "add": add}
@@ -48,14 +56,22 @@ def sum_parts(gpu, partial, total=None):
     return total
 
 
-def stretches(size):
+def stretches(size: int) -> list[slice]:
     """Slices of a flat array that fit the cache."""
     edges = [*range(0, size, CHUNK), size]
     return [slice(*edge) for edge in pairwise(edges)]
 
 
 @primitive
-def adamw(value, master, grad, first, second, constants, factors):
+def adamw(
+    value: Array,
+    master: Array | None,
+    grad: Array,
+    first: Array,
+    second: Array,
+    constants: Any,
+    factors: Sequence[float],
+) -> None:
     """Update a stretch of values and its state, in pieces that fit the cache."""
     scale, rate, root, keep = factors
     exact = value if master is None else master
@@ -92,7 +108,7 @@ def _(gpu, value, master, grad, first, second, constants, factors):
 
 
 @primitive
-def descend(value, master, grad, factors):
+def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[float]) -> None:
     rate, keep = factors
     exact = value if master is None else master
     for part in stretches(value.size):

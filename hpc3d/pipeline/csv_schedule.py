@@ -1,5 +1,7 @@
 """Schedules as CSV files: one row per stage, one cell per instruction."""
 
+from __future__ import annotations
+
 import csv
 import io
 from collections.abc import Iterable
@@ -68,7 +70,8 @@ def _table(rows):
 
 
 def _stream(row, cells):
-    stream, done = [], set()
+    stream: list[Instruction] = []
+    done: set[tuple[str, int, int]] = set()
     for column, text in cells:
         try:
             stream.append(_pass(text, done))

@@ -5,13 +5,28 @@ waited for before the next one on its channel.  So nothing waits for longer than
 which lets every group wait for all of its messages.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.comm.communicator import ready
 from hpc3d.model.layers import at_once
 from hpc3d.pipeline.instruction import MESSAGES
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Pending
+    from hpc3d.comm.mesh import Mesh, MeshRecorder
+    from hpc3d.model.gradient_buckets import Buckets
+    from hpc3d.model.stage import Micro
+    from hpc3d.pipeline.instruction import Instruction, Placement
+    from hpc3d.pipeline.passes import Group
+    from hpc3d.pipeline.stage_protocol import PipelineStage
+    from hpc3d.pipeline.weight_versions import InPlace
 
 PHASE = {
     "F": "forward",
@@ -30,13 +45,14 @@ PHASE = {
 class Later:
     """Weight gradients that wait for their W, each with the layer that it belongs to."""
 
-    def __init__(self, trace):
-        self.trace, self.work = trace, deque()
+    def __init__(self, trace: MeshRecorder) -> None:
+        self.trace = trace
+        self.work: deque[tuple[int, Callable[..., object], tuple[Any, ...]]] = deque()
 
-    def __call__(self, function, *arguments):
+    def __call__(self, function: Callable[..., object], *arguments: Any) -> None:
         self.work.append((self.trace.layer, function, arguments))
 
-    def run(self):
+    def run(self) -> None:
         while self.work:
             layer, function, arguments = self.work.popleft()
             with self.trace.scope(layer=layer):
@@ -51,14 +67,29 @@ class Engine:
     number of microbatches and chunks that ever were between F and the end of their B.
     """
 
-    def __init__(self, mesh, stages, placement, buckets, weights, update, clock=time.perf_counter):
+    def __init__(
+        self,
+        mesh: Mesh,
+        stages: Sequence[PipelineStage],
+        placement: Placement,
+        buckets: Buckets,
+        weights: InPlace,
+        update: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.mesh, self.stages, self.placement = mesh, stages, placement
         self.buckets, self.weights, self.update, self.clock = buckets, weights, update, clock
         self.stage, self.dtype = mesh.coord("p"), buckets.parameters.dtype
-        self.micros, self.saved, self.postponed = {}, {}, {}
-        self.inbox, self.outbox, self.sent = {}, {}, {}
-        self.losses, self.seconds, self.peak = Counter(), Counter(), 0
-        self.closing = False
+        self.micros: Mapping[int, Micro] = {}
+        # By microbatch and chunk; messages by kind before that, those that are sent by channel.
+        self.saved: dict[tuple[int, int], Any] = {}
+        self.postponed: dict[tuple[int, int], Later] = {}
+        self.inbox: dict[tuple[str, int, int], Pending] = {}
+        self.outbox: dict[tuple[str, int, int], Array] = {}
+        self.sent: dict[tuple[int, str], Pending] = {}
+        self.losses: Counter[int] = Counter()
+        self.seconds: Any = Counter()
+        self.peak, self.closing = 0, False
         self.table = {
             "F": self.forward,
             "B": self.backward_input,
@@ -72,7 +103,7 @@ class Engine:
             "Step": self.step,
         }
 
-    def run(self, groups, micros):
+    def run(self, groups: Iterable[Group], micros: Mapping[int, Micro]) -> None:
         """Execute groups of instructions; `micros` maps the number of a microbatch to a Micro."""
         self.micros, trace = micros, self.mesh.trace
         self.seconds.clear()
@@ -85,7 +116,7 @@ class Engine:
             self.sent.pop(channel).wait()
         trace.at(self.stage, 0, -1)
 
-    def execute(self, instruction):
+    def execute(self, instruction: Instruction) -> None:
         """One entry of the table, for one instruction."""
         trace, start = self.mesh.trace, self.clock()
         trace.at(self.stage, instruction.chunk, instruction.mb)
@@ -93,7 +124,7 @@ class Engine:
             self.table[instruction.op](instruction)
         self.seconds[instruction.op] += self.clock() - start
 
-    def forward(self, instruction):
+    def forward(self, instruction: Instruction) -> None:
         mb, chunk = key = instruction[1:]
         micro = self.micros[mb]
         self.weights.before_forward(micro.step)
@@ -105,7 +136,7 @@ class Engine:
         else:
             self.hand_over("F", key, y)
 
-    def backward(self, instruction, later=at_once):
+    def backward(self, instruction: Instruction, later: Callable[..., None] = at_once) -> None:
         """The gradient of the stage's input, and those of its weights where `later` lets them."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
@@ -115,27 +146,27 @@ class Engine:
         if not self.placement.first(self.stage, chunk):
             self.hand_over("B", key, dx)
 
-    def backward_input(self, instruction):
+    def backward_input(self, instruction: Instruction) -> None:
         later = self.postponed[instruction[1:]] = Later(self.mesh.trace)
         self.backward(instruction, later)
 
-    def backward_weight(self, instruction):
+    def backward_weight(self, instruction: Instruction) -> None:
         self.postponed.pop(instruction[1:]).run()
 
-    def finished(self, unit):
+    def finished(self, unit: str) -> None:
         """The gradient of a part of the model is whole if this backward pass is the last."""
         if self.closing:
             with self.mesh.trace.scope(phase="optimizer"):
                 self.buckets.finished(unit)
 
-    def reduce(self, instruction):
+    def reduce(self, instruction: Instruction) -> None:
         for unit in self.stages[instruction.chunk].units:
             self.buckets.finished(unit)
 
-    def step(self, _):
+    def step(self, _: Instruction) -> None:
         self.update()
 
-    def hand_over(self, kind, key, block):
+    def hand_over(self, kind: str, key: tuple[int, int], block: Array) -> None:
         """Keep a block for its Send; or for its use, where the next part is on this stage."""
         here = self.placement.part(self.stage, key[1])
         stage, chunk = self.placement.place(here + (1 if kind == "F" else -1))
@@ -144,14 +175,14 @@ class Engine:
         else:
             self.outbox[kind, *key] = block
 
-    def send(self, instruction):
+    def send(self, instruction: Instruction) -> None:
         kind, key = instruction.op[-1], instruction[1:]
         peer, _ = self.placement.other(self.stage, instruction)
         if (peer, kind) in self.sent:
             self.sent.pop((peer, kind)).wait()
         self.sent[peer, kind] = self.mesh.comm("p").send(self.outbox.pop((kind, *key)), peer)
 
-    def receive(self, instruction):
+    def receive(self, instruction: Instruction) -> None:
         kind, (mb, chunk) = instruction.op[-1], instruction[1:]
         peer, _ = self.placement.other(self.stage, instruction)
         shape = self.stages[chunk].block_of(self.micros[mb].sequences)

@@ -1,5 +1,7 @@
 """What the stages of a pipeline do, one instruction after the other, and where their parts lie."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,7 +33,7 @@ class Instruction(NamedTuple):
     mb: int = -1
     chunk: int = 0
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.chunk or ''}{self.op}{'' if self.mb < 0 else self.mb}"
 
 
@@ -53,7 +55,7 @@ def numbered(pattern: Iterable[str]) -> Iterator[Instruction]:
 
     Each letter takes its microbatches in order: "FFBFB" is F0 F1 B0 F2 B1.
     """
-    count = Counter()
+    count: Counter[str] = Counter()
     for letter in pattern:
         yield Instruction(letter.upper(), count[letter], int(letter.islower()))
         count[letter] += 1

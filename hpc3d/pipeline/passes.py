@@ -59,7 +59,7 @@ def add_messages(
     stages has one order for its messages, which can do without tags.
     """
     rows = timeline(streams, placement, Cost(*[placement.chunks] * 3))
-    posts = [[] for _ in rows]
+    posts: list[list[tuple[float, Instruction]]] = [[] for _ in rows]
     for time, stage, send in _sends(rows, placement):
         peer, receive = placement.other(stage, send)
         posts[stage].append((time, send))
@@ -120,7 +120,8 @@ def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
 
 
 def _reduced_early(groups):
-    reduced, found = set(), []
+    reduced: set[int] = set()
+    found: list[Group] = []
     for group in reversed(list(groups)):
         op, mb, chunk = group[0]
         if op == "Step":
@@ -233,7 +234,8 @@ def _check_pairs(streams, placement):
             else:
                 received[peer, stage].append((other, instruction))
     for pair in sorted(sent.keys() | received.keys()):
-        _check_pair(*pair, sent[pair], received[pair])
+        sender, receiver = pair
+        _check_pair(sender, receiver, sent[pair], received[pair])
 
 
 def _check_pair(sender, receiver, sent, received):
@@ -250,7 +252,8 @@ def _check_pair(sender, receiver, sent, received):
 
 def _check_rendezvous(programs, placement):
     """Run the groups until nothing moves; raise if this is not the end."""
-    heads, posted, moved = [0] * len(programs), set(), True
+    heads, moved = [0] * len(programs), True
+    posted: set[tuple[int, Instruction]] = set()
     while moved:
         moved = False
         for stage, groups in enumerate(programs):

@@ -1,11 +1,17 @@
 """What the stages of a run execute: the schedule of its input file, lowered."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
 from hpc3d.pipeline.passes import check, lower
 from hpc3d.pipeline.schedule import find, streams
+
+if TYPE_CHECKING:
+    from hpc3d.pipeline.passes import Group
 
 STEP = (Instruction("Step"),)
 
@@ -27,24 +33,24 @@ class Program(NamedTuple):
     updates: int
     weights: type
 
-    def of(self, stage):
+    def of(self, stage: int) -> Program:
         """The program without the groups of other stages."""
         return self._replace(stages={stage: self.stages[stage]})
 
-    def steps(self, stage):
+    def steps(self, stage: int) -> Iterator[Sequence[Group]]:
         """The groups of a stage, training step by training step."""
         groups = self.stages[stage]
         return cut(groups, self.updates) if self.asynchronous else repeat(groups)
 
 
-def cut(groups, updates):
+def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
     """Groups cut after every `updates`-th Step; those after the last one belong to it."""
     ends = [place for place, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
     return (groups[start:stop] for start, stop in pairwise(edges))
 
 
-def program_of(config):
+def program_of(config: Any) -> Program:
     """The program of a run; ValueError for what the schedule forbids or `check` finds."""
     parallel, stages = config.parallel, config.mesh.p
     schedule = find(parallel.schedule)

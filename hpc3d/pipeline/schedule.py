@@ -7,6 +7,8 @@ v the chunks of a stage, t_f and t_b the times of a forward and a whole backward
 "bubble" is the time of a step that a stage waits, messages not counted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from functools import partial
@@ -175,7 +177,9 @@ class Schedule(NamedTuple):
             return f"parallel.chunks = {chunks}: schedule {self.name} wants {self.chunks}"
         return self.rule(self.name, stages, micros)
 
-    def stream(self, stage: int, placement: Placement, micros: int, steps: int):
+    def stream(
+        self, stage: int, placement: Placement, micros: int, steps: int
+    ) -> list[Instruction]:
         """The stream of a stage, as a list."""
         extra = [steps] if self.asynchronous else [placement.chunks] if not self.chunks else []
         return list(self.generate(stage, placement.stages, micros, *extra))

@@ -74,7 +74,7 @@ class _Clock:
         self.seconds = [each.of(placement.chunks) for each in costs]
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
-        self.rows = [[] for _ in self.streams]
+        self.rows: list[Row] = [[] for _ in self.streams]
         self.ends = {}  # (stage, pass) -> when it ended
         self.waiting = {}  # (stage, pass) -> the stages that wait for it
 

@@ -1,5 +1,13 @@
 """Which mesh axes shard which tensor dims."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpc3d.comm.mesh import Mesh
+
 
 class Layout(tuple):
     """Mesh axes per tensor dim, outermost first: Layout("x y", "z") is A[i_xy, j_z].
@@ -10,52 +18,52 @@ class Layout(tuple):
 
     owned: tuple[str, ...]
 
-    def __new__(cls, *dims, owned=""):
+    def __new__(cls, *dims: str, owned: str = "") -> Layout:
         layout = super().__new__(cls, (tuple(dim.split()) for dim in dims))
         layout.owned = tuple(owned.split())
         return layout
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return super().__eq__(other) and self.owned == getattr(other, "owned", ())
 
-    def __ne__(self, other):
+    def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash((tuple(self), self.owned))
 
-    def __str__(self):
+    def __str__(self) -> str:
         dims = ", ".join("_" + "".join(axes) if axes else "-" for axes in self)
         return f"[{dims}]" + (f" owned along {' '.join(self.owned)}" if self.owned else "")
 
-    def dim_of(self, axis):
+    def dim_of(self, axis: str) -> int | None:
         """The tensor dim that `axis` shards, or None where the tensor is replicated along it."""
         return next((dim for dim, axes in enumerate(self) if axis in axes), None)
 
-    def owner(self, axis, mesh):
+    def owner(self, axis: str, mesh: Mesh) -> int:
         """The coordinate on `axis` of the rank that owns this block: the diagonal.
 
         It is that of the block's rows, so all column blocks of a row share their owner.
         """
         return mesh.index(self[0]) % mesh.size(axis)
 
-    def holds_rows(self, mesh):
+    def holds_rows(self, mesh: Mesh) -> bool:
         """Whether this rank holds its block, rather than none of its rows."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
-    def slices(self, shape, mesh):
+    def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
         """The block of a global `shape` that this rank holds."""
         rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
         if not self.holds_rows(mesh):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
 
-    def block(self, shape, mesh):
+    def block(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """The shape of that block."""
         return tuple(part.stop - part.start for part in self.slices(shape, mesh))
 
 
-def part(size, axes, mesh):
+def part(size: int, axes: Sequence[str], mesh: Mesh) -> slice:
     """This rank's part of a dim of `size` that `axes` shard, outermost first."""
     count = mesh.count(axes)
     if size % count:

@@ -19,31 +19,40 @@ and every published scheme is a choice of letters (hpc3d.tensor.split.SCHEMES):
 The 3-D scheme is that of Bian, Xu, Wang and You, arXiv:2105.14450, on any cuboid of ranks.
 """
 
-from math import lcm
-from typing import NamedTuple
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Collection, Sequence
+from math import lcm
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.comm.communicator import ready
 from hpc3d.ops.product import accumulate_product, product
 from hpc3d.tensor.split import Split
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Pending
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.tensor.layout import Layout
+
 __all__ = ["Matmul", "Saved", "Split", "Summa"]
+
+NONE = ""  # an axis that no mesh has: of size 1
 
 
 class Saved(NamedTuple):
     """X and W as forward leaves them: those of `kept` as working blocks, the others as stored."""
 
-    x: np.ndarray
-    w: np.ndarray
+    x: Array
+    w: Array
     kept: str
 
 
 class SavedForWeight(NamedTuple):
     """What the gradient of W is made of: X as in `Saved`, and the working block of dY."""
 
-    x: np.ndarray
-    dy: np.ndarray
+    x: Array
+    dy: Array
     kept: str
 
 
@@ -55,10 +64,14 @@ class Matmul:
     between.  A `transposed` weight is stored as [n, k].
     """
 
-    def __new__(cls, mesh, split, keep="xw", transposed=False):
+    def __new__(
+        cls, mesh: Mesh, split: Split, keep: str = "xw", transposed: bool = False
+    ) -> Matmul:
         return object.__new__(Summa if split.panels else cls)
 
-    def __init__(self, mesh, split, keep="xw", transposed=False):
+    def __init__(
+        self, mesh: Mesh, split: Split, keep: str = "xw", transposed: bool = False
+    ) -> None:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
         self.w_layout, self.dw_layout = weight_layouts(split, transposed)
         self.axes = {
@@ -73,21 +86,21 @@ class Matmul:
         self.dw_is_complete = fused and self.complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self.complete("n")
 
-    def complete(self, letter):
+    def complete(self, letter: str) -> bool:
         """Whether no product is a partial sum over the axes of a letter, of those not deferred."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
 
-    def forward(self, x, w):
+    def forward(self, x: Array, w: Array) -> Array:
         """The stored block of Y from the stored blocks of X and W."""
         return self.forward_saving(x, w)[0]
 
-    def backward(self, x, w, dy):
+    def backward(self, x: Array, w: Array, dy: Array) -> tuple[Array, Array]:
         """The stored blocks of dX and dW."""
         return self.backward_saved(Saved(x, w, ""), dy)
 
-    def forward_saving(self, x, w, **epilogue):
+    def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         """Y, and what `backward_saved` needs of X and W.  Where `y_is_complete`, the `epilogue` of
         a product (hpc3d.ops.product) may have a bias, a residual and GELU."""
         pending = self.gather_x(x), self.gather_w(w)
@@ -96,13 +109,15 @@ class Matmul:
         saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
         return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
 
-    def backward_saved(self, saved, dy):
+    def backward_saved(self, saved: Saved, dy: Array) -> tuple[Array, Array]:
         """dX and dW."""
         dx, rest = self.backward_input(saved, dy)
         dw = self.backward_weight(rest)
         return dx.wait(), dw.wait()
 
-    def backward_input(self, saved, dy, **epilogue):
+    def backward_input(
+        self, saved: Saved, dy: Array, **epilogue: Any
+    ) -> tuple[Pending, SavedForWeight]:
         """The pending dX = dY W', reduced the way X was gathered; and what `backward_weight`
         needs."""
         dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
@@ -111,32 +126,32 @@ class Matmul:
         rest = SavedForWeight(saved.x, dy, saved.kept)
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
 
-    def backward_weight(self, rest):
+    def backward_weight(self, rest: SavedForWeight) -> Pending:
         """The pending dW = X' dY, reduced the way W was gathered; any time after
         `backward_input`."""
         dw = self.multiply(*self.factors_of_w(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
-    def add_w(self, rest, grad, bias_grad=None):
+    def add_w(self, rest: SavedForWeight, grad: Array, bias_grad: Array | None = None) -> None:
         """Add dW to `grad`, where `dw_is_complete`, and the sums of dY's columns to `bias_grad`,
         where `y_is_complete`, too."""
         a, b = self.factors_of_w(rest)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             accumulate_product(grad, a, b, bias_grad)
 
-    def factors_of_w(self, rest):
+    def factors_of_w(self, rest: SavedForWeight) -> tuple[Array, Array]:
         """X' and dY, or dY' and X where W is transposed."""
         x = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
         left, right = (rest.dy, x) if self.transposed else (x, rest.dy)
         return left.T, right
 
-    def gather_x(self, x):
+    def gather_x(self, x: Array) -> Pending:
         return self.gather(x, self.split.x, self.axes["n"])
 
-    def gather_w(self, w):
+    def gather_w(self, w: Array) -> Pending:
         return self.gather(w, self.w_layout, self.axes["m"])
 
-    def gather(self, block, layout, foreign):
+    def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
         pending = ready(block)
         for axis in reversed(foreign):
             comm = self.mesh.comm(axis)
@@ -146,7 +161,9 @@ class Matmul:
                 pending = comm.all_gather(pending.wait(), dim)
         return pending
 
-    def reduce(self, block, layout, foreign, deferred=()):
+    def reduce(
+        self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
+    ) -> Pending:
         pending = ready(block)
         for axis in foreign:
             comm = self.mesh.comm(axis)
@@ -158,9 +175,9 @@ class Matmul:
                 pending = comm.all_reduce(pending.wait())
         return pending
 
-    def multiply(self, a, b, foreign, **epilogue):
+    def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
         """a b, written where the first reduction over `foreign` wants it."""
-        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), None)
+        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), NONE)
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             product(a, b, out, **epilogue)
@@ -168,13 +185,13 @@ class Matmul:
         return out
 
 
-def weight_layouts(split, transposed):
+def weight_layouts(split: Split, transposed: bool) -> list[Layout]:
     """How W and dW are stored; they differ where dW alone is sharded over a data axis."""
     splits = split, split.of_gradient
     return [each.w_transposed if transposed else each.w for each in splits]
 
 
-def in_order(axes, layout):
+def in_order(axes: str, layout: Layout) -> list[str]:
     """Foreign axes in the order of reductions: first those that shard, because who owns a block
     depends on its rows; sums over replicas last, when the block is small."""
     shards = {axis for dim in layout for axis in dim}
@@ -190,16 +207,20 @@ class Summa(Matmul):
     shard W, such as ZeRO-3's, are gathered before.
     """
 
-    def __init__(self, mesh, split, keep="", transposed=False):
+    def __init__(self, mesh: Mesh, split: Split, keep: str = "", transposed: bool = False) -> None:
         super().__init__(mesh, split, "", transposed)
         if transposed:
             raise ValueError("a transposed weight has no panels: take the split's whole()")
         stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
-        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else None
+        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else NONE
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
 
-    def forward_saving(self, x, w):
+    # Nothing is fused to products of panels: there is no epilogue.
+
+    def forward_saving(  # type: ignore[override]
+        self, x: Array, w: Array
+    ) -> tuple[Array, Saved]:
         y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
         whole = self.gather(w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
@@ -207,7 +228,9 @@ class Summa(Matmul):
             y += self.multiply(a.wait(), b.wait(), ())
         return y, Saved(x, w, "")
 
-    def backward_input(self, saved, dy):
+    def backward_input(  # type: ignore[override]
+        self, saved: Saved, dy: Array
+    ) -> tuple[Pending, SavedForWeight]:
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
         w = self.gather(saved.w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
@@ -215,7 +238,7 @@ class Summa(Matmul):
             self.reduce_to_owner(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
         return ready(dx), SavedForWeight(saved.x, dy, "")
 
-    def backward_weight(self, rest):
+    def backward_weight(self, rest: SavedForWeight) -> Pending:
         x, dy, _ = rest
         rows = x.shape[1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
         dw = self.mesh.empty((rows, dy.shape[1]), dy.dtype)
@@ -224,22 +247,22 @@ class Summa(Matmul):
             self.reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
         return self.reduce(dw, self.dw_layout, self.others, self.deferred)
 
-    def panel_of_x(self, x, panel):
+    def panel_of_x(self, x: Array, panel: int) -> Pending:
         owner, part = self.place(self.along_x, x.shape[1], panel)
         return self.mesh.comm(self.along_x).broadcast(x[:, part], owner)
 
-    def panel_of_w(self, w, panel):
+    def panel_of_w(self, w: Array, panel: int) -> Pending:
         owner, part = self.place(self.along_w, w.shape[0], panel)
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
-    def reduce_to_owner(self, partial, stored, axis, panel):
+    def reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
         """Sum `partial` into the owner's part of the rows of `stored`."""
         owner, part = self.place(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()
         if self.mesh.coord(axis) == owner:
             stored[part] = total
 
-    def place(self, axis, size, panel):
+    def place(self, axis: str, size: int, panel: int) -> tuple[int, slice]:
         """The owner of a panel along `axis`, and the part of the owner's `size` that it is."""
         each = self.panels // self.mesh.size(axis)
         owner, number = divmod(panel, each)

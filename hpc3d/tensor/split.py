@@ -1,5 +1,8 @@
 """How a product is split: mesh axes on the loops m, n and k, and the published schemes."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -33,26 +36,26 @@ class Split:
     defer: str = ""
     scatter: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if problems := [*misplaced(vars(self))]:
             raise Problems(problems)
 
     @cache  # noqa: B019  there are few splits
-    def next(self):
+    def next(self) -> Split:
         """The split of the layer that follows: its k is this layer's n, so its X is this Y."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
 
     @cache  # noqa: B019
-    def without_panels(self):
+    def without_panels(self) -> Split:
         """The split without panels that stores X alike: for lookups and the head."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
     @cache  # noqa: B019
-    def over_data(self, axis, zero=0):
+    def over_data(self, axis: str, zero: int = 0) -> Split:
         """This split on every replica of a data axis, which is the innermost on m.
 
         The replicas store the weights (`zero` < 3) or a shard each (ZeRO-3, arXiv:1910.02054);
@@ -67,27 +70,27 @@ class Split:
         )
 
     @cached_property
-    def x(self):
+    def x(self) -> Layout:
         columns = " ".join([self.k, self.panels]) if self.panels else self.k
         return self._store(self.m, columns, self.n)
 
     @cached_property
-    def w(self):
+    def w(self) -> Layout:
         return self._store(self.k, self.n, self.m)
 
     @cached_property
-    def w_transposed(self):
+    def w_transposed(self) -> Layout:
         """The layout of a weight stored as [n, k]: the embedding table that is also the head."""
         return self._store(self.n, self.k, self.m)
 
     @cached_property
-    def of_gradient(self):
+    def of_gradient(self) -> Split:
         """The split whose W is stored as this one's dW is."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))
 
     @cached_property
-    def y(self):
+    def y(self) -> Layout:
         return self._store(self.m, self.n, self.k)
 
     def _store(self, rows, columns, foreign):
@@ -97,7 +100,7 @@ class Split:
         return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
 
 
-def misplaced(letters):
+def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     """A line for every axis on no loop or on several, stored in two ways, or in panels that the
     algebra does not have; `letters` are the fields of a `Split`."""
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}

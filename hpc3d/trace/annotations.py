@@ -2,25 +2,36 @@
 model of the run predicts.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hpc3d.trace.file import changing, remove, write_table
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.schema import CALIBRATION, OP, PREDICTION
+
+if TYPE_CHECKING:
+    from hpc3d.trace.file import File
 
 
 class Calibration(NamedTuple):
     """Measured times of calls: `rows`, a mapping of the columns of CALIBRATION, and the line
     t = alpha + beta bytes through them, in s and s/B."""
 
-    rows: object
+    rows: Mapping[str, Any]
     alpha: float
     beta: float
 
 
-def write_calibration(path, measured):
+Measured = Mapping[tuple[str, str], Calibration]  # of calls of an operation along an axis
+
+
+def write_calibration(path: Path | str, measured: Measured) -> None:
     """Put {(op, axis): Calibration} into a trace file, in place of those that it has of these.
 
     The file is replaced by a changed copy: whoever reads it sees the old or the new one.
@@ -34,7 +45,7 @@ def write_calibration(path, measured):
         add_supplements(file, measured)
 
 
-def write_prediction(path, rows):
+def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
     """Put a mapping of the columns of PREDICTION into a trace file, in place of the one it has.
 
     The file is replaced by a changed copy: whoever reads it sees the old or the new one.
@@ -51,7 +62,9 @@ def _changing(path):
         yield file
 
 
-def add_supplements(file, measured, predicted=None):
+def add_supplements(
+    file: File, measured: Measured, predicted: Mapping[str, Any] | None = None
+) -> None:
     """Put calibrations and, unless it is empty, a prediction into a file open for writing."""
     for (op, axis), (rows, alpha, beta) in measured.items():
         path = f"calibration/{op}/{axis}"
@@ -73,7 +86,7 @@ def _whole(columns, rows):
     return rows
 
 
-def supplements(path, run_id):
+def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray]]:
     """The calibrations and the prediction of a trace file; none if it is not of this run."""
     try:
         with Trace(path) as trace:

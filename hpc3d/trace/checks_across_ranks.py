@@ -4,9 +4,18 @@ Rows belong together by their numbers (`seq`), not by their times.  Where a trac
 what it lacks is not asked for; ranks whose clocks were not compared are not compared, either.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hpc3d.trace.trace_config import one_time
+
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
+    from hpc3d.trace.table import Table
 
 MESSAGES = ("send", "recv")
 FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -22,8 +31,11 @@ SIZE = {
     "uint8": 1,
 }
 
+# A table, what is wrong with some of its rows, and their numbers.
+Violation = tuple[str, str, np.ndarray]
 
-def collectives(trace):
+
+def collectives(trace: Trace) -> list[Violation]:
     """Members make the same calls in the same order; none has the result before all have come."""
     calls = GroupCalls(trace)
     wrong = {
@@ -41,7 +53,7 @@ def collectives(trace):
     return [("events", what, calls.rows[rows]) for what, rows in wrong.items()]
 
 
-def messages(trace):
+def messages(trace: Trace) -> Iterator[Violation]:
     """A message has two ends and the same bytes at both, and arrives after it was posted."""
     events, rows = trace.events, _calls(trace, MESSAGES)
     receives = labelled(events, "op", "recv")[rows]
@@ -67,7 +79,7 @@ def _calls(trace, ops):
     return np.flatnonzero(comm & labelled(trace.events, "op", *ops))
 
 
-def labelled(events, column, *names):
+def labelled(events: Table, column: str, *names: str) -> np.ndarray:
     codes = [code for code, name in events.labels(column).items() if name in names]
     return np.isin(events[column], codes)
 
@@ -96,7 +108,7 @@ class GroupCalls:
     the `place` of their rank in it; `call` numbers calls, and `first` has the first row of each.
     """
 
-    def __init__(self, trace):
+    def __init__(self, trace: Trace) -> None:
         self.trace, self.rows = trace, _calls(trace, COLLECTIVES)
         self.world = np.int64(len(trace.ranks))
         columns = {name: trace.events[name][self.rows] for name in COLUMNS}
@@ -108,54 +120,54 @@ class GroupCalls:
         self.size = np.array([*sizes, 1])[self.columns["group"]]
         self.place = self.places(self.columns["rank"])
 
-    def changes(self, name):
+    def changes(self, name: str) -> np.ndarray:
         """Whether each row has another value than the one before."""
         values = self.columns[name]
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
-    def places(self, ranks):
+    def places(self, ranks: np.ndarray) -> np.ndarray:
         """The place of a rank in the group of each row, -1 where it is not in it."""
         members = [np.array(group.members, int) for group in self.trace.groups]
-        known = [group * self.world + ranks for group, ranks in enumerate(members)]
-        known = np.concatenate([*known, [-1]])
+        places = (group * self.world + ranks for group, ranks in enumerate(members))
+        known = np.concatenate([*places, [-1]])
         place = np.concatenate([*map(np.arange, map(len, members)), [-1]])
         line = np.argsort(known)
         wanted = self.columns["group"] * self.world + ranks
         found = line[np.searchsorted(known, wanted, "right", sorter=line) - 1]
         return np.where(known[found] == wanted, place[found], -1)
 
-    def of(self, *ops):
+    def of(self, *ops: str) -> np.ndarray:
         codes = [code for code, name in self.trace.events.labels("op").items() if name in ops]
         return np.isin(self.columns["op"], codes)
 
-    def repeated(self):
+    def repeated(self) -> np.ndarray:
         """Whether a rank made the call of a row before."""
         return ~(self.changes("group") | self.changes("seq") | self.changes("rank"))
 
-    def partial(self):
+    def partial(self) -> np.ndarray:
         """Whether the call of a row lacks members."""
         return np.bincount(self.call)[self.call] < self.size
 
-    def unlike(self, name):
+    def unlike(self, name: str) -> np.ndarray:
         """Whether a row differs from the first of its call."""
         values = self.columns[name]
         return values != values[self.first][self.call]
 
-    def highest(self, values):
+    def highest(self, values: np.ndarray) -> np.ndarray:
         """The highest of its call, for each row."""
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
-    def early(self):
+    def early(self) -> np.ndarray:
         """Whether a member has what all members send before the last has posted the call."""
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)
         last = self.highest(np.where(known, posted, posted.min(initial=0)))
         return self.of(*FROM_ALL) & (self.columns["bytes"] > 0) & known & (ended < last)
 
-    def miscounted(self):
+    def miscounted(self) -> np.ndarray:
         """Whether the bytes are not what the block that went in lets a member receive."""
         labels, size = self.trace.events.labels("dtype"), self.size
-        item = np.array([SIZE.get(labels.get(code), 0) for code in range(256)])
+        item = np.array([SIZE.get(labels.get(code, ""), 0) for code in range(256)])
         item = item[self.columns["dtype"]]
         block = self.columns["count"] * item
         root = self.places(self.columns["peer"])

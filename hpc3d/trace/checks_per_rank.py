@@ -4,12 +4,20 @@ A rank does one thing at a time, what is inside of another lies inside of its ti
 holds what was done in it; what takes several ranks is in hpc3d.trace.checks_across_ranks.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.trace.checks_across_ranks import collectives, labelled, messages
 from hpc3d.trace.schema import LAYOUT, STREAM
+
+if TYPE_CHECKING:
+    from hpc3d.trace.checks_across_ranks import Violation
+    from hpc3d.trace.reader import Trace
 
 COMMUNICATION = STREAM.index("communication")
 TABLES = {
@@ -24,7 +32,7 @@ TABLES = {
 REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 
 
-def violations(trace):
+def violations(trace: Trace) -> list[str]:
     """What is wrong with an open trace, a line each with the number of rows and the first one.
 
     What a trace lacks that is not complete is no violation.  Between hosts the corrected clocks
@@ -76,7 +84,7 @@ def _where(table, rows):
     return f"{len(rows)} row{'s'[: len(rows) > 1]}, the first is {first} ({place})"
 
 
-def order(trace):
+def order(trace: Trace) -> Iterator[Violation]:
     """Rows are sorted, and where /index/rank_ptr says."""
     rank, start = trace.events["rank"], trace.events["t_start"]
     same = rank[1:] == rank[:-1]
@@ -88,7 +96,7 @@ def order(trace):
     yield "ranks", "n_events is wrong", np.flatnonzero(trace.ranks["n_events"] != size)
 
 
-def overlap(trace):
+def overlap(trace: Trace) -> Iterator[Violation]:
     """On a stream of a rank, nothing begins before the one before has ended, unless inside."""
     lasting = np.flatnonzero(trace.events["dur"] > 0)
     names = "rank", "stream", "parent", "t_start", "dur"
@@ -101,7 +109,7 @@ def overlap(trace):
     yield "events", "begins before the one before has ended", lasting[line[1:][early]]
 
 
-def nesting(trace):
+def nesting(trace: Trace) -> Iterator[Violation]:
     """An event lies inside of its parent, on the same stream of the same rank, after it."""
     parent = trace.events["parent"]
     child = np.flatnonzero(parent >= 0)
@@ -120,7 +128,7 @@ def _interval(events):
     return start, start + events["dur"]
 
 
-def inside(trace):
+def inside(trace: Trace) -> Iterator[Violation]:
     """An event lies inside of its step, and those on one stream do not take longer than it; a call
     that runs beside what a device computes may go on when its step is over."""
     events, step = trace.events, trace.steps
@@ -150,7 +158,7 @@ def _cells(trace):
     return np.where(np.append(steps, -1)[place] == events, place, -1)
 
 
-def steps(trace):
+def steps(trace: Trace) -> Iterator[Violation]:
     """Steps follow each other, and a complete trace has those of all ranks."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
@@ -164,13 +172,13 @@ def steps(trace):
         yield "steps", "not of all ranks", np.flatnonzero(ranks[which] != len(trace.ranks))
 
 
-def memory(trace):
+def memory(trace: Trace) -> Iterator[Violation]:
     """The peak of a step is at least what was live at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
     yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
 
 
-def together(trace):
+def together(trace: Trace) -> Iterator[Violation]:
     """What `all` kinds come to is their sum at the end of a step; the peak of that is at least
     the peak of each, and at most the sum of these."""
     table = trace.memory

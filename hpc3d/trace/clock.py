@@ -15,29 +15,40 @@ clock against the other.  Models compose from rank 0 down the tree, so that a dr
 exchanges does not add up.  All exchanges are kept.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpc3d.trace.schema import CLOCK_MODEL, CLOCK_SAMPLES, record_type
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from hpc3d.comm.communicator import Communicator
 
 # A synchronisation ends when none of so many exchanges was shorter than the shortest before, or
 # after so many ns: a busy machine answers at once only now and then.
 IN_VAIN, LONGEST = 50, 200_000_000
 
 STOP = -1
+Sample = tuple[int, int, int, int, int, int]  # a row of CLOCK_SAMPLES
 
 
 class Clocks:
     """The clocks of the nodes of a job; `nodes` has something of its own for that of every rank of
     `comm`."""
 
-    def __init__(self, comm, nodes, clock):
+    def __init__(
+        self, comm: Communicator, nodes: Sequence[Hashable], clock: Callable[[], int]
+    ) -> None:
         self.comm, self.clock, self.rounds = comm, clock, 0
         self.leaders = [nodes.index(node) for node in dict.fromkeys(nodes)]
         self.place = self.leaders.index(comm.rank) if comm.rank in self.leaders else None
 
-    def synchronise(self):
+    def synchronise(self) -> list[Sample]:
         """Exchange with the parent, then with the children; collective over the leaders.
 
         Returns the samples of this rank, rows of CLOCK_SAMPLES.
@@ -50,7 +61,7 @@ class Clocks:
             self.answer(self.leaders[child])
         return samples
 
-    def ask(self, peer):
+    def ask(self, peer: int) -> list[Sample]:
         samples, vain, end = [self.exchange(peer)], 0, self.clock() + LONGEST
         shortest = samples[0][3]
         while vain < IN_VAIN and self.clock() < end:
@@ -60,7 +71,7 @@ class Clocks:
         self.comm.send(np.array([STOP]), peer).wait()
         return samples
 
-    def exchange(self, peer):
+    def exchange(self, peer: int) -> Sample:
         before = self.clock()
         sent = self.comm.send(np.array([before]), peer)
         there = self.receive(peer)
@@ -69,20 +80,20 @@ class Clocks:
         middle = (before + after) // 2
         return self.comm.rank, middle, there - middle, after - before, self.rounds, peer
 
-    def answer(self, peer):
+    def answer(self, peer: int) -> None:
         while self.receive(peer) != STOP:
             self.comm.send(np.array([self.clock()]), peer).wait()
 
-    def receive(self, peer):
+    def receive(self, peer: int) -> int:
         return int(self.comm.recv((1,), np.dtype(np.int64), peer).wait()[0])
 
 
-def parent(place):
+def parent(place: int) -> int:
     """The number of a node without its highest bit."""
     return place - (1 << place.bit_length() - 1)
 
 
-def children(place, nodes):
+def children(place: int, nodes: int) -> Iterator[int]:
     """The nodes that ask this one, in the order of the rounds."""
     bit = 1 << place.bit_length()
     while place + bit < nodes:
@@ -99,13 +110,13 @@ class Model(NamedTuple):
     drift: np.ndarray
     residual: float
 
-    def to_global(self, t):
+    def to_global(self, t: np.ndarray) -> np.ndarray:
         """Local times, int64 [n], on rank 0's clock."""
         piece = np.maximum(np.searchsorted(self.t0, t, "right") - 1, 0)
         ahead = self.offset[piece] + self.drift[piece] * (t - self.t0[piece])
         return t + np.rint(ahead).astype(np.int64)
 
-    def rows(self, rank):
+    def rows(self, rank: int) -> np.ndarray:
         """The model as rows of CLOCK_MODEL."""
         rows = np.zeros(len(self.t0), record_type(CLOCK_MODEL))
         rows["rank"], rows["resid_p99_ns"] = rank, self.residual
@@ -116,11 +127,11 @@ class Model(NamedTuple):
 IDENTITY = Model(np.zeros(1, np.int64), np.zeros(1), np.zeros(1), 0.0)
 
 
-def as_rows(samples):
+def as_rows(samples: ArrayLike) -> np.ndarray:
     return np.asarray(samples, record_type(CLOCK_SAMPLES))
 
 
-def knot(samples):
+def knot(samples: np.ndarray) -> tuple[float, float, float]:
     """(time, offset, width of the bounds) of the exchanges of one synchronisation.
 
     Where their bounds have nothing in common, because a clock was set, those of the shortest.
@@ -133,7 +144,7 @@ def knot(samples):
     return samples["t_local"].mean(), (low + high) / 2, high - low
 
 
-def fit(samples, above=IDENTITY):
+def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
     """The model through the knots of all synchronisations; IDENTITY without any.
 
     `above` is the model of the peer that was asked.
@@ -151,7 +162,7 @@ def fit(samples, above=IDENTITY):
     return model._replace(residual=float(np.percentile(beyond, 99)))
 
 
-def telling(t0, offset, width):
+def telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
     """The model through the knots that tell something: the narrowest one, and of those whose
     bounds it misses always the narrowest, until it misses none.  The knots of a round in which
     the machine was busy are wide, and would only make it worse."""
@@ -165,14 +176,14 @@ def telling(t0, offset, width):
         kept.append(int(missed[width[missed].argmin()]))
 
 
-def straight(t0, offset):
+def straight(t0: np.ndarray, offset: np.ndarray) -> Model:
     """The model that is straight from knot to knot."""
     drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
     pieces = slice(len(drift))
     return Model(t0[pieces], offset[pieces], drift, 0.0)
 
 
-def through(above, here, offset):
+def through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """The offset to rank 0 at local times `here`, from that to a peer with the model `above`."""
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

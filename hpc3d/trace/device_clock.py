@@ -13,10 +13,17 @@ end.  `rate` is how fast the host's clock runs against the device's, by the firs
 the last one: after a second of a run it is known to 1e-5, later better.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hpc3d.cuda.device import Cuda
 
 STOCK = 1024  # events that are there before the first step
 CHUNK = 64  # moments that get their times together
@@ -31,8 +38,9 @@ class Reference:
 
     __slots__ = ("event", "rate", "time", "until")
 
-    def __init__(self, event, time, rate):
-        self.event, self.time, self.rate, self.until = event, time, rate, None
+    def __init__(self, event: Any, time: int, rate: float) -> None:
+        self.event, self.time, self.rate = event, time, rate
+        self.until: int | None = None
 
 
 class DeviceClock:
@@ -42,14 +50,21 @@ class DeviceClock:
     `elapsed(event, later)` are the ms between two.  Events come from a stock and return to it.
     """
 
-    def __init__(self, device, create, elapsed, clock):
+    def __init__(
+        self,
+        device: Cuda,
+        create: Callable[[], Any],
+        elapsed: Callable[[Any, Any], float],
+        clock: Callable[[], int],
+    ) -> None:
         self.device, self.create, self.elapsed, self.clock = device, create, elapsed, clock
         self.stock = [create() for _ in range(STOCK)]
-        self.references, self.lines = deque(), []
+        self.references: deque[Reference] = deque()
+        self.lines: list[Line] = []
         self.shortest, self.passed = float("inf"), 0.0  # ns: a look, since the first reference
         self.compare(FIRST)
 
-    def compare(self, looks=1):
+    def compare(self, looks: int = 1) -> tuple[int, int]:
         """Wait until all is computed, and have a new reference; the looks before and after it.
 
         Of several the closest, and no more when it is nearly as close as any before.
@@ -66,7 +81,7 @@ class DeviceClock:
         self.refer(event, (before + after) // 2)
         return before, after
 
-    def look(self):
+    def look(self) -> tuple[int, int, int, Any]:
         """How long it takes to look at the clock, let the stream come to an event and look again;
         both looks, and the event."""
         event = self.stock.pop() if self.stock else self.create()
@@ -76,7 +91,7 @@ class DeviceClock:
         after = self.clock()
         return after - before, before, after, event
 
-    def refer(self, event, time):
+    def refer(self, event: Any, time: int) -> None:
         """Let `event`, passed at `time`, be the reference of all moments from now on."""
         if self.references:
             last = self.references[-1]
@@ -102,30 +117,32 @@ class Line:
     to do after a step.
     """
 
-    def __init__(self, stream, clock):
+    def __init__(self, stream: Any, clock: DeviceClock) -> None:
         self.stream, self.clock = stream, clock
-        self.taken, self.times, self.turns = deque(), array("q"), deque()
+        self.taken: deque[Any] = deque()
+        self.times = array("q")
+        self.turns: deque[tuple[Reference, int]] = deque()
         self.first = self.count = 0
         self.turn(clock.references[-1])
         clock.lines.append(self)
 
     @property
-    def known(self):
+    def known(self) -> int:
         """The number of the first moment whose time is not known."""
         return self.first + len(self.times)
 
     @property
-    def last(self):
+    def last(self) -> Any:
         """The event of the last moment."""
         return self.taken[-1]
 
-    def turn(self, reference):
+    def turn(self, reference: Reference) -> None:
         """The next moments have this reference."""
         if not self.taken:
             self.turns.clear()
         self.turns.append((reference, self.count))
 
-    def mark(self):
+    def mark(self) -> int:
         """The number of the moment at which the stream comes here."""
         stock = self.clock.stock
         event = stock.pop() if stock else self.clock.create()
@@ -136,18 +153,18 @@ class Line:
         self.count += 1
         return self.count - 1
 
-    def keep_up(self):
+    def keep_up(self) -> None:
         """Give the oldest CHUNK moments their times, as far as they are past."""
         left = CHUNK
         while left and (settled := self.settle(left)):
             left -= settled
 
-    def catch_up(self):
+    def catch_up(self) -> None:
         """Give all moments that are past their times."""
         while self.settle(CHUNK) or self.settle(1):
             pass
 
-    def settle(self, most):
+    def settle(self, most: int) -> int:
         """How many of the oldest moments got their times: up to `most` of one reference, if the
         last of these is past."""
         while len(self.turns) > 1 and self.turns[1][1] <= self.known:
@@ -162,16 +179,16 @@ class Line:
         self.clock.stock += events
         return count
 
-    def at(self, events):
+    def at(self, events: Sequence[Any]) -> np.ndarray:
         """When events of the first turn were passed: on the stream of the references, not after
         the next one."""
         reference, elapsed = self.turns[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])
         times = reference.time + np.rint(reference.rate * MILLISECOND * passed).astype("i8")
-        bound = reference.until is not None and self.stream is self.clock.device.compute
-        return np.minimum(times, reference.until) if bound else times
+        until = reference.until if self.stream is self.clock.device.compute else None
+        return times if until is None else np.minimum(times, until)
 
-    def between(self, start, end):
+    def between(self, start: int, end: int) -> float:
         """The ns from one moment to another, both of which are past."""
         known = self.known
         if start < known <= end:
@@ -181,7 +198,7 @@ class Line:
             return self.clock.elapsed(*events) * MILLISECOND
         return self.times[end - self.first] - self.times[start - self.first]
 
-    def forget(self, number):
+    def forget(self, number: int) -> None:
         """Nobody asks any more for moments before this one."""
         del self.times[: number - self.first]
         self.first = number

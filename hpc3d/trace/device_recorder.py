@@ -12,8 +12,13 @@ its duration, and `flush` puts the times there.  Nothing waits for the device in
 A call on the host's arrays, and a span of no operation, are those of the host.
 """
 
+from __future__ import annotations
+
 import os
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +30,12 @@ from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, Recorder, Span
 from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type
 from hpc3d.trace.traced_communicator import AT_ONCE, COMM, COPY, OP_NUMBER, Traced
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.cuda.device import Cuda
+    from hpc3d.trace.recorder import Context
+
 ROWS = record_type(EVENTS)
 HOST = CATEGORY.index("host")
 COMPUTATION = STREAM.index("computation")
@@ -33,6 +44,9 @@ PASSES = {
     "forward_s": ["forward"],
     "backward_s": ["backward", "backward_input", "backward_weight", "recompute"],
 }
+
+# What begins a range of NVTX, and what ends it.
+Ranges = tuple[Callable[[str], object], Callable[[], object]]
 
 
 class DeviceRecorder(Recorder):
@@ -43,36 +57,48 @@ class DeviceRecorder(Recorder):
     has no moments: it is not recorded.
     """
 
-    def __init__(self, run_dir, header, device, timing, ranges=None, **how):
+    def __init__(
+        self,
+        run_dir: Path,
+        header: dict[str, Any],
+        device: Cuda,
+        timing: tuple[Callable[[], Any], Callable[[Any, Any], float]],
+        ranges: Ranges | None = None,
+        **how: Any,
+    ) -> None:
         super().__init__(run_dir, header, **how)
         self.device, self.ranges = DeviceClock(device, *timing, self.clock), ranges
         self.compute = Line(device.compute, self.device)
         queues = {QUEUED[queue]: Line(each, self.device) for queue, each in device.queues.items()}
         self.lines = {COMPUTATION: self.compute} | queues
-        self.stalls = []  # pairs of moments between which computation stood still in this step
-        self.outstanding = set()  # moments of calls that were not waited for yet
+        self.stalls: list[
+            tuple[int, int]
+        ] = []  # pairs of moments between which computation stood still in this step
+        self.outstanding: set[int] = set()  # moments of calls that were not waited for yet
         self.flying, self.process = False, os.getpid()
 
     @property
-    def communication(self):
+    def communication(self) -> float:
         """Nanoseconds in which computation stood still for calls; waits for the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
 
     @property
-    def capturing(self):
+    def capturing(self) -> bool:
         """Whether what is posted now goes into a graph."""
         return self.compute.stream.is_capturing()
 
-    def span(self, name, op="elementwise", flops=0):
+    def span(
+        self, name: str, op: str = "elementwise", flops: float = 0
+    ) -> AbstractContextManager[Any]:
         if self.capturing:
             return nullcontext()
         kind = Span if op == "none" else DeviceSpan
         span = kind(self, self.name(name), OP_NUMBER[op], flops)
         return Ranged(self.ranges, name, span) if self.ranges else span
 
-    def wrap(self, comm, axis):
+    def wrap(self, comm: Communicator, axis: str) -> Traced:
         """`comm` recorded; that of the world speaks of the host's arrays."""
         traced = super().wrap(comm, axis)
         if axis == WORLD:
@@ -80,7 +106,7 @@ class DeviceRecorder(Recorder):
         return DeviceTraced(comm, self, traced.group, QUEUED[queue_of(axis)])
 
     @contextmanager
-    def flight(self, op, group, stream):
+    def flight(self, op: str, group: int, stream: int) -> Iterator[None]:
         """What is posted here is one row of a stream of communication, which begins when all has
         been computed up to the last moment, and the stream is free."""
         if self.flying or self.capturing:
@@ -96,19 +122,19 @@ class DeviceRecorder(Recorder):
             what = self.name(op), COPY, OP_NUMBER.get(op, 0), context, group
             self.put(start, line.mark(), *what, stream=stream)
 
-    def begin_step(self, number):
+    def begin_step(self, number: int) -> None:
         super().begin_step(number)
         self.stalls.clear()
         before, after = self.device.compare()
         name = self.name("clock of the device")
         self.put(before, after - before, name, HOST, OP_NUMBER["none"], self.context)
 
-    def end_step(self, *results):
+    def end_step(self, *results: Any) -> None:
         """Close a step when the device has computed all of it."""
         self.device.compare()
         super().end_step(*results)
 
-    def flush(self):
+    def flush(self) -> None:
         """Write the rows whose moments are past; the others wait for the next segment."""
         if os.getpid() == self.process:  # a child that saves what there is has no device
             for line in self.lines.values():
@@ -125,11 +151,11 @@ class DeviceRecorder(Recorder):
         self.lay(later)
         self.forget(later)
 
-    def lay(self, rows):
+    def lay(self, rows: np.ndarray) -> None:
         """Let the table be these rows."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
-    def tell_times(self, rows):
+    def tell_times(self, rows: np.ndarray) -> None:
         """Put times in place of the numbers of moments."""
         for stream, line in self.lines.items():
             here, times = np.flatnonzero(rows["stream"] == stream), np.array(line.times)
@@ -138,7 +164,7 @@ class DeviceRecorder(Recorder):
             rows["t_global"][here] = rows["t_start"][here]
             rows["dur"][here] -= rows["t_start"][here]
 
-    def forget(self, later):
+    def forget(self, later: np.ndarray) -> None:
         """The times that no row will ask for: neither those `later` nor that of a call."""
         self.stalls.clear()
         for stream, line in self.lines.items():
@@ -147,7 +173,7 @@ class DeviceRecorder(Recorder):
             line.forget(min([*needed, *calls, line.known]))
 
 
-def with_passes(steps, rows):
+def with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
     """The rows of steps with the seconds that the device spent in passes, not the host."""
     steps = np.array(steps, record_type(STEPS))
     place = np.searchsorted(steps["step"], rows["step"])
@@ -164,6 +190,7 @@ class DeviceSpan(Span):
     """The context of one event of computation."""
 
     __slots__ = ()
+    recorder: DeviceRecorder
 
     def __enter__(self):
         self.start = self.recorder.compute.mark()
@@ -183,7 +210,7 @@ class Ranged:
 
     __slots__ = ("name", "ranges", "span")
 
-    def __init__(self, ranges, name, span):
+    def __init__(self, ranges: Ranges, name: str, span: Span) -> None:
         self.ranges, self.name, self.span = ranges, name, span
 
     def __enter__(self):
@@ -207,19 +234,25 @@ class DeviceTraced(Traced):
     comes next is a row of category copy of computation, too.
     """
 
-    def __init__(self, comm, recorder, group, stream):
+    recorder: DeviceRecorder
+
+    def __init__(
+        self, comm: Communicator, recorder: DeviceRecorder, group: int, stream: int
+    ) -> None:
         super().__init__(comm, recorder, group)
         self.grouped, self.stream = self.departing, stream
 
     @contextmanager
-    def departing(self):
+    def departing(self) -> Iterator[None]:
         """The communicator's `group`, as one flight."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
         with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
             yield
 
-    def call(self, op, block, received, peer, post):
+    def call(
+        self, op: str, block: Array, received: int | None, peer: int, post: Callable[[], Pending]
+    ) -> Pending:
         recorder, line = self.recorder, self.recorder.compute
         if recorder.capturing:
             return post()
@@ -250,7 +283,9 @@ class DeviceTraced(Traced):
 
         return Pending(finish)
 
-    def hold(self, posted, left, what, context, step):
+    def hold(
+        self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
+    ) -> None:
         """The row of a call that took the host its time, until the moment `left`."""
         if left is None:
             return

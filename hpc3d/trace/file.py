@@ -5,15 +5,25 @@ open a trace.  A file that is read is not trusted: nothing outside of it is foll
 is read before its type is known and its size is one that the file can hold.
 """
 
+from __future__ import annotations
+
 import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.limits import memory
 from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
 from hpc3d.trace.segment import replacing
+
+if TYPE_CHECKING:
+    from h5py import Dataset, File, Group
+
+    from hpc3d.trace.schema import Column
 
 CHUNK = 64 * 1024  # rows
 FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
@@ -26,7 +36,7 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 # Write
 
 
-def create(path):
+def create(path: Path) -> File:
     """A new trace file, to be used in a `with`.  Whole chunks are written, which need no cache."""
     import h5py
 
@@ -35,7 +45,7 @@ def create(path):
     return file
 
 
-def write_table(file, path, columns, data=None):
+def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = None) -> Group:
     """Write a table from a mapping of its columns; without data it is empty and can grow.
 
     Returns its group.
@@ -59,7 +69,7 @@ def _require_group(file, path):
     return file
 
 
-def describe(names):
+def describe(names: Sequence[str]) -> str:
     """The description of the group that lies under these names."""
     if names[0] == "calibration":
         names = ("calibration", "<op>", "<axis>")[: len(names)]
@@ -102,19 +112,20 @@ class Growing:
     It writes whole chunks: a part of one would be compressed again with the next rows.
     """
 
-    def __init__(self, file, path, columns):
+    def __init__(self, file: Group, path: str, columns: Sequence[Column]) -> None:
         group = write_table(file, path, columns)
         self.datasets = {column.name: group[column.name] for column in columns}
-        self.rows, self.waiting = 0, []
+        self.rows = 0
+        self.waiting: list[np.ndarray] = []
 
-    def append(self, part):
+    def append(self, part: np.ndarray) -> None:
         self.rows += len(part)
         self.waiting.append(part)
         waiting = sum(map(len, self.waiting))
         if waiting >= CHUNK:
             self._write(waiting - waiting % CHUNK)
 
-    def close(self):
+    def close(self) -> None:
         """Write the rows that fill no chunk."""
         if self.waiting:
             self._write(sum(map(len, self.waiting)))
@@ -129,7 +140,7 @@ class Growing:
 
 
 @contextmanager
-def changing(path):
+def changing(path: Path) -> Iterator[File]:
     """A copy of a trace file, to be changed, that replaces it if the block succeeds."""
     import h5py
 
@@ -139,7 +150,7 @@ def changing(path):
             yield file
 
 
-def remove(group, path):
+def remove(group: Group, path: str) -> None:
     """Remove the group at `path`, if there is one."""
     name, _, rest = path.partition("/")
     if has(group, name):
@@ -153,7 +164,7 @@ def remove(group, path):
 
 
 @contextmanager
-def explained(path, remedy=REMEDY):
+def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
     """Turn what is wrong inside of a file into one line with its name and the remedy."""
     try:
         yield
@@ -162,7 +173,7 @@ def explained(path, remedy=REMEDY):
         raise ValueError(f"{path}: {reason}; {remedy}") from error
 
 
-def open_file(path):
+def open_file(path: Path) -> File:
     """An HDF5 file, to be closed."""
     import h5py
 
@@ -177,7 +188,7 @@ def open_file(path):
         return h5py.File(path, "r")
 
 
-def attributes(node):
+def attributes(node: Group) -> dict[str, Any]:
     """{name: value} of the attributes of a group, as plain values; large ones are left out."""
     return {key: _plain(node.attrs[key]) for key in node.attrs if _small(node.attrs.get_id(key))}
 
@@ -192,11 +203,11 @@ def _plain(value):
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
-def has(group, name):
+def has(group: Group, name: str) -> bool:
     return group.id.links.exists(name.encode())
 
 
-def child(group, name):
+def child(group: Group, name: str) -> Group:
     """The group under a name: asked of the link, for to follow one opens its file."""
     import h5py
 
@@ -206,7 +217,7 @@ def child(group, name):
     return node
 
 
-def find(file, path):
+def find(file: Group, path: str) -> Group | None:
     """The group at a path, or None."""
     for name in path.split("/"):
         if not has(file, name):
@@ -225,7 +236,7 @@ def _linked(group, name):
     return group[name]
 
 
-def sound(group, column):
+def sound(group: Group, column: Column) -> Dataset | None:
     """The dataset of a column, None if the group has none; ValueError if it cannot be read."""
     import h5py
 
@@ -253,7 +264,7 @@ def _fits(dataset):
     return chunk <= CHUNK_BYTES and dataset.nbytes <= min(memory(), stored)
 
 
-def read(dataset, rows):
+def read(dataset: Dataset, rows: slice) -> np.ndarray:
     """Some rows, a slice, of a column as an array; text as an array of str."""
     import h5py
 
@@ -275,7 +286,7 @@ def _read_text(dataset, rows):
     return np.array(texts, object)
 
 
-def labels(dataset):
+def labels(dataset: Dataset) -> dict[int, str]:
     """{value: name} of an enumerated column, as the file has it; empty for another."""
     import h5py
 

@@ -1,6 +1,8 @@
 """The trace of a run's folder: merged when it is missing, or has less than the ranks have
 written."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from hpc3d.files import read
@@ -11,7 +13,7 @@ from hpc3d.trace.segment import count_segments
 from hpc3d.trace.trace_config import configured
 
 
-def trace_of(run_dir, again=False):
+def trace_of(run_dir: Path | str, again: bool = False) -> Path | None:
     """The path of the trace of a run; its segments are merged if it lacks some, or `again`.
 
     ValueError if the folder has neither segments nor a trace.

@@ -4,6 +4,8 @@ One rank at a time: the memory it takes is twice the events of one rank, and one
 column.
 """
 
+from __future__ import annotations
+
 import logging
 from pathlib import Path
 
@@ -25,7 +27,7 @@ RUN = (*SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
 
 
-def merge(run_dir):
+def merge(run_dir: Path | str) -> Path:
     """Merge the segments of a run into RUN/trace.h5 and return its path.
 
     An enclosing event comes before those inside it.  What is missing or damaged is left out; then

@@ -8,10 +8,14 @@ out in the same way: the numbers of calls go on, and so do times, by the clock o
 that was started again, or it is another host, all times of the attempt are moved by the same.
 """
 
+from __future__ import annotations
+
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +23,10 @@ from hpc3d.trace import schema
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.segment import Segment, read_segment, segment_path
 from hpc3d.trace.trace_config import tables_of
+
+if TYPE_CHECKING:
+    from hpc3d.trace.schema import Column
+    from hpc3d.trace.table import Table
 
 ASIDE = re.compile(r"trace-(\d+)\.h5")
 TIMES = ("t_start", "t_end", "posted", "t_local")
@@ -32,10 +40,10 @@ SMALL = {
 
 
 @contextmanager
-def earlier(run_dir, count):
+def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
     """What a run's segments, `count[rank]` of them, go on from: an Earlier, or Nothing."""
     with ExitStack() as stack:
-        began = begin(run_dir, count) if aside(run_dir) else None
+        began: Any = begin(run_dir, count) if aside(run_dir) else None
         try:
             found = began and before(stack, run_dir, began)
         except ValueError as error:
@@ -43,7 +51,7 @@ def earlier(run_dir, count):
         yield found or Nothing()
 
 
-def before(stack, run_dir, began):
+def before(stack: ExitStack, run_dir: Path, began: Begin) -> Earlier | Nothing | None:
     """What the attempt that `began` goes on from, all of which can be read; None without any.
 
     The `stack` closes its file.
@@ -61,11 +69,11 @@ def before(stack, run_dir, began):
     return None
 
 
-def aside(run_dir):
+def aside(run_dir: Path) -> list[Path]:
     """The traces of earlier attempts, the latest first."""
     found = {path: ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
-    return sorted(numbers, key=numbers.get, reverse=True)
+    return sorted(numbers, key=lambda path: numbers[path], reverse=True)
 
 
 class Begin(NamedTuple):
@@ -76,9 +84,10 @@ class Begin(NamedTuple):
     header: dict
 
 
-def begin(run_dir, count):
+def begin(run_dir: Path, count: Mapping[int, int]) -> Begin | None:
     """The Begin of the attempt with `count[rank]` segments; None if no part of a step is there."""
-    steps, times, header = [], {}, None
+    steps, times = [], {}
+    header: dict[str, Any] = {}
     for rank in count:
         part = first_segment(run_dir, rank, count[rank])
         if part is None:
@@ -89,7 +98,7 @@ def begin(run_dir, count):
     return Begin(min(steps), times, header) if steps else None
 
 
-def first_segment(run_dir, rank, count):
+def first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
     """The first segment of a rank that has a part of a step and can be read."""
     for number in range(count):
         try:
@@ -101,14 +110,14 @@ def first_segment(run_dir, rank, count):
     return None
 
 
-def shared(attrs):
+def shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """How work is shared out, by the attributes of a trace or the header of a segment."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
 
 
-def work(config):
+def work(config: str) -> Any:
     """What of a configuration, TOML, makes a step what it is."""
     try:
         tree = tables_of(config)
@@ -124,18 +133,18 @@ class Nothing:
 
     ranks, created = (), None
 
-    def __init__(self, *missing):
+    def __init__(self, *missing: str) -> None:
         self.missing = missing
 
-    def parts(self, rank):
+    def parts(self, rank: int) -> list[Segment]:
         """What a rank did before, as segments."""
         return []
 
-    def followed(self, segment):
+    def followed(self, segment: Segment) -> Segment:
         """A segment that comes after that."""
         return segment
 
-    def clock(self, rank):
+    def clock(self, rank: int) -> np.ndarray:
         """The rows of its clock model."""
         return np.zeros(0, schema.record_type(schema.CLOCK_MODEL))
 
@@ -146,7 +155,7 @@ class Earlier:
 
     missing = ()
 
-    def __init__(self, trace, began):
+    def __init__(self, trace: Trace, began: Begin) -> None:
         self.trace, self.first, self.now = trace, began.step, began.header
         self.created = trace.attrs.get("created_utc", "")
         self.ranks = range(trace.attrs["world_size"])
@@ -155,12 +164,12 @@ class Earlier:
         self.number = 1 + max(self.column(rank, "seq").max(initial=-1) for rank in self.ranks)
         self.shift = self.moved(began)
 
-    def column(self, rank, name):
+    def column(self, rank: int, name: str) -> np.ndarray:
         """A column of the events of a rank that were not undone."""
         start, count = self.trace.rows(rank).start, self.ends[rank][0]
         return self.trace.events[name, start : start + count]
 
-    def end(self, rank):
+    def end(self, rank: int) -> tuple[int, int]:
         """How many events of a rank were not undone, and when the last of them ended."""
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
@@ -170,11 +179,11 @@ class Earlier:
         last = max((start + dur)[:count].max(initial=0), done.max(initial=0))
         return int(count), int(last)
 
-    def of(self, rank, name):
+    def of(self, rank: int, name: str) -> np.ndarray:
         """The rows of a rank in a table other than the events."""
         return self.tables[name][self.tables[name]["rank"] == rank]
 
-    def moved(self, began):
+    def moved(self, began: Begin) -> int:
         """0 where the clock of every rank went on; else as much as the clock on the wall says, or
         as is needed."""
         late = max(self.ends[rank][1] - time for rank, time in began.times.items())
@@ -184,18 +193,18 @@ class Earlier:
         wall = wall_seconds(self.created, began.header["created_utc"]) * 10**9
         return max(late + 1, wall - time + int(self.column(rank, "t_start")[:1].sum()))
 
-    def parts(self, rank):
+    def parts(self, rank: int) -> list[Segment]:
         count, _ = self.ends[rank]
         events = np.zeros(count, schema.record_type(schema.EVENTS))
         for column in schema.EVENTS:
             events[column.name] = self.column(rank, column.name)
         events["parent"] -= np.where(events["parent"] < 0, 0, self.trace.rows(rank).start)
-        done = (self.of(rank, name) for name in ("steps", "memory"))
-        done = [rows[rows["step"] < self.first] for rows in done]
+        steps, memory = (self.of(rank, name) for name in ("steps", "memory"))
+        steps, memory = (rows[rows["step"] < self.first] for rows in (steps, memory))
         samples = self.of(rank, "clock_samples")
-        return [Segment(self.header(rank), events, *done, samples)] if count else []
+        return [Segment(self.header(rank), events, steps, memory, samples)] if count else []
 
-    def header(self, rank):
+    def header(self, rank: int) -> dict[str, Any]:
         """The header of the attempt that goes on, as if that of a segment of a rank."""
         names = "local_rank", "device", "pid", "coords", "dropped", "host_id"
         own = {name: self.trace.ranks[name, rank : rank + 1].tolist()[0] for name in names}
@@ -205,18 +214,18 @@ class Earlier:
         own["node"] = None  # of this attempt: nothing says that the rank is where it was
         return self.now | own | {"groups": groups, "strings": self.trace.strings}
 
-    def followed(self, segment):
+    def followed(self, segment: Segment) -> Segment:
         for table in segment[1:]:
-            for name in {*TIMES} & {*table.dtype.names}:
+            for name in {*TIMES} & {*(table.dtype.names or ())}:
                 table[name] += self.shift
         segment.events["seq"] += np.where(segment.events["seq"] < 0, 0, self.number)
         return segment
 
-    def clock(self, rank):
+    def clock(self, rank: int) -> np.ndarray:
         return self.of(rank, "clock_model")
 
 
-def records(table, columns):
+def records(table: Table, columns: Sequence[Column]) -> np.ndarray:
     """A table as a record array."""
     rows = np.zeros(len(table), schema.record_type(columns))
     for column in columns:
@@ -224,7 +233,7 @@ def records(table, columns):
     return rows
 
 
-def wall_seconds(before, after):
+def wall_seconds(before: str, after: str) -> int:
     """From one time in ISO 8601 to another; 0 where one is not a time."""
     try:
         return int(

@@ -9,10 +9,12 @@ The file is not trusted: hpc3d.trace.file sees to its structure, hpc3d.trace.tab
 and here to how tables refer to each other.
 """
 
+from __future__ import annotations
+
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -28,7 +30,7 @@ class Group(NamedTuple):
     members: tuple
 
 
-def open(path):
+def open(path: Path | str) -> Trace:
     """The trace of a run's folder, or of its file trace.h5, to be used in a `with` or closed.
 
     ValueError if the file is not a sound one, or the folder has none yet.
@@ -48,7 +50,7 @@ class Trace:
     empty.  ValueError, when it is asked for, if a table is damaged.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._file = open_file(self.path)
         try:
@@ -80,47 +82,47 @@ class Trace:
         rows = len(self._table("ranks", schema.RANKS))
         self._require(self.attrs["world_size"] == rows, "/ranks has not one row per rank")
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         self._file.close()
 
     @cached_property
-    def events(self):
+    def events(self) -> Table:
         """What the ranks did, sorted by (rank, t_start): columns EVENTS."""
         return self._table("events", schema.EVENTS)
 
     @cached_property
-    def steps(self):
+    def steps(self) -> Table:
         """One row per rank and completed step: columns STEPS."""
         return self._table("steps", schema.STEPS)
 
     @cached_property
-    def memory(self):
+    def memory(self) -> Table:
         """One row per rank, step and kind: columns MEMORY."""
         return self._table("memory", schema.MEMORY)
 
     @cached_property
-    def clock_model(self):
+    def clock_model(self) -> Table:
         """Pieces of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
         return self._table("clock/model", schema.CLOCK_MODEL)
 
     @cached_property
-    def clock_samples(self):
+    def clock_samples(self) -> Table:
         """Exchanges between clocks: columns CLOCK_SAMPLES."""
         return self._table("clock/samples", schema.CLOCK_SAMPLES)
 
     @cached_property
-    def prediction(self):
+    def prediction(self) -> Table:
         """What a model of the run predicts: columns PREDICTION."""
         return self._table("prediction", schema.PREDICTION)
 
     @cached_property
-    def calibration(self):
+    def calibration(self) -> dict[tuple[str, str], Table]:
         """{(op, axis): what such calls cost}: columns CALIBRATION, `attrs` alpha and beta."""
         found = {
             (op, axis): self._table(f"calibration/{op}/{axis}", schema.CALIBRATION)
@@ -134,19 +136,19 @@ class Trace:
         return found
 
     @cached_property
-    def ranks(self):
+    def ranks(self) -> Table:
         """One row per rank: columns RANKS and COORDS."""
         return self._table("ranks", [*schema.RANKS, schema.COORDS])
 
     @cached_property
-    def strings(self):
+    def strings(self) -> list[str]:
         """Names of events and hosts, a list."""
         names = self._strings["name"].tolist()
         self._require(len({*names}) == len(names), "/strings has a name twice")
         return names
 
     @cached_property
-    def groups(self):
+    def groups(self) -> list[Group]:
         """The groups of ranks that `events["group"]` counts, a list of Group."""
         table, members = self._groups, self._table("groups", [schema.MEMBERS])["members"].tolist()
         offset, end = table["offset"], np.cumsum(table["size"], dtype="i8")
@@ -156,7 +158,7 @@ class Trace:
         return [Group(axis, tuple(members[start:stop])) for axis, start, stop in parts]
 
     @cached_property
-    def rank_ptr(self):
+    def rank_ptr(self) -> np.ndarray:
         """[ranks + 1]: rank r owns the rows rank_ptr[r] to rank_ptr[r + 1] of `events`."""
         pointers = self._table("index", [schema.RANK_PTR])["rank_ptr"]
         ends = len(pointers), *pointers[:1], *pointers[-1:]
@@ -166,7 +168,7 @@ class Trace:
         self._require(whole, "/index/rank_ptr does not divide the rows of /events")
         return pointers
 
-    def rows(self, rank):
+    def rows(self, rank: int) -> slice:
         """The rows of a rank in `events`, a slice."""
         if not 0 <= rank < len(self.ranks):
             raise ValueError(f"{self.path} has ranks 0 to {len(self.ranks) - 1}, not {rank}")

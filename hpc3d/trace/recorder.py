@@ -4,8 +4,14 @@ A step touches no file, and allocates only where the table is full, which double
 in a run.  Between steps the table is written as a closed segment when it is half full or old.
 """
 
+from __future__ import annotations
+
 import struct
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -23,12 +29,19 @@ from hpc3d.trace.schema import (
 from hpc3d.trace.segment import segment_path, write_segment
 from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.trace.clock import Clocks, Sample
+
 CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
 COMPUTE, OPTIMIZER, IO, MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
 PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
 NANOSECONDS = 1_000_000_000
+
+Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, layer
 
 
 class Recorder:
@@ -42,15 +55,25 @@ class Recorder:
     """
 
     def __init__(
-        self, run_dir, header, capacity=1 << 15, every_s=30, clock=time.monotonic_ns, most=MOST
-    ):
-        self.clocks = None
+        self,
+        run_dir: Path,
+        header: dict[str, Any],
+        capacity: int = 1 << 15,
+        every_s: float = 30,
+        clock: Callable[[], int] = time.monotonic_ns,
+        most: int = MOST,
+    ) -> None:
+        self.clocks: Clocks | None = None
         self.run_dir, self.header, self.clock = run_dir, {**header, "groups": []}, clock
         self.rank, self.every_s = header["rank"], every_s
         self.capacity, self.most = capacity, most
         self.table = bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
-        self.strings, self.steps, self.memory, self.samples = {}, [], [], []
+        self.strings: dict[str, int] = {}
+        # Rows of the tables of these names.
+        self.steps: Any = []
+        self.memory: list[tuple[int, ...]] = []
+        self.samples: list[Sample] = []
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # nanoseconds in calls since the step began
@@ -58,61 +81,63 @@ class Recorder:
         self.flushed = self.started = clock()
 
     @property
-    def phase(self):
+    def phase(self) -> str:
         return PHASE[self.phase_number]
 
     @phase.setter
-    def phase(self, name):
+    def phase(self, name: str) -> None:
         self.phase_number = PHASE_NUMBER[name]
 
-    def scope(self, layer=None, phase=None):
+    def scope(self, layer: int | None = None, phase: str | None = None) -> Scope:
         """A context whose events are of this layer and phase, as far as they are given."""
         return Scope(self, layer, phase)
 
-    def at(self, stage, chunk, microbatch):
+    def at(self, stage: int, chunk: int, microbatch: int) -> None:
         """What runs now is this microbatch (-1: none) on this chunk of this stage."""
         self.stage, self.chunk, self.microbatch = stage, chunk, microbatch
 
     @property
-    def context(self):
+    def context(self) -> Context:
         """What `put` stamps on an event."""
         return self.phase_number, self.microbatch, self.stage, self.chunk, self.layer
 
     @property
-    def communication(self):
+    def communication(self) -> float:
         """Nanoseconds of the step that were spent in calls."""
         return self.blocked
 
-    def name(self, text):
+    def name(self, text: str) -> int:
         return self.strings.setdefault(text, len(self.strings))
 
-    def span(self, name, op="elementwise", flops=0):
+    def span(
+        self, name: str, op: str = "elementwise", flops: float = 0
+    ) -> AbstractContextManager[Any]:
         """A context whose time is one event of computation, or of reading (op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
-    def mark(self, name):
+    def mark(self, name: str) -> None:
         """A moment worth a row: it takes no time."""
         self.put(self.clock(), 0, self.name(name), MARKER, OP_NUMBER["none"], self.context)
 
     def put(
         self,
-        start,
-        duration,
-        name,
-        category,
-        op,
-        context,
-        group=-1,
-        seq=-1,
-        peer=-1,
-        received=0,
-        count=0,
-        dtype=0,
-        flops=0.0,
-        posted=None,
-        step=None,
-        stream=0,
-    ):
+        start: int,
+        duration: int,
+        name: int,
+        category: int,
+        op: int,
+        context: Context,
+        group: int = -1,
+        seq: int = -1,
+        peer: int = -1,
+        received: int = 0,
+        count: int = 0,
+        dtype: int = 0,
+        flops: float = 0.0,
+        posted: int | None = None,
+        step: int | None = None,
+        stream: int = 0,
+    ) -> None:
         """One row, for a span of `duration` ns that began at `start`, in this step or another."""
         if not stream:
             self.latest = start + duration
@@ -130,7 +155,7 @@ class Recorder:
         # fmt: on
         self.count += 1
 
-    def grow(self):
+    def grow(self) -> bool:
         """Whether there is room for more rows: twice as many as before, up to `most`."""
         more = min(self.capacity, self.most - self.capacity)
         if more > 0:
@@ -138,23 +163,31 @@ class Recorder:
             self.capacity += more
         return more > 0
 
-    def wrap(self, comm, axis):
+    def wrap(self, comm: Communicator, axis: str) -> Traced:
         """`comm` with every call recorded as communication along `axis`."""
         self.header["groups"].append({"axis": axis, "members": list(comm.members)})
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
-    def synchronise(self):
+    def synchronise(self) -> None:
         """Compare the clocks of the hosts; collective over all ranks, between steps."""
         if self.clocks:
             self.samples += self.clocks.synchronise()
 
-    def begin_step(self, number):
+    def begin_step(self, number: int) -> None:
         self.step, self.blocked = number, 0
         self.started = self.latest = self.clock()
 
     def end_step(
-        self, pool, tokens, loss, grad_norm, learning_rate, forward_s, backward_s, skipped=False
-    ):
+        self,
+        pool: Pool,
+        tokens: int,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        forward_s: float,
+        backward_s: float,
+        skipped: bool = False,
+    ) -> None:
         """Close a step: its row, the memory by kind, and a segment if one is due."""
         now = self.clock()
         # fmt: off
@@ -171,7 +204,7 @@ class Recorder:
         if 2 * self.count > self.capacity or now - self.flushed > self.every_s * NANOSECONDS:
             self.flush()
 
-    def flush(self):
+    def flush(self) -> None:
         """Write what there is as a closed segment and begin the next one."""
         events = np.frombuffer(self.table, record_type(EVENTS), self.count)
         steps = np.array(self.steps, record_type(STEPS))
@@ -189,14 +222,14 @@ class Span:
 
     __slots__ = ("flops", "name", "op", "recorder", "start")
 
-    def __init__(self, recorder, name, op, flops):
+    def __init__(self, recorder: Recorder, name: int, op: int, flops: float) -> None:
         self.recorder, self.name, self.op, self.flops = recorder, name, op, flops
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.start = self.recorder.clock()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> Literal[False]:
         recorder = self.recorder
         category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE if self.op else IO
         duration = recorder.clock() - self.start

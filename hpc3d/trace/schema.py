@@ -4,6 +4,9 @@ A table is a tuple of columns and a NumPy record type.  Enumerations are tuples 
 stored is the index of the name.  `LAYOUT` says where in the file each table lies.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +76,7 @@ class Column(NamedTuple):
     optional: bool = False
 
     @property
-    def empty(self):
+    def empty(self) -> np.ndarray:
         """The array of no values, as a reader gives it."""
         return np.empty(0, object if self.type == TEXT else self.type)
 
@@ -275,6 +278,6 @@ ATTRIBUTES = (
 )
 
 
-def record_type(columns):
+def record_type(columns: Sequence[Column]) -> np.dtype:
     """The NumPy record type of a table."""
     return np.dtype([(column.name, column.type) for column in columns])

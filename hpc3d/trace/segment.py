@@ -7,12 +7,15 @@ A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.fi
 one file of all of them.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +36,7 @@ class Segment(NamedTuple):
 
 
 @contextmanager
-def replacing(path):
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary name that takes the place of `path`, safe on disk, if the block succeeds."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -47,7 +50,7 @@ def replacing(path):
             temporary.unlink(missing_ok=True)
 
 
-def sync(path):
+def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -58,7 +61,7 @@ def sync(path):
 
 
 @contextmanager
-def naming(path):
+def naming(path: Path) -> Iterator[None]:
     """An OSError that names no file, as those of writing do, names this one, in one line."""
     try:
         yield
@@ -68,14 +71,14 @@ def naming(path):
         raise
 
 
-def segment_path(run_dir, rank, number):
+def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
     """Where the `number`-th segment of a rank lies."""
     return Path(run_dir) / "trace" / f"rank-{rank:05d}-{number:04d}.npz"
 
 
-def count_segments(run_dir):
+def count_segments(run_dir: Path | str) -> dict[int, int]:
     """{rank: number of segments} of a run, counted to the last one; empty without a trace."""
-    count = {}
+    count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := NAME.fullmatch(path.name):
             rank, number = map(int, match.groups())
@@ -83,7 +86,9 @@ def count_segments(run_dir):
     return dict(sorted(count.items()))
 
 
-def write_segment(path, header, strings, *tables):
+def write_segment(
+    path: Path | str, header: Mapping[str, Any], strings: Iterable[str], *tables: np.ndarray
+) -> None:
     """Write a segment: afterwards it is whole and on disk, or not there at all.
 
     `header` is plain data (JSON); the tables are record arrays, those of `TABLES` in their order.
@@ -93,12 +98,12 @@ def write_segment(path, header, strings, *tables):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**header, "strings": list(strings)}).encode()
-    named = dict(zip(TABLES, tables, strict=True))
+    named: dict[str, Any] = dict(zip(TABLES, tables, strict=True))
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, header=np.frombuffer(text, "u1"), **named)
 
 
-def read_segment(path, rank):
+def read_segment(path: Path, rank: int) -> Segment:
     """A segment of `rank`; ValueError if it is truncated, damaged or inconsistent."""
     try:
         with np.load(path, allow_pickle=False) as arrays:

@@ -1,9 +1,21 @@
 """Columns of a trace file, each read when it is asked for, in NumPy and in pandas."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.extras import need
 from hpc3d.trace.file import REMEDY, attributes, explained, labels, read, sound
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from hpc3d.trace.file import Group
+    from hpc3d.trace.schema import Column
 
 ALL = slice(None)
 MOST_INTEGER = 2**60  # ns are 36 years: sums and differences of a few are within int64
@@ -19,7 +31,14 @@ class Table:
     be used as what it is: a code has a name, an index a row, and a number is one; or ValueError.
     """
 
-    def __init__(self, path, name, columns, group, tables):
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        columns: Sequence[Column],
+        group: Group | None,
+        tables: Mapping[str, Any],
+    ) -> None:
         self._path, self._name, self._tables = path, name, tables
         self._columns = {column.name: column for column in columns}
         self._absent = group is None
@@ -29,18 +48,18 @@ class Table:
         if len({*map(len, self._datasets.values())}) > 1:
             raise ValueError(f"/{name} has columns of different lengths")
 
-    def __contains__(self, name):
+    def __contains__(self, name: object) -> bool:
         return name in self._datasets
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         """The names of the columns."""
         return iter(self._datasets)
 
-    def __len__(self):
+    def __len__(self) -> int:
         """The number of rows."""
         return next(map(len, self._datasets.values()), 0)
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: str | tuple[str, slice]) -> np.ndarray:
         """A column, or a slice of its rows, as an array; text as an array of str."""
         name, rows = key if isinstance(key, tuple) else (key, ALL)
         if self._absent and name in self._columns:
@@ -51,17 +70,17 @@ class Table:
             self._check(self._columns[name], values)
         return values
 
-    def columns(self):
+    def columns(self) -> dict[str, np.ndarray]:
         """{name: array} of all columns."""
         return {name: self[name] for name in self}
 
-    def labels(self, name):
+    def labels(self, name: str) -> dict[int, str]:
         """{value: name} of an enumerated column, as the file has it; empty for another."""
         if self._absent:
             return {}
         return labels(self._dataset(name))
 
-    def frame(self, columns=None, rows=ALL):
+    def frame(self, columns: Iterable[str] | None = None, rows: slice = ALL) -> DataFrame:
         """Columns, all by default, as a pandas DataFrame; enumerations and names as categories."""
         need("a frame", "pandas")
         from pandas import DataFrame

@@ -1,12 +1,23 @@
 """Calls of a communicator as events."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.comm.communicator import Pending
 from hpc3d.trace.schema import CATEGORY, DTYPE, OP
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.trace.recorder import Recorder
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
@@ -24,60 +35,62 @@ class Traced:
     the two ends of one.
     """
 
-    def __init__(self, comm, recorder, group):
+    def __init__(self, comm: Communicator, recorder: Recorder, group: int) -> None:
         self.comm, self.recorder, self.group = comm, recorder, group
         self.rank, self.size = comm.rank, comm.size
         self.members, self.pool = comm.members, comm.pool
-        self.buffer, self.grouped, self.sequence = comm.buffer, comm.grouped, Counter()
+        self.buffer, self.grouped, self.sequence = comm.buffer, comm.grouped, Counter[Hashable]()
 
-    def all_gather(self, block, dim=0):
+    def all_gather(self, block: Array, dim: int = 0) -> Pending:
         received = block.nbytes * (self.size - 1)
         post = partial(self.comm.all_gather, block, dim)
         return self.call("all_gather", block, received, -1, post)
 
-    def reduce_scatter(self, block, dim=0):
+    def reduce_scatter(self, block: Array, dim: int = 0) -> Pending:
         received = block.nbytes * (self.size - 1) // self.size
         post = partial(self.comm.reduce_scatter, block, dim)
         return self.call("reduce_scatter", block, received, -1, post)
 
-    def all_reduce(self, block, op="sum"):
+    def all_reduce(self, block: Array, op: str = "sum") -> Pending:
         received = 2 * block.nbytes * (self.size - 1) // self.size
         post = partial(self.comm.all_reduce, block, op)
         return self.call("all_reduce", block, received, -1, post)
 
-    def broadcast(self, block, root):
+    def broadcast(self, block: Array, root: int) -> Pending:
         """The block, for all but the root."""
         received = None if self.rank != root else 0
         post = partial(self.comm.broadcast, block, root)
         return self.call("broadcast", block, received, root, post)
 
-    def reduce(self, block, root):
+    def reduce(self, block: Array, root: int) -> Pending:
         """The block, for all but the member next to the root, where the chain to it begins."""
         received = block.nbytes * (self.rank != (root + 1) % self.size)
         post = partial(self.comm.reduce, block, root)
         return self.call("reduce", block, received, root, post)
 
-    def all_to_all(self, block):
+    def all_to_all(self, block: Array) -> Pending:
         received = block.nbytes * (self.size - 1) // self.size
         post = partial(self.comm.all_to_all, block)
         return self.call("all_to_all", block, received, -1, post)
 
-    def send(self, block, peer):
+    def send(self, block: Array, peer: int) -> Pending:
         post = partial(self.comm.send, block, peer)
         return self.call("send", block, block.nbytes, peer, post)
 
-    def recv(self, shape, dtype, peer):
+    def recv(self, shape: Sequence[int], dtype: DTypeLike, peer: int) -> Pending:
         block = np.empty((0, *shape[1:]), dtype)
         post = partial(self.comm.recv, shape, dtype, peer)
         return self.call("recv", block, None, peer, post)
 
-    def number(self, op, peer):
+    def number(self, op: str, peer: int) -> int:
         """The number of this call in its sequence."""
         key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
-    def call(self, op, block, received, peer, post):
+    def call(
+        self, op: str, block: Array, received: int | None, peer: int, post: Callable[[], Pending]
+    ) -> Pending:
         """Make the call by `post()`; `received` None stands for the bytes of what comes back."""
         recorder, seq = self.recorder, self.number(op, peer)
         context, step = recorder.context, recorder.step
@@ -111,7 +124,9 @@ class Traced:
 
         return Pending(finish)
 
-    def about(self, seq, peer, block, result, received):
+    def about(
+        self, seq: int, peer: int, block: Array, result: Any, received: int | None
+    ) -> dict[str, int]:
         """What the row of a call says of it."""
         return {
             "group": self.group,
@@ -124,6 +139,6 @@ class Traced:
 
 
 @cache
-def dtype_number(dtype):
+def dtype_number(dtype: np.dtype) -> int:
     """The code of a type, that of none where the trace has no name for it."""
     return DTYPE.index(dtype.name) if dtype.name in DTYPE else 0

@@ -1,13 +1,21 @@
 """A communicator that notes what it was given and what came, and compares notes with its peers."""
 
+from __future__ import annotations
+
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpc3d.comm.abft.checksum import largest, norm, quiet, slack, terms, words
 from hpc3d.comm.communicator import Communicator
 from hpc3d.comm.mesh import along
+
+if TYPE_CHECKING:
+    from hpc3d.comm.abft.checker import AbftChecker
+    from hpc3d.comm.communicator import Pending
+    from hpc3d.comm.mesh import MeshRecorder
 
 ROWS = 64  # of a fresh table of notes
 
@@ -22,11 +30,11 @@ class CallRecord(NamedTuple):
     layer: int
     phase: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{place(self)}: {self.op} of {self.size} elements of {self.dtype}"
 
 
-def place(where):
+def place(where: MeshRecorder | CallRecord) -> str:
     """The step, layer and phase of a trace or a note, in words."""
     layer = f"layer {where.layer}, " if where.layer >= 0 else ""
     return f"step {where.step}, {layer}{where.phase}"
@@ -39,15 +47,21 @@ class CheckedCommunicator(Communicator):
     sum only one number comes; behind it stands the norm of the sums of the rows that were given.
     """
 
-    def __init__(self, comm, ledger, axis):
+    def __init__(self, comm: Communicator, ledger: AbftChecker, axis: str) -> None:
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        self.buffer, self.grouped = comm.buffer, comm.grouped
-        self.rows, self.notes = np.zeros((ROWS, 2 * self.size), np.uint64), []
+        # Of these nothing is noted.
+        self.buffer = comm.buffer  # type: ignore[method-assign]
+        self.grouped = comm.grouped  # type: ignore[method-assign]
+        self.rows = np.zeros((ROWS, 2 * self.size), np.uint64)
+        self.notes: list[CallRecord] = []
         self.came = np.zeros((ROWS, self.size), bool)
-        self.sums, self.maxima = {}, []
-        self.posted, self.awaited = Counter(), Counter()
-        self.sent, self.arrived = {}, {}
+        self.sums: dict[int, tuple[float, float]] = {}
+        self.maxima: list[int] = []
+        self.posted: Counter[int] = Counter()
+        self.awaited: Counter[int] = Counter()
+        self.sent: dict[tuple[int, int], tuple[int, None]] = {}
+        self.arrived: dict[tuple[int, int], tuple[int, CallRecord]] = {}
 
     def _all_gather(self, block):
         pending = self.comm._all_gather(block)
@@ -77,7 +91,7 @@ class CheckedCommunicator(Communicator):
         self.maxima.append(row)
         return pending.then(lambda total: self.same(row, total))
 
-    def open(self, op, block):
+    def open(self, op: str, block: np.ndarray) -> int:
         """A new row; its number."""
         if len(self.notes) == len(self.rows):
             self.rows, self.came = (
@@ -86,11 +100,13 @@ class CheckedCommunicator(Communicator):
         self.notes.append(self.note(op, block))
         return len(self.notes) - 1
 
-    def note(self, op, block):
+    def note(self, op: str, block: np.ndarray) -> CallRecord:
         trace = self.ledger.trace
         return CallRecord(op, block.size, block.dtype, trace.step, trace.layer, trace.phase)
 
-    def moving(self, op, block, pending, parts, givers):
+    def moving(
+        self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
+    ) -> Pending:
         """Note a call in which a member gives `parts` parts, and gets one of each of `givers`."""
         if not self.ledger.active:
             return pending
@@ -107,18 +123,20 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    def watched(self, whole, givers):
+    def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
         """Whose parts this member looks at: where all see one memory, one of them each."""
         if whole.flags.writeable:
             return givers
         number, readers = self.comm.readers
         return givers[(number + 1) % min(readers, len(givers)) :: readers]
 
-    def same(self, row, total):
+    def same(self, row: int, total: np.ndarray) -> np.ndarray:
         self.rows[row, self.size] = words(total)[0]
         return total
 
-    def adding(self, op, block, pending, parts, gets=True):
+    def adding(
+        self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
+    ) -> Pending:
         """Note a call that sums `parts` parts over the members; this one `gets` one of them."""
         if not self.ledger.active:
             return pending
@@ -157,7 +175,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     @quiet  # and its generators, which run here
-    def compare(self):
+    def compare(self) -> list[str]:
         """Exchange the notes with all members; lines about what is wrong in what this one got."""
         count = len(self.notes)
         mine = np.zeros((1, count + 1, 2 * self.size), np.uint64)
@@ -173,7 +191,7 @@ class CheckedCommunicator(Communicator):
         self.notes, self.sums, self.maxima = [], {}, []
         return found
 
-    def moves(self, everyone):
+    def moves(self, everyone: np.ndarray) -> Iterator[str]:
         """Blocks whose bits are not those that were given."""
         count = len(self.notes)
         given = everyone[:, :count, self.rank].T
@@ -183,7 +201,7 @@ class CheckedCommunicator(Communicator):
                 self.notes[row], f"what came from rank {self.members[giver]} is not what it gave"
             )
 
-    def totals(self, everyone):
+    def totals(self, everyone: np.ndarray) -> Iterator[str]:
         """Sums that are not those of what was given; nothing is said where that overflows."""
         for row, (share, size) in self.sums.items():
             given, note = everyone[:, row].view(np.float64), self.notes[row]
@@ -194,14 +212,14 @@ class CheckedCommunicator(Communicator):
                 what = f"the sum is off by {off:.3g}, rounding is at most {limit:.3g}"
                 yield self.line(note, what)
 
-    def peaks(self, everyone):
+    def peaks(self, everyone: np.ndarray) -> Iterator[str]:
         """Maxima that are not the same everywhere, said by the members of a minority."""
         for row in self.maxima:
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
                 yield self.line(self.notes[row], "the maximum is not that of the other ranks")
 
-    def messages(self, count):
+    def messages(self, count: int) -> Iterator[str]:
         """Messages whose bits are not those that were sent.
 
         Those that the other end has not noted yet stay for the next time.
@@ -232,9 +250,9 @@ class CheckedCommunicator(Communicator):
                     )
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 
-    def forget(self):
+    def forget(self) -> None:
         """Drop messages whose other end was not noted."""
         self.sent, self.arrived = {}, {}
 
-    def line(self, note, what):
+    def line(self, note: CallRecord, what: str) -> str:
         return f"rank {self.members[self.rank]}: {note} {along(self.axis)}: {what}"

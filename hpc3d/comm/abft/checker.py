@@ -13,40 +13,53 @@ gathers after the update, is compared in the next step that is checked.  Product
 and what is computed element by element, are not checked.
 """
 
+from __future__ import annotations
+
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, place
 from hpc3d.comm.abft.checksum import Signs, quiet, wrong_row
+from hpc3d.comm.mesh import NullRecorder
+
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.comm.mesh import MeshRecorder
 
 
 class AbftChecker:
     """The notes of a rank, for every `every`-th step; `found` says what is wrong here."""
 
-    def __init__(self, rank, every=1):
+    def __init__(self, rank: int, every: int = 1) -> None:
         self.rank, self.every = rank, every
-        self.comms, self.found, self.signs = [], [], Signs()
-        self.trace, self.active, self.latest = None, False, (lambda: None, None)
+        self.comms: list[CheckedCommunicator] = []
+        self.found: list[str] = []
+        self.signs, self.active = Signs(), False
+        self.trace: MeshRecorder = NullRecorder()
+        # The newest product, if it lives, and the signed sums of its rows.
+        self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
-    def wrap(self, comm, axis):
+    def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
         """`comm` with every call noted."""
         self.comms.append(CheckedCommunicator(comm, self, axis))
         return self.comms[-1]
 
-    def begin(self, number, trace):
+    def begin(self, number: int, trace: MeshRecorder) -> None:
         """Step `number` begins; `trace` knows what runs."""
         self.trace, self.active = trace, number % self.every == 0
         if self.every > 1:
             for comm in self.comms:
                 comm.forget()
 
-    def end(self):
+    def end(self) -> None:
         """What is said between steps is not noted."""
         self.active = False
 
     @quiet
-    def product(self, a, b, c):
+    def product(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         """Check that C = A B."""
         if not self.active or not c.size:
             return
@@ -58,7 +71,7 @@ class AbftChecker:
             self.found.append(self.product_line(a, b, c, row))
         self.latest = weakref.ref(c), sums
 
-    def product_line(self, a, b, c, row):
+    def product_line(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int) -> str:
         """What to say of a product with a wrong row: the column is that which is farthest off."""
         again = a[row] @ b
         off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
@@ -69,12 +82,12 @@ class AbftChecker:
             f"is {c[row, column]:.6g}, not {again[column]:.6g}"
         )
 
-    def rows(self, block, parts=1):
+    def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
         """The signed sums of the rows of a block: those that `product` has made of it already."""
         product, sums = self.latest
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 
-    def compare(self):
+    def compare(self) -> int:
         """Compare the notes of all members of every axis; how many were found wrong on this rank.
 
         Collective: all ranks call it at the same place of a step.

@@ -28,6 +28,8 @@ matrices in float32 (in float64 the same 29 bits further down):
     [96, 3072]   [3072, 288]         >= 0.98           0.97  0.89  0.55  0.02     0     0
 """
 
+from __future__ import annotations
+
 from math import sqrt
 
 import numpy as np
@@ -42,17 +44,17 @@ WORD = np.dtype(np.uint64)
 class Signs:
     """A fixed sequence of random signs, as vectors of any length and type."""
 
-    def __init__(self):
-        self.tables = {}
+    def __init__(self) -> None:
+        self.tables: dict[np.dtype, np.ndarray] = {}
 
-    def __call__(self, count, dtype):
+    def __call__(self, count: int, dtype: np.dtype) -> np.ndarray:
         table = self.tables.get(dtype)
         if table is None or table.size < count:
             table = self.tables[dtype] = drawn(max(2 * count, WIDE)).astype(dtype)
         return table[:count]
 
     @quiet
-    def rows(self, block, parts=1):
+    def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
         """The rows of `block` summed with signs, [parts, rows of a part].
 
         A row is one of a matrix, or WIDE elements of a part.
@@ -66,20 +68,20 @@ class Signs:
         return np.concatenate([body, tail[:, None]], axis=1)
 
     @quiet
-    def total(self, rows):
+    def total(self, rows: np.ndarray) -> np.ndarray:
         """Those sums summed with signs, in float64: one number a part."""
         return rows @ self(rows.shape[1], np.dtype(np.float64))
 
 
-def drawn(count):
+def drawn(count: int) -> np.ndarray:
     """Signs out of the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    z = np.arange(1, count + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
+    z: np.ndarray = np.arange(1, count + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return 1.0 - 2.0 * ((z ^ (z >> 31)) & 1)
 
 
-def words(block, parts=1):
+def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
     """The sum modulo 2^64 of the 8-byte words of each part of a contiguous block: one flipped bit
     always changes it."""
     size = block.nbytes // parts
@@ -90,13 +92,13 @@ def words(block, parts=1):
     return np.add.reduce(padded.view(WORD), axis=1)
 
 
-def terms(block):
+def terms(block: np.ndarray) -> int:
     """How many elements are summed in the type of the block."""
     return min(WIDE, block.shape[-1] if block.ndim == 2 else block.size)
 
 
 @quiet
-def norm(block):
+def norm(block: np.ndarray) -> float:
     """The Frobenius norm, of numbers of any size."""
     flat = (block if block.flags.c_contiguous else block.T).reshape(-1)
     total = float(np.dot(flat, flat))
@@ -109,18 +111,20 @@ def norm(block):
     return top * sqrt(np.dot(scaled, scaled))
 
 
-def largest(dtype):
+def largest(dtype: np.dtype) -> float:
     """The norm of blocks whose sum may overflow; none of integers, and they are exact."""
     return float(np.finfo(dtype).max) / 1000 if dtype.char in ROUNDOFF else np.inf
 
 
-def slack(dtype, *counts):
+def slack(dtype: np.dtype, *counts: int) -> float:
     """The rounding of a chain of sums of so many terms, relative to a norm; none of integers."""
     unit = ROUNDOFF.get(dtype.char, 0.0)
     return BOUND * unit * sum(map(sqrt, counts))
 
 
-def wrong_row(a, b, sums, difference):
+def wrong_row(
+    a: np.ndarray, b: np.ndarray, sums: np.ndarray, difference: np.ndarray
+) -> int | None:
     """The row of C = A B in which C s and A (B s) differ by more than rounding, and by how much of
     it; None where all are right.
 
