@@ -16,7 +16,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import Part, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
-from hpc3d.training.optimizer import STATES
+from hpc3d.training.optimizer import state_kinds
 
 
 class Tensor(NamedTuple):
@@ -101,8 +101,8 @@ def tensors(opened):
 
 def kinds_of(opened):
     """Those of the arrays in a checkpoint; the value is always one of them."""
-    found = {kind for _, kind in opened.sources} | {"value"}
-    return tuple(kind for kind in STATES if kind in found)
+    found = {kind for _, kind in opened.sources}
+    return ("value", *(kind for kind in state_kinds() if kind in found))
 
 
 def about(opened):

@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from hpc3d.limits import MOST_COUNT
-from hpc3d.training.optimizer import STATES
+from hpc3d.training.optimizer import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 BFLOAT16 = "bfloat16"  # NumPy has no letter for it
@@ -97,19 +97,21 @@ def check_file(file):
     require(number(file.get("bytes")), f"{name} has no size")
     require(isinstance(digest, str) and DIGEST.fullmatch(digest), f"{name} has no SHA-256")
     require(isinstance(pieces, list), f"{name} has no pieces")
+    kinds = {"value", *state_kinds()}
     for piece in pieces:
-        sound = isinstance(piece, list) and len(piece) == 5 and sound_piece(*piece)
+        sound = isinstance(piece, list) and len(piece) == 5 and sound_piece(*piece, kinds)
         require(sound, f"{name} has an invalid piece")
         *_, dtype, offset, rectangles = piece
         end = offset + FLOATS[dtype] * sum(map(area, rectangles))
         require(end <= file["bytes"], f"{name} has a piece beyond its end")
 
 
-def sound_piece(name, kind, dtype, offset, rectangles):
+def sound_piece(name, kind, dtype, offset, rectangles, kinds):
     return (
         isinstance(name, str)
         and NAME.fullmatch(name)
-        and kind in STATES
+        and isinstance(kind, str)
+        and kind in kinds
         and isinstance(dtype, str)
         and dtype in FLOATS
         and number(offset)

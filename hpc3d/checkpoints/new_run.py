@@ -12,9 +12,11 @@ import numpy as np
 
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.inspect import shapes_of
+from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
+from hpc3d.training.optimizer import optimizer_of
 
 
 class Beginning(NamedTuple):
@@ -26,18 +28,21 @@ class Beginning(NamedTuple):
     nbytes: int
 
 
-def state(shapes, dtype, read):
-    """The `Beginning` with values `read(name)` and an optimiser that has seen nothing."""
+def state(shapes, dtype, read, specs):
+    """The `Beginning` with values `read(name)` and an optimiser with the states `specs` that has
+    seen nothing."""
+    states = {spec.name: np.dtype(spec.dtype or dtype) for spec in specs}
     pieces, offset = [], 0
     for name, shape in shapes.items():
-        for kind in ("value", "first", "second"):
-            pieces.append(StoredPiece(name, kind, dtype.str, offset, [whole_of(shape)]))
-            offset += prod(shape) * dtype.itemsize
+        for kind, each in {"value": dtype, **states}.items():
+            pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(shape)]))
+            offset += prod(shape) * each.itemsize
 
     def arrays():
         for name, shape in shapes.items():
             yield read(name).astype(dtype).ravel()
-            yield from np.zeros((2, prod(shape)), dtype)
+            for each in states.values():
+                yield np.zeros(prod(shape), each)
 
     return Beginning(pieces, arrays(), offset)
 
@@ -59,7 +64,8 @@ def begin(run, config, read):
         shard = folder / "checkpoints" / "step-00000000.tmp"
         shard.mkdir(parents=True)
         dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
-        write_shard(shard, 0, state(shapes, dtype, lambda name: read(name, config.model)))
+        specs = optimizer_of(config).STATES
+        write_shard(shard, 0, state(shapes, dtype, lambda name: read(name, config.model), specs))
         if damage := complete(shard, 1, header, keep=1):
             raise ValueError(damage)
     return shapes

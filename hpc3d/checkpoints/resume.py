@@ -8,7 +8,7 @@ from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.plain import Problems, lines_of
-from hpc3d.training.optimizer import FLOOR, OPTIMIZERS, learning_rate
+from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
 
 OF_ANOTHER = "it is of another model or optimiser"
 NOTHING = "{}: no checkpoint to resume from; train anew"
@@ -184,8 +184,8 @@ def misfit(opened, config):
     for key in stored:
         if stored[key] != asked[key] and key != "dropout":
             return f"{opened.folder} has model.{key} = {stored[key]}: {OF_ANOTHER}"
-    needed = OPTIMIZERS[config.train.optimizer].MOMENTS
-    if lacking := {*needed} - {*kinds_of(opened)}:
+    needed = {spec.name for spec in optimizer_of(config).STATES}
+    if lacking := needed - {*kinds_of(opened)}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {OF_ANOTHER}"
     found = inconsistencies(opened, shapes_of(config.model))
     return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -23,7 +23,7 @@ from hpc3d.checkpoints.block_slices import BlockSlices, rectangles
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, read_manifest, type_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
-from hpc3d.training.optimizer import STATES
+from hpc3d.training.optimizer import MASTER
 
 
 def block_of(item, mesh):
@@ -73,10 +73,8 @@ def shares(parameters, optimizer):
 def arrays(place, parameters, optimizer):
     """(kind, this rank's own elements) of a parameter that lies at `place`."""
     yield "value", parameters.value[place.own_value]
-    for kind in STATES[1:]:
-        state = getattr(optimizer, kind, None)
-        if state is not None:
-            yield kind, state[place.state]
+    for kind, state in optimizer.states.items():
+        yield kind, state[place.state]
 
 
 # Writing
@@ -198,7 +196,8 @@ class Checkpoint:
     @property
     def exact(self):
         """The kind that has the values in full: their master copies, where there are any."""
-        return "master" if any(kind == "master" for _, kind in self.sources) else "value"
+        held = {kind for _, kind in self.sources}
+        return MASTER.name if MASTER.name in held else "value"
 
     def damage(self, number=0, of=1):
         """What is wrong with the first bad file of every `of`-th from `number` on; None if none
@@ -233,11 +232,9 @@ def restore(checkpoint, parameters, optimizer):
         block = block_of(item, parameters.mesh)
         fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
         first = place.own_value.start - place.value.start
-        for kind in STATES[1:]:
-            state = getattr(optimizer, kind, None)
-            if state is not None:
-                stored = exact if kind == "master" else kind
-                fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
+        for kind, state in optimizer.states.items():
+            stored = exact if kind == MASTER.name else kind
+            fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 
 
 def fill_flat(checkpoint, flat, name, kind, block, first):

@@ -23,12 +23,17 @@ class Buckets:
     def __init__(self, parameters, size):
         self.parameters, self.mesh = parameters, parameters.mesh
         summed = [item for item in parameters if item.partial]
-        self.sums = [Sum(parameters, items) for items in filled(parameters, summed, size)]
-        places = parameters.places
-        parted = [i for i in parameters if places[i].own_value != places[i].value]
-        self.gathers = [Gather(parameters, items) for items in filled(parameters, parted, size)]
+        parted = [item for item in parameters if parameters.shared_out(item)]
+        self.sums = [self.bucket(Sum, OwnerSum, each) for each in filled(parameters, summed, size)]
+        self.gathers = [
+            self.bucket(Gather, OwnerGather, each) for each in filled(parameters, parted, size)
+        ]
         self.twins = [item for item in parameters if item.twin is not None]
         self.begin()
+
+    def bucket(self, shared, owned, items):
+        """A bucket of items that the replicas share out, or that one of them updates."""
+        return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
     def begin(self):
         """Start a new step with gradients of zero."""
@@ -162,10 +167,47 @@ class Gather(Bucket):
         self.pending = None
 
 
+class OwnerSum(Sum):
+    """Whole matrices: their sum over the data axis is left to the replica that updates them."""
+
+    @property
+    def owner(self):
+        return self.parameters.owners[self.items[0]]
+
+    def sum_over(self, axis):
+        if axis != DATA:
+            return super().sum_over(axis)
+        return self.mesh.comm(axis).reduce(self.parameters.grad[self.span], self.owner)
+
+    def store(self, axis, total):
+        if axis != DATA or self.mesh.coord(DATA) == self.owner:
+            self.parameters.grad[self.span] = total
+
+
+class OwnerGather(Bucket):
+    """Whole matrices: every replica takes them from the one that has updated them."""
+
+    def post(self):
+        value = self.parameters.value
+        block = np.concatenate([value[place.value] for place in self.places])
+        owner = self.parameters.owners[self.items[0]]
+        self.pending = self.mesh.comm(DATA).broadcast(block, owner)
+
+    def wait(self):
+        block, start = self.pending.wait(), 0
+        for place in self.places:
+            stop = start + place.value.stop - place.value.start
+            self.parameters.value[place.value] = block[start:stop]
+            start = stop
+        self.pending = None
+
+
 def filled(parameters, items, size):
-    """Lists of neighbours that are summed alike, each as long as it stays within `size` bytes."""
+    """Lists of neighbours that are summed alike, and updated by the same replicas, each as long as
+    it stays within `size` bytes."""
     places, itemsize = parameters.places, parameters.wide.itemsize
-    for _, alike in groupby(items, lambda item: (item.late, item.partial)):
+    owners = parameters.owners
+    for _, alike in groupby(items, lambda item: (item.late, item.partial, owners.get(item))):
         bucket, held = [], 0
         for item in alike:
             place = places[item]

@@ -15,6 +15,10 @@ state of that part only:
 
 2 and 3 hold for matrices and the token table; vectors and positions, 13 of 12 h + 13 columns a
 layer, are treated as in 1.
+
+An optimiser may want whole matrices.  What is an own part above is then a whole block of a matrix:
+of its gradient's layout with 2 and 3; else the stored block, which is dealt to one replica, its
+*owner*: the gradient is reduced to the owner and the value broadcast from there.
 """
 
 from collections.abc import Iterator
@@ -83,17 +87,32 @@ class UpdateSlice(NamedTuple):
     decay: bool
 
 
+class WholeMatrix(NamedTuple):
+    """A block of a matrix that the optimiser updates: its slices of value, gradient and state, its
+    `shape` and its `layout` on the mesh."""
+
+    value: slice
+    grad: slice
+    state: slice
+    item: Parameter
+    layout: Layout
+    shape: tuple[int, ...]
+
+
 class Parameters:
     """All parameters of this rank on flat arrays `value` and `grad`.
 
-    Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
+    Of what this rank updates, `pieces` are stretches, and with `whole_matrices` those of vectors
+    alone; then `matrices` are the others.  `owners` are the replicas that such a matrix is dealt
+    to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
     """
 
-    def __init__(self, mesh, dtype, zero=0):
+    def __init__(self, mesh, dtype, zero=0, whole_matrices=False):
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
         self.parts = mesh.size(DATA) if zero else 1
-        self.items, self.places, self.pieces = [], {}, []
+        self.whole_matrices = whole_matrices
+        self.items, self.places, self.pieces, self.matrices, self.owners = [], {}, [], [], {}
 
     def add(self, name, shape, layout, partial=(), **how):
         """A new parameter; its arrays exist after `allocate`."""
@@ -114,6 +133,8 @@ class Parameters:
         """
         self.items.reverse()
         self.items.sort(key=lambda item: (item.late, item.partial, not item.decay))
+        matrices = [item for item in self.items if self.whole_matrices and len(item.shape) == 2]
+        self.owners = self.deal([item for item in matrices if self.whole(item)])
         values = grads = states = 0
         for item in self.items:
             place = self.place(item, values, grads, states)
@@ -125,14 +146,42 @@ class Parameters:
         self.point()
         for item in self.items:
             item.start(seed, self.mesh)
-        self.pieces = merged(self.items, self.places)
+        whole = {*matrices}
+        self.pieces = merged([item for item in self.items if item not in whole], self.places)
+        self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
+
+    def deal(self, matrices):
+        """{matrix: the replica that updates it}: the largest first, to whoever has the least.
+
+        The same on all ranks of a stage, since it goes by global shapes.  A tied table comes first
+        of all, so that its copies on two stages go to the same replica.
+        """
+        owners, load = {}, [0] * self.parts
+        ordered = sorted(matrices, key=lambda item: (item.twin is None, -prod(item.shape)))
+        for item in ordered if self.parts > 1 else ():
+            owners[item] = load.index(min(load))
+            load[owners[item]] += prod(item.shape)
+        return owners
+
+    def updates(self, item):
+        """Whether this rank updates a matrix, or its own block of one."""
+        here = self.mesh.coord(DATA)
+        return self.owners.get(item, here) == here
+
+    def matrix(self, item):
+        """The `WholeMatrix` of a matrix."""
+        place, layout = self.places[item], item.grad_layout or item.layout
+        shape = layout.block(item.shape, self.mesh)
+        return WholeMatrix(place.own_value, place.own_grad, place.state, item, layout, shape)
 
     def place(self, item, values, grads, states):
         """The place of a parameter behind those that take up the first `values`, ... elements."""
         value = prod(item.layout.block(item.shape, self.mesh))
         grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
         own = min(value, grad)
-        if self.whole(item):
+        if item in self.owners:
+            own *= self.updates(item)
+        elif self.whole(item):
             own = -(-own // self.parts)
             value = grad = own * self.parts
         return FlatSlices(
@@ -147,6 +196,11 @@ class Parameters:
         """Whether every replica stores all of value and gradient."""
         layouts = (item.layout, item.grad_layout or item.layout)
         return all(layout.dim_of(DATA) is None for layout in layouts)
+
+    def shared_out(self, item):
+        """Whether each replica stores all of a value and updates a part of it, or none."""
+        place = self.places[item]
+        return item in self.owners or place.own_value != place.value
 
     def own(self, start, size, own):
         """This rank's `own` elements of the `size` from `start` on."""

@@ -3,7 +3,8 @@
 With Psi parameters of e bytes on p t ranks (t = x y z) and d replicas, n = b s h elements of a
 microbatch's block on t d ranks, L layers and a heads:
 
-    parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over d
+    parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over d; states
+                    of another type have bytes of their own
     activations     one microbatch: k n e L / (p t d), k = 16 + a s / h, 16 or 1 (recompute)
     logits          b s V e / (p t d), on the last stage
     batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
@@ -13,7 +14,7 @@ These are means over the ranks; whatever the split, some rank holds as much.
 
 from hpc3d import limits
 from hpc3d.model.families import block_weights, family_of
-from hpc3d.training.optimizer import OPTIMIZERS
+from hpc3d.training.optimizer import optimizer_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -42,10 +43,11 @@ def parameters(config):
     model, zero, d = config.model, config.parallel.zero, config.mesh.d
     tables = model.vocabulary * (1 if model.tied else 2) + model.sequence
     psi = model.layers * block_weights(model) + tables * model.hidden
-    states = len(OPTIMIZERS[config.train.optimizer].MOMENTS)
-    shares = [(1, 3), (1, 2), (states, 1)]  # values, gradients, states, and what shares them out
-    copies = sum(count / (d if zero >= stage else 1) for count, stage in shares)
-    return copies * psi * itemsize(config) / (config.mesh.p * tensor(config))
+    e, specs = itemsize(config), optimizer_of(config).STATES
+    states = sum(ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
+    shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
+    held = sum(size / (d if zero >= stage else 1) for size, stage in shares)
+    return held * psi / (config.mesh.p * tensor(config))
 
 
 def activations(config):

@@ -12,7 +12,6 @@ import numpy as np
 from hpc3d.arrays.pool import on_host, to_host
 from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
-from hpc3d.training.optimizer import STATES
 
 SHOWN = 10  # lines about what is wrong
 
@@ -160,11 +159,9 @@ class ReplicaCheck:
         for item, place in parameters.places.items():
             axes = self.replicated(item)
             yield item, "value", axes, item.value
-            own = axes if place.own_value == place.value else axes - {DATA}
-            for kind in STATES[1:]:
-                state = getattr(optimizer, kind, None)
-                if state is not None:
-                    yield item, kind, own, state[place.state]
+            own = axes - {DATA} if parameters.shared_out(item) else axes
+            for kind, state in optimizer.states.items():
+                yield item, kind, own, state[place.state]
 
     def replicated(self, item):
         """The axes along which the ranks have the same block of a parameter."""

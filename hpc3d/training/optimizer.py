@@ -1,29 +1,51 @@
-"""Updates of the flat parameter array, and the learning rate over the steps."""
+"""Updates of the flat parameter array, and the learning rate over the steps.
+
+All that others ask of an optimiser is declared by its class, and `optimizer_of` finds the class.
+"""
 
 from math import cos, pi, sqrt
+from typing import NamedTuple
 
 from hpc3d.ops.update import adamw, descend
 
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
-STATES = ("value", "master", "first", "second")
+
+
+class StateSpec(NamedTuple):
+    """An array that an optimiser keeps, zero at first: one element per element that it updates,
+    of the type of gradients or of `dtype`.  `name` is its kind in checkpoints."""
+
+    name: str
+    dtype: str | None = None
+
+
+MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
 
 
 class Optimizer:
     """Walks through this rank's own parameters, and has done so `steps` times.  Those of 16 bits
     have a `master` copy in float32, which is updated and then rounded (Micikevicius et al.,
-    arXiv:1710.03740, section 3.1)."""
+    arXiv:1710.03740, section 3.1).
+
+    A subclass declares the `states` that it keeps, name -> array, and whether it wants whole
+    matrices: then `matrices` has them as blocks, and `pieces` has the vectors alone.
+    """
+
+    STATES: tuple[StateSpec, ...] = ()
+    WHOLE_MATRICES = False
 
     def __init__(self, parameters, weight_decay):
-        self.parameters, self.weight_decay, self.master = parameters, weight_decay, None
-        self.steps = 0
-        if parameters.wide != parameters.dtype:
-            self.master = self.state()
-            for piece in parameters.pieces:
-                self.master[piece.state] = parameters.value[piece.value]
+        self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
+        narrow = parameters.wide != parameters.dtype
+        specs = (MASTER, *self.STATES) if narrow else self.STATES
+        self.states = {spec.name: self._zeros(spec) for spec in specs}
+        self.master = self.states.get(MASTER.name)
+        if narrow:
+            for part in [*parameters.pieces, *parameters.matrices]:
+                self.master[part.state] = parameters.value[part.value]
 
-    def state(self):
-        """An array with an element for every parameter that this rank updates."""
-        shape, dtype = (self.parameters.states,), self.parameters.wide
+    def _zeros(self, spec):
+        shape, dtype = (self.parameters.states,), spec.dtype or self.parameters.wide
         return self.parameters.mesh.zeros(shape, dtype, "optimizer")
 
     def pieces(self, decay):
@@ -35,16 +57,27 @@ class Optimizer:
             master = None if self.master is None else self.master[piece.state]
             yield (value, master, grad), piece.state, keep
 
+    def matrices(self, decay):
+        """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
+        name -> the block of a state; and the part of a value that stays.
+
+        Ranks that have the other blocks of a matrix walk through the same ones: an update may
+        reduce over the axes of its layout.
+        """
+        for part in self.parameters.matrices:
+            value, grad = self.parameters.value[part.value], self.parameters.grad[part.grad]
+            states = {
+                name: state[part.state].reshape(part.shape) for name, state in self.states.items()
+            }
+            arrays = value.reshape(part.shape), states.get(MASTER.name), grad.reshape(part.shape)
+            yield part, arrays, states, 1 - decay if part.item.decay else 1.0
+
 
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
 
     BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
-    MOMENTS = ("first", "second")
-
-    def __init__(self, parameters, weight_decay):
-        super().__init__(parameters, weight_decay)
-        self.first, self.second = self.state(), self.state()
+    STATES = (StateSpec("first"), StateSpec("second"))
 
     def update(self, learning_rate, scale):
         """One step with the gradients times `scale`.
@@ -56,14 +89,12 @@ class AdamW(Optimizer):
         rate = learning_rate / (1 - self.BETA1**self.steps)
         root = 1 / sqrt(1 - self.BETA2**self.steps)
         for arrays, state, keep in self.pieces(learning_rate * self.weight_decay):
-            moments = self.first[state], self.second[state]
+            moments = self.states["first"][state], self.states["second"][state]
             adamw(*arrays, *moments, self, (scale, rate, root, keep))
 
 
 class SGD(Optimizer):
     """w = (1 - lr decay) w - lr g."""
-
-    MOMENTS = ()
 
     def update(self, learning_rate, scale):
         self.steps += 1
@@ -72,6 +103,17 @@ class SGD(Optimizer):
 
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+
+
+def optimizer_of(config):
+    """The class of a configuration's optimiser."""
+    return OPTIMIZERS[config.train.optimizer]
+
+
+def state_kinds():
+    """The names of all states that a checkpoint may hold, of whatever optimiser."""
+    specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
+    return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)
 
 
 def learning_rate(train, step):

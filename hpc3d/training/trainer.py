@@ -17,7 +17,7 @@ from hpc3d.training import guard
 from hpc3d.training.graphed_step import replay_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
-from hpc3d.training.optimizer import OPTIMIZERS, learning_rate
+from hpc3d.training.optimizer import learning_rate, optimizer_of
 
 
 class Step(NamedTuple):
@@ -56,13 +56,16 @@ class Trainer:
     ):
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
-        self.parameters = Parameters(mesh, train.dtype, config.parallel.zero)
+        optimizer = optimizer_of(config)
+        self.parameters = Parameters(
+            mesh, train.dtype, config.parallel.zero, optimizer.WHOLE_MATRICES
+        )
         spec = spec_of(config, vocabulary)
         self.shape = spec.sizes
         stages = stage_factory(mesh, self.parameters, spec, *self.parts(program.placement))
         self.parameters.allocate(config.seed)
         self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
-        self.optimizer = OPTIMIZERS[train.optimizer](self.parameters, train.weight_decay)
+        self.optimizer = optimizer(self.parameters, train.weight_decay)
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock

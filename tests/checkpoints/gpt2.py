@@ -13,6 +13,7 @@ from hpc3d.config.load import to_toml
 from hpc3d.model.families import GPT2
 from hpc3d.model.stage import Micro
 from hpc3d.tensor.split import Split
+from hpc3d.training.optimizer import SGD
 from tests.model.whole import Model
 from tests.pipeline.mixes import config_of as mix
 from tests.pipeline.mixes import trainer_of
@@ -30,7 +31,7 @@ def saved(folder, line, step=0):
         trainer = trainer_of(mesh, config)
         for item in trainer.parameters:
             draw(item, mesh)
-        trainer.optimizer.first += 7
+        trainer.optimizer.states["first"] += 7
         sharded.write_shard(begun, mesh.rank, Snapshot(trainer.parameters, trainer.optimizer))
         if mesh.rank == 0:
             sharded.complete(begun, mesh.ranks, header, keep=9)
@@ -55,7 +56,7 @@ def model_of(folder):
     def rank(mesh):
         shape = replace(GPT2.sizes(config.model, config.model.vocabulary), dropout=0.0)
         model = Model(mesh, shape, Split(), config.train.dtype)
-        restore(opened, model.parameters, None)
+        restore(opened, model.parameters, SGD(model.parameters, 0.0))
         return model
 
     return run({}, rank)[0]

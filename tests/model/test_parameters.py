@@ -13,10 +13,10 @@ SUMMED = {"partial": ("d",)}
 WHOLE = Layout("", "")
 
 
-def replica(data, rank, zero, add, **sizes):
+def replica(data, rank, zero, add, whole_matrices=False, **sizes):
     """The parameters that `add(parameters)` adds, on one of `data` replicas; nothing is sent."""
     mesh = Mesh({"d": data, **sizes}, {"d": rank}, {}, Self())
-    parameters = Parameters(mesh, "float64", zero)
+    parameters = Parameters(mesh, "float64", zero, whole_matrices)
     add(parameters)
     parameters.allocate(seed=3)
     return parameters
@@ -156,6 +156,48 @@ def test_matrices_of_zero_3_are_updated_in_one_piece():
 
     (piece,) = replica(2, 1, 3, add).pieces
     assert piece == (slice(0, 12), slice(0, 12), slice(0, 12), True)
+
+
+def matrices_and_a_vector(parameters):
+    parameters.add("table", (2, 3), WHOLE, twin=1, late=True, **SUMMED)
+    for name, rows in (("a", 5), ("b", 4), ("c", 3)):
+        parameters.add(name, (rows, 2), WHOLE, decay=True, **SUMMED)
+    parameters.add("v", (4,), Layout(""), **SUMMED)
+
+
+def test_whole_matrices_are_dealt_to_replicas_and_vectors_cut():
+    """The tied table first, then the largest to whoever has the least."""
+    found = [replica(2, rank, 1, matrices_and_a_vector, True) for rank in range(2)]
+    for parameters in found:
+        owners = {item.name: owner for item, owner in parameters.owners.items()}
+        assert owners == {"table": 0, "a": 1, "b": 0, "c": 1}
+    names = [{part.item.name for part in parameters.matrices} for parameters in found]
+    assert names == [{"table", "b"}, {"a", "c"}]
+    assert [parameters.states for parameters in found] == [6 + 8 + 2, 10 + 6 + 2]
+    assert [len(parameters.pieces) for parameters in found] == [1, 1]
+    assert [part.stop - part.start for part in found[1].pieces[0][:3]] == [2, 2, 2]
+
+
+def test_without_zero_every_replica_updates_all_matrices_whole():
+    parameters = replica(2, 1, 0, matrices_and_a_vector, True)
+    shapes = {part.item.name: part.shape for part in parameters.matrices}
+    assert shapes == {"table": (2, 3), "a": (5, 2), "b": (4, 2), "c": (3, 2)}
+    assert not parameters.owners
+    (piece,) = parameters.pieces
+    assert piece.value == parameters.places[parameters.items[3]].value
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_matrix_that_zero_cuts_into_blocks_of_rows_is_such_a_block(zero):
+    def add(parameters):
+        blocks = Layout("d", "")
+        parameters.add("w", (4, 3), WHOLE if zero == 2 else blocks, grad_layout=blocks)
+
+    parameters = replica(2, 1, zero, add, True)
+    (part,) = parameters.matrices
+    assert (part.shape, part.layout) == ((2, 3), Layout("d", ""))
+    assert part.value == (slice(6, 12) if zero == 2 else slice(0, 6))
+    assert part.state == slice(0, 6) and not parameters.pieces
 
 
 @pytest.mark.parametrize("zero", range(4))

@@ -231,7 +231,7 @@ def hurt_replica(kind, name, bit=3):
         def step(number):
             done = after(number)
             place = trainer.parameters.places[item].state
-            block = item.value if kind == "value" else getattr(trainer.optimizer, kind)[place]
+            block = item.value if kind == "value" else trainer.optimizer.states[kind][place]
             block[...] = flip(block, bit, 7)
             return done
 

@@ -58,7 +58,7 @@ def test_losses_and_norms_are_those_of_float32(line):
 def kept(trainer, number):
     """A copy of all that an update changes."""
     optimizer = trainer.optimizer
-    arrays = trainer.parameters.value, optimizer.master, optimizer.first, optimizer.second
+    arrays = trainer.parameters.value, *optimizer.states.values()
     return [array.copy() for array in arrays], optimizer.steps
 
 

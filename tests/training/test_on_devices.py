@@ -211,7 +211,7 @@ def test_a_flipped_bit_in_a_replica_is_found_and_named(line, kind, name, who):
     def fault(trainer, number):
         item = named(trainer, name)
         place = trainer.parameters.places[item].state
-        block = item.value if kind == "value" else getattr(trainer.optimizer, kind)[place]
+        block = item.value if kind == "value" else trainer.optimizer.states[kind][place]
 
         def then():
             plain(block)[...] = flip(plain(block), 3, 7)

@@ -21,7 +21,7 @@ from hpc3d.pipeline.engine import Later
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import Carrier
-from hpc3d.training.optimizer import OPTIMIZERS
+from hpc3d.training.optimizer import optimizer_of
 from hpc3d.training.trainer import spec_of
 
 
@@ -187,10 +187,11 @@ class Sample:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
-        parameters = Parameters(self.mesh, config.train.dtype, config.parallel.zero)
+        kind, zero = optimizer_of(config), config.parallel.zero
+        parameters = Parameters(self.mesh, config.train.dtype, zero, kind.WHOLE_MATRICES)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
-        optimizer = OPTIMIZERS[config.train.optimizer](parameters, 0.0)
+        optimizer = kind(parameters, 0.0)
         self.held[parts] = Counter(self.pool.live) - before
         self.stages |= dict(zip(parts, stages))
         return parameters, optimizer
