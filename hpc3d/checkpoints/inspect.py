@@ -73,7 +73,7 @@ def shapes_of(model):
     whole = Part(range(model.layers), True, True)
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
-    build(mesh, parameters, ModelSpec(family, sizes, Split()), [whole])
+    build(mesh, parameters, ModelSpec(family, sizes, {"dense": Split()}), [whole])
     return {item.name: item.shape for item in parameters}
 
 

@@ -244,11 +244,12 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def split(self):
-        """The split of the first product of a block, over the data axis where there is one."""
+    def splits(self):
+        """Kind of layer -> the split of the first of its products, over the data axis where there
+        is one: the blocks, and the ends with them, are dense."""
         letters = self.parallel.split
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
-        return split.over_data("d", self.parallel.zero) if self.mesh.d > 1 else split
+        return {"dense": split.over("d", self.parallel.zero) if self.mesh.d > 1 else split}
 
     def keep(self):
         """The operands of products whose working blocks are kept for backward.

@@ -129,7 +129,8 @@ def wrong_ranks(config, ranks):
             f"mesh: {factors or 'one rank'} = {total} ranks, but {ranks} were started: "
             f"change [mesh] or start {total}"
         )
-    axes = " ".join(getattr(config.split(), letter) for letter in "mnk").split()
+    splits = config.splits().values()
+    axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()
     for axis in ("x", "y", "z"):
         if sizes[axis] > 1 and axis not in axes:
             yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
@@ -154,7 +155,7 @@ def wrong_parts(config):
 
 def wrong_sizes(config):
     """Sizes of the model that do not divide over the axes that split them."""
-    model, split = config.model, config.split()
+    model, split = config.model, config.splits()["dense"]
     turned, outer = split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
@@ -184,7 +185,7 @@ def wrong_pipeline(config):
     """Schedules, parts of the model and data parallelism that do not go together."""
     parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
     parts *= parallel.chunks
-    split = config.split()
+    split = config.splits()["dense"]
     if parts > layers:
         chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
         yield (
@@ -303,7 +304,7 @@ def cuboids(config, ranks):
 
 def words(config):
     """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
-    split, sizes = config.split(), config.mesh.sizes()
+    split, sizes = config.splits()["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
         prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)

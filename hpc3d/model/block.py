@@ -43,7 +43,7 @@ class Block:
     """
 
     def __init__(self, mesh, parameters, spec, number):
-        model, split = spec.sizes, spec.split
+        model, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.model, self.number = mesh, model, number
         self.parameters, self.recompute = parameters, spec.recompute
         self.name = name = f"layers.{number}"

@@ -26,7 +26,7 @@ class CoreAttention:
     def __init__(self, mesh, name, spec):
         self.mesh, self.sizes = mesh, spec.sizes
         self.selective = spec.recompute == "selective"
-        self.dropout = Dropout(mesh, name, spec.split.y, self.sizes.dropout, spec.seed)
+        self.dropout = Dropout(mesh, name, spec.splits["dense"].y, self.sizes.dropout, spec.seed)
 
     def forward(self, qkv, micro):
         """The output [B*T, heads*D], and what `backward` needs."""

@@ -124,13 +124,13 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What all parts of a model are built from: its `family` and `sizes`, the `split` of its
-    products, the operands that these `keep` for backward, the `seed` of dropout, and what backward
-    does again, `recompute` ("none", "selective" or "full")."""
+    """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
+    products of each kind of layer, the operands that these `keep` for backward, the `seed` of
+    dropout, and what backward does again, `recompute` ("none", "selective" or "full")."""
 
     family: Family
     sizes: ModelSizes
-    split: Split
+    splits: Mapping[str, Split]
     keep: str = "xw"
     seed: int = 0
     recompute: str = "none"

@@ -18,7 +18,7 @@ from hpc3d.tensor.matmul import Matmul, Saved
 
 def add_table(mesh, parameters, spec, name, **how):
     """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
-    matmul, sizes = Matmul(mesh, spec.split.without_panels().next()), spec.sizes
+    matmul, sizes = Matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
     shape = (-(-sizes.vocabulary // count) * count, sizes.hidden)
     how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
@@ -31,7 +31,7 @@ class Embeddings:
     name = "embedding"
 
     def __init__(self, mesh, parameters, spec, table):
-        shape, split = spec.sizes, spec.split
+        shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
         self.lookup = Embedding(mesh, table, split.without_panels().next())
         self.position = parameters.add(
@@ -82,9 +82,10 @@ class Head:
     name = "head"
 
     def __init__(self, mesh, parameters, spec, table):
-        sizes, whole = spec.sizes, spec.split.without_panels()
+        sizes, split = spec.sizes, spec.splits["dense"]
+        whole = split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
-        self.norm = spec.family.norm(mesh, parameters, "head.norm", sizes.hidden, spec.split.x)
+        self.norm = spec.family.norm(mesh, parameters, "head.norm", sizes.hidden, split.x)
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         self.loss = CrossEntropy(mesh, self.layout[1], sizes.vocabulary)
 

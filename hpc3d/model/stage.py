@@ -108,7 +108,7 @@ class Stage:
     """The part of a model that a rank runs in one go."""
 
     def __init__(self, mesh, parameters, spec, part, table):
-        self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.split.x
+        self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)

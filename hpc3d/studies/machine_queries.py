@@ -55,7 +55,7 @@ def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
     tally = Tally()
     mesh = representative(Grid(sizes), AbstractPool(tally), Self())
     parameters = Parameters(mesh, dtype)
-    spec = ModelSpec(GPT2, model, split, recompute=recompute)
+    spec = ModelSpec(GPT2, model, {"dense": split}, recompute=recompute)
     (stage,) = build(mesh, parameters, spec, [part])
     parameters.allocate(seed=0)
     tokens = np.zeros((sequences, model.sequence), np.int32)

@@ -22,7 +22,7 @@ class Split:
     (the rank on the diagonal stores it).  An axis of n in `panels` shards X's columns instead,
     and the product runs panel by panel of k (SUMMA).  The sum of a weight gradient over an axis
     in `defer` is left to the end of the step; over an axis in `scatter` the gradient is sharded
-    although the weight is replicated.  Those two are for a data axis, see `over_data`.
+    although the weight is replicated.  Those two are for axes of other rows, see `over`.
 
     Raises ValueError with a line for everything that the algebra does not have.
     """
@@ -55,8 +55,9 @@ class Split:
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
     @cache  # noqa: B019
-    def over_data(self, axis: str, zero: int = 0) -> Split:
-        """This split on every replica of a data axis, which is the innermost on m.
+    def over(self, axis: str, zero: int = 0) -> Split:
+        """This split on every replica along an axis whose ranks have other rows, such as the data
+        axis; it is the innermost on m.
 
         The replicas store the weights (`zero` < 3) or a shard each (ZeRO-3, arXiv:1910.02054);
         they sum the gradients when the step ends (`zero` < 2) or a shard each in every pass.

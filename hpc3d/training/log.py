@@ -33,7 +33,7 @@ class Log:
             print(plain(line), file=self.file, flush=True)
 
     def header(self, plan, mesh, job, hardware):
-        config, split = plan.config, plan.config.split()
+        config, split = plan.config, plan.config.splits()["dense"]
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
         for line in to_toml(config).split("\n"):
             self.say(line)

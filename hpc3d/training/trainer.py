@@ -173,4 +173,4 @@ def spec_of(config, vocabulary):
     family = family_of(config.model)
     sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)
     recompute = config.parallel.recompute
-    return ModelSpec(family, sizes, config.split(), config.keep(), config.seed, recompute)
+    return ModelSpec(family, sizes, config.splits(), config.keep(), config.seed, recompute)

@@ -79,7 +79,7 @@ MODEL = ModelSizes(layers=1, hidden=H, heads=HEADS, sequence=T, vocabulary=29)
 
 def block_on(mesh, scheme="1d", keep="", recompute="none"):
     parameters, split = Parameters(mesh, "float64"), SCHEMES[scheme]
-    spec = ModelSpec(GPT2, MODEL, split, keep, recompute=recompute)
+    spec = ModelSpec(GPT2, MODEL, {"dense": split}, keep, recompute=recompute)
     block = Block(mesh, parameters, spec, 0)
     parameters.allocate(1)
     return block, split.x.block((B * T, H), mesh)

@@ -50,7 +50,7 @@ def stage_of(config, recompute="none"):
     sizes = family.sizes(config.model, config.model.vocabulary)
     mesh = abstract_mesh({}, {})
     parameters = Parameters(mesh, "float64")
-    spec = ModelSpec(family, sizes, Split(), recompute=recompute)
+    spec = ModelSpec(family, sizes, {"dense": Split()}, recompute=recompute)
     (stage,) = build(mesh, parameters, spec, [LAYER])
     parameters.allocate(1)
     return mesh, parameters, stage

@@ -71,7 +71,7 @@ def padded(whole, where):
 
 
 def on_mesh(name, cuboid, data, kind):
-    split = SPLITS[name] if data == 1 else SPLITS[name].over_data("d")
+    split = SPLITS[name] if data == 1 else SPLITS[name].over("d")
     shape, expected = kind
     for found in run(
         {"d": data, **sizes(name, cuboid)}, lambda mesh: gradients(mesh, split, shape)
@@ -90,6 +90,22 @@ def test_parallel_is_serial(name, cuboid, kind):
 @pytest.mark.parametrize("name", strided(SPLITS, 4))
 def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["2d", *(pytest.param(each, marks=pytest.mark.slow) for each in SPLITS if each != "2d")],
+)
+@pytest.mark.parametrize("zeros", [(0, 0), (3, 0), (0, 3)])
+def test_several_axes_may_have_other_rows_of_the_batch(zeros, name, kind):
+    """Replicas along d and along c; ZeRO 3 along one of them shards the weights there alone."""
+    split = SPLITS[name]
+    for axis, zero in zip("dc", zeros, strict=True):
+        split = split.over(axis, zero)
+    shape, expected = kind
+    mesh = {"d": 2, "c": 2, **sizes(name, (2, 2, 1))}
+    for found in run(mesh, lambda mesh: gradients(mesh, split, shape)):
+        same(found, expected)
 
 
 @pytest.mark.parametrize(

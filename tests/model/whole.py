@@ -16,7 +16,7 @@ class Model:
         self.parameters = Parameters(mesh, dtype, zero)
         part = Part(range(shape.layers), True, True)
         (self.stage,) = build(
-            mesh, self.parameters, ModelSpec(GPT2, shape, split, seed=seed), [part]
+            mesh, self.parameters, ModelSpec(GPT2, shape, {"dense": split}, seed=seed), [part]
         )
         self.parameters.allocate(seed)
         self.buckets = Buckets(self.parameters, 1e4)

@@ -26,5 +26,5 @@ def sizes(name, cuboid):
 
 def splits(name, data=1):
     """The split of a layer and of the next one, on every replica of a data axis."""
-    split = SPLITS[name] if data == 1 else SPLITS[name].over_data("d")
+    split = SPLITS[name] if data == 1 else SPLITS[name].over("d")
     return [replace(split, defer=""), replace(split.next(), defer="")]

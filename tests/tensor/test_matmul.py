@@ -117,8 +117,8 @@ FUSED = {
     "columns": (Split(n="x"), {"x": 2}, (True, True, False)),
     "a sum": (Split(k="x"), {"x": 2}, (False, True, False)),
     "axes of one rank": (Split(m="x", n="y", k="z"), {"x": 1, "y": 1, "z": 1}, (True, True, True)),
-    "replicas": (Split().over_data("d"), {"d": 2}, (True, True, True)),
-    "replicas that share gradients": (Split().over_data("d", 2), {"d": 2}, (True, False, False)),
+    "replicas": (Split().over("d"), {"d": 2}, (True, True, True)),
+    "replicas that share gradients": (Split().over("d", 2), {"d": 2}, (True, False, False)),
     "panels": (Split(m="x", n="y", panels="y"), {"x": 1, "y": 1}, (False, False, False)),
 }
 

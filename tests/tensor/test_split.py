@@ -80,7 +80,7 @@ def test_each_of_them_is_right(zero):
     if zero == 2:
         found = [split for split in found if not {*split.own.split()} & {*split.m.split()}]
     if zero is not None:
-        found = [replace(split.over_data("d", zero), defer="") for split in found]
+        found = [replace(split.over("d", zero), defer="") for split in found]
 
     def rank(mesh):
         mesh.splits = found

@@ -38,7 +38,7 @@ def layout_of(trace):
 
 def _tensor_axes(config):
     """{loop: the axes that cut it}, of loops that any axis cuts, without the data axis."""
-    split = config.split()
+    split = config.splits()["dense"]
     axes = {letter: {*getattr(split, letter).split()} - {"d"} for letter in "mnk"}
     return {letter: names for letter, names in axes.items() if names}
 
@@ -59,7 +59,7 @@ def _kind(config, cut, wide):
 
 def _family(config, cut, wide):
     """As many dimensions as loops are cut; m alone is data parallelism."""
-    split = config.split()
+    split = config.splits()["dense"]
     deep = {*split.replicate.split()} & {*split.m.split()} & wide - {"d"}
     if cut in ([], ["m"]):
         return None

@@ -55,7 +55,7 @@ def configuration(trace):
         return None
     try:
         config = stored(text)
-        config.split()  # nothing but this looks at the letters of a split
+        config.splits()  # nothing but this looks at the letters of a split
     except (ValueError, TypeError):
         return None
     return config

@@ -92,7 +92,7 @@ def every_rank(config, vocabulary):
     """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
     all together, on threads."""
     grid, program = config.mesh.grid(), program_of(config)
-    if config.split().own:
+    if any(split.own for split in config.splits().values()):
         rank = partial(observe, config=config, vocabulary=vocabulary, program=program)
         return threads.run(grid.sizes, rank, partial(pool_of, config))
     places = map(grid.coords, range(grid.size))

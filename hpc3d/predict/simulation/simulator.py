@@ -79,7 +79,7 @@ def simulate(config, vocabulary, machine):
     ValueError where a block has an owner (scheme 3d-broadcast): its owner does not do what the
     others do.
     """
-    if config.split().own:
+    if any(split.own for split in config.splits().values()):
         raise ValueError(
             f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
             "for all; simulate scheme 3d"
