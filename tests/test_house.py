@@ -90,7 +90,18 @@ def untyped(sources):
     ]
 
 
-TYPED = {"arrays", "comm", "ops", "pipeline", "tensor", "trace"}  # the rooms in which all do
+TYPED = {
+    "arrays",
+    "comm",
+    "cuda",
+    "data",
+    "diagnose",
+    "ops",
+    "pipeline",
+    "runtime",
+    "tensor",
+    "trace",
+}
 
 LIMITS = [
     (doubled_classes, 0, {"a.py": "class A: pass", "b.py": "class A: pass"}),
