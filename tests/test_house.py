@@ -92,6 +92,7 @@ def untyped(sources):
 
 TYPED = {
     "arrays",
+    "benchmarks",
     "comm",
     "cuda",
     "data",
@@ -99,6 +100,7 @@ TYPED = {
     "ops",
     "pipeline",
     "runtime",
+    "studies",
     "tensor",
     "trace",
 }
