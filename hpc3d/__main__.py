@@ -15,7 +15,7 @@ USAGE = """
 """
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command that the first word names; the exit code is 2 where there is none."""
     command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in COMMANDS:
@@ -27,7 +27,7 @@ def main(argv=None):
     return answer(command)
 
 
-def answer(word):
+def answer(word: str) -> int:
     """Print what is asked for without a command."""
     import hpc3d
 
@@ -40,7 +40,7 @@ def answer(word):
     return 0
 
 
-def listing():
+def listing() -> str:
     """What hpc3d is, how commands are written, and one line a command."""
     import hpc3d
 
@@ -48,7 +48,7 @@ def listing():
     return "\n".join([f"hpc3d {hpc3d.__version__}: {hpc3d.__doc__}", USAGE, *lines])
 
 
-def summary(command):
+def summary(command: str) -> str:
     """The first line of a command's text.  Parsed, its module costs no NumPy and no MPI."""
     import ast
     from importlib.resources import files
@@ -57,7 +57,7 @@ def summary(command):
     return ast.get_docstring(ast.parse(source)).partition("\n")[0]
 
 
-def refuse(word):
+def refuse(word: str) -> int:
     """The exit code for a word that is no command, of which one line says so."""
     from difflib import get_close_matches
 

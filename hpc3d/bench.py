@@ -24,14 +24,21 @@ Ratios are medians of pairs that ran one after the other; single times say littl
 that is busy.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.cli import Parser, positive, run
 from hpc3d.runtime import environment, launch
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 MODULES = {
     "benchmarks.overheads": ("overhead", "step", "trace", "overlap", "schemes"),
@@ -44,7 +51,7 @@ BENCHMARKS = {name: module for module, names in MODULES.items() for name in name
 SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.names == ["calls"]:
         return launch.run("bench", lambda job: benchmark("calls")(job, options))
@@ -53,7 +60,7 @@ def main(argv=None):
     return run("bench", lambda: measure(options))
 
 
-def measure(options):
+def measure(options: Namespace) -> None:
     found = {name: benchmark(name)(options) for name in options.names}
     if options.json:
         print(json.dumps(found))
@@ -81,7 +88,7 @@ class Names(argparse.Action):
         options.names = names
 
 
-def benchmark(name):
+def benchmark(name: str) -> Callable[..., Any]:
     """The function of a benchmark, whose module is loaded only now."""
     return getattr(import_module(f"hpc3d.{BENCHMARKS[name]}"), name)
 

@@ -9,28 +9,35 @@ A CHECKPOINT is a folder step-00000010 of a run, written on any layout; of a RUN
 takes the newest whole one.  Nothing is unpickled.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.cli import Parser, complain, run
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
 EXITS = "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit code is 2 for bad input, 3 for damage."""
     words, settings = parted(sys.argv[1:] if argv is None else argv)
     options = parser().parse_args(words)
     return run("checkpoint", lambda: act(options, settings))
 
 
-def act(options, settings):
+def act(options: Namespace, settings: Sequence[str]) -> int:
     if settings and options.work is not begin:
         raise ValueError(f"{settings[0]}: settings are for import; see --help")
     found = options.work(options, settings)
@@ -39,7 +46,7 @@ def act(options, settings):
     return 0 if found.get("whole", True) else CHECK_FAILED
 
 
-def parted(words):
+def parted(words: Iterable[str]) -> tuple[list[str], list[str]]:
     """The command line without its `--section.key value`, and those."""
     ours, settings, words = [], [], iter(words)
     for word in words:
@@ -51,7 +58,7 @@ def parted(words):
     return ours, settings
 
 
-def parser():
+def parser() -> Parser:
     command = Parser("checkpoint", __doc__, EXITS)
     verbs = command.add_subparsers(
         required=True,
@@ -86,7 +93,7 @@ def parser():
     return command
 
 
-def show(options, _):
+def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """One line per checkpoint of a run; of a single one also its tensors."""
     from hpc3d.checkpoints.inspect import about, checkpoints, latest
     from hpc3d.checkpoints.sharded import Checkpoint
@@ -104,7 +111,7 @@ def show(options, _):
     return {"latest": newest, "checkpoints": found}
 
 
-def about_or_problem(folder):
+def about_or_problem(folder: Path) -> dict[str, Any]:
     from hpc3d.checkpoints.inspect import about
     from hpc3d.checkpoints.sharded import Checkpoint
 
@@ -114,7 +121,7 @@ def about_or_problem(folder):
         return {"folder": str(folder), "problem": str(problem)}
 
 
-def line_of(found, newest):
+def line_of(found: Mapping[str, Any], newest: str | None) -> str:
     """Name, date, layout and size of a checkpoint, or what is wrong with it."""
     name = Path(found["folder"]).name
     if "problem" in found:
@@ -129,7 +136,7 @@ def line_of(found, newest):
     return f"{name}  {found['written_utc']}  {layout}; {size} in {files}{mark}"
 
 
-def print_tensors(found):
+def print_tensors(found: Mapping[str, Any]) -> None:
     """The tensors of a checkpoint, those that all layers have alike in one row."""
 
     def row(tensor):
@@ -146,7 +153,7 @@ def print_tensors(found):
         print(f"  {len(sizes):5}  {name:25}  {shape:16}  {dtype:7}  {total:14}  {' '.join(kinds)}")
 
 
-def verify(options, _):
+def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """Read checkpoints as a whole; `whole` says whether nothing is wrong with any."""
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
@@ -160,7 +167,7 @@ def verify(options, _):
     return {"whole": not any(one["problems"] for one in found), "checkpoints": found}
 
 
-def export(options, _):
+def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """Write the newest whole checkpoint of a run, or the one that is named."""
     from hpc3d.checkpoints import hf_export
     from hpc3d.checkpoints.inspect import checkpoints, newest_whole
@@ -182,7 +189,7 @@ def export(options, _):
     }
 
 
-def begin(options, settings):
+def begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Make a run of the weights of others."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured

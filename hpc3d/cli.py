@@ -1,8 +1,12 @@
 """What the commands have in common that need no launcher: their parser, and how they end."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from hpc3d.limits import INT32, MOST_RANKS
 from hpc3d.patience import patience
@@ -16,7 +20,9 @@ class Parser(argparse.ArgumentParser):
     """The parser of `python -m hpc3d.<verb>`: keeps the lines of its description, takes no
     abbreviations, and says in one line what is wrong."""
 
-    def __init__(self, verb, description, epilog=EXITS, **how):
+    def __init__(
+        self, verb: str, description: str | None, epilog: str = EXITS, **how: Any
+    ) -> None:
         super().__init__(
             f"python -m hpc3d.{verb}",
             description=description,
@@ -25,13 +31,13 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **how,
         )
-        self.verb = verb.split()[0]
+        self.verb = verb.split(maxsplit=1)[0]
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
 
 
-def run(verb, body):
+def run(verb: str, body: Callable[[], int | None]) -> int:
     """The exit code of `body()`, 0 if it returns none; for bad input lines and its code."""
     with plain_streams():
         try:
@@ -45,18 +51,18 @@ def run(verb, body):
             return BAD_INPUT
 
 
-def complain(verb, lines):
+def complain(verb: str, lines: Iterable[str]) -> None:
     """Say what is wrong."""
     for line in lines:
         print(f"hpc3d.{verb}: {plain(line)}", file=sys.stderr)
 
 
-def read_no_more():
+def read_no_more() -> None:
     """Who reads our output has enough, also of what Python flushes when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def whole(least, most):
+def whole(least: int, most: int) -> Callable[[str], int]:
     """The type of an option that takes whole numbers between two."""
 
     def number(text):

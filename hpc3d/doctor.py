@@ -8,13 +8,17 @@ One line per finding: ok, warn (it works, but slowly or not for long) or FAIL (t
 and the remedy under what is wrong.  Nothing is changed, nothing stays in the folder of results.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc3d.cli import Parser, run
 from hpc3d.comm import cuda_aware_probe, transport
@@ -23,6 +27,12 @@ from hpc3d.runtime import environment, launch, mpi_library
 from hpc3d.runtime.exit_codes import CHECK_FAILED, JobExit
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
 from hpc3d.runtime.probe import outcome
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.runtime.job import Job
+    from hpc3d.trace.clock import Clocks
 
 EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
@@ -51,7 +61,7 @@ an interface that hosts cannot use: --mca btl_tcp_if_include NAME (Open MPI), FI
 or a host name that has no address: getent hosts $(hostname)"""
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Check, print; the exit code is 3 where something FAILs."""
     options = parsed(argv)
     if not started():
@@ -67,7 +77,7 @@ def main(argv=None):
     return launch.run("doctor", lambda job: meet(job, options))
 
 
-def unmet(options):
+def unmet(options: Namespace) -> None:
     """End the job if its ranks do not reach each other, which rank 0 says."""
     from hpc3d.diagnose import meeting
 
@@ -75,7 +85,7 @@ def unmet(options):
         meeting.end(conclude(told([found]), options))
 
 
-def parsed(argv):
+def parsed(argv: Sequence[str] | None) -> Namespace:
     """The options of the command line."""
     parser = Parser("doctor", __doc__, EXITS)
     add = parser.add_argument
@@ -90,7 +100,7 @@ def parsed(argv):
     return options
 
 
-def seconds(text):
+def seconds(text: str) -> float:
     """A positive number of them."""
     value = float(text)
     if not 0 < value < 3600:
@@ -98,13 +108,13 @@ def seconds(text):
     return value
 
 
-def started():
+def started() -> bool:
     """Whether a launcher started this process; a shell or a batch script in a job did not."""
     step = environment.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
     return step > 1 or any(name in os.environ for name in STARTED)
 
 
-def told(findings):
+def told(findings: Iterable[Finding]) -> list[Finding]:
     """The findings, each printed as it comes."""
     found = []
     for finding in findings:
@@ -113,7 +123,7 @@ def told(findings):
     return found
 
 
-def conclude(found, options):
+def conclude(found: Sequence[Finding], options: Namespace) -> int:
     """Print what it comes to; the exit code."""
     verdicts = [finding.verdict for finding in found]
     counts = {verdict: verdicts.count(verdict) for verdict in (FAIL, WARN, OK)}
@@ -125,7 +135,7 @@ def conclude(found, options):
     return CHECK_FAILED if counts[FAIL] else 0
 
 
-def alone(options):
+def alone(options: Namespace) -> Iterator[Finding]:
     """What one process finds, and two ranks that it starts."""
     yield from local(options)
     mpi, launcher = mpi_library.found(), mpi_library.on_path()
@@ -143,7 +153,7 @@ def alone(options):
         )
 
 
-def local(options):
+def local(options: Namespace) -> Iterator[Finding]:
     """What one process finds by itself."""
     ranks = environment.number_in(environment.LOCAL_RANKS, default=1)
     most = max(ranks, environment.cores_of_node())
@@ -159,7 +169,7 @@ def local(options):
         yield from examine(node_checks.shared_memory, most)
 
 
-def hdf5(folder):
+def hdf5(folder: Path) -> Iterator[Finding]:
     """A table of a trace, compressed as all are, written and read where runs are kept."""
     import numpy as np
 
@@ -186,7 +196,7 @@ def hdf5(folder):
     yield Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", UNLOCKED)
 
 
-def two_ranks(mpirun, options):
+def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
     """What two ranks find that are started here, or why they could not be."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
@@ -199,7 +209,7 @@ def two_ranks(mpirun, options):
         yield Finding(**row | {"subject": f"2 ranks, {row['subject']}"})
 
 
-def not_started(code, printed, timeout):
+def not_started(code: int | None, printed: str, timeout: float) -> Finding:
     """Why two ranks did not come to an end: what was printed, and what helps."""
     said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
@@ -210,7 +220,7 @@ def not_started(code, printed, timeout):
     return Finding(FAIL, "2 ranks", text, remedy, tuple(said[-SHOWN:]))
 
 
-def lonely(options, meant):
+def lonely(options: Namespace, meant: int) -> Iterator[Finding]:
     """What a process finds that is alone, though a launcher started `meant` of them."""
     if not options.together:
         yield from local(options)
@@ -218,14 +228,14 @@ def lonely(options, meant):
     yield from [mpi_library.why_singletons(meant, mpi)] if mpi else mpi_library.library()
 
 
-def meet(job, options):
+def meet(job: Job, options: Namespace) -> NoReturn:
     """End with the same exit code on all ranks, of which rank 0 prints what they find."""
     findings = together(job, options)
     found = told(findings) if job.rank == 0 else list(findings)
     raise JobExit(job.comm.bcast(conclude(found, options) if job.rank == 0 else None))
 
 
-def together(job, options):
+def together(job: Job, options: Namespace) -> Iterator[Finding]:
     """What ranks find together; only rank 0 finds by itself."""
     from hpc3d.diagnose import job_checks
 
@@ -245,7 +255,7 @@ def together(job, options):
     launch.unwatch()
 
 
-def clocks(job):
+def clocks(job: Job) -> Iterator[Finding]:
     """How far the clocks of hosts are from that of rank 0's, by which files and logs are dated."""
     from hpc3d.comm.cartesian import build
     from hpc3d.runtime.host_map import homes_of
@@ -265,7 +275,7 @@ def clocks(job):
         yield Finding(WARN, "clocks", text, remedy)
 
 
-def apart(compared, samples):
+def apart(compared: Clocks, samples: Sequence[Any]) -> list[float]:
     """Seconds by which each host's clock is ahead of rank 0's, from the `samples` of all ranks."""
     from hpc3d.trace.clock import as_rows, knot, parent
 

@@ -1,6 +1,9 @@
 """Packages that only some inputs need, with the extra of hpc3d that brings each: they are asked
 for before anything starts."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hpc3d.plain import Problems
@@ -17,7 +20,7 @@ EXTRAS = {
 }
 
 
-def lacking(what, *packages):
+def lacking(what: str, *packages: str) -> Iterator[str]:
     """A line for each of `packages` that `what` needs and that is not installed."""
     for package in packages:
         if find_spec(package) is None:
@@ -25,7 +28,7 @@ def lacking(what, *packages):
             yield f"{what} needs {package}: pip install 'hpc3d[{extra}]'"
 
 
-def need(what, *packages):
+def need(what: str, *packages: str) -> None:
     """ValueError with a line for each package that is lacking."""
     if lines := [*lacking(what, *packages)]:
         raise Problems(lines)

@@ -3,8 +3,11 @@
 A device or a pipe might never end, and what is large takes long to be parsed.
 """
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
+from typing import Any
 
 from hpc3d.plain import told
 
@@ -14,7 +17,7 @@ MOST_SCHEDULE = 2**24  # bytes of a schedule as a CSV file
 MOST_PARTS = 100  # of a key a.b.c: the time to parse one goes with their square
 
 
-def read(path, most=MOST_TEXT, remedy="name a file"):
+def read(path: Path | str, most: int = MOST_TEXT, remedy: str = "name a file") -> bytes:
     """The bytes of a regular file.
 
     ValueError, in one line, for what is not a file, cannot be read or is larger than `most` bytes.
@@ -33,7 +36,7 @@ def read(path, most=MOST_TEXT, remedy="name a file"):
     return content
 
 
-def toml(text):
+def toml(text: str) -> dict[str, Any]:
     """The tree of tables of a text in TOML; ValueError if it is not TOML, or too large."""
     import tomllib  # which ranks need not load
 

@@ -3,10 +3,14 @@
 Only the standard library: every command reads this before it starts anything.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 INT32 = 2**31 - 1  # of the columns of a trace
 MOST_RANKS = 2**20
@@ -39,7 +43,7 @@ SIZES = {
 }
 
 
-def out_of_bounds(config):
+def out_of_bounds(config: Any) -> Iterator[str]:
     """Whole numbers that are not within SIZES."""
     for key, (least, most) in SIZES.items():
         value = attrgetter(key)(config)
@@ -47,7 +51,7 @@ def out_of_bounds(config):
             yield out_of_range(key, value, least, most)
 
 
-def too_large(config, products):
+def too_large(config: Any, products: Iterable[Any]) -> Iterator[str]:
     """Products of sizes that no array can have, and meshes of more ranks than are worked with;
     `products` are those of a block."""
     model, ranks = config.model, config.mesh.grid().size
@@ -69,7 +73,7 @@ def too_large(config, products):
             yield f"{name} = {count}: at most {MOST_ELEMENTS} elements; lower one of them"
 
 
-def too_many_passes(parallel, stages):
+def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
     passes = stages * parallel.microbatches * parallel.chunks
     if passes > MOST_PASSES:
         yield (
@@ -79,19 +83,19 @@ def too_many_passes(parallel, stages):
         )
 
 
-def out_of_range(key, value, least, most):
+def out_of_range(key: str, value: float, least: int, most: int) -> str:
     """The line against a number that is not within its bounds."""
     found = f"{key} = {shown(value)}: must be at least {least}"
     return found if value < least else f"{found} and at most {most}"
 
 
-def shown(value):
+def shown(value: float) -> str:
     """A number in few characters, or how many digits it has."""
     text = str(value)
     return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
-def memory():
+def memory() -> int:
     """The bytes of memory that the processes of this machine, or of its container, have."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # there is no such file, or it says "max"

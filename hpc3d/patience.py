@@ -5,10 +5,13 @@ The parts of the program tell where they are as records of `logging`, as often a
 costs next to nothing; only a command that has a `Patience` shows any of them.
 """
 
+from __future__ import annotations
+
 import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 FIRST, EVERY = 10, 30  # seconds of silence before the first line and between others
@@ -19,15 +22,15 @@ class Newest(logging.Handler):
 
     record = None
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         self.record = record
 
-    def text(self):
+    def text(self) -> str:
         return self.record.getMessage() if self.record else "at work"
 
 
 @contextmanager
-def patience(name, first=None):
+def patience(name: str, first: float | None = None) -> Iterator[None]:
     """Lines on stderr, `hpc3d.NAME: 40 s: what goes on`, as long as the block lasts."""
     newest, over = Newest(logging.INFO), threading.Event()
     log, begin = logging.getLogger("hpc3d"), time.monotonic()

@@ -6,8 +6,12 @@ the streams of a command, `plain_streams`, do so with all that is printed, but f
 The escapes, \\u001b, are those of JSON and TOML, in whose strings they may stand.
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
 
 MEMORY = (
     "out of memory ({}): give less, or a machine with more memory (python -m hpc3d.plan finds "
@@ -19,12 +23,12 @@ SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 class Problems(ValueError):
     """Several things that are wrong, a line each."""
 
-    def __init__(self, lines):
+    def __init__(self, lines: Iterable[str]) -> None:
         self.lines = [*map(plain, lines)]
         super().__init__("\n".join(self.lines))
 
 
-def plain(text):
+def plain(text: str) -> str:
     """A text as one line of letters that can be seen.
 
     What Unicode calls not printable is escaped: controls, marks of direction, separators of lines,
@@ -35,17 +39,17 @@ def plain(text):
     return "".join(letter if letter.isprintable() else escape(letter) for letter in text)
 
 
-def escape(letter):
+def escape(letter: str) -> str:
     code = ord(letter)
     return SHORT.get(letter) or (f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}")
 
 
-def plain_lines(text):
+def plain_lines(text: str) -> str:
     """The same of each line of a text of several."""
     return "\n".join(map(plain, text.split("\n")))
 
 
-def plain_in(tree):
+def plain_in(tree: Any) -> Any:
     """The same of each text in dicts, lists and tuples."""
     match tree:
         case str():
@@ -57,7 +61,7 @@ def plain_in(tree):
     return tree
 
 
-def lines_of(error):
+def lines_of(error: BaseException) -> list[str]:
     """What an error says, a line for each problem."""
     if isinstance(error, Problems):
         return error.lines
@@ -68,12 +72,12 @@ def lines_of(error):
     return [plain(str(error) or type(error).__name__)]
 
 
-def told(error):
+def told(error: OSError) -> str:
     """An OSError in words: its file, if it names one, and why."""
     return f"{error.filename!s:.200}: {why(error)}" if error.filename else why(error)
 
 
-def why(error):
+def why(error: OSError) -> str:
     """The reason of an OSError: the system's words, or those that it was raised with."""
     return error.strerror or str(error).rstrip(".")
 
@@ -82,13 +86,13 @@ class Plain:
     """A text stream that escapes what is written to it, and what it has no letters for.  A write
     of "\\r" alone ends a line that the next one replaces."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
-    def write(self, text):
+    def write(self, text: str) -> int:
         encoding = self.stream.encoding or "utf-8"
         visible = text if text == "\r" else plain_lines(text)
         self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
@@ -96,7 +100,7 @@ class Plain:
 
 
 @contextmanager
-def plain_streams():
+def plain_streams() -> Iterator[None]:
     """Standard output and error as `Plain` streams."""
     with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
         yield

@@ -11,16 +11,28 @@ Bounds cut what cannot be among the best, the program itself times one layer and
 is left, and whole steps of the best are simulated; "~" marks what is only estimated.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.cli import Parser, number_of_ranks, positive, run
 from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.config.input_file import Config, MeshConfig
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.ranking import RankedLayout, Ranking
+    from hpc3d.predict.planning.search import Found
 
 MACHINE = "machines/h100.toml"
 TOP = 10  # layouts that are shown
@@ -32,13 +44,13 @@ searched, applied; a layout has layout (tables of the input file), step_time_s, 
 communication, axis, waits_s, peak_bytes, stage, memory"""
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
     options, overrides = parser().parse_known_args(argv)
     return run("plan", lambda: plan(options, overrides))
 
 
-def parser():
+def parser() -> Parser:
     parser = Parser(
         "plan",
         __doc__,
@@ -56,7 +68,7 @@ def parser():
     return parser
 
 
-def size(text):
+def size(text: str) -> float:
     """Bytes that are written as 80GB, 40GiB or 80, which are GB."""
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
     if not number or number[2] not in UNITS or not float(number[1]):
@@ -65,7 +77,7 @@ def size(text):
     return float(number[1]) * UNITS[number[2]]
 
 
-def plan(options, overrides):
+def plan(options: Namespace, overrides: Sequence[str]) -> None:
     """Search, print, write the input file."""
     from hpc3d.config.load import load
     from hpc3d.config.rules import not_there_yet, refuse, unknown_values
@@ -93,7 +105,9 @@ def plan(options, overrides):
         print(json.dumps(about | told(best, named, losers) | rest))
 
 
-def ranked(config, ranks, machine, memory, top):
+def ranked(
+    config: Config, ranks: int, machine: Machine, memory: float, top: int
+) -> tuple[Found, Ranking]:
     """What was found on so many ranks, and its Ranking."""
     from hpc3d.predict.planning.ranking import Ranking
     from hpc3d.predict.planning.search import Search
@@ -107,17 +121,21 @@ def ranked(config, ranks, machine, memory, top):
     return found, ranking
 
 
-def most_costs(ranks):
+def most_costs(ranks: int) -> int:
     """How many costs are measured, some 3 ms each."""
     return 2500 if ranks <= FEW else min(1300, 200 + 2 * ranks)
 
 
-def most_effort(ranks):
+def most_effort(ranks: int) -> int:
     """What is simulated, in ms of hpc3d.predict.planning.ranking.effort."""
     return 3000 if ranks <= FEW else min(6000, 500 + 5 * ranks)
 
 
-def told(best, named, losers):
+def told(
+    best: Sequence[RankedLayout],
+    named: Mapping[str, Mapping[str, RankedLayout | None]],
+    losers: Sequence[tuple[str, int, RankedLayout]],
+) -> dict[str, Any]:
     """The rows as plain values."""
     return {
         "layouts": [plain(row) for row in best],
@@ -132,11 +150,11 @@ def told(best, named, losers):
     }
 
 
-def here(mesh):
+def here(mesh: MeshConfig) -> str:
     return f"p={mesh.p} d={mesh.d} as in the input"
 
 
-def searched(found, ranking):
+def searched(found: Found, ranking: Ranking) -> dict[str, int]:
     """How many layouts there are, and what became of their sizes."""
     return {
         "layouts": found.considered,
@@ -148,7 +166,7 @@ def searched(found, ranking):
     }
 
 
-def plain(row):
+def plain(row: RankedLayout) -> dict[str, Any]:
     """A row as plain values for `--json`."""
     from hpc3d.predict.planning.ranking import layout
 
@@ -166,7 +184,7 @@ def plain(row):
     }
 
 
-def nothing_fits(found, ranking, memory):
+def nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
     """Which layout comes closest, and what would make it fit."""
     from hpc3d.predict.planning.ranking import estimated, words
 
@@ -178,7 +196,7 @@ def nothing_fits(found, ranking, memory):
     )
 
 
-def apply(path, config, planned, ranks):
+def apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
     """Write the input file `path` with the mesh and the parallelism that were planned."""
     from hpc3d.config.load import load, to_toml
     from hpc3d.config.rules import settle
@@ -190,7 +208,12 @@ def apply(path, config, planned, ranks):
     settle(load(path, []), ranks)
 
 
-def show(best, named, losers, memory):
+def show(
+    best: Sequence[RankedLayout],
+    named: Mapping[str, Mapping[str, RankedLayout | None]],
+    losers: Sequence[tuple[str, int, RankedLayout]],
+    memory: float,
+) -> None:
     """Print the layouts: the best, those with a name, those that lose."""
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
@@ -205,7 +228,7 @@ def show(best, named, losers, memory):
         print(f"{count:5d} {because(reason, nearest)}")
 
 
-def show_search(found, ranking, applied):
+def show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     """Print what was looked at."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} were cut: what they take at least is longer")
@@ -219,7 +242,7 @@ def show_search(found, ranking, applied):
         print(one_line(f"the first one is written to {applied}"))
 
 
-def line(row):
+def line(row: RankedLayout) -> str:
     """The columns of a layout."""
     from hpc3d.predict.planning.ranking import words
 
@@ -230,11 +253,11 @@ def line(row):
     )
 
 
-def over(row, memory):
+def over(row: RankedLayout, memory: float) -> str:
     return f": does not fit, {held(row)}" if row.peak > memory else ""
 
 
-def because(reason, row):
+def because(reason: str, row: RankedLayout) -> str:
     """What layouts lose by, and how much of it the nearest has."""
     from hpc3d.predict.planning.ranking import words
 
@@ -249,18 +272,18 @@ def because(reason, row):
     return f"{texts[kind]()}; ~{duration(row.seconds)} {words(row.config)}".rstrip()
 
 
-def held(row):
+def held(row: RankedLayout) -> str:
     """The peak of a layout by kind, the largest first."""
     kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
     return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
 
 
-def duration(seconds):
+def duration(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
-def gigabytes(nbytes):
+def gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 

@@ -3,7 +3,11 @@
 On the lowest floor: a trace keeps its input file as text and is read without hpc3d.config.
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 KEYS = {  # section -> {old key: new key}
     "guard": {"products_every": "abft_every", "spike": "loss_spike_sigma"},
@@ -16,7 +20,7 @@ VALUES = {  # section -> {key: {old value: new value}}
 }
 
 
-def use_new_names(tree):
+def use_new_names(tree: dict[str, Any]) -> list[str]:
     """Rename the keys and values of an input file, a tree of tables, in place; the notices.
 
     ValueError where a key is given by its old and by its new name.
@@ -29,7 +33,7 @@ def use_new_names(tree):
     return notices
 
 
-def rename_keys(table, names, prefix=""):
+def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "") -> list[str]:
     """Rename keys of one table in place, {old: new}; the notices, in which `prefix` precedes
     each key.  ValueError as above."""
     found = [(old, new) for old, new in names.items() if old in table]
@@ -39,7 +43,9 @@ def rename_keys(table, names, prefix=""):
     return [f"{prefix}{old} is now called {prefix}{new}" for old, new in found]
 
 
-def rename_values(table, names, prefix):
+def rename_values(
+    table: dict[str, Any], names: Mapping[str, Mapping[str, str]], prefix: str
+) -> list[str]:
     """Rename values of one table in place, {key: {old: new}}; the notices."""
     notices = []
     for key, values in names.items():
@@ -50,7 +56,7 @@ def rename_values(table, names, prefix):
     return notices
 
 
-def rename_options(keys):
+def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The new name of each `section.key` of a command line, and the notices.
 
     ValueError as above.
@@ -66,12 +72,12 @@ def rename_options(keys):
     return new_names, notices
 
 
-def refuse_both(old, new, table):
+def refuse_both(old: str, new: str, table: Collection[str]) -> None:
     if new in table:
         raise ValueError(f"{old}: the old name of {new}, which is given too; leave {old} out")
 
 
-def warn(notices):
+def warn(notices: Iterable[str]) -> None:
     """Print each notice once."""
     for notice in dict.fromkeys(notices):
         print(f"warning: {notice}", file=sys.stderr)

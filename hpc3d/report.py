@@ -4,10 +4,13 @@ python -m hpc3d.report results/RUN
 python -m hpc3d.report results/RUN-1D results/RUN-3D --out results/comparison
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,7 +37,7 @@ LaTeX; and, on request, exports/ for other programs. A report that lies there is
 The trace is merged first if the ranks have written more than it has."""
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Print and write a report; the exit code is 2 for what cannot be reported."""
     options = _parser().parse_args(argv)
     return run("report", lambda: _report(options))

@@ -3,7 +3,10 @@
 In the source they lie in inputs/, of which hpc3d/share is a link; a wheel has files there.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +24,14 @@ class Kind(NamedTuple):
 INPUT, MACHINE = Kind("input", ""), Kind("machine", "machines")
 
 
-def shipped(name=""):
+def shipped(name: Path | str = "") -> Path:
     """The path of what comes with the program as `name` in inputs/."""
     from importlib.resources import files
 
     return files("hpc3d") / "share" / name
 
 
-def find(word, kind):
+def find(word: str, kind: Kind) -> Path:
     """The path of the file of a `kind` that `word` names: a path with or without .toml, or a name.
 
     Names are those of the files in inputs/ of the current folder, then of those that are shipped.
@@ -41,13 +44,13 @@ def find(word, kind):
     raise ValueError(unknown(word, kind, known))
 
 
-def names(kind):
+def names(kind: Kind) -> dict[str, Path]:
     """{name: path} of the files of a kind."""
     folders = shipped(kind.folder), Path(INPUTS, kind.folder)
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
-def name_of(word, kind):
+def name_of(word: Path | str, kind: Kind) -> str:
     """`word` without what says where shipped files of a kind lie."""
     name = str(Path(word)).removesuffix(".toml")
     for folder in Path(INPUTS, kind.folder).parts:
@@ -55,7 +58,7 @@ def name_of(word, kind):
     return name
 
 
-def unknown(word, kind, known):
+def unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
     """What is wrong with a `word` that names no file of a kind, and what it may stand for."""
     wrong = "is a folder" if os.path.isdir(word) else f"there is no such {kind.title}"
     near = get_close_matches(name_of(word, kind), known, 1)
@@ -63,7 +66,7 @@ def unknown(word, kind, known):
     return f"{word}: {wrong}; {hint}name a file, or one of {', '.join(sorted(known))}"
 
 
-def text(word):
+def text(word: Path | str) -> Path | str:
     """`word`, a path, or the path of what is shipped by this name, as inputs/corpus is."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (INPUTS,) :])
@@ -72,7 +75,7 @@ def text(word):
     return there if known and not os.path.exists(word) else word
 
 
-def place(name, kind):
+def place(name: str, kind: Kind) -> Path:
     """Where a file of a kind that the program makes is found by `name`: in inputs/ if the current
     folder has that, else there itself."""
     folder = Path(INPUTS, kind.folder)

@@ -4,11 +4,14 @@ python -m hpc3d.simulate gpt-4d-64 --machine h100
 python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc3d.cli import Parser, number_of_ranks, run, whole
@@ -55,7 +58,7 @@ communication (share of the step), flop, mfu, hfu, memory (stages, worst, total,
 bytes (axis, operation: calls and bytes that a rank of stage 0 receives)"""
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Simulate what the command line says; the exit code is 2 for what cannot be simulated."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["schedule"]:

@@ -17,32 +17,48 @@ Exit codes: 0 done; 2 bad input (one line each, nothing started); 75 stopped ear
 run.watchdog_s; 1 a rank failed (the job ends).
 """
 
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
 from hpc3d.runtime import environment, launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
+
+if TYPE_CHECKING:
+    from hpc3d.checkpoints.saver import Saver
+    from hpc3d.comm.device_setup import Hardware
+    from hpc3d.comm.watchdog import Watchdog
+    from hpc3d.config.input_file import Config
+    from hpc3d.data.batches import Batches
+    from hpc3d.pipeline.program import Program
+    from hpc3d.runtime.job import Job
+    from hpc3d.training.guard import GuardError
+    from hpc3d.training.log import Log
+    from hpc3d.training.stop_request import Stop
+    from hpc3d.training.trainer import Step, Trainer
 
 
 class Asked(NamedTuple):
     """What the command line and the input file ask for, and the folder of the run to go on with,
     if there is one."""
 
-    config: object
+    config: Config
     run: Path | None
 
 
 class RunPlan(NamedTuple):
     """What rank 0 tells the others before the first step."""
 
-    config: object
+    config: Config
     folder: Path
     git: str
     resumed: bool
-    changes: list
+    changes: list[str]
 
 
 class Opened(NamedTuple):
@@ -50,17 +66,17 @@ class Opened(NamedTuple):
     lock of its folder, which is held as long as this lives."""
 
     plan: RunPlan
-    batches: object
-    program: object
-    lock: object
+    batches: Batches
+    program: Program
+    lock: TextIO | None
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     return launch.run("train", lambda job: train(job, list(words)))
 
 
-def train(job, words):
+def train(job: Job, words: list[str]) -> None:
     """The whole run on one rank."""
     if {"-h", "--help"} & set(words):
         job.from_root(explain)
@@ -94,15 +110,17 @@ def train(job, words):
 class RunningJob(NamedTuple):
     """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
 
-    trainer: object
-    saver: object
-    watchdog: object
-    log: object
-    batches: object
+    trainer: Trainer
+    saver: Saver
+    watchdog: Watchdog
+    log: Log
+    batches: Batches | None
     start: int
 
 
-def begin(job, plan, program, batches, hardware):
+def begin(
+    job: Job, plan: RunPlan, program: Program, batches: Batches | None, hardware: Hardware
+) -> RunningJob:
     """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.watchdog import Watchdog
@@ -136,7 +154,7 @@ def begin(job, plan, program, batches, hardware):
     return RunningJob(trainer, saver, watchdog, log, batches, start)
 
 
-def steps(plan, run, stop):
+def steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
     """Make the steps, until the last one or a request to stop; how many are done."""
     from hpc3d.training.guard import LossSpikes, ReplicaCheck
 
@@ -163,7 +181,7 @@ def steps(plan, run, stop):
     return config.train.steps
 
 
-def stop_early(plan, run, step):
+def stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop_request import reason
 
@@ -177,7 +195,7 @@ def stop_early(plan, run, step):
     )
 
 
-def end(job, plan, run, done):
+def end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     """After the last step: everything on disk, one trace of all ranks."""
     run.watchdog.stop()  # the last save may take its time
     run.saver.wait()
@@ -195,7 +213,7 @@ def end(job, plan, run, done):
     job.barrier()
 
 
-def give_up(job, plan, run, wrong):
+def give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoReturn:
     """All ranks: end the job because of a wrong number, saying once what is known of it."""
     from hpc3d.training.guard import lines
 
@@ -214,14 +232,14 @@ def give_up(job, plan, run, wrong):
     raise JobExit(wrong.code)
 
 
-def explain():
+def explain() -> None:
     """Rank 0: what the command does, and every key with its meaning."""
     from hpc3d.config.reference import manual
 
     print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
-def asked(job, words):
+def asked(job: Job, words: list[str]) -> Asked:
     """Rank 0: the Asked of the command line and the input file; ValueError for what is wrong."""
     from hpc3d.checkpoints.resume import fitted, run_to_resume
     from hpc3d.config import load
@@ -237,7 +255,7 @@ def asked(job, words):
     return Asked(config, run)
 
 
-def prepare(config, run):
+def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
     from hpc3d import shipped
@@ -276,7 +294,9 @@ def prepare(config, run):
     return Opened(plan, batches, program, lock)
 
 
-def saver_of(job, plan, trainer, batches, log):
+def saver_of(
+    job: Job, plan: RunPlan, trainer: Trainer, batches: Batches | None, log: Log
+) -> Saver:
     """What saves the run; if it does so by itself, what that takes is said first."""
     from hpc3d.checkpoints.cost import forecast
     from hpc3d.checkpoints.saver import Saver
@@ -293,13 +313,13 @@ def saver_of(job, plan, trainer, batches, log):
     return Saver(plan.folder, trainer, how, header, log.say)
 
 
-def programs(config, program):
+def programs(config: Config, program: Program) -> list[Program]:
     """Rank 0: what each rank runs, the part of its pipeline stage."""
     grid = config.mesh.grid()
     return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
-def save_position(plan, batches, done):
+def save_position(plan: RunPlan, batches: Batches | None, done: int) -> None:
     """Rank 0: where in the data the run ended, for one that goes on from here."""
     from hpc3d.training.run_folder import write_text
 

@@ -90,7 +90,20 @@ def untyped(sources):
     ]
 
 
-TYPED = {"arrays", "comm", "ops", "pipeline", "tensor", "trace"}  # the rooms in which all do
+TYPED = {
+    "arrays",
+    "benchmarks",
+    "comm",
+    "cuda",
+    "data",
+    "diagnose",
+    "ops",
+    "pipeline",
+    "runtime",
+    "studies",
+    "tensor",
+    "trace",
+}
 
 LIMITS = [
     (doubled_classes, 0, {"a.py": "class A: pass", "b.py": "class A: pass"}),

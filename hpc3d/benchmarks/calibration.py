@@ -1,11 +1,15 @@
 """This machine, from runs of up to 8 ranks, and steps of other runs as it predicts them."""
 
+from __future__ import annotations
+
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import hpc3d.trace
 from hpc3d.benchmarks import harness
@@ -17,11 +21,18 @@ from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.shipped import MACHINE, place
 from hpc3d.trace.segment import naming
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.predict.calibration.align_trace import TimedWork
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.trace.reader import Trace
+
 NAME = "this-machine"
 RANKS, ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
 
 
-def calibrate(options):
+def calibrate(options: Namespace) -> dict[str, Any]:
     how, out = {"transport": options.transport}, Path(options.machine or place(NAME, MACHINE))
     if not out.parent.is_dir():
         raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
@@ -38,7 +49,9 @@ def calibrate(options):
     return {"machine": str(out), "check": rows}
 
 
-def check(machine, folder, how, repeats):
+def check(
+    machine: Machine, folder: str, how: dict[str, str], repeats: int
+) -> Iterator[dict[str, Any]]:
     """Steps of other runs than those that calibrate, measured and predicted; a row each."""
     errors = []
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
@@ -54,26 +67,26 @@ def check(machine, folder, how, repeats):
     print(f"error: {median(sizes):.1%} in the median, {max(sizes):.1%} at worst")
 
 
-def works_of(line, folder, how):
+def works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
     """What the ranks of a run spent their CPU time on."""
     print(f"calibrate: {line}", flush=True)
     with trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 
 
-def steps_of(line, folder, how):
+def steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
     """Seconds of the steps of a run on the wall, without the first two."""
     with trained(line, folder, how) as trace:
         mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
         return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
 
 
-def trained(line, folder, how):
+def trained(line: str, folder: str, how: dict[str, str]) -> Trace:
     """The trace of a run as a line of hpc3d.predict.calibration.calibration_runs has it."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
-def this_machine(transport):
+def this_machine(transport: str) -> dict[str, Any]:
     """What a Machine says of itself, but for its times; its ranks have one thread each."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -87,7 +100,7 @@ def this_machine(transport):
     }
 
 
-def processor():
+def processor() -> str:
     """The name of the CPU, where the system knows it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -3,12 +3,22 @@
 The bound is what a card must carry, at the rate of one message from the first rank to the last.
 """
 
+from __future__ import annotations
+
 import json
 import time
+from collections.abc import Callable, Sequence
 from math import inf
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.comm.communicator import Communicator, Pending
+    from hpc3d.runtime.job import Job
 
 SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # of what is gathered, scattered, summed
 OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a block goes round
@@ -18,7 +28,7 @@ ROUNDS = 5
 MESSAGE = 1 << 22  # bytes of the message that tells the rate
 
 
-def calls(job, options):
+def calls(job: Job, options: Namespace) -> None:
     """Print a row for every call and size; nothing bounds what the ranks of one host do."""
     from hpc3d.comm.cartesian import build
 
@@ -40,13 +50,15 @@ def calls(job, options):
         print(json.dumps({"calls": [dict(zip(KEYS, row, strict=True)) for row in rows]}))
 
 
-def say(job, row):
+def say(job: Job, row: Sequence[object]) -> None:
     if job.rank == 0:
         cells = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row]
         print("{:15}{:>8}{:>10}{:>10}{:>10}{:>10}".format(*cells), flush=True)
 
 
-def seconds(job, op, size, comms, rounds):
+def seconds(
+    job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
+) -> list[float]:
     """Medians of the calls of communicators in turn, each as its slowest rank sees it."""
     rows = size // 4 // job.size
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)
@@ -56,7 +68,7 @@ def seconds(job, op, size, comms, rounds):
     return [median(times) for times in zip(*job.comm.bcast(spent[1:]), strict=True)]
 
 
-def duration(job, call):
+def duration(job: Job, call: Callable[[], Pending]) -> float:
     """Seconds until the slowest rank has what `call()` gives."""
     job.comm.Barrier()
     start = time.perf_counter()
@@ -64,7 +76,7 @@ def duration(job, call):
     return max(job.gather(time.perf_counter() - start))
 
 
-def rate_of(job, comm):
+def rate_of(job: Job, comm: Communicator) -> float:
     """Bytes per second from the first rank to the last, at best."""
     last, spent = job.size - 1, []
     message, answer = np.ones(MESSAGE, np.uint8), np.ones(1, np.uint8)

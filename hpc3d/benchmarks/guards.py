@@ -1,18 +1,26 @@
 """What the guards cost: steps that are checked and steps that are not, in turn in one run."""
 
+from __future__ import annotations
+
 import tempfile
 from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.shipped import shipped
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.trace.reader import Trace
 
 RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
 SHARE = 0.03  # of a step that guards may take
 EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every has it
 
 
-def guards(options):
+def guards(options: Namespace) -> dict[str, Any]:
     """CPU time, of all ranks together."""
     results = {}
     for ranks, name in RUNS.items():
@@ -27,7 +35,7 @@ def guards(options):
     return results
 
 
-def measured(ranks, name, rounds):
+def measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
     """The ratio of steps with checks to neighbours without, and what hashes of replicas take."""
 
     from hpc3d import trace
@@ -42,13 +50,13 @@ def measured(ranks, name, rounds):
     return {**harness.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}
 
 
-def seconds_of_steps(recorded):
+def seconds_of_steps(recorded: Trace) -> Any:
     """Seconds of all ranks together, a step."""
     steps = recorded.steps
     return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
 
 
-def seconds_of_replicas(recorded):
+def seconds_of_replicas(recorded: Trace) -> float:
     """Seconds of all ranks together that the hashes of a comparison of replicas take."""
     names, events = np.array(recorded.strings), recorded.events
     here = names[events["name"]] == "hashes of replicas"

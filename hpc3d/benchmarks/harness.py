@@ -1,5 +1,7 @@
 """Paired measurements: two ways in turn on one machine, and the ratio of their medians."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
@@ -7,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +22,11 @@ from hpc3d.comm.threads import meshes
 from hpc3d.plain import Problems
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.trace.reader import Trace
+    from hpc3d.training.trainer import Step
 
 OVERSUBSCRIBE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -30,15 +39,15 @@ OVERSUBSCRIBE = {
 class Noise:
     """Batches of random tokens, for measurements that need no text."""
 
-    def __init__(self, config, vocabulary):
+    def __init__(self, config: Config, vocabulary: int) -> None:
         self.shape = (2, config.train.batch, config.model.sequence)
         self.vocabulary = vocabulary
 
-    def batch(self, step):
+    def batch(self, step: int) -> np.ndarray:
         return np.random.default_rng(step).integers(0, self.vocabulary, self.shape, np.int32)
 
 
-def in_turn(rounds, *functions):
+def in_turn(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     """Seconds of every call, [function, round]; a first round is not counted."""
     times = np.empty((rounds + 1, len(functions)))
     for turn in times:
@@ -49,7 +58,9 @@ def in_turn(rounds, *functions):
     return times[1:].T
 
 
-def ratios(ours, theirs):
+def ratios(
+    ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
+) -> dict[str, Any]:
     """Medians of both, and minimum, median and maximum of the ratio pair by pair."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
@@ -61,20 +72,22 @@ def ratios(ours, theirs):
     }
 
 
-def serial_trainer(config, recorder=None, vocabulary=256):
+def serial_trainer(
+    config: Config, recorder: Recorder | None = None, vocabulary: int = 256
+) -> Trainer:
     """A trainer on one rank, without MPI."""
     (mesh,), _ = meshes({})
     mesh = mesh.traced(recorder) if recorder else mesh
     return Trainer(mesh, config, vocabulary, Noise(config, vocabulary))
 
 
-def steps_of(trainer):
+def steps_of(trainer: Trainer) -> Callable[[], Step]:
     """A function that makes the next step of `trainer`."""
     numbers = iter(range(sys.maxsize))
     return lambda: trainer.step(next(numbers))
 
 
-def against_torch(config, rounds):
+def against_torch(config: Config, rounds: int) -> dict[str, Any]:
     """Our training step and that of torch, eager, in one process with one thread each."""
     from hpc3d.benchmarks import torch_reference
 
@@ -84,7 +97,7 @@ def against_torch(config, rounds):
     return ratios(*in_turn(rounds, steps_of(trainer), theirs))
 
 
-def tracing(config, rounds):
+def tracing(config: Config, rounds: int) -> dict[str, Any]:
     """A step on one rank with and without a recorder, and what an event costs by itself."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
@@ -99,7 +112,7 @@ def tracing(config, rounds):
     return {**result, "events": events}
 
 
-def overhead(path, options, ranks, rounds):
+def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
     """A step on `ranks` ranks and on one rank with all cores, in turn; and the seconds of
     CPU time of all ranks together, by what they went into."""
     many, one = [], []
@@ -115,7 +128,7 @@ def overhead(path, options, ranks, rounds):
     return {**result, "first_step_s": median(m["first_s"] for m in many)}
 
 
-def overlap(path, options, ranks, rounds):
+def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
     """Seconds a step that a rank spends reducing gradients over the data axis, with and
     without overlap, and the bytes that it receives there: the same both ways."""
     found = {"true": [], "false": []}
@@ -130,7 +143,7 @@ def overlap(path, options, ranks, rounds):
     return {**result, "bytes": received}
 
 
-def run(ranks, arguments, folder, steps=4):
+def run(ranks: int, arguments: Sequence[str], folder: str, steps: int = 4) -> dict[str, Any]:
     """Train; the median step, the seconds from the start of the launcher until the first step is
     done, the seconds a step of every operation, what a rank spends and receives a step along the
     data axis, and the run's folder."""
@@ -158,7 +171,7 @@ def run(ranks, arguments, folder, steps=4):
         return {"first_s": first, "folder": where, **times(recorded)}
 
 
-def times(recorded):
+def times(recorded: Trace) -> dict[str, Any]:
     """The median of the steps after the first, and seconds a step summed over ranks, by op."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
@@ -172,7 +185,7 @@ def times(recorded):
     return {"step_s": float(np.median(spans)), "seconds": seconds, "data": data}
 
 
-def along(recorded, axis, steps):
+def along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
     """Seconds and bytes a rank and step, after the first, in calls along a mesh axis."""
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events
@@ -182,7 +195,7 @@ def along(recorded, axis, steps):
     return {"seconds": seconds * 1e-9, "bytes": received}
 
 
-def with_sizes(config, **sizes):
+def with_sizes(config: Config, **sizes: Any) -> Config:
     """`config` with other sizes of the model, on one rank; `batch` counts sequences."""
     batch = sizes.pop("batch", config.train.batch)
     model = replace(config.model, **sizes)

@@ -1,10 +1,19 @@
 """What the code itself costs, in pairs that run one after the other."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.shipped import shipped
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.config.input_file import Config
 
 HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
 CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
@@ -21,7 +30,7 @@ OVERLAP = {
 SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
 
 
-def overhead(options):
+def overhead(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     results = {}
@@ -37,7 +46,7 @@ def overhead(options):
     return results
 
 
-def step(options):
+def step(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     results = {}
@@ -47,7 +56,7 @@ def step(options):
     return results
 
 
-def trace(options):
+def trace(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     config = serial_configs()["gpt-serial.toml"]
@@ -59,7 +68,7 @@ def trace(options):
     return {**found, "share": share}
 
 
-def overlap(options):
+def overlap(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     results = {}
@@ -74,7 +83,7 @@ def overlap(options):
     return results
 
 
-def schemes(options):
+def schemes(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     folders = []
@@ -86,7 +95,7 @@ def schemes(options):
     return {"runs": folders}
 
 
-def serial_configs():
+def serial_configs() -> dict[str, Config]:
     """The shapes of gpt-serial.toml, and those with hidden 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
@@ -97,7 +106,7 @@ def serial_configs():
     return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
 
 
-def pair(found):
+def pair(found: Mapping[str, float]) -> str:
     """The other side of a pair and the ratio."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

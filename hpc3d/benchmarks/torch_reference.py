@@ -4,22 +4,32 @@ It follows hpc3d.model.gpt2 in sizes, names and the order of a head's columns [q
 otherwise plain torch: linear, layer_norm, gelu, scaled_dot_product_attention, cross_entropy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 import torch
 from torch.nn import functional
 
 from hpc3d.ops.cross_entropy import IGNORE
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import TrainConfig
+    from hpc3d.model.parameters import Parameters
 
-def linear(weights, name, x):
+
+def linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
     return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
 
-def norm(weights, name, x):
+def norm(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
     gamma, beta = weights[f"{name}.gamma"], weights[f"{name}.beta"]
     return functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
 
 
-def attention(qkv, heads):
+def attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     """Causal attention on [B, T, heads*3*D]."""
     batch, sequence, columns = qkv.shape
     parts = qkv.view(batch, sequence, heads, 3, columns // (3 * heads))
@@ -28,7 +38,9 @@ def attention(qkv, heads):
     return out.transpose(1, 2).reshape(batch, sequence, columns // 3)
 
 
-def block(weights, name, x, shape):
+def block(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
+) -> torch.Tensor:
     gelu = "tanh" if shape.gelu == "tanh" else "none"
     qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x))
     x = x + linear(weights, f"{name}.proj", attention(qkv, shape.heads))
@@ -36,7 +48,9 @@ def block(weights, name, x, shape):
     return x + linear(weights, f"{name}.down", functional.gelu(h, approximate=gelu))
 
 
-def loss(weights, shape, tokens, targets):
+def loss(
+    weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """The mean loss of tokens and targets [B, T] under a dict of weights by our names."""
     table = weights["embedding.token"]
     x = table[tokens] + weights["embedding.position"]
@@ -49,12 +63,14 @@ def loss(weights, shape, tokens, targets):
     )
 
 
-def weights_of(parameters):
+def weights_of(parameters: Parameters) -> dict[str, torch.Tensor]:
     """The weights of a serial hpc3d model as leaves that want gradients."""
     return {item.name: torch.tensor(item.value, requires_grad=True) for item in parameters}
 
 
-def training_step(parameters, shape, train, tokens, targets):
+def training_step(
+    parameters: Parameters, shape: Any, train: TrainConfig, tokens: np.ndarray, targets: np.ndarray
+) -> Callable[[], None]:
     """A function that trains torch's copy of a serial model for a step, with one thread."""
     torch.set_num_threads(1)
     weights = weights_of(parameters)

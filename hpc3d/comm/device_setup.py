@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from hpc3d.cuda.device import Cuda
+    from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
 RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
@@ -14,10 +16,10 @@ class Hardware(NamedTuple):
     """The `device` of a rank (None: its CPU core), the way of hpc3d.comm.transport that its
     blocks go, the `lines` that say so, and the Homes of all ranks."""
 
-    device: object
+    device: Cuda | None
     transport: str
-    lines: tuple = ()
-    homes: object = None
+    lines: tuple[str, ...] = ()
+    homes: Homes | None = None
 
     def with_line(self, line: str) -> Hardware:
         return self._replace(lines=(*self.lines, line))

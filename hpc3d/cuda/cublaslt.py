@@ -3,7 +3,10 @@
 It takes the stream and the workspace of every call, so a product can be captured in a CUDA graph.
 """
 
+from __future__ import annotations
+
 from ctypes import byref, c_float, c_int
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
+if TYPE_CHECKING:
+    pass
+
 # How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
 ANY_REDUCTION, COMPUTE_TYPE_REDUCTION = 7, 2
 
@@ -28,7 +34,9 @@ class Lt:
     With `tf32` the operands of float32 products are rounded to TF32; their sums never are.
     """
 
-    def __init__(self, stream_ptr, workspace, tf32=False, library=None):
+    def __init__(
+        self, stream_ptr: int, workspace: tuple[int, int], tf32: bool = False, library: Any = None
+    ) -> None:
         self.stream, (self.workspace, self.bytes), self.tf32 = stream_ptr, workspace, tf32
         assert self.workspace % 256 == 0, self.workspace
         self.library = Library(library or load())
@@ -39,16 +47,16 @@ class Lt:
 
     def product(
         self,
-        a,
-        b,
-        out,
-        bias=None,
-        add=None,
-        bias_grad=None,
-        gelu_input=None,
-        gelu_at=None,
-        scale=1.0,
-    ):
+        a: Any,
+        b: Any,
+        out: Any,
+        bias: Any = None,
+        add: Any = None,
+        bias_grad: Any = None,
+        gelu_input: Any = None,
+        gelu_at: Any = None,
+        scale: float = 1.0,
+    ) -> None:
         """out[m, n] = scale a[m, k] b[k, n] + add[m, n] + bias[n], summed in float32.
 
         Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`: a and b are both float32,
@@ -79,7 +87,7 @@ class Lt:
         plan.point(vector, matrix)
         self.run(plan, a, b, out, add, scale)
 
-    def planned(self, key, vector, matrix):
+    def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
         """A new plan with its algorithm, for which the alignment of every address matters."""
         plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
@@ -90,10 +98,10 @@ class Lt:
         plan.algorithm = self.fastest(plan)
         return plan
 
-    def prefer(self, attribute, value):
+    def prefer(self, attribute: str, value: int) -> None:
         self.library.set("MatmulPreference", self.preference, attribute, value)
 
-    def fastest(self, plan):
+    def fastest(self, plan: ProductPlan) -> Any:
         """The algorithm that the heuristics of cuBLASLt propose."""
         found, count = Heuristic(), c_int()
         told = self.handle, plan.operation, *plan.layouts.values(), self.preference
@@ -103,7 +111,7 @@ class Lt:
             raise Unsupported(f"cuBLASLt has no algorithm for {plan}")
         return found.algorithm
 
-    def run(self, plan, a, b, out, add, scale):
+    def run(self, plan: ProductPlan, a: Any, b: Any, out: Any, add: Any, scale: float) -> None:
         layouts = plan.layouts
         self.library.call(
             "cublasLtMatmul",
@@ -127,7 +135,14 @@ class Lt:
         )
 
 
-def without_terms(b, out, bias, add, bias_grad, gelu):
+def without_terms(
+    b: Any,
+    out: Any,
+    bias: Any,
+    add: Any,
+    bias_grad: Any,
+    gelu: Any,
+) -> None:
     """The product where a or b is empty: sums of no terms, or nothing at all to write."""
     if bias_grad is not None and b.size:
         raise Unsupported("cuBLASLt has no bias_grad of a product without rows")

@@ -3,9 +3,13 @@
 Numbers, types and sizes are those of cublasLt.h, the same in CUDA 12 and 13.
 """
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 SUCCESS = 0
@@ -70,7 +74,7 @@ ATTRIBUTES = {
 }
 
 
-def load():
+def load() -> ctypes.CDLL:
     """cuBLASLt: that of NVIDIA's wheel, as cuda.pathfinder finds it, else the linker's."""
     names = NAMES
     with suppress(ImportError, RuntimeError):
@@ -89,26 +93,26 @@ def load():
 class Library:
     """The functions of cuBLASLt, each of them an error where it fails."""
 
-    def __init__(self, dll):
+    def __init__(self, dll: Any) -> None:
         for name, arguments in FUNCTIONS.items():
             getattr(dll, name).argtypes = arguments
         dll.cublasLtGetStatusName.restype = ctypes.c_char_p
         self.dll = dll
 
-    def call(self, name, *arguments, refusals=()):
+    def call(self, name: str, *arguments: Any, refusals: Sequence[int] = ()) -> None:
         """RuntimeError where it fails; Unsupported if with a status of `refusals`."""
         status = getattr(self.dll, name)(*arguments)
         if status != SUCCESS:
             failure = Unsupported if status in refusals else RuntimeError
             raise failure(f"{name}: {self.dll.cublasLtGetStatusName(status).decode()}")
 
-    def create(self, kind, *arguments):
+    def create(self, kind: str, *arguments: Any) -> int:
         """A new object of the library; it lives as long as the process."""
         made = c_void_p()
         self.call(f"cublasLt{kind}Create", byref(made), *arguments)
         return made.value
 
-    def set(self, kind, thing, attribute, value):
+    def set(self, kind: str, thing: int, attribute: str, value: int) -> None:
         number, c_type = ATTRIBUTES[kind][attribute]
         held = c_type(value)
         size = ctypes.sizeof(held)

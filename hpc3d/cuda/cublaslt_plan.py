@@ -5,11 +5,17 @@ there, so out = a b is computed as out' = b' a': A is b, B is a, C is what is ad
 what is said of a row of D holds for a column of out.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.cuda.cublaslt_library import Unsupported
+
+if TYPE_CHECKING:
+    from hpc3d.cuda.cublaslt_library import Library
 
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
@@ -35,20 +41,20 @@ class Operand(NamedTuple):
     alignment: int
 
     @property
-    def type(self):
+    def type(self) -> int:
         return TYPES[self.dtype.name]
 
     @property
-    def steps(self):
+    def steps(self) -> list[int]:
         """The strides in elements."""
         return [stride // self.dtype.itemsize for stride in self.strides]
 
     @property
-    def batches(self):
+    def batches(self) -> tuple[int, int]:
         """How many matrices, and the step from one to the next."""
         return (self.shape[0], self.steps[0]) if len(self.shape) == 3 else (1, 0)
 
-    def columns(self):
+    def columns(self) -> tuple[bool, int, int, int]:
         """Whether it is transposed once more in column-major order, its rows and columns there,
         and the step from one of these columns to the next."""
         (rows, columns), (down, across) = self.shape[-2:], self.steps[-2:]
@@ -62,7 +68,7 @@ class Operand(NamedTuple):
         )
 
 
-def operand_of(array):
+def operand_of(array: Any) -> tuple | None:
     """An Operand as a tuple, None of None."""
     if array is None:
         return None
@@ -73,7 +79,7 @@ def operand_of(array):
 class ProductPlan:
     """Descriptor, layouts and, once it is asked for, algorithm: all but the addresses."""
 
-    def __init__(self, library, key, tf32=False):
+    def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
         """`key` has an Operand as a tuple, or None, for each of ROLES."""
         named = zip(ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
@@ -90,12 +96,12 @@ class ProductPlan:
         self.describe_fused(given)
         self.algorithm = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         a, b, out = (self.operands[name] for name in "BAD")
         fused = f" with {' and '.join(self.fused)}" if self.fused else ""
         return f"{out.dtype} {out.shape} = {a.dtype} {a.shape} x {b.shape}{fused}"
 
-    def layout(self, name):
+    def layout(self, name: str) -> int:
         """The layout of a matrix; the operation says whether to transpose it."""
         operand = self.operands[name]
         transposed, rows, columns, step = operand.columns()
@@ -109,7 +115,7 @@ class ProductPlan:
         self.library.set("MatrixLayout", made, "STRIDED_BATCH_OFFSET", offset)
         return made
 
-    def describe_fused(self, given):
+    def describe_fused(self, given: Mapping[str, Operand]) -> None:
         self.set("EPILOGUE", EPILOGUES[self.fused])
         for role in self.fused:
             if role in ("bias", "bias_grad"):
@@ -118,18 +124,18 @@ class ProductPlan:
                 self.set("EPILOGUE_AUX_LD", given[role].columns()[-1])
                 self.set("EPILOGUE_AUX_BATCH_STRIDE", given[role].batches[1])
 
-    def point(self, vector, matrix):
+    def point(self, vector: Any, matrix: Any) -> None:
         """Give the addresses of what is fused: bias or bias_grad, gelu_input or gelu_at."""
         if vector is not None:
             self.set("BIAS_POINTER", vector.data.ptr)
         if matrix is not None:
             self.set("EPILOGUE_AUX_POINTER", matrix.data.ptr)
 
-    def set(self, attribute, value):
+    def set(self, attribute: str, value: int) -> None:
         self.library.set("MatmulDesc", self.operation, attribute, value)
 
 
-def check_shapes(given):
+def check_shapes(given: Mapping[str, Operand]) -> None:
     """out[.., m, n] = a[.., m, k] b[.., k, n]."""
     a, b, out = (given[role].shape for role in ("a", "b", "out"))
     assert len(a) in (2, 3) and a[-1] == b[-2] and a[:-2] == b[:-2] == out[:-2], (a, b, out)
@@ -141,7 +147,7 @@ def check_shapes(given):
         assert vector.shape == out[-1:] and (out[-1] == 1 or vector.steps == [1]), role
 
 
-def check_types(given):
+def check_types(given: Mapping[str, Operand]) -> None:
     a, b, out = (given[role].dtype.name for role in ("a", "b", "out"))
     if a != b or a not in TYPES or out not in (a, "float32"):
         raise ValueError(
@@ -149,7 +155,7 @@ def check_types(given):
         )
 
 
-def check_fused(given, fused):
+def check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
     """Refuse what cuBLASLt is documented, or known, not to do: its heuristics do not always tell.
 
     Known are from NVIDIA's nvmath-python (epilog_protocol.py) that the slope of GELU and the sum

@@ -6,14 +6,21 @@ which runs on pointers.  So nothing is copied: q, k and v are strided views of q
 gradients of dqkv.
 """
 
+from __future__ import annotations
+
 import ctypes
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import sqrt
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # the types that it takes, as cuDNN names them
 Q, K, V, OUT, STATS, DOUT, DQ, DK, DV = range(1, 10)  # the numbers of the tensors in the graphs
@@ -31,13 +38,13 @@ class Case(NamedTuple):
     dtype: str
 
     @classmethod
-    def of(cls, qkv, sequence, width):
+    def of(cls, qkv: Any, sequence: int, width: int) -> Case:
         """Of an array [B*T, heads*3*D]."""
         rows, columns = qkv.shape
         name = np.dtype(qkv.dtype).name
         return cls(rows // sequence, columns // (3 * width), sequence, width, name)
 
-    def layout(self, tensor):
+    def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """The shape [B, heads, T, D] of a tensor, and its strides in elements."""
         batch, heads, sequence, width, _ = self
         if tensor == STATS:
@@ -46,7 +53,7 @@ class Case(NamedTuple):
         return [batch, heads, sequence, width], [sequence * heads * head, head, heads * head, 1]
 
     @property
-    def operation(self):
+    def operation(self) -> dict[str, float]:
         """The arguments of forward and backward: query i sees the keys up to i."""
         return {"attn_scale": 1 / sqrt(self.width), "diagonal_band_right_bound": 0}
 
@@ -54,8 +61,8 @@ class Case(NamedTuple):
 class AttentionGraph(NamedTuple):
     """A graph that is ready to run, and the memory that it works in."""
 
-    graph: object
-    workspace: object
+    graph: Any
+    workspace: Any
 
 
 class Flash:
@@ -72,7 +79,13 @@ class Flash:
     them; another one sums the gradient of q in an order that differs from run to run.
     """
 
-    def __init__(self, empty, stream, capability, deterministic=False):
+    def __init__(
+        self,
+        empty: Callable[..., Any],
+        stream: int,
+        capability: int | str,
+        deterministic: bool = False,
+    ) -> None:
         self.cudnn, self.empty, self.deterministic = frontend(), empty, deterministic
         self.widest = widest(int(capability))
         self.plans, self.workspace = {}, None
@@ -81,7 +94,7 @@ class Flash:
             self.cudnn.set_stream(handle=self.handle, stream=stream)
 
     @staticmethod
-    def missing():
+    def missing() -> str | None:
         """What is missing here, in one word, so that it cannot be loaded; None: nothing is."""
         preload()
         try:
@@ -92,12 +105,12 @@ class Flash:
             return "cuDNN"
         return None if sum(map(loads, RUNTIMES)) == 1 else "one-libcudart"
 
-    def suits(self, dtype, width, drop=None):
+    def suits(self, dtype: DTypeLike, width: int, drop: object = None) -> bool:
         """Whether it takes arrays of `dtype` with heads of `width`; it drops no probabilities."""
         return takes(dtype, width, drop, self.widest)
 
     @staticmethod
-    def replays(sequence):
+    def replays(sequence: int) -> bool:
         """Whether a CUDA graph of calls may run later.
 
         Of other sequences some versions copy the lengths, from memory of the host that is gone
@@ -105,7 +118,7 @@ class Flash:
         """
         return sequence % 128 == 0
 
-    def forward(self, qkv, sequence, width):
+    def forward(self, qkv: Any, sequence: int, width: int) -> tuple[Any, Any]:
         """softmax(q k' / sqrt(D) + mask) v, and what backward needs beside it.
 
         qkv [B*T, heads*3*D] -> out [B*T, heads*D], and stats [B, heads, T, 1] in float32: the
@@ -120,7 +133,9 @@ class Flash:
         self.run(plan, {Q: q, K: k, V: v, OUT: out.data.ptr, STATS: stats.data.ptr})
         return out, stats
 
-    def backward(self, dout, qkv, out, stats, sequence, width):
+    def backward(
+        self, dout: Any, qkv: Any, out: Any, stats: Any, sequence: int, width: int
+    ) -> Any:
         """The gradient of qkv [B*T, heads*3*D] from that of out, and what forward returned."""
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
         plan = self.plan(self.attention_grad, Case.of(qkv, sequence, width))
@@ -130,35 +145,35 @@ class Flash:
         self.run(plan, {Q: q, K: k, V: v, **given, DQ: dq, DK: dk, DV: dv})
         return dqkv
 
-    def attention(self, graph, case):
+    def attention(self, graph: Any, case: Case) -> None:
         """Describe the forward pass: what goes in, the operation, what comes out."""
         q, k, v = (self.input(graph, case, tensor) for tensor in (Q, K, V))
         made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
         self.outputs(case, (OUT, STATS), made)
 
-    def attention_grad(self, graph, case):
+    def attention_grad(self, graph: Any, case: Case) -> None:
         """Describe the backward pass."""
         names = {"q": Q, "k": K, "v": V, "o": OUT, "dO": DOUT, "stats": STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
         how = {**case.operation, "use_deterministic_algorithm": self.deterministic}
         self.outputs(case, (DQ, DK, DV), graph.sdpa_backward(**given, **how))
 
-    def input(self, graph, case, tensor):
+    def input(self, graph: Any, case: Case, tensor: int) -> Any:
         shape, strides = case.layout(tensor)
         kind = self.type_of(case, tensor)
         return graph.tensor(dim=shape, stride=strides, data_type=kind, uid=tensor)
 
-    def outputs(self, case, tensors, made):
+    def outputs(self, case: Case, tensors: Sequence[int], made: Sequence[Any]) -> None:
         """Say how what an operation made shall lie; else it would stay inside of the graph."""
         for tensor, result in zip(tensors, made, strict=True):
             shape, strides = case.layout(tensor)
             result.set_output(True).set_uid(tensor).set_dim(shape).set_stride(strides)
             result.set_data_type(self.type_of(case, tensor))
 
-    def type_of(self, case, tensor):
+    def type_of(self, case: Case, tensor: int) -> Any:
         return getattr(self.cudnn.data_type, "FLOAT" if tensor == STATS else TYPES[case.dtype])
 
-    def plan(self, describe, case):
+    def plan(self, describe: Callable[[Any, Case], None], case: Case) -> AttentionGraph:
         """The plan of a pass, built at its first call."""
         key = describe.__name__, case
         if key not in self.plans:
@@ -167,7 +182,7 @@ class Flash:
             self.plans[key] = AttentionGraph(graph, self.memory(graph.get_workspace_size()))
         return self.plans[key]
 
-    def build(self, describe, case):
+    def build(self, describe: Callable[[Any, Case], None], case: Case) -> Any:
         wide = self.cudnn.data_type.FLOAT
         graph = self.cudnn.pygraph(
             io_data_type=getattr(self.cudnn.data_type, TYPES[case.dtype]),
@@ -183,7 +198,7 @@ class Flash:
         graph.build_plans()
         return graph
 
-    def memory(self, size):
+    def memory(self, size: int) -> Any:
         """At least `size` bytes for a plan; plans share them, as they run one after another.
 
         Older plans keep what they had: a CUDA graph may hold its address.
@@ -192,12 +207,12 @@ class Flash:
             self.workspace = self.empty((max(size, 1),), np.dtype(np.uint8))
         return self.workspace
 
-    def run(self, plan, tensors):
+    def run(self, plan: AttentionGraph, tensors: Mapping[int, int]) -> None:
         with self.told("run attention"):
             plan.graph.execute(tensors, plan.workspace.data.ptr, handle=self.handle)
 
     @contextmanager
-    def told(self, what):
+    def told(self, what: str) -> Iterator[None]:
         """What cuDNN raises in here becomes a RuntimeError of one line."""
         try:
             yield
@@ -207,7 +222,7 @@ class Flash:
             raise RuntimeError(f"cuDNN {version} cannot {what}: {reason}") from error
 
 
-def preload():
+def preload() -> None:
     """Load from where pip put them the libraries that would be looked for elsewhere.
 
     The frontend finds the CUDA runtime only by its bare name, cuDNN also in the first folder of
@@ -223,7 +238,7 @@ def preload():
                     ctypes.CDLL(str(half))
 
 
-def frontend():
+def frontend() -> ModuleType:
     """The module `cudnn`.
 
     It would import torch too, where that is installed: for seconds, and with every CUDA library
@@ -238,7 +253,7 @@ def frontend():
     return cudnn
 
 
-def loads(name):
+def loads(name: str) -> bool:
     """Whether the loader finds a library by its bare name."""
     try:
         ctypes.CDLL(name)
@@ -247,19 +262,19 @@ def loads(name):
     return True
 
 
-def takes(dtype, width, drop, most):
+def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
     """The same for a device whose widest head is `most`."""
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 
-def widest(capability):
+def widest(capability: int) -> int:
     """The widest head of which cuDNN computes the gradient on a device (its support matrix)."""
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128
 
 
-def parts(array, width):
+def parts(array: Any, width: int) -> list[int]:
     """Where q, k and v begin in an array whose heads are [q | k | v]."""
     size = width * array.dtype.itemsize
     return [array.data.ptr + part * size for part in range(3)]

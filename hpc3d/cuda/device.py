@@ -3,24 +3,32 @@
 CuPy (v14) is a value here, so that a played one may stand for it.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, value_of, writeable
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 DONE, NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
 QUEUES = ("blocks", "replicas")
 
 
-def imported():
+def imported() -> ModuleType:
     """CuPy, after what lets it know bfloat16."""
     with suppress(ImportError):
         import ml_dtypes  # noqa: F401
@@ -29,14 +37,14 @@ def imported():
     return cupy
 
 
-def bound(local_rank):
+def bound(local_rank: int) -> Cuda:
     """The Cuda of the rank with this number on its node, as MPI counts them: its own, if there are
     enough.  Where a launcher shows each rank one device, that is number 0."""
     cupy = imported()
     return Cuda(local_rank % cupy.cuda.runtime.getDeviceCount(), cupy)
 
 
-def register(device):
+def register(device: Cuda) -> None:
     """What CuPy's arrays do where NumPy's do something else.  Who wants a value waits as `device`
     does, not as CuPy would."""
     cupy, kind = device.cupy, device.array_type
@@ -66,7 +74,7 @@ class Cuda:
     are functions that end calls which nobody answers.
     """
 
-    def __init__(self, number, cupy=None):
+    def __init__(self, number: int, cupy: ModuleType | None = None) -> None:
         self.cupy, self.number = cupy or imported(), number
         self.array_type = self.cupy.ndarray
         register(self)
@@ -83,19 +91,19 @@ class Cuda:
         self.leaving, self.process = deque(), os.getpid()
         self.meanwhile, self.aborts = [], []
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.name} ({self.number})"
 
-    def empty(self, shape, dtype):
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Any:
         """An uninitialised array of the device."""
         return self.cupy.empty(shape, dtype)
 
-    def upload(self, host):
+    def upload(self, host: np.ndarray) -> Any:
         """An array of the device with the values of `host`, which may change at once.  The host
         does not wait."""
         return self.fill(self.empty(host.shape, host.dtype), host)
 
-    def fill(self, array, host):
+    def fill(self, array: Any, host: np.ndarray) -> Any:
         """Let `array`, which is in one piece, have the values of `host`, as `upload` does."""
         staging = self.pinned.empty(host.shape, host.dtype, "communication")
         staging[...] = host
@@ -105,14 +113,14 @@ class Cuda:
             self.leaving.popleft()
         return array
 
-    def download(self, array):
+    def download(self, array: Any) -> np.ndarray:
         """A copy of an array, in pinned memory of the host, when all before it is computed."""
         host = self.pinned.empty(array.shape, array.dtype, "communication")
         array.get(stream=self.compute, out=host, blocking=False)
         self.synchronize()
         return host
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Return when all is computed that was asked for."""
         event = self.compute.record()
         while not self.reached(event):
@@ -120,7 +128,7 @@ class Cuda:
                 function()
             os.sched_yield()
 
-    def reached(self, event):
+    def reached(self, event: Any) -> bool:
         """Whether the device has come to an event; raises what has gone wrong on the device, of
         which `event.done` says nothing."""
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
@@ -128,7 +136,7 @@ class Cuda:
             event.synchronize()
         return status == DONE
 
-    def close(self):
+    def close(self) -> None:
         """At the end of a job: give up calls that still wait for others, which may have gone.
 
         Not in a child that is to save something: the device does not know it.
@@ -140,7 +148,7 @@ class Cuda:
                     return self.abort()
                 time.sleep(GRACE / 100)
 
-    def abort(self):
+    def abort(self) -> None:
         """Call `aborts` for as long as it takes, but no longer than that."""
         calls = threading.Thread(target=lambda: [each() for each in self.aborts], daemon=True)
         calls.start()
@@ -150,11 +158,11 @@ class Cuda:
 class Pinned(Pool):
     """Arrays of the host in memory that `allocate(size)` keeps in its place."""
 
-    def __init__(self, allocate):
+    def __init__(self, allocate: Callable[[int], Any]) -> None:
         super().__init__()
         self.allocate = allocate
 
-    def memory(self, size):
+    def memory(self, size: int) -> np.ndarray:
         return np.frombuffer(self.allocate(size), np.uint8, size)
 
 
@@ -163,7 +171,7 @@ class Loan:
 
     __slots__ = ("end", "memory")
 
-    def __init__(self, memory, end):
+    def __init__(self, memory: Any, end: Callable[[], None]) -> None:
         self.memory, self.end = memory, end
 
     def __del__(self):
@@ -176,11 +184,11 @@ class DevicePool(Pool):
 
     on_device = True
 
-    def __init__(self, device):
+    def __init__(self, device: Cuda) -> None:
         super().__init__()
         self.device, self.cuda = device, device.cupy.cuda
 
-    def empty(self, shape, dtype, kind="activation"):
+    def empty(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Any:
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         memory = self.cuda.alloc(nbytes)
@@ -190,19 +198,19 @@ class DevicePool(Pool):
         pointer = self.cuda.MemoryPointer(lent, 0)
         return self.device.cupy.ndarray(tuple(shape), dtype, pointer)
 
-    def bring(self, array):
+    def bring(self, array: np.ndarray | float) -> Any:
         """An array with the values of one of the host, or a number as float32."""
         values = array if isinstance(array, np.ndarray) else np.array(array, np.float32)
         return self.device.fill(self.empty(values.shape, values.dtype), values)
 
-    def refill(self, array, values):
+    def refill(self, array: Any, values: ArrayLike) -> None:
         """Let an array that was brought have other values."""
         self.device.fill(array, np.asarray(values, array.dtype))
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         self.device.synchronize()
 
-    def reserved(self):
+    def reserved(self) -> tuple[int, int]:
         """Bytes of the device that arrays have, those that nobody counts among them, and that
         CuPy's pool holds."""
         pool = self.device.cupy.get_default_memory_pool()

@@ -4,7 +4,11 @@ All is posted on the current stream, and nothing waits for the device.  Sums, mo
 gradients of parameters are float32, losses and norms float64 [1].
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +16,11 @@ from hpc3d.arrays.pool import contiguous
 from hpc3d.arrays.primitive import add_backend
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cublaslt_library import Unsupported
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.cuda.cudnn_attention import Flash
+    from hpc3d.cuda.device import DevicePool
 
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may take for a product, as NVIDIA advises for Hopper
 
@@ -21,29 +30,38 @@ class Gpu:
     `multiply` is Lt.product, `flash` a Flash or None, `empty(shape, dtype)` an array of the
     device, `bring(array)` one with a host's values."""
 
-    def __init__(self, launch, multiply, flash, empty, bring):
+    def __init__(
+        self,
+        launch: Callable[..., None],
+        multiply: Callable[..., None],
+        flash: Flash | None,
+        empty: Callable[..., Any],
+        bring: Callable[[np.ndarray | float], Any],
+    ) -> None:
         self.launch, self.multiply, self.flash = launch, multiply, flash
         self.empty, self.bring = empty, bring
         self.unsupported = set()
 
-    def strips(self, rows):
+    def strips(self, rows: int) -> int:
         """The partial sums in which kernels sum over `rows` rows."""
         return launch_table.strips(rows)
 
-    def blocks(self, name, size):
+    def blocks(self, name: str, size: int) -> int:
         """The blocks of threads of a kernel on a flat array."""
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
-    def contiguous(self, x):
+    def contiguous(self, x: Array) -> Array:
         return contiguous(x)
 
-    def multiply_gelu(self, a, b, out, **epilogue):
+    def multiply_gelu(self, a: Array, b: Array, out: Array, **epilogue: Any) -> None:
         try:
             self.multiply(a, b, out, **epilogue)
         except Unsupported as error:
             raise ValueError(f"train.fused_gelu = true: {error}; use false") from None
 
-    def multiply_with(self, a, b, out, add, **epilogue):
+    def multiply_with(
+        self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any
+    ) -> bool:
         """Whether cuBLASLt did a product with an epilogue: what it cannot do once, such as a
         vector at an odd address, is not asked for again."""
         (name, vector), *_ = epilogue.items()
@@ -57,12 +75,12 @@ class Gpu:
         return key not in self.unsupported
 
 
-def add_gpu(kind, gpu):
+def add_gpu(kind: type, gpu: Gpu) -> None:
     """Let arrays of a type take the CUDA rules of primitives, on `gpu`."""
     add_backend(kind, lambda primitive: primitive.cuda_rule and partial(primitive.cuda_rule, gpu))
 
 
-def use(pool, tf32=False):
+def use(pool: DevicePool, tf32: bool = False) -> str:
     """Let CuPy's arrays take the CUDA rules, with workspaces of `pool`; what does attention."""
     from hpc3d.cuda.cublaslt import Lt
     from hpc3d.cuda.cudnn_attention import Flash

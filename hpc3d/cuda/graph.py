@@ -1,7 +1,13 @@
 """What is posted on a device, recorded once and launched again by one call of the host."""
 
+from __future__ import annotations
+
 import gc
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpc3d.cuda.device import Cuda
 
 
 class CudaGraph:
@@ -12,11 +18,11 @@ class CudaGraph:
     it reads from outside must keep its place.
     """
 
-    def __init__(self, device):
+    def __init__(self, device: Cuda) -> None:
         self.device, self.stream, self.cuda = device, device.compute, device.cupy.cuda
         self.pool, self.memory, self.graph = self.cuda.MemoryPool(), ExitStack(), None
 
-    def begin(self):
+    def begin(self) -> None:
         """Memory that no array has is given back before: the graph wants as much once more.  And
         what Python forgot is removed now, for nothing may be in between."""
         gc.collect()
@@ -25,9 +31,9 @@ class CudaGraph:
         self.memory.enter_context(self.cuda.using_allocator(self.pool.malloc))
         self.stream.begin_capture()
 
-    def end(self):
+    def end(self) -> None:
         self.graph = self.stream.end_capture()
         self.memory.close()
 
-    def launch(self):
+    def launch(self) -> None:
         self.graph.launch(self.stream)

@@ -4,12 +4,19 @@ They are compiled when a kernel of their text is launched for the first time, an
 CuPy, so that the ranks of a node compile once.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
 
 from hpc3d.cuda import launch_table
+
+if TYPE_CHECKING:
+    from hpc3d.cuda.launch_table import Kernel
 
 ADDED = "--device-as-default-execution-space"  # by CuPy itself; NVRTC refuses it twice
 NULL = np.uint64(0)
@@ -19,13 +26,13 @@ BFLOAT16 = 80  # the compute capability from which there is bfloat16
 class Kernels:
     """Called as (name, rows, columns, **parameters), like launches.Kernel.launch and .bind."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.functions = {}
         self.reals = [*launch_table.REALS]
         if int(cupy.cuda.Device().compute_capability) < BFLOAT16:
             self.reals.remove("bfloat16")
 
-    def __call__(self, name, rows, columns, /, **given):
+    def __call__(self, name: str, rows: int, columns: int, /, **given: Any) -> None:
         """Launch a kernel on work of that size, on the current stream."""
         kernel = launch_table.kernels()[name]
         real, values = kernel.bind(lambda array: array.dtype.name, given)
@@ -33,13 +40,13 @@ class Kernels:
         if launch.grid[0]:
             self.function(kernel, real)(*launch, tuple(map(in_register, values)))
 
-    def function(self, kernel, real):
+    def function(self, kernel: Kernel, real: str | None) -> Callable[..., None]:
         expression = kernel.expression(real)
         if expression not in self.functions:
             self.load(kernel.source)
         return self.functions[expression]
 
-    def load(self, source):
+    def load(self, source: str) -> None:
         """Compile all kernels of a text."""
         ours = [kernel for kernel in launch_table.kernels().values() if kernel.source == source]
         names = [*dict.fromkeys(k.expression(real) for k in ours for real in self.reals)]
@@ -49,7 +56,7 @@ class Kernels:
         self.functions |= {name: module.get_function(name) for name in names}
 
 
-def options():
+def options() -> tuple[str, ...]:
     """Those of the compiler.  CuPy knows a compiled text by the text and the options, and does not
     look into the headers: the digest of ours is an option."""
     headers = "".join(path.read_text() for path in sorted(launch_table.FOLDER.glob("*.cuh")))
@@ -58,7 +65,7 @@ def options():
     return (*ours, f"-I{launch_table.FOLDER}", f"-DHEADERS_{digest}")
 
 
-def in_register(value):
+def in_register(value: Any) -> np.generic:
     """What is handed to a kernel: a number of the parameter's type, or an address."""
     if isinstance(value, np.generic):
         return value

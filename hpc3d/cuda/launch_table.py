@@ -4,11 +4,13 @@ Names, parameters, the most threads of a block and how a grid covers the work ar
 text of the kernels.  Nothing here needs a GPU.
 """
 
+from __future__ import annotations
+
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,55 +50,55 @@ class Launch(NamedTuple):
     block: tuple[int, int]
 
 
-def whole(size, part):
+def whole(size: int, part: int) -> int:
     """How many parts cover `size`, at least one."""
     return max(1, -(-size // part))
 
 
-def strips(rows):
+def strips(rows: int) -> int:
     """The partial sums that the first pass of a sum over `rows` rows leaves to sum_strips."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
-def block_per_row(rows, columns, pack, most):
+def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
     """As many threads as a row has packs, in whole warps."""
     return Launch((rows, 1), (min(most, WARP * whole(columns, WARP * pack)), 1))
 
 
-def row_of(elements):
+def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
     """One row per block, where a thread has so many elements of any type."""
     return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
-def strided(rows, columns, pack, most):
+def strided(rows: int, columns: int, pack: int, most: int) -> Launch:
     """All elements, as many times as it takes."""
     return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
 
 
-def thread_per_row(rows, columns, pack, most):
+def thread_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
     return Launch((whole(rows, most), 1), (most, 1))
 
 
-def one_block(rows, columns, pack, most):
+def one_block(rows: int, columns: int, pack: int, most: int) -> Launch:
     return Launch((1, 1), (min(most, WARP * whole(rows * columns, WARP)), 1))
 
 
-def tiles_of_strips(rows, columns, pack, most):
+def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
     """32 packs of columns by a strip of rows."""
     return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
 
 
-def tiles_of_columns(rows, columns, pack, most):
+def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
     """32 columns of a sum."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
-def row_by_tiles(rows, columns, pack, most):
+def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
     """A row by 32 packs of columns."""
     return Launch((rows, whole(columns, WARP * pack)), (most, 1))
 
 
-def tiles_of_queries(rows, columns, pack, most):
+def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
     """Of `rows` matrices 8 packs of their `columns` columns."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
@@ -132,20 +134,22 @@ class Kernel(NamedTuple):
     parameters: dict[str, str]
 
     @property
-    def instances(self):
+    def instances(self) -> list[str]:
         """What to compile: the name, for each type that T may be."""
         return [self.expression(real) for real in REALS] if self.template else [self.name]
 
-    def expression(self, real):
+    def expression(self, real: str | None) -> str:
         """The name in C++ where T is the dtype named `real`."""
         return f"{self.name}<{REALS[real]}>" if self.template else self.name
 
-    def launch(self, real, rows, columns):
+    def launch(self, real: str | None, rows: int, columns: int) -> Launch:
         """The grid and the block for work of that size."""
         pack = LOAD // (2 if real in ("float16", "bfloat16") else 4)
         return self.shape(rows, columns, pack, self.threads)
 
-    def bind(self, dtype_of, given):
+    def bind(
+        self, dtype_of: Callable[[Any], str], given: Mapping[str, Any]
+    ) -> tuple[str | None, list[Any]]:
         """The dtype of T and the values in the order of the parameters: numbers as NumPy scalars
         of the parameter's type, arrays and None (null) as they are.
 
@@ -163,31 +167,31 @@ class Kernel(NamedTuple):
             assert fits, f"{self.name}: {name} must be {wanted}"
         return real, [self.typed(name, given[name]) for name in self.parameters]
 
-    def pointers(self, to):
+    def pointers(self, to: str) -> list[str]:
         return [n for n, kind in self.parameters.items() if kind in (f"{to}*", f"const {to}*")]
 
-    def pointee(self, name, real):
+    def pointee(self, name: str, real: str | None) -> str | None:
         """The dtype that a pointer points to, None of a number."""
         kind, star, _ = self.parameters[name].removeprefix("const ").partition("*")
         return {**POINTEES, "T": real}[kind] if star else None
 
-    def typed(self, name, value):
+    def typed(self, name: str, value: Any) -> Any:
         kind = self.parameters[name]
         return value if kind.endswith("*") else SCALARS[kind](value)
 
 
-def text(source):
+def text(source: str) -> str:
     """The CUDA C++ of a source; it includes files of FOLDER."""
     return (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
 
 
-def sources():
+def sources() -> list[str]:
     """The names of all files of kernels."""
     return sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
 @cache
-def kernels():
+def kernels() -> dict[str, Kernel]:
     """All kernels by name, as their texts declare them."""
     found = {}
     for source in sources():
@@ -201,11 +205,11 @@ def kernels():
     return found
 
 
-def declared(source):
+def declared(source: str) -> list[tuple[str, ...]]:
     return DECLARATION.findall(text(source))
 
 
-def parameter(declared):
+def parameter(declared: str) -> tuple[str, str]:
     """Name and type of one parameter, as `const T* x`."""
     kind, _, name = " ".join(declared.split()).rpartition(" ")
     return name, kind

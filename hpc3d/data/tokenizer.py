@@ -3,11 +3,14 @@
 Text is UTF-8 in bytes on both sides.  Id 0 is no text: it ends a document in either vocabulary.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -131,7 +134,7 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
     return BpeTokenizer(tokenizer.to_str())
 
 
-def library():
+def library() -> ModuleType:
     """Return the module `tokenizers`; ValueError where it is not installed."""
     need("tokenizer bpe", "tokenizers")
     import tokenizers

@@ -3,14 +3,18 @@
 A check is called on all ranks and yields the same findings on each; rank 0 may print them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import platform
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -27,12 +31,16 @@ from hpc3d.runtime.mpi_library import YIELD
 from hpc3d.runtime.probe import installed
 from hpc3d.runtime.shared_folder import REMEDY, appears
 
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.runtime.job import Job
+
 SMALL, LARGE = 8, 4 << 20  # bytes of a message
 EXCHANGES, LARGE_EXCHANGES = 200, 10
 SUMMED = 1 << 17  # numbers
 
 
-def places(job):
+def places(job: Job) -> Iterator[Finding]:
     """Hosts, the ranks on each, and the cores they may use."""
     hosts, everyone = defaultdict(list), job.gather(place(job))
     for rank, where in enumerate(everyone):
@@ -49,12 +57,12 @@ def places(job):
         yield from crowding(host, len(ranks), used, here[0]["cores"])
 
 
-def place(job):
+def place(job: Job) -> dict[str, Any]:
     """This rank's host, number on it, and cores: those it is bound to, and how many there are."""
     return job.place() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
 
 
-def numbering(host, numbers):
+def numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
     """Whether MPI sees that the ranks of a host share it: it then numbers them 0, 1, 2."""
     if sorted(numbers) != list(range(len(numbers))):
         text = f"MPI numbers the ranks of {host} {spans(numbers)}: it sees several nodes there"
@@ -65,7 +73,7 @@ def numbering(host, numbers):
         yield Finding(WARN, "local ranks", text, remedy)
 
 
-def crowding(host, ranks, used, cores):
+def crowding(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Whether ranks of a host wait for a core: `used` of its `cores`."""
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {count(used, 'core')} of {cores}"
@@ -77,7 +85,7 @@ def crowding(host, ranks, used, cores):
         yield Finding(verdict, "cores", text, f"unset {YIELD}" if verdict == WARN else "")
 
 
-def alike(job):
+def alike(job: Job) -> Iterator[Finding]:
     """Whether all ranks run the same versions, from the same sources."""
     mine = {
         "hpc3d": hpc3d.__version__,
@@ -100,7 +108,7 @@ def alike(job):
         yield Finding(OK, "versions", f"equal: {mine['MPI']}, {listed}; sources {mine['sources']}")
 
 
-def unlike(found, hosts):
+def unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
     """Which hosts have which of the values `found` of the ranks: 2.1 on hn1, 2.0 on hn2; ranks
     where those of a host differ."""
     ranks, parts = defaultdict(list), []
@@ -113,7 +121,7 @@ def unlike(found, hosts):
     return ", ".join(parts)
 
 
-def sources():
+def sources() -> str:
     """A short hash of hpc3d's own files, but for inputs, which belong to the machine."""
     top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
     for path in sorted(top.rglob("*")):
@@ -122,7 +130,7 @@ def sources():
     return whole.hexdigest()[:12]
 
 
-def one_folder(job, folder):
+def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
     """Whether all hosts see the same `folder`: in it, one of rank 0's."""
     made, homes = None, homes_of(job)
     if job.rank == 0:
@@ -141,7 +149,7 @@ def one_folder(job, folder):
         yield Finding(OK, "folder", f"{folder} is the same for all ranks")
 
 
-def sums(job):
+def sums(job: Job) -> Iterator[Finding]:
     """A sum over all ranks by MPI, whose result is known."""
     if job.size == 1:
         return
@@ -149,7 +157,7 @@ def sums(job):
     yield verdict_on(job, "MPI", known_sum(comm), f"sum of {size(SUMMED * 8)} over all ranks")
 
 
-def transport(job):
+def transport(job: Job) -> Iterator[Finding]:
     """The same and a gather on each node, by the memory that its ranks share."""
     node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
     if max(job.gather(node.size)) == 1:
@@ -163,21 +171,21 @@ def transport(job):
     yield verdict_on(job, "node", right, text)
 
 
-def known_sum(comm):
+def known_sum(comm: Communicator) -> bool:
     """Whether a sum of whole numbers over `comm` is what it must be."""
     numbers = np.arange(SUMMED, dtype=np.int64)
     total = comm.all_reduce(numbers + comm.rank).wait()
     return np.array_equal(total, comm.size * numbers + sum(range(comm.size)))
 
 
-def known_gather(comm):
+def known_gather(comm: Communicator) -> bool:
     """Whether each member's block comes from it."""
     block = np.full(SUMMED // comm.size, comm.rank)
     whole = comm.all_gather(block).wait().reshape(comm.size, -1)
     return (whole == np.arange(comm.size)[:, None]).all()
 
 
-def verdict_on(job, subject, right, text):
+def verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
     """The finding of a trial that each rank judged."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
@@ -186,7 +194,7 @@ def verdict_on(job, subject, right, text):
     return Finding(FAIL, subject, f"{text}: wrong on ranks {spans(wrong)}", remedy)
 
 
-def link(job):
+def link(job: Job) -> Iterator[Finding]:
     """Messages between rank 0 and the last one: the latency and the bandwidth."""
     if job.size == 1:
         return
@@ -199,7 +207,7 @@ def link(job):
     yield Finding(OK, "messages", f"rank 0 to rank {job.size - 1}: {text}")
 
 
-def exchanges(job, block, times):
+def exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
     """Seconds of messages one way, half of the way there and back, as rank 0 sees it."""
     last, spent = job.size - 1, []
     for _ in range(times):

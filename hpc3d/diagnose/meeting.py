@@ -5,12 +5,15 @@ MPI ends the job with words of its own.  So what ranks find goes to rank 0 as pu
 MPI, by the launcher, which has reached all hosts.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import socket
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -31,20 +34,20 @@ addr); a firewall between them has to let all ports through"""
 class Board:
     """What ranks tell each other by the launcher; nothing where it does not pass it on."""
 
-    def __init__(self, comm):
+    def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.job, self.works = comm, os.environ.get("PMIX_NAMESPACE", ""), True
 
-    def tell(self, what, text):
+    def tell(self, what: str, text: str) -> None:
         try:
             MPI.Publish_name(self.name(what, self.comm.rank), text)
         except MPI.Exception:
             self.works = False
 
-    def read(self, what, until):
+    def read(self, what: str, until: float) -> list[str]:
         """What each rank tells until a time, "" for one that does not."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
-    def text(self, what, rank, until):
+    def text(self, what: str, rank: int, until: float) -> str:
         while self.works:
             try:
                 return MPI.Lookup_name(self.name(what, rank))
@@ -54,11 +57,11 @@ class Board:
                 time.sleep(0.05)
         return ""
 
-    def name(self, what, rank):
+    def name(self, what: str, rank: int) -> str:
         return f"hpc3d-{self.job}-{what}-{rank}"
 
 
-def meet(comm=MPI.COMM_WORLD, within=WITHIN):
+def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = WITHIN) -> Finding | None:
     """On rank 0 the Finding that ranks do not reach each other, or None.
 
     The others do not come back where some are not reached: the caller ends the job.
@@ -85,7 +88,7 @@ def meet(comm=MPI.COMM_WORLD, within=WITHIN):
     return finding(pairs, hosts, within) if pairs else None
 
 
-def peers(rank, size):
+def peers(rank: int, size: int) -> list[int]:
     """Those that a rank exchanges messages with."""
     if size <= ALL_PAIRS:
         return [other for other in range(size) if other != rank]
@@ -93,7 +96,7 @@ def peers(rank, size):
     return sorted({(rank + way * step) % size for step in steps for way in (1, -1)} - {rank})
 
 
-def exchange(comm, end):
+def exchange(comm: MPI.Intracomm, end: float) -> list[int]:
     """Exchange a message with each peer; those from or to which none has passed at `end`."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
@@ -106,13 +109,13 @@ def exchange(comm, end):
     return sorted({peer for peer, _ in waiting})
 
 
-def numbers(text):
+def numbers(text: str) -> list[int]:
     """Those of `spans`."""
     found = re.findall(r"(\d+)(?:-(\d+))?", text)
     return [each for first, last in found for each in range(int(first), int(last or first) + 1)]
 
 
-def finding(pairs, hosts, within):
+def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float) -> Finding:
     """What is wrong where the `pairs` of ranks do not reach each other."""
     apart = defaultdict(set)
     for pair in pairs:
@@ -124,7 +127,7 @@ def finding(pairs, hosts, within):
     return Finding(FAIL, "meeting", f"no message in {within:g} s between {listed}", REMEDY)
 
 
-def announce(hosts):
+def announce(hosts: Sequence[str]) -> None:
     """Say what comes, for MPI may end the job at its first message, and its own words name neither
     the hosts nor the remedy."""
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
@@ -133,6 +136,6 @@ def announce(hosts):
     time.sleep(SPOKEN)
 
 
-def end(code):
+def end(code: int) -> None:
     """End all ranks."""
     MPI.COMM_WORLD.Abort(code)

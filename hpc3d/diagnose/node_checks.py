@@ -4,6 +4,8 @@ A check yields findings.  Nothing here is needed to train, and all of it may fai
 that it is asked about: a check that raises is a finding, too.
 """
 
+from __future__ import annotations
+
 import configparser
 import importlib.metadata as metadata
 import os
@@ -11,6 +13,7 @@ import platform
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpc3d.plain import why
@@ -29,7 +32,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
 
 
-def python():
+def python() -> Iterator[Finding]:
     """Its version, and where it is."""
     found = f"{platform.python_version()}, {sys.executable}"
     if sys.version_info[:2] < OLDEST:
@@ -38,7 +41,7 @@ def python():
         yield Finding(OK, "Python", found)
 
 
-def packages():
+def packages() -> Iterator[Finding]:
     """Those that hpc3d cannot do without: their versions, and whether they can be loaded."""
     found, wrong = [], []
     for name, least in requirements():
@@ -59,7 +62,7 @@ def packages():
     yield from wrong
 
 
-def requirements():
+def requirements() -> list[tuple[str, str]]:
     """(package, lower bound) of each that hpc3d requires: from its metadata or its source."""
     try:
         lines = [line for line in metadata.requires("hpc3d") or [] if "extra" not in line]
@@ -70,7 +73,7 @@ def requirements():
     return [found.groups() for found in map(BOUND.match, lines) if found]
 
 
-def threads(ranks):
+def threads(ranks: int) -> Iterator[Finding]:
     """Cores, and the threads that `ranks` ranks of this node start on them."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
@@ -89,7 +92,7 @@ def threads(ranks):
     yield from quota(cores)
 
 
-def blas():
+def blas() -> Iterator[Finding]:
     """The library that multiplies matrices."""
     import numpy as np
 
@@ -107,7 +110,7 @@ def blas():
     yield Finding(OK, "BLAS", f"{name}, NumPy {np.__version__}{loaded}")
 
 
-def quota(cores):
+def quota(cores: int) -> Iterator[Finding]:
     """Whether a container gives less time than it shows cores."""
     try:
         share, period = QUOTA.read_text().split()
@@ -119,7 +122,7 @@ def quota(cores):
         yield Finding(WARN, "cores", f"{cores}, but the time of {time:.1f} only", remedy)
 
 
-def shared_memory(ranks):
+def shared_memory(ranks: int) -> Iterator[Finding]:
     """Where ranks of a node gather and reduce; without it they use MPI."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
@@ -145,7 +148,7 @@ def shared_memory(ranks):
         yield Finding(WARN, "shared memory", text, remedy)
 
 
-def limits(ranks):
+def limits(ranks: int) -> Iterator[Finding]:
     """What the shell allows a process: open files, the size of a file, locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = FILES + FILES_OF_RANK * ranks
@@ -164,15 +167,15 @@ def limits(ranks):
         yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
 
 
-def below(limit, need):
+def below(limit: int, need: int) -> bool:
     return limit != resource.RLIM_INFINITY and limit < need
 
 
-def number(limit):
+def number(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
-def size(count):
+def size(count: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

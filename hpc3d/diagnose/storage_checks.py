@@ -1,9 +1,12 @@
 """The folder that runs are kept in: room, what a checkpoint asks of it, where it lies."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpc3d.diagnose.node_checks import size
@@ -17,7 +20,7 @@ MOUNTS = Path("/proc/self/mounts")
 ELSEWHERE = "choose another folder with --run.out, or make room"
 
 
-def storage(folder):
+def storage(folder: Path) -> Iterator[Finding]:
     """Room, and whether a file can be written, synced and renamed as checkpoints are."""
     try:
         with scratch(folder) as there:
@@ -32,18 +35,18 @@ def storage(folder):
     yield from lies_on(folder)
 
 
-def standing(folder):
+def standing(folder: Path | str) -> Path:
     """The folder, or the nearest above it that exists: runs make what is missing."""
     folder = Path(folder).absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
-def scratch(folder):
+def scratch(folder: Path) -> tempfile.TemporaryDirectory:
     """A folder in `folder` that is gone after the `with`."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=standing(folder))
 
 
-def replaced(folder):
+def replaced(folder: Path) -> None:
     """Write a file, sync it, rename it over another, sync the folder: a checkpoint's moves."""
     new, old = folder / "new", folder / "old"
     old.touch()
@@ -59,7 +62,7 @@ def replaced(folder):
         os.close(handle)
 
 
-def lies_on(folder):
+def lies_on(folder: Path) -> Iterator[Finding]:
     """A word about folders that lie on a network or in memory."""
     kind = file_system(standing(folder))
     if kind.startswith(NETWORK):
@@ -73,7 +76,7 @@ def lies_on(folder):
         yield Finding(OK, "file system", kind)
 
 
-def file_system(path):
+def file_system(path: Path) -> str:
     """The type of the file system that holds `path`, by the longest mount point above it."""
     mounts = {}
     for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():

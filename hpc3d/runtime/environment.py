@@ -3,7 +3,10 @@
 Nothing here imports NumPy or MPI, which read the environment when they are loaded.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterable
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
@@ -12,7 +15,7 @@ LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
-def number_in(names, default):
+def number_in(names: Iterable[str], default: int) -> int:
     """The first number that an environment variable of `names` begins with."""
     for name in names:
         digits = os.environ.get(name, "").split("(")[0].split(",")[0]
@@ -21,7 +24,7 @@ def number_in(names, default):
     return default
 
 
-def cores_of_node():
+def cores_of_node() -> int:
     """How many cores of this node the job may use, whatever the launcher bound this rank to.
 
     The launcher's own cores are those that it was given; a container may allow fewer.
@@ -33,7 +36,7 @@ def cores_of_node():
     return len(allowed & (bound | os.sched_getaffinity(os.getppid())))
 
 
-def set_environment():
+def set_environment() -> None:
     """Share the node's cores among its ranks; let waiting ranks yield where cores are fewer."""
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))

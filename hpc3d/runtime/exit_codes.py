@@ -1,5 +1,7 @@
 """How a job ends: its exit codes, which README lists."""
 
+from __future__ import annotations
+
 FAILED = 1  # a rank failed, and the job with it
 BAD_INPUT = 2
 CHECK_FAILED = 3  # something that was stored or computed is wrong
@@ -19,6 +21,6 @@ class BadData(ValueError):
 class JobExit(Exception):
     """All ranks end the job with `code`; what there is to say has been said."""
 
-    def __init__(self, code):
+    def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code

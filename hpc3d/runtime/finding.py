@@ -1,6 +1,9 @@
 """A finding: a verdict on a subject, with the remedy."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from hpc3d.plain import plain
 
@@ -27,7 +30,7 @@ class Finding(NamedTuple):
         ]
 
 
-def examine(check, *arguments):
+def examine(check: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:
     """The findings of a check; what it raises is one, too."""
     try:
         yield from check(*arguments)
@@ -37,6 +40,6 @@ def examine(check, *arguments):
         yield Finding(WARN, subject, f"could not be checked ({what})", remedy)
 
 
-def count(number, noun):
+def count(number: int, noun: str) -> str:
     """A number of things, in words."""
     return f"{number} {noun}{'s' * (number != 1)}"

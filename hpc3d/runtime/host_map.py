@@ -4,16 +4,22 @@ Ranks of a node have one kernel and one clock.  A name is not enough to tell nod
 may have been given the same one, and a container may have the name of its neighbour.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CLOCKS = "/proc/self/ns/time"
 
 
-def kernel():
+def kernel() -> tuple[str, str]:
     """What ranks have in common that share a clock: the start of their kernel, and the name space
     of its times."""
     boot = clocks = ""
@@ -24,7 +30,7 @@ def kernel():
     return boot, clocks
 
 
-def namesakes(kernels):
+def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
     """What is wrong where kernels of one name are several, of each rank's (host, kernel)."""
     ranks = {}
     for rank, each in enumerate(kernels):
@@ -40,7 +46,7 @@ def namesakes(kernels):
     return None
 
 
-def spans(ranks):
+def spans(ranks: Iterable[int]) -> str:
     """Ascending ranks as text: 0-2 4-7."""
     runs = []
     for rank in ranks:
@@ -57,17 +63,17 @@ class Homes(NamedTuple):
     hosts: list
     nodes: list
 
-    def several(self):
+    def several(self) -> bool:
         return len(set(self.nodes)) > 1
 
-    def leaders(self):
+    def leaders(self) -> list[int]:
         """The first rank of each node."""
         return list(dict.fromkeys(self.nodes))
 
-    def ranks(self, node):
+    def ranks(self, node: int) -> list[int]:
         return [rank for rank, home in enumerate(self.nodes) if home == node]
 
-    def named(self, ranks):
+    def named(self, ranks: Sequence[int]) -> str:
         """Ascending ranks with their hosts: all of hn2; rank 3 (hn1); ranks 2-3 (hn1) and 4 (hn2).
         Where all are on one node it is not named."""
         if not self.several():
@@ -86,13 +92,13 @@ class Homes(NamedTuple):
         return " and ".join(found)
 
 
-def homes_of(job):
+def homes_of(job: Job) -> Homes:
     """The Homes of a job; collective."""
     places = job.gather(job.place())
     return Homes([place["host"] for place in places], [place["node"] for place in places])
 
 
-def listed(words):
+def listed(words: Sequence[str]) -> str:
     """Words as people list them: a, b and c."""
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,5 +1,7 @@
 """The MPI job as a whole: what ranks settle before there is a mesh, and how they end together."""
 
+from __future__ import annotations
+
 import errno
 import faulthandler
 import os
@@ -7,6 +9,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
@@ -23,7 +27,7 @@ class Job:
     """All ranks.  `at_end` are the functions to call before the job ends, well or not.  Signals
     that asked for its end are noted, and a job that `stops` by itself looks at them."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()
@@ -32,17 +36,17 @@ class Job:
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 
-    def namesakes(self):
+    def namesakes(self) -> str | None:
         """What is wrong where two hosts have one name: Open MPI takes them for one, and waits in
         its next call for ever."""
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
-    def from_root(self, function):
+    def from_root(self, function: Callable[[], Any]) -> Any:
         """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
         refused on all ranks."""
         return self.comm.bcast(self.on_root(function))
 
-    def on_root(self, function):
+    def on_root(self, function: Callable[[], Any]) -> Any:
         """The same, for rank 0 alone: None on the others."""
         value, problems = None, ()
         if self.rank == 0:
@@ -57,31 +61,31 @@ class Job:
             self.refuse(*problems)
         return value
 
-    def refuse(self, *problems):
+    def refuse(self, *problems: str) -> NoReturn:
         """End the job on all ranks with a line of rank 0 for each problem."""
         if self.rank == 0:
             for problem in problems:
                 self.complain(plain(problem))
         raise JobExit(BAD_INPUT)
 
-    def complain(self, text):
+    def complain(self, text: str) -> None:
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
-    def scatter_from_root(self, function):
+    def scatter_from_root(self, function: Callable[[], Sequence[Any]]) -> Any:
         """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
         return self.comm.scatter(function() if self.rank == 0 else None)
 
-    def gather(self, value):
+    def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         return self.comm.allgather(value)
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Wait for all ranks, asleep: rank 0 may have work that takes seconds."""
         request = self.comm.Ibarrier()
         while not request.Test():
             time.sleep(0.005)
 
-    def place(self):
+    def place(self) -> dict[str, Any]:
         """This rank's host, process, number on its node and the first rank of that; collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
@@ -89,11 +93,11 @@ class Job:
         own = {"host": socket.gethostname(), "pid": os.getpid()}
         return own | {"local_rank": node.rank, "node": first}
 
-    def library(self):
+    def library(self) -> str:
         """The MPI library, in one line."""
         return MPI.Get_library_version().split(",")[0].split("\n")[0]
 
-    def first_to_fail(self):
+    def first_to_fail(self) -> bool:
         """Whether nothing of this job has said yet on this host that it failed.
 
         The first to bind an abstract address has it until its process has ended, and a child that
@@ -109,7 +113,7 @@ class Job:
             linger(failure.fileno())
         return True
 
-    def abort(self, code):
+    def abort(self, code: int) -> None:
         """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do
         not run."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -123,7 +127,7 @@ class Job:
         self.comm.Abort(code)
 
 
-def linger(descriptor):
+def linger(descriptor: int) -> NoReturn:
     """End this process after a while in which it has but this file open."""
     os.setsid()
     os.closerange(0, descriptor)

@@ -4,6 +4,8 @@ Nothing here imports NumPy or MPI before `set_environment` has run: both read th
 they are loaded.
 """
 
+from __future__ import annotations
+
 import errno
 import faulthandler
 import os
@@ -12,10 +14,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from hpc3d.plain import lines_of, plain, plain_streams, why
 from hpc3d.runtime.environment import LOCAL_RANK, OWN_RANK, WORLD_RANKS, number_in, set_environment
 from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, BadData, JobExit
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
 
 DISK = (
     errno.ENOSPC,
@@ -31,13 +38,13 @@ SPOKEN = 0.5  # seconds until what is printed has left the host
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
 
 
-def run(name, body):
+def run(name: str, body: Callable[[Job], int | None]) -> int:
     """`started(name, body)`, whose output is plain text."""
     with plain_streams():
         return started(name, body)
 
 
-def started(name, body):
+def started(name: str, body: Callable[[Job], int | None]) -> int:
     """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
 
     An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
@@ -76,7 +83,7 @@ def started(name, body):
     return 0
 
 
-def met(make, name):
+def met(make: Callable[[], Job], name: str) -> Job:
     """The job that `make()` makes with its first call among all ranks; where that does not end,
     as between hosts that do not reach each other, this process ends with a line."""
 
@@ -97,14 +104,14 @@ def met(make, name):
         alarm.cancel()
 
 
-def explain_single(meant):
+def explain_single(meant: int) -> list[str]:
     """Why this process is alone although the launcher meant `meant` of them."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were meant, but MPI sees 1", *mismatch_report(meant)]
 
 
-def die(job, error):
+def die(job: Job, error: BaseException) -> None:
     """Say what happened on this rank, once for the job, save what can be saved, end the job."""
     if job.first_to_fail():
         job.complain(f"rank {job.rank} {what_happened(error)}")
@@ -112,7 +119,7 @@ def die(job, error):
     job.abort(exit_code(error))
 
 
-def what_happened(error):
+def what_happened(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exited with {plain(str(error.code))}"
     what = plain(str(error))
@@ -132,14 +139,14 @@ def what_happened(error):
     return "failed\n" + "".join(traceback.format_exception(error))
 
 
-def exit_code(error):
+def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     code = getattr(error, "code", None)
     return code if isinstance(error, SystemExit) and isinstance(code, int) else FAILED
 
 
-def leave_when_told(job):
+def leave_when_told(job: Job) -> None:
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
     A job that stops by itself (`job.stops`) goes on until a second SIGTERM.  The signals
@@ -166,7 +173,7 @@ def leave_when_told(job):
     threading.Thread(target=listen, daemon=True).start()
 
 
-def leave(job):
+def leave(job: Job) -> None:
     """End this process, unless it is ending already."""
     if job.ending.acquire(blocking=False):
         os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
@@ -175,13 +182,13 @@ def leave(job):
         os._exit(128 + signal.SIGTERM)
 
 
-def keep(job):
+def keep(job: Job) -> None:
     """Save what can be saved now: this process may be killed before it has stopped."""
     with job.ending:
         os.waitpid(save_in_child(job), 0)
 
 
-def save_in_child(job):
+def save_in_child(job: Job) -> int:
     """Do what is to be done at the end of the job, in a process with a session of its own.
 
     Open MPI's launcher kills its processes a quarter of a second after SIGTERM, or as soon as one
@@ -195,13 +202,13 @@ def save_in_child(job):
     return child
 
 
-def finish(job):
+def finish(job: Job) -> None:
     """Do what the job wants done at its end, once."""
     with job.ending:
         call_all(job)
 
 
-def call_all(job):
+def call_all(job: Job) -> None:
     """Call the functions of `job.exit_hooks`; nothing may stop us here."""
     while job.exit_hooks:
         try:
@@ -211,10 +218,10 @@ def call_all(job):
                 job.complain(f"rank {job.rank}: at the end: {'; '.join(lines_of(error))}")
 
 
-def watch(seconds):
+def watch(seconds: float) -> None:
     """Print every thread's stack and end the process unless called again within `seconds`."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def unwatch():
+def unwatch() -> None:
     faulthandler.cancel_dump_traceback_later()

@@ -4,6 +4,8 @@ A launcher that is asked to end a job waits for the daemons of all hosts, also f
 not reach any more: mpirun was seen to wait for minutes after a link was lost.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import time
@@ -17,7 +19,7 @@ AGAIN = 2  # seconds between signals: an mpirun that waits for a host waits on a
 SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
-def born(pid):
+def born(pid: int) -> str | None:
     """When process `pid` was started, in ticks; None if it is not alive."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -27,7 +29,7 @@ def born(pid):
     return None if state == "Z" else rest[18]
 
 
-def launcher():
+def launcher() -> tuple[int, str | None] | None:
     """The process id of the launcher that started this process, or of its daemon on this host,
     and when that was started; None where something else did."""
     pid = os.getppid()
@@ -37,7 +39,7 @@ def launcher():
     return None
 
 
-def end_later(found):
+def end_later(found: tuple[int, str | None] | None) -> None:
     """End the launcher `found` by signals if it does not end by itself; returns at once.
 
     A process of its own does so, for this one ends before.

@@ -3,9 +3,12 @@
 Nothing here starts MPI: where its parts do not fit together that may end the process.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +45,7 @@ class MpiInstall(NamedTuple):
         return f"{self.maker} {self.version or '(of unknown version)'}, {self.path or 'no file'}"
 
 
-def loaded():
+def loaded() -> MpiInstall:
     """The MPI that mpi4py loads; it is not started by this.
 
     mpi4py raises whatever its loader raises without one.
@@ -56,7 +59,7 @@ def loaded():
     return MpiInstall(maker, ".".join(map(str, version)), library_file())
 
 
-def found():
+def found() -> MpiInstall | None:
     """The same, or None without one."""
     try:
         return loaded()
@@ -64,7 +67,7 @@ def found():
         return None
 
 
-def world():
+def world() -> int:
     """The number of processes that MPI sees, which starts it."""
     from mpi4py import MPI
 
@@ -73,18 +76,18 @@ def world():
     return MPI.COMM_WORLD.size
 
 
-def library_file():
+def library_file() -> str | None:
     """The file of the MPI library in this process."""
     files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", maps(), re.MULTILINE)
     return files[0] if files else None
 
 
-def maps():
+def maps() -> str:
     """The files that this process has mapped, one a line."""
     return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
 
 
-def on_path():
+def on_path() -> MpiInstall | None:
     """The mpirun that PATH leads to, as it names itself; None without one."""
     path = shutil.which("mpirun")
     if path is None:
@@ -94,7 +97,7 @@ def on_path():
     return MpiInstall(maker_of(printed), version and version[0], path)
 
 
-def maker_of(printed):
+def maker_of(printed: str) -> str:
     """Whose mpirun prints this as its version."""
     for word, maker in (("Open MPI", OPEN_MPI), ("OpenRTE", OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
@@ -102,7 +105,7 @@ def maker_of(printed):
     return "MPICH" if "HYDRA" in printed.upper() else "of unknown make"
 
 
-def library():
+def library() -> Iterator[Finding]:
     """Whether mpi4py finds an MPI library, and which."""
     try:
         import mpi4py
@@ -113,7 +116,7 @@ def library():
         yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", INSTALL)
 
 
-def mpirun(mpi, launcher):
+def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
     """Whether the `launcher` on PATH (None: there is no mpirun) belongs to the library `mpi`."""
     if launcher is None:
         verdict = WARN if shutil.which("srun") else FAIL
@@ -136,7 +139,7 @@ def mpirun(mpi, launcher):
         yield from oversubscription(launcher)
 
 
-def put_on_path(mpi):
+def put_on_path(mpi: MpiInstall) -> str:
     """How the mpirun of a library is found."""
     beside = Path(mpi.path or "/").parents[1 if mpi.path else 0] / "bin" / "mpirun"
     if beside.is_file():
@@ -144,7 +147,7 @@ def put_on_path(mpi):
     return f"put the mpirun of {mpi.maker} {mpi.version} first on PATH: its module, or its folder"
 
 
-def root():
+def root() -> Iterator[Finding]:
     """Whether Open MPI starts ranks for this user."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
@@ -152,7 +155,7 @@ def root():
         yield Finding(FAIL, "root", "Open MPI's mpirun starts nothing for root", remedy)
 
 
-def oversubscription(launcher):
+def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
     """Whether Open MPI's mpirun starts more ranks than there are cores, and how they wait."""
     if allows_more(launcher):
         yield Finding(OK, "more ranks than cores", "mpirun starts them")
@@ -163,7 +166,7 @@ def oversubscription(launcher):
         yield Finding(WARN, "more ranks than cores", text, f"unset {YIELD}")
 
 
-def allows_more(launcher):
+def allows_more(launcher: MpiInstall) -> bool:
     """Whether the environment, or a file, of Open MPI asks it to start them."""
     if release(launcher.version or "5") < [5]:
         return os.environ.get(CROWD_4) in ("1", "true")
@@ -172,7 +175,7 @@ def allows_more(launcher):
     return "oversubscribe" in os.environ.get(CROWD_5, kept).lower()
 
 
-def slurm(mpi):
+def slurm(mpi: MpiInstall) -> Iterator[Finding]:
     """The job, where this is in one, and what srun offers, where it is set up."""
     inside = "SLURM_JOB_ID" in os.environ
     if inside:
@@ -186,7 +189,7 @@ def slurm(mpi):
         yield offer(re.findall(r"^(?:srun: |\s+)(\w+)\s*$", printed, re.MULTILINE), mpi)
 
 
-def offer(kinds, mpi):
+def offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
     """Whether srun offers the MPI a way to start that it takes."""
     text = f"srun offers {', '.join(kinds) or 'no way to start MPI'}"
     taken = [kind for way in WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
@@ -196,18 +199,18 @@ def offer(kinds, mpi):
     return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of these", remedy)
 
 
-def started_by_other_mpi(mpi):
+def started_by_other_mpi(mpi: MpiInstall) -> bool:
     """Whether the mpirun of another MPI started this process: to start MPI may end it."""
     return starter() is not None and starter() != mpi.abi
 
 
-def starter():
+def starter() -> str | None:
     """Whose mpirun started this process, by its ABI; None where none did."""
     names = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH"}
     return next((abi for name, abi in names.items() if name in os.environ), None)
 
 
-def why_singletons(meant, mpi):
+def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
     """Why each of the `meant` processes that a launcher started is alone."""
     if starter() is None:
         return Finding(FAIL, "launcher", *of_slurm(meant, mpi))
@@ -217,7 +220,7 @@ def why_singletons(meant, mpi):
     return Finding(FAIL, "launcher", text, put_on_path(mpi))
 
 
-def of_slurm(meant, mpi):
+def of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
     """The same where no mpirun did it: what is wrong, and the remedy."""
     kind = WAYS[mpi.abi][0]
     remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list names what there is)\n"
@@ -229,7 +232,7 @@ def of_slurm(meant, mpi):
     return f"{text}{mpi.maker} takes {kind}, srun speaks {spoken or 'neither PMI'}", remedy
 
 
-def mismatch_report(meant):
+def mismatch_report(meant: int) -> list[str]:
     """What to say where a launcher started `meant` processes and MPI sees one: a few lines.
 
     Quick, and nothing is started: for rank 0 of a job that cannot go on.

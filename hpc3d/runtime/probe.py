@@ -1,15 +1,24 @@
 """What can be asked of this machine from outside of the program: commands and packages."""
 
+from __future__ import annotations
+
 import importlib.metadata as metadata
 import os
 import re
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 
-def outcome(command, seconds, **environment):
+def outcome(
+    command: Sequence[object], seconds: float, **environment: str
+) -> tuple[int | None, str]:
     """The exit code of a command and what it printed; None for one that took too long.
 
     It is ended with all of its process group.  Its output goes to a file: a pipe might be held
@@ -35,7 +44,7 @@ def outcome(command, seconds, **environment):
         return code, printed.read()
 
 
-def end(process):
+def end(process: Popen) -> None:
     """End a process, which gets the time to end its ranks, then the rest of its group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
@@ -45,7 +54,7 @@ def end(process):
     process.wait()
 
 
-def installed(name):
+def installed(name: str) -> str | None:
     """The version of a package, or None."""
     try:
         return metadata.version(name)
@@ -53,7 +62,7 @@ def installed(name):
         return None
 
 
-def release(version):
+def release(version: str) -> list[int]:
     """A version's numbers, without zeros at the end: 2.0.0rc1 is as good as 2."""
     numbers = re.match(r"[\d.]*", version)[0].strip(".").split(".")
     while len(numbers) > 1 and not int(numbers[-1]):

@@ -4,19 +4,27 @@ Rank 0 leaves a key there, an empty file, for as long as it takes; the first ran
 node looks for it.  A job on one node leaves nothing.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc3d.runtime.host_map import listed
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.host_map import Homes
+    from hpc3d.runtime.job import Job
 
 SEEN_WITHIN = 3  # s: hosts see with a delay what others make
 REMEDY = "name a folder that all hosts share (--run.out), or start in one"
 
 
-def refuse_unshared(job, homes, place):
+def refuse_unshared(job: Job, homes: Homes, place: Callable[[], Path]) -> None:
     """Refuse the job where not all of its hosts see the folder that `place()` names on rank 0, or
     in which that folder will be made."""
     if not homes.several():
@@ -31,7 +39,7 @@ def refuse_unshared(job, homes, place):
         job.refuse(f"{asked}: {name} {sees} what {first} writes {where}; {REMEDY}")
 
 
-def unseen(job, homes, key):
+def unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
     """The first ranks of the nodes that do not see the file `key`, which is gone afterwards."""
     looks = key and job.rank and job.rank in homes.leaders()
     try:
@@ -43,7 +51,7 @@ def unseen(job, homes, key):
     return [rank for rank, good in enumerate(sees) if not good]
 
 
-def left_key(folder):
+def left_key(folder: Path) -> str | None:
     """The name of a new empty file in `folder`, or in the first above it that exists; None where
     it cannot be written, which is said when the folder is made."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -55,7 +63,7 @@ def left_key(folder):
     return str(key)
 
 
-def appears(path):
+def appears(path: Path | str) -> bool:
     """Whether a file or folder is there or comes."""
     until = time.monotonic() + SEEN_WITHIN
     while not Path(path).exists():

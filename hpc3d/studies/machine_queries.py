@@ -3,8 +3,11 @@
 Where the same work is timed on many machines it is taken down once; `Clock` asks at once.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,26 +19,29 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build, microbatches
 from hpc3d.predict.simulation.simulated_clock import representative
 
+if TYPE_CHECKING:
+    from hpc3d.tensor.split import Split
+
 
 class Tally(CostMeter):
     """Counts questions: (method of `Machine`, its arguments) -> how often."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked = Counter()
 
-    def product(self, m, n, k, dtype, batch=1):
+    def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
         self.asked["product", (m, n, k, dtype.name, batch)] += 1
 
-    def kernel(self, name, nbytes):
+    def kernel(self, name: str, nbytes: int) -> None:
         self.asked["kernel", (name, nbytes)] += 1
 
-    def post(self, op, nbytes, members, queue):
+    def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> None:
         self.asked["call", (op, nbytes, tuple(members))] += 1
 
-    def until(self, end, pending):
+    def until(self, end: float, pending: Any) -> Any:
         return pending
 
-    def taken(self):
+    def taken(self) -> Counter:
         """The questions since the last time."""
         asked, self.asked = self.asked, Counter()
         return asked
@@ -49,7 +55,15 @@ class PartWork(NamedTuple):
     backward: Counter
 
 
-def work_of(model, split, sizes, sequences, dtype, part, recompute="none"):
+def work_of(
+    model: Any,
+    split: Split,
+    sizes: Mapping[str, int],
+    sequences: int,
+    dtype: np.dtype,
+    part: Any,
+    recompute: str = "none",
+) -> PartWork:
     """The PartWork of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of
     one microbatch of `sequences`; what is recomputed is in the backward pass."""
     tally = Tally()

@@ -10,8 +10,11 @@ with backward, which its smaller models have.  Which facts a machine needs was f
 first paper's rows in view, but none of its numbers is fitted to a row.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import (
     AXES,
@@ -26,6 +29,9 @@ from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.trace.schema import PHASE
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
 
 SELENE = "machines/a100-selene.toml"
 SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
@@ -104,7 +110,7 @@ The second: Megatron-LM reduces float16 gradients, half the bytes of those here,
 messages of stages into t parts, which are sent whole here."""
 
 
-def weak(row):
+def weak(row: tuple) -> PublishedStep:
     """The PublishedStep of a row of WEAK_SCALING, whose FLOP/s equation 3 turns into seconds."""
     model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate = row
     flop = 96 * batch * SEQUENCE * layers * hidden**2
@@ -113,7 +119,7 @@ def weak(row):
     return PublishedStep(model, *layout, "1d", "full", p == 1, flop / (ranks * rate * 1e12))
 
 
-def config_of(row):
+def config_of(row: PublishedStep) -> Config:
     """The settled Config of a PublishedStep."""
     replicas = row.ranks // (row.t * row.p)
     parallel = ParallelConfig(
@@ -134,13 +140,13 @@ def config_of(row):
     return settle(config, row.ranks)
 
 
-def rows(published, machine):
+def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str, Any]]:
     """Of each PublishedStep in `published` a dict: its names, seconds, error, bubble, share of
     calls."""
     return [predicted(row, machine) for row in published]
 
 
-def predicted(row, machine):
+def predicted(row: PublishedStep, machine: Machine) -> dict[str, Any]:
     config = config_of(row)
     found = summary(simulate(config, VOCABULARY, machine), config, machine)
     return {
@@ -155,13 +161,13 @@ def predicted(row, machine):
     }
 
 
-def errors(found):
+def errors(found: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Mean and worst absolute error of rows."""
     sizes = [abs(row["error"]) for row in found]
     return {"mean": sum(sizes) / len(sizes), "worst": max(sizes)}
 
 
-def layers(machine):
+def layers(machine: Machine) -> list[dict[str, Any]]:
     """The rows of LAYERS, predicted: milliseconds of a layer's forward and backward pass."""
     found = []
     for scheme, recompute, *published in LAYERS:
@@ -172,7 +178,7 @@ def layers(machine):
     return found
 
 
-def passes(row, machine):
+def passes(row: PublishedStep, machine: Machine) -> list[float]:
     """Milliseconds in which a layer runs forward and backward, recomputation included."""
     (run,) = simulate(config_of(row), VOCABULARY, machine)
     inside = run.rows[run.rows["layer"] >= 0]
@@ -180,7 +186,7 @@ def passes(row, machine):
     return [float(inside["dur"][at].sum()) / 1e6 / row.layers for at in (forward, ~forward)]
 
 
-def states():
+def states() -> list[dict[str, Any]]:
     """The rows of STATES, predicted for a rank of the first stage, with and without what the
     published figures leave out; one microbatch tells, and no cut into chunks changes it."""
     found = []
@@ -202,7 +208,7 @@ def states():
     return found
 
 
-def facts(machine):
+def facts(machine: Machine) -> dict[str, list[float]]:
     """What facts of the machine do to the two steps of 22B: fact -> their errors without it."""
     changed = {"with all": machine, f"products at {LATER:.5g}": with_later_products(machine)}
     for name in machine.kernels:
@@ -213,14 +219,14 @@ def facts(machine):
     return {fact: [row["error"] for row in rows(pair, each)] for fact, each in changed.items()}
 
 
-def with_later_products(machine):
+def with_later_products(machine: Machine) -> Machine:
     """The machine with the last knot of float16 as LATER."""
     rates = machine.gemm["float16"]
     rates = replace(rates, rate=(*rates.rate[:-1], LATER))
     return replace(machine, gemm=machine.gemm | {"float16": rates})
 
 
-def otherwise(machine):
+def otherwise(machine: Machine) -> list[dict[str, Any]]:
     """The rows of OTHERWISE, predicted."""
     by_name = {values[0]: weak(values) for values in WEAK_SCALING}
     changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]

@@ -1,5 +1,10 @@
 """How well published steps of Megatron-LM are predicted, as text."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.shipped import shipped
 from hpc3d.studies import megatron
@@ -13,8 +18,14 @@ from hpc3d.studies.megatron import (
     weak,
 )
 
+if TYPE_CHECKING:
+    from argparse import Namespace
 
-def main(options):
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.studies.megatron import PublishedStep
+
+
+def main(options: Namespace) -> dict[str, Any]:
     """Print the predictions on the machine of file `options.machine` (None: Selene's), return
     them."""
     machine = load(options.machine or shipped(SELENE))
@@ -31,7 +42,7 @@ def main(options):
     return found
 
 
-def steps(title, listed, machine):
+def steps(title: str, listed: Iterable[PublishedStep], machine: Machine) -> dict[str, Any]:
     print(f"\n{title}: seconds of a step")
     print("    model    ranks recompute  published  predicted   error  bubble   calls")
     found = []
@@ -43,7 +54,7 @@ def steps(title, listed, machine):
     return {"rows": found, "errors": worst}
 
 
-def line(row):
+def line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:8s} {row['ranks']:5d} {row['recompute']:10s}{row['published_s']:10.2f} "
         f"{row['predicted_s']:10.2f} {row['error']:+7.1%} {row['bubble']:7.1%} "
@@ -51,7 +62,7 @@ def line(row):
     )
 
 
-def layers(machine):
+def layers(machine: Machine) -> list[dict[str, Any]]:
     print("\narXiv:2205.05198, table 4: ms of a layer of 22B, forward and backward")
     print("    scheme      recompute       published       predicted")
     found = megatron.layers(machine)
@@ -64,7 +75,7 @@ def layers(machine):
     return found
 
 
-def states():
+def states() -> list[dict[str, Any]]:
     print("\narXiv:2205.05198, figure 1: GiB of parameters and optimiser on a rank, which are")
     print("18 bytes for each of 12 L h^2 / n parameters; predicted without tables, and with")
     found = megatron.states()
@@ -74,7 +85,7 @@ def states():
     return found
 
 
-def facts(machine):
+def facts(machine: Machine) -> dict[str, list[float]]:
     print("\nErrors of 22B, full and selective, without one of the machine's facts")
     found = megatron.facts(machine)
     for fact, (full, selective) in found.items():
@@ -82,7 +93,7 @@ def facts(machine):
     return found
 
 
-def otherwise(machine):
+def otherwise(machine: Machine) -> list[dict[str, Any]]:
     print("\nOther choices than those of the scripts")
     found = megatron.otherwise(machine)
     for row in found:

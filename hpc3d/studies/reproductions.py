@@ -1,14 +1,20 @@
 """What is predicted: findings, published steps, and the speed-ups of the 3-D paper."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.shipped import shipped
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 ROWS = "published/vtrain-single.csv.gz", "published/vtrain-multi.csv.gz"
 VTRAIN = "machines/a100-vtrain.toml"
 
 
-def findings(options):
+def findings(options: Namespace) -> dict[str, Any]:
     from hpc3d.studies.pp_vs_dp import figures, findings
 
     found = findings.main(options)
@@ -16,19 +22,19 @@ def findings(options):
     return found
 
 
-def published(options):
+def published(options: Namespace) -> dict[str, Any]:
     from hpc3d.studies import megatron_report
 
     return megatron_report.main(options)
 
 
-def speedups(options):
+def speedups(options: Namespace) -> dict[str, Any]:
     from hpc3d.studies import tensor_3d as speedups
 
     return speedups.main(options)
 
 
-def vtrain(options):
+def vtrain(options: Namespace) -> dict[str, Any]:
     from hpc3d.studies.vtrain_report import report
 
     return report(*map(shipped, ROWS), options.machine or shipped(VTRAIN))

@@ -5,9 +5,12 @@ Networks", arXiv:2105.14450: on 64 V100 the 3-D scheme is 2.32 times as fast as 
 as fast as 2-D in the average step time, (forward + backward) / batch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.rules import settle
@@ -15,6 +18,11 @@ from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.shipped import shipped
 from hpc3d.trace.schema import STEPS
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.predict.machine.machine import Machine
 
 V100 = "machines/v100-4x16.toml"
 PAPER = {"1d": 2.32, "2d-summa": 1.57}  # the step of a scheme over that of 3-D
@@ -45,7 +53,14 @@ class Spent(NamedTuple):
     peak: int
 
 
-def model_of(batch, hidden, dtype, sequence=512, keep=False, recompute="none"):
+def model_of(
+    batch: int,
+    hidden: int,
+    dtype: str,
+    sequence: int = 512,
+    keep: bool = False,
+    recompute: str = "none",
+) -> Config:
     """The configuration of a point, without its scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
@@ -54,7 +69,7 @@ def model_of(batch, hidden, dtype, sequence=512, keep=False, recompute="none"):
     )
 
 
-def spent(machine, config, scheme, grid):
+def spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...]) -> Spent:
     """The Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not divide."""
     mesh = MeshConfig(**dict(zip("xyz", grid, strict=True)))
     config = replace(config, mesh=mesh, parallel=replace(config.parallel, scheme=scheme))
@@ -63,7 +78,7 @@ def spent(machine, config, scheme, grid):
     return Spent(step["forward_s"] + step["backward_s"], run.peak["all"])
 
 
-def point(machine, batch, hidden, dtype, **how):
+def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
     """The three schemes at a batch and hidden: milliseconds a sequence, the speed-ups of 3-D over
     the others, and which of them fit the memory."""
     config = model_of(batch, hidden, dtype, **how)
@@ -78,21 +93,27 @@ def point(machine, batch, hidden, dtype, **how):
     }
 
 
-def rows(machine, dtype, hidden=HIDDEN, batch=BATCH, **how):
+def rows(
+    machine: Machine,
+    dtype: str,
+    hidden: Sequence[int] = HIDDEN,
+    batch: Sequence[int] = BATCH,
+    **how: Any,
+) -> list[dict[str, Any]]:
     """The points of a sweep, by hidden and then by batch."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
-def close(scheme, speedup):
+def close(scheme: str, speedup: float) -> bool:
     """Whether a speed-up over a scheme is the paper's within CLOSE."""
     return abs(speedup / PAPER[scheme] - 1) <= CLOSE
 
 
-def reproduces(row):
+def reproduces(row: dict[str, Any]) -> bool:
     return all(close(scheme, row["speedup"][scheme]) for scheme in PAPER)
 
 
-def own_batches(found):
+def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """The points at which the paper's speed-ups hold if every scheme has a batch of its own:
     (hidden, batch of 2-D, batch of 3-D), those that fit the memory.  Of 1-D, a sequence takes as
     long in any batch, however small."""
@@ -109,7 +130,7 @@ def own_batches(found):
     ]
 
 
-def planned(machine, row):
+def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
     """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
     much faster than the cube it is."""
     timed, config = {}, model_of(row["batch"], row["hidden"], row["dtype"])
@@ -123,13 +144,13 @@ def planned(machine, row):
     return {"grid": grid, "ms": timed[grid] / row["batch"] * 1e3, "over_cube": gain}
 
 
-def cuboids():
+def cuboids() -> list[tuple[int, int, int]]:
     """All grids of RANKS ranks."""
     sizes = [n for n in range(1, RANKS + 1) if RANKS % n == 0]
     return [(x, y, RANKS // (x * y)) for x, y in product(sizes, sizes) if RANKS % (x * y) == 0]
 
 
-def variants(machine):
+def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
     """What the paper may have done instead of what is assumed: label -> machine, options."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
@@ -141,7 +162,7 @@ def variants(machine):
     }
 
 
-def main(options):
+def main(options: Namespace) -> dict[str, Any]:
     """Print the sweep on the machine of file `options.machine` (None: 64 V100) and return it."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: sweep(machine, dtype) for dtype in DTYPES}
@@ -153,7 +174,7 @@ def main(options):
     return found
 
 
-def sweep(machine, dtype):
+def sweep(machine: Machine, dtype: str) -> dict[str, Any]:
     found = rows(machine, dtype)
     print(f"\n{dtype}: 3-D (4 x 4 x 4) over 1-D (64) and 2-D (8 x 8); the paper has 2.32 and 1.57")
     print("   within 10 %: a over 1-D, b over 2-D, * both; m: one of them does not fit the card")
@@ -167,7 +188,7 @@ def sweep(machine, dtype):
     return {"rows": found, "own_batches": alone, "planned": plans}
 
 
-def vary(label, dtype, machine, options):
+def vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
     """The sweep under another assumption, and where the paper's speed-ups hold in it."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
@@ -175,7 +196,7 @@ def vary(label, dtype, machine, options):
     return {"dtype": dtype, "label": label, "both": both}
 
 
-def print_table(found, text):
+def print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
     """A table of cells by hidden and batch."""
     batches = sorted({row["batch"] for row in found})
     print(" " * 10 + "".join(f"{f'batch {batch}':>15s}" for batch in batches))
@@ -184,12 +205,12 @@ def print_table(found, text):
         print(f"   {hidden:6d} " + "".join(f"{each:>15s}" for each in cells))
 
 
-def cell(row):
+def cell(row: dict[str, Any]) -> str:
     over = row["speedup"]
     holds = "".join(mark for mark, scheme in zip("ab", PAPER) if close(scheme, over[scheme]))
     marks = {"ab": "*", "": " "}.get(holds, holds) + (" " if all(row["fits"].values()) else "m")
     return f"{over['1d']:.2f} {over['2d-summa']:.2f} {marks}"
 
 
-def plan_cell(row):
+def plan_cell(row: dict[str, Any]) -> str:
     return f"{'x'.join(map(str, row['grid']))} {row['over_cube']:.2f}"

@@ -10,12 +10,16 @@ all-reduces are put together by vTrain's rules.  Steps that differ only in their
 straight line to the nanosecond, which no measurement does (hpc3d.studies.vtrain_report.bends).
 """
 
+from __future__ import annotations
+
 import warnings
 import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +32,9 @@ from hpc3d.plain import why
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.studies.machine_queries import work_of
 from hpc3d.tensor.split import SCHEMES
+
+if TYPE_CHECKING:
+    from hpc3d.studies.machine_queries import PartWork
 
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
@@ -49,7 +56,7 @@ FREE = {
 }
 
 
-def read(path):
+def read(path: Path | str) -> np.ndarray:
     """The rows of a file in vTrain's columns below a line of names, .csv or .csv.gz, as ROW.
 
     ValueError, with the row and the remedy, where one cannot be a training step.
@@ -78,7 +85,7 @@ def read(path):
     return rows
 
 
-def impossible(row):
+def impossible(row: Mapping[str, float]) -> str | None:
     """Why a row is no training step, or None."""
     for name, value in row.items():
         if not 0 < value < inf:
@@ -99,7 +106,7 @@ class Published(NamedTuple):
     recompute: str
     pad: int
 
-    def vocabulary(self, t):
+    def vocabulary(self, t: int) -> int:
         """The vocabulary that t ranks have together."""
         return -(-VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else VOCABULARY // t * t
 
@@ -118,7 +125,7 @@ class Profile(NamedTuple):
     t: int
     micro: int
 
-    def work(self, published):
+    def work(self, published: Published) -> dict[str, PartWork]:
         """The Work of each part of the model on one of t ranks; fitted values cover dropout."""
         vocabulary = published.vocabulary(self.t)
         model = ModelSizes(1, self.hidden, self.heads, self.sequence, vocabulary)
@@ -144,7 +151,7 @@ class ProfileFactors(NamedTuple):
     odd: float
     factors: dict
 
-    def seconds(self, asked):
+    def seconds(self, asked: Counter) -> list[float]:
         """[computation, calls] of a pass, from its tally.
 
         Rows of odd length do not begin at multiples of 16 bytes, which tensor cores want (NVIDIA,
@@ -157,7 +164,7 @@ class ProfileFactors(NamedTuple):
             spent[method == "call"] += count * seconds * (self.odd if odd else 1)
         return spent
 
-    def answer(self, method, arguments):
+    def answer(self, method: str, arguments: tuple) -> float:
         """What the machine says to a question of a `Tally`."""
         match method, arguments:
             case "product", (m, n, k, dtype, batch):
@@ -171,18 +178,18 @@ class ProfileFactors(NamedTuple):
 class Steps:
     """Rows of ROW, with what their ranks do taken down.  The ranks of a mesh lie p, d, t."""
 
-    def __init__(self, rows, published=COMPOSED):
+    def __init__(self, rows: np.ndarray, published: Published = COMPOSED) -> None:
         self.rows, self.micros = rows, rows["batch"] // (rows["d"] * rows["micro"])
         keys, self.profile = np.unique(rows[[*Profile._fields]], return_inverse=True)
         self.profiles = [Profile(*map(int, key)) for key in keys]
         self.work = [profile.work(published) for profile in self.profiles]
 
-    def seconds(self, calibration):
+    def seconds(self, calibration: ProfileFactors) -> np.ndarray:
         """The predicted seconds of each step."""
         factors = [calibration.factors.get(profile, 1.0) for profile in self.profiles]
         return self.total(self.passes(calibration), np.array(factors)[self.profile], calibration)
 
-    def split(self, calibration):
+    def split(self, calibration: ProfileFactors) -> tuple[np.ndarray, np.ndarray]:
         """The seconds of each step if the layers' kernels took none, and what these add.
 
         A step is linear in them: its stages are alike, but for the head's, which is the slowest.
@@ -191,7 +198,7 @@ class Steps:
         fixed = self.total(passes, 0.0, calibration)
         return fixed, self.total(passes, 1.0, calibration) - fixed
 
-    def passes(self, calibration):
+    def passes(self, calibration: ProfileFactors) -> dict[str, np.ndarray]:
         """part -> [computation or calls][forward or backward, step]: seconds of its passes."""
         found = {}
         for name in PARTS:
@@ -200,7 +207,7 @@ class Steps:
             found[name] = np.array(spent)[self.profile].transpose(2, 1, 0)
         return found
 
-    def total(self, passes, factors, calibration):
+    def total(self, passes: Any, factors: Any, calibration: ProfileFactors) -> np.ndarray:
         """The seconds of each step, the layers' computation times `factors`."""
         computation, calls = passes["block"]
         layers = (computation * factors + calls) * self.rows["layers"] / self.rows["p"]
@@ -216,17 +223,17 @@ class Steps:
             seconds[at] += one_f_one_b(stages, m, message[at])
         return seconds
 
-    def each_row(self, function, machine):
+    def each_row(self, function: Callable[..., float], machine: Machine) -> np.ndarray:
         rows = zip(self.rows, self.profile.tolist(), strict=True)
         return np.array([function(row, self.work[profile], machine) for row, profile in rows])
 
-    def message(self, row, work, machine):
+    def message(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
         """The seconds of an activation or its gradient on the way to the next stage."""
         nbytes = VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
         there = int(row["t"] * row["d"])
         return machine.call("send", nbytes, (0, there)) if row["p"] > 1 else 0.0
 
-    def end_of_step(self, row, work, machine):
+    def end_of_step(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
         """The seconds of the sum of gradients and of Adam on the first stage, which has most."""
         t, d = int(row["t"]), int(row["d"])
         layers = int(row["layers"] // row["p"])
@@ -236,7 +243,7 @@ class Steps:
         return summed + machine.kernel("adamw", UPDATE * held)
 
 
-def one_f_one_b(passes, micros, message):
+def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
     """Seconds of many steps at once: passes[stage, forward or backward, step], message[step]."""
     schedule, placement = streams("1f1b", len(passes), micros)
     rows = timeline(schedule, placement, Cost(1, 1, 1))
@@ -251,7 +258,7 @@ def one_f_one_b(passes, micros, message):
     return np.max(clock, axis=0)
 
 
-def calibrate(rows, base, profiles=True):
+def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> ProfileFactors:
     """The ProfileFactors that explains `rows` best, from a machine with what is published of it.
 
     The values of FREE, and with `profiles` a factor for each: least squares of the logarithms of
@@ -279,13 +286,15 @@ def calibrate(rows, base, profiles=True):
     )
 
 
-def changes(profile, fixed, layers, measured, doubt):
+def changes(
+    profile: np.ndarray, fixed: np.ndarray, layers: np.ndarray, measured: np.ndarray, doubt: float
+) -> np.ndarray:
     """By how much the layers of each profile take longer: ridge regression of relative errors."""
     share, missing = layers / measured, 1 - (fixed + layers) / measured
     return np.bincount(profile, share * missing) / (np.bincount(profile, share**2) + doubt)
 
 
-def with_values(base, values):
+def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
     """The machine with values of FREE, and that of `odd`."""
     launch, attention, odd = map(float, values)
     kernels = base.kernels | dict.fromkeys(ATTENTION, attention)

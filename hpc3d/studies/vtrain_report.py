@@ -1,11 +1,18 @@
 """How well the steps that vTrain published are predicted, and the layouts chosen by that."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.vtrain import COLUMNS, EVERY, MEASURED, Steps, calibrate, read
+
+if TYPE_CHECKING:
+    from hpc3d.studies.vtrain import ProfileFactors
 
 MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 LAYOUT = ["t", "d", "p", "micro"]
@@ -23,7 +30,7 @@ class Choice(NamedTuple):
     loss: float
 
 
-def choices(rows, seconds):
+def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
     """The Choice of every model, ranks and batch of the rows, from their predicted `seconds`."""
     models, model = np.unique(rows[MODEL], return_inverse=True)
     for number in range(len(models)):
@@ -33,7 +40,7 @@ def choices(rows, seconds):
         yield Choice(int(chosen), int(best), len(here), float(loss))
 
 
-def bends(rows):
+def bends(rows: np.ndarray) -> float:
     """How far steps that differ only in their layers, by as many each, lie off a line [ms].
 
     Rows with d = 1: reductions of gradients have their own steps.
@@ -46,14 +53,14 @@ def bends(rows):
     return max((abs(np.diff(line, 2)).max() for line in lines if len(line) > 2), default=0.0)
 
 
-def spread(errors):
+def spread(errors: np.ndarray) -> dict[str, float]:
     """Mean, median, 90th percentile and maximum of absolute errors."""
     size = abs(errors)
     values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
     return dict(zip(("mean", "median", "p90", "max"), map(float, values), strict=True))
 
 
-def report(composed, measured, machine):
+def report(composed: Path | str, measured: Path | str, machine: Path | str) -> dict[str, Any]:
     """Calibrate the machine of a file on a tenth of the composed rows, predict their others and
     all measured ones (also files), print how that went and return it."""
     rows, base = read(composed), load(machine)
@@ -75,14 +82,16 @@ def report(composed, measured, machine):
     return found | {"measured": outcome(rows, seconds, everything, ["hidden", "t", "p"])}
 
 
-def outcome(rows, seconds, held, names):
+def outcome(
+    rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
+) -> dict[str, Any]:
     """The errors of the rows `held`, the worst of them, and the layouts that are chosen."""
     result = {"errors": errors(rows, seconds, held, names), "choices": chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
 
 
-def values(calibration):
+def values(calibration: ProfileFactors) -> dict[str, float]:
     """What was fitted, printed."""
     machine = calibration.machine
     found = {
@@ -94,7 +103,9 @@ def values(calibration):
     return found
 
 
-def errors(rows, seconds, held, names):
+def errors(
+    rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """The errors of the rows `held`, of all of them and by the columns `names`."""
     error = seconds * 1e3 / rows["ms"] - 1
     groups = {"all": held}
@@ -108,7 +119,7 @@ def errors(rows, seconds, held, names):
     return found
 
 
-def chosen(rows, seconds):
+def chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
     """What the layouts cost that are chosen by the prediction."""
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
@@ -124,7 +135,7 @@ def chosen(rows, seconds):
     return {"models": len(found), "close": close, "worst": float(losses.max())}
 
 
-def factors(calibration):
+def factors(calibration: ProfileFactors) -> None:
     """The layers' time in each profile against that of the machine."""
     print("    factors: hidden, t; microbatch")
     table = {}
@@ -137,7 +148,7 @@ def factors(calibration):
         print(f"    {hidden:7d} {t:2d}{''.join(cells)}")
 
 
-def worst(rows, seconds, held):
+def worst(rows: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> None:
     """The ten rows that are predicted worst."""
     error = np.where(held, seconds * 1e3 / rows["ms"] - 1, 0)
     print("    worst rows")
@@ -147,5 +158,5 @@ def worst(rows, seconds, held):
         print(f"    {error[row]:+7.2%}  {name}: {times}")
 
 
-def layout(row, names):
+def layout(row: np.void, names: Sequence[str]) -> str:
     return " ".join(f"{name}={row[name]}" for name in names)

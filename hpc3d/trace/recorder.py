@@ -56,7 +56,7 @@ class Recorder:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Path | str,
         header: dict[str, Any],
         capacity: int = 1 << 15,
         every_s: float = 30,

@@ -61,7 +61,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """An OSError that names no file, as those of writing do, names this one, in one line."""
     try:
         yield

@@ -1,10 +1,17 @@
 """Pipeline against data parallelism: as many ranks as stages or as replicas (arXiv:2407.02081)."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.predict.machine.machine import ITEMSIZE
 from hpc3d.predict.simulation.summary import exposed, moved
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of, settled, step
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulator import StageRun
 
 SLOWER = 16  # the second network, against the machine's own
 HIDDEN, BATCHES, SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
@@ -12,7 +19,7 @@ RANKS, LAYERS = 16, 16
 MICROBATCHES = (1, 4, 16, 64)
 
 
-def races(machine):
+def races(machine: Machine) -> list[dict[str, Any]]:
     """A race for each network, hidden size and batch.
 
     Microbatches: as many as stages, or four times as many where they still have a few sequences.
@@ -25,12 +32,12 @@ def races(machine):
     ]
 
 
-def by_microbatches(machine, hidden=4096, batch=64):
+def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> list[dict[str, Any]]:
     """The same race with ever more microbatches."""
     return [race(machine, RANKS, hidden, batch, count) for count in MICROBATCHES]
 
 
-def slowed(machine, factor):
+def slowed(machine: Machine, factor: float) -> Machine:
     """The machine with outermost links that are so many times slower, and no measured calls."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
@@ -39,7 +46,15 @@ def slowed(machine, factor):
     return replace(machine, name=name, links=(*inner, slow), measured=())
 
 
-def race(machine, ranks, hidden, batch, microbatches, layers=LAYERS, sequence=SEQUENCE):
+def race(
+    machine: Machine,
+    ranks: int,
+    hidden: int,
+    batch: int,
+    microbatches: int,
+    layers: int = LAYERS,
+    sequence: int = SEQUENCE,
+) -> dict[str, Any]:
     """`ranks` stages with a number of microbatches against as many replicas without.
 
     The bytes are those that an inner stage and a replica receive.  Their closed forms are
@@ -74,18 +89,18 @@ def race(machine, ranks, hidden, batch, microbatches, layers=LAYERS, sequence=SE
     return row | {"why": why(row)}
 
 
-def received(run, axis):
+def received(run: StageRun, axis: str) -> float:
     """Bytes that a rank receives along an axis; what it sends there counts for the other one."""
     calls = moved(run).get(axis, {})
     return sum(each["bytes"] for op, each in calls.items() if op != "send")
 
 
-def verdict(row, quantity):
+def verdict(row: dict[str, Any], quantity: str) -> str:
     """Which of the two has less of it."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 
-def why(row):
+def why(row: dict[str, Any]) -> str:
     """Why the one that moves more bytes wins, "" if it does not.
 
     The replicas win by what costs the pipeline most: its bubble, the messages that nothing hides,

@@ -1,19 +1,33 @@
 """A step of an experiment on a machine: few sizes, the rest as it usually is."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.rules import settle
 from hpc3d.predict.simulation.simulator import BYTES, simulate
 from hpc3d.predict.simulation.summary import summary
 
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulator import StageRun
 
-def dtype_of(machine):
+
+def dtype_of(machine: Machine) -> str:
     """What is trained in: 16-bit values where the machine has rates of them."""
     return "float16" if "float16" in machine.gemm else "float32"
 
 
-def settled(machine, mesh, batch, parallel=None, **model):
+def settled(
+    machine: Machine,
+    mesh: dict[str, int],
+    batch: int,
+    parallel: Mapping[str, Any] | None = None,
+    **model: Any,
+) -> Config:
     """The Config of an experiment, with heads of 64."""
     hidden = model["hidden"]
     return settle(
@@ -28,7 +42,7 @@ def settled(machine, mesh, batch, parallel=None, **model):
     )
 
 
-def step(machine, config):
+def step(machine: Machine, config: Config) -> tuple[list[StageRun], dict[str, Any]]:
     """The StageRuns of a step and what they come to."""
     runs = simulate(config, config.model.vocabulary, machine)
     return runs, summary(runs, config, machine)

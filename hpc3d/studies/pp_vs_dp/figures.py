@@ -1,11 +1,21 @@
 """The four findings of arXiv:2407.02081 on paper, a figure each, from findings.py."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.analyze.report.charts import BLUE, GREEN, GREY, LIGHT, NAVY, ORANGE, PINK, RED
 from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import QuadMesh
+    from matplotlib.figure import Figure
 
 MEMORY = {"states": GREY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
 REASONS = {"bubble": "bubble", "messages": "messages", "passes": "small passes", "sums": "sums"}
@@ -13,14 +23,14 @@ OVERLAP = {True: (GREEN, "overlapped with backward"), False: (RED, "after backwa
 SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
 
 
-def write(found, folder):
+def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     """Write the figures of {table: rows} into a folder, each as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         save(draw(found), folder / name)
 
 
-def races(found):
+def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Time of the pipeline over that of the replicas, by tokens and hidden size."""
     networks = [[*group] for _, group in groupby(found["races"], lambda row: row["network"])]
     figure, panels = empty(WIDTH, 0.6 + 2.7 * len(networks), len(networks))
@@ -36,7 +46,7 @@ def races(found):
     return figure
 
 
-def race_panel(panel, rows):
+def race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
     tokens, hidden = (sorted({row[key] for row in rows}) for key in ("tokens", "hidden"))
     ratios = np.empty((len(hidden), len(tokens)))
     for row in rows:
@@ -60,20 +70,20 @@ def race_panel(panel, rows):
     return image
 
 
-def edges(middles):
+def edges(middles: Sequence[float]) -> np.ndarray:
     """The edges of cells with such middles, on a logarithmic axis."""
     logs = np.log(middles)
     between = (logs[1:] + logs[:-1]) / 2
     return np.exp([2 * logs[0] - between[0], *between, 2 * logs[-1] - between[-1]])
 
 
-def cell(row):
+def cell(row: dict[str, Any]) -> str:
     """The ratio, and the reason if the winner is not the one that moves fewer bytes."""
     ratio = f"{row['pipeline_s'] / row['data_s']:.2f}"
     return f"{ratio}\n{REASONS[row['why']]}" if row["why"] else ratio
 
 
-def partitions(found):
+def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Memory of all ranks together, in parts, and of the worst one, by stages."""
     kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
     figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
@@ -86,7 +96,7 @@ def partitions(found):
     return figure
 
 
-def partition_panel(panel, rows):
+def partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     places, bottom = np.arange(len(rows)), np.zeros(len(rows))
     for part, colour in MEMORY.items():
         values = np.array([row[part] for row in rows]) / 1e9
@@ -101,13 +111,13 @@ def partition_panel(panel, rows):
     panel.set(ylabel="memory [GB]", title=f"{rows[0]['partition']} partition")
 
 
-def closed(row):
+def closed(row: dict[str, Any]) -> float:
     """Where the activations end if they are those of the layers in flight and no more [GB]."""
     layer = row["activations"] / row["layers_held"]
     return (row["states"] + row["copies"] + row["in_flight"] * layer) / 1e9
 
 
-def messages(found):
+def messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Steps by the mean size of a message: of gradient buckets, and of calls of tensor axes."""
     figure, (above, below) = empty(WIDTH, 5.4, 2)
     for overlap, (colour, label) in OVERLAP.items():
@@ -127,17 +137,17 @@ def messages(found):
     return figure
 
 
-def curve(panel, rows, key, **how):
+def curve(panel: Axes, rows: Sequence[dict[str, Any]], key: str, **how: Any) -> None:
     sizes, values = (np.array([row[name] for row in rows]) for name in ("message", key))
     panel.plot(sizes / 1e6, values * 1e3, marker="o", ms=3, **how)
 
 
-def half(panel, rows, colour, label):
+def half(panel: Axes, rows: Sequence[dict[str, Any]], colour: str, label: str) -> None:
     how = {"color": colour, "linestyle": "--", "linewidth": 0.9}
     panel.axvline(rows[0]["half"] / 1e6, label=label, **how)
 
 
-def waiting(found):
+def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Wait and transfer of a mean rank, by axis, as stages get more uneven."""
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
@@ -154,7 +164,7 @@ def waiting(found):
     return figure
 
 
-def parts(rows):
+def parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     """(axis, part) -> colour, of the parts that are more than a thousandth of any row's sum."""
     shades = {
         "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),

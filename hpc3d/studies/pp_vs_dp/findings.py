@@ -6,8 +6,12 @@
 4. So does waiting, which is not moving bytes.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.shipped import shipped
@@ -17,11 +21,16 @@ from hpc3d.studies.pp_vs_dp.message_sizes import buckets, microbatches
 from hpc3d.studies.pp_vs_dp.stage_balance import partitions
 from hpc3d.studies.pp_vs_dp.wait_times import waiting
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.predict.machine.machine import Machine
+
 H100 = "machines/h100.toml"
 WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
-def findings(machine):
+def findings(machine: Machine) -> dict[str, Any]:
     """{table: rows}, of plain values in seconds and bytes, and what they are of."""
     return {
         "machine": machine.name,
@@ -35,14 +44,14 @@ def findings(machine):
     }
 
 
-def main(options):
+def main(options: Namespace) -> dict[str, Any]:
     """Print the findings on the machine of file `options.machine` (None: H100) and return them."""
     found = findings(load(options.machine or shipped(H100)))
     report(found)
     return found
 
 
-def report(found):
+def report(found: Mapping[str, Any]) -> None:
     print(f"{found['machine']}, {found['dtype']}")
     print_races(found["races"], found["by_microbatches"])
     print_partitions(found["partitions"])
@@ -50,7 +59,7 @@ def report(found):
     print_waiting(found["waiting"])
 
 
-def print_races(rows, counted):
+def print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
     print(f"\n1. {rows[0]['ranks']} stages or as many replicas: time of the pipeline over theirs")
     for network, group in groupby(rows, lambda row: row["network"]):
         cells = [*group]
@@ -71,15 +80,15 @@ def print_races(rows, counted):
     print("   ratio        " + "".join(f"{ratio(row):7.2f}" for row in counted))
 
 
-def count(rows, key):
+def count(rows: Sequence[dict[str, Any]], key: str) -> int:
     return sum(row[key] == "pipeline" for row in rows)
 
 
-def ratio(row):
+def ratio(row: dict[str, Any]) -> float:
     return row["pipeline_s"] / row["data_s"]
 
 
-def print_grid(rows):
+def print_grid(rows: Sequence[dict[str, Any]]) -> None:
     tokens = sorted({row["tokens"] for row in rows})
     print(
         "   hidden "
@@ -92,7 +101,7 @@ def print_grid(rows):
         print(f"   {hidden:6d} {values} {cells[0]['boundary']:18,.0f}")
 
 
-def print_partitions(rows):
+def print_partitions(rows: Sequence[dict[str, Any]]) -> None:
     one, last = rows[0], {row["partition"]: row for row in rows}
     print("\n2. Memory of all ranks together [GB], microbatches of layers in flight in brackets")
     print("   stages                states  copies  activations     buffers     total  worst rank")
@@ -110,11 +119,11 @@ def print_partitions(rows):
         print(f", the worst rank {worst:.2f} times")
 
 
-def gb(row, key):
+def gb(row: dict[str, Any], key: str) -> float:
     return row[key] / 1e9
 
 
-def print_messages(sums, tensors):
+def print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
     print_buckets(sums)
     print("   scheme    microbatches   calls  message [MB]  half at  calls [ms]  step [ms]")
     for scheme, group in groupby(tensors, lambda row: row["scheme"]):
@@ -128,13 +137,13 @@ def print_messages(sums, tensors):
         print(f" in messages of 1/{1 / ends(rows, 'message'):.0f} the size")
 
 
-def ends(rows, *keys):
+def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
     """How many times the product of some values is in the last row what it is in the first."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 
 
-def print_buckets(sums):
+def print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     half = sums[0]["half"] / 1e6
     print(f"\n3. Reductions by bucket; half of the bandwidth is reached with {half:.1f} MB")
     print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
@@ -151,7 +160,7 @@ def print_buckets(sums):
     print(f" {hidden[0]['bucket_mb']:g} MB and {last:+.0%} with {hidden[-1]['bucket_mb']:g}")
 
 
-def print_waiting(rows):
+def print_waiting(rows: Sequence[dict[str, Any]]) -> None:
     axes = [*rows[0]["wait_s"]]
     print("\n4. Uneven stages: a mean rank waits + transfers, by axis [ms]")
     print(f"   {'layers':12s} longest  step " + "".join(f"{axis:>16s}" for axis in axes))
@@ -165,6 +174,6 @@ def print_waiting(rows):
     print(f"the transfer {transfers / transfer:.2f} times")
 
 
-def blocked(row):
+def blocked(row: dict[str, Any]) -> tuple[float, float]:
     """Seconds of waiting and of transfer along all axes."""
     return sum(row["wait_s"].values()), sum(row["transfer_s"].values())

@@ -1,9 +1,18 @@
 """What the size of messages costs: of buckets and of microbatches (arXiv:2407.02081)."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.predict.simulation.summary import COMM
 from hpc3d.studies.pp_vs_dp.experiment import settled, step
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulator import StageRun
 
 RANKS = 16  # replicas
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
@@ -12,7 +21,14 @@ TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadc
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def buckets(machine, hidden=512, layers=24, batch=64, sequence=256, sizes=BUCKETS):
+def buckets(
+    machine: Machine,
+    hidden: int = 512,
+    layers: int = 24,
+    batch: int = 64,
+    sequence: int = 256,
+    sizes: Sequence[int] = BUCKETS,
+) -> list[dict[str, Any]]:
     """Rows by the size of the buckets of gradients that replicas reduce, with and without overlap.
 
     `message` is the mean of a call, in bytes that a rank receives, `half` that with which such a
@@ -27,7 +43,14 @@ def buckets(machine, hidden=512, layers=24, batch=64, sequence=256, sizes=BUCKET
     ]
 
 
-def microbatches(machine, hidden=1024, layers=8, batch=512, sequence=32, counts=MICROBATCHES):
+def microbatches(
+    machine: Machine,
+    hidden: int = 1024,
+    layers: int = 8,
+    batch: int = 512,
+    sequence: int = 32,
+    counts: Sequence[int] = MICROBATCHES,
+) -> list[dict[str, Any]]:
     """Rows by the number of microbatches, of which the messages of tensor axes are parts."""
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     return [
@@ -35,7 +58,7 @@ def microbatches(machine, hidden=1024, layers=8, batch=512, sequence=32, counts=
     ]
 
 
-def half_bytes(machine, op, members):
+def half_bytes(machine: Machine, op: str, members: Iterable[int]) -> float:
     """The bytes with which a call reaches half of the bandwidth that it has in the end.
 
     Hockney's n1/2: alpha / beta of a call of alpha + beta n.
@@ -50,7 +73,9 @@ def half_bytes(machine, op, members):
     return high
 
 
-def bucket_row(machine, size, overlap, batch, model):
+def bucket_row(
+    machine: Machine, size: float, overlap: bool, batch: int, model: Mapping[str, int]
+) -> dict[str, Any]:
     parallel = {"bucket_mb": size, "overlap": overlap}
     runs, found = step(machine, settled(machine, {"d": RANKS}, batch, parallel, **model))
     sums = calls(runs[0], "d")
@@ -64,7 +89,9 @@ def bucket_row(machine, size, overlap, batch, model):
     }
 
 
-def tensor_row(machine, scheme, count, batch, model):
+def tensor_row(
+    machine: Machine, scheme: str, count: int, batch: int, model: Mapping[str, int]
+) -> dict[str, Any]:
     """A step cut into so many microbatches, and its messages with it.
 
     1-D moves as many bytes as before, SUMMA the weights' panels with each microbatch again.
@@ -85,11 +112,11 @@ def tensor_row(machine, scheme, count, batch, model):
     }
 
 
-def calls(run, *axes):
+def calls(run: StageRun, *axes: str) -> np.ndarray:
     """The rows of the calls along some axes."""
     groups = [number for number, axis in enumerate(run.axes) if axis in axes]
     return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
 
 
-def mean_bytes(rows):
+def mean_bytes(rows: np.ndarray) -> float:
     return float(rows["bytes"].mean())

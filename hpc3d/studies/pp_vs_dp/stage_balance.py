@@ -1,11 +1,26 @@
 """What a pipeline's memory comes to in all, by how the layers are cut (arXiv:2407.02081)."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 from hpc3d.studies.pp_vs_dp.experiment import settled, step
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
 
 STAGES, TABLE = (1, 2, 4, 8, 16), 51200
 
 
-def partitions(machine, layers=32, hidden=1024, microbatches=16, vocabulary=TABLE, counts=STAGES):
+def partitions(
+    machine: Machine,
+    layers: int = 32,
+    hidden: int = 1024,
+    microbatches: int = 16,
+    vocabulary: int = TABLE,
+    counts: Sequence[int] = STAGES,
+) -> list[dict[str, Any]]:
     """Rows for even stages and for those where the first one takes all layers but one a stage."""
     sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
     whole, half = (memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
@@ -19,15 +34,17 @@ def partitions(machine, layers=32, hidden=1024, microbatches=16, vocabulary=TABL
     return rows
 
 
-def even(layers, count):
+def even(layers: int, count: int) -> list[int]:
     return [layers * (i + 1) // count - layers * i // count for i in range(count)]
 
 
-def poor(layers, count):
+def poor(layers: int, count: int) -> list[int]:
     return [layers - count + 1] + [1] * (count - 1)
 
 
-def memory(machine, stages, microbatches, sizes):
+def memory(
+    machine: Machine, stages: Sequence[int], microbatches: int, sizes: dict[str, int]
+) -> dict[str, Any]:
     """The `summary` of a step in which a microbatch is one sequence."""
     parallel = {"microbatches": microbatches, "layers_per_stage": tuple(stages)}
     model = sizes | {"layers": sum(stages)}
@@ -35,7 +52,9 @@ def memory(machine, stages, microbatches, sizes):
     return step(machine, config)[1]
 
 
-def partition_row(found, stages, microbatches, layer):
+def partition_row(
+    found: Mapping[str, Any], stages: Sequence[int], microbatches: int, layer: float
+) -> dict[str, Any]:
     """Sums over ranks, and the worst of them.
 
     `in_flight` is the closed form: stage i of p holds min(m, p-i) microbatches of its layers, for
@@ -64,9 +83,9 @@ def partition_row(found, stages, microbatches, layer):
     }
 
 
-def total(ranks, kind):
+def total(ranks: Iterable[Mapping[str, float]], kind: str) -> float:
     return sum(peaks[kind] for peaks in ranks)
 
 
-def activations(found):
+def activations(found: Mapping[str, Any]) -> float:
     return total(found["memory"]["stages"], "activation")

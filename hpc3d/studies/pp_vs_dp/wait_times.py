@@ -5,19 +5,34 @@ wait lies before the last arrival, the transfer after it.  Ranks along a tensor 
 together, so only calls between stages have waits; a send waits for nobody.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hpc3d.predict.simulation.summary import COMM
 from hpc3d.studies.pp_vs_dp.experiment import settled, step
 from hpc3d.trace.schema import OP
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulator import StageRun
 
 SEND, RECV = OP.index("send"), OP.index("recv")
 BETWEEN = ("p", "world")
 UNEVEN = ((4, 4, 4, 4), (5, 4, 4, 3), (6, 4, 3, 3), (8, 3, 3, 2), (10, 2, 2, 2))
 
 
-def waiting(machine, hidden=2048, microbatches=16, uneven=UNEVEN):
+def waiting(
+    machine: Machine,
+    hidden: int = 2048,
+    microbatches: int = 16,
+    uneven: Sequence[Sequence[int]] = UNEVEN,
+) -> list[dict[str, Any]]:
     """A row for each way to cut the layers: wait and transfer of a mean rank, by axis."""
     mesh = {"p": len(uneven[0]), "d": 2, "x": 2}
     model = {"hidden": hidden, "layers": sum(uneven[0]), "sequence": 512}
@@ -39,7 +54,7 @@ def waiting(machine, hidden=2048, microbatches=16, uneven=UNEVEN):
     return rows
 
 
-def by_axis(runs):
+def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
     """{axis: (seconds of waiting, seconds of transfer)} of a mean rank, for StageRuns."""
     waits, transfers, last = Counter(), Counter(), arrivals(runs)
     for run in runs:
@@ -54,11 +69,11 @@ def by_axis(runs):
     return {axis: (waits[axis] * per, transfers[axis] * per) for axis in sorted(transfers)}
 
 
-def calls(run):
+def calls(run: StageRun) -> np.ndarray:
     return run.rows[run.rows["category"] == COMM]
 
 
-def arrivals(runs):
+def arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
     """Meeting -> when the last of its members made its call [ns]."""
     last = {}
     for run in runs:
@@ -68,7 +83,7 @@ def arrivals(runs):
     return last
 
 
-def meeting(run, row):
+def meeting(run: StageRun, row: np.void) -> tuple:
     """What a call is part of: the number of a collective, or a message and its two ends.
 
     Along the other axes a rank stands for all members.
