@@ -216,10 +216,11 @@ def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
 @slow
 def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
     ended = Fault(tmp_path, "desert", 8, 4, run__watchdog_s=60)
-    assert 10 < ended.lasted < 20
+    assert 10 < ended.lasted < 60, "where a step was slow, twice as long as that, but no longer"
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
-    assert line.startswith("hpc3d.train: rank 0 was asked to end and left: nothing moved for ")
+    left = r"hpc3d.train: rank 0 was asked to end and left: nothing moved for (\d+) s, "
+    assert 10 <= int(re.match(left, line)[1]) < 60
     ended.assert_trace()
 
 
