@@ -21,7 +21,7 @@ from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 
-CAPACITY = 1 << 18
+CAPACITY = 1 << 12  # rows: the table grows, and a Prediction keeps it
 COMM = CATEGORY.index("comm")
 
 
