@@ -1,5 +1,5 @@
-"""Which worker of pytest-xdist runs what: files whose tests start jobs go to one worker as long as
-there are others, since jobs take turns (tests/mpi.py) and two workers would wait for each other."""
+"""Which worker of pytest-xdist runs what: files whose tests start jobs go to one of them, as long
+as there are others.  Jobs take turns (tests/mpi.py): two workers would wait for each other."""
 
 import re
 from functools import cache

@@ -28,8 +28,7 @@ FLIGHTS = [
 
 
 def held(line, look):
-    """`look(mesh, trainer)` on every rank after two steps of a mix, or three whose passes are those
-    of several steps."""
+    """`look(mesh, trainer)` on every rank after two steps of a mix, three of an asynchronous one."""
     config = config_of(f"steps={3 if 'pipedream' in line else 2} vocabulary=48 {line}")
 
     def rank(mesh):
