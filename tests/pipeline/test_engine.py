@@ -28,7 +28,7 @@ FLIGHTS = [
 
 
 def held(line, look):
-    """`look(mesh, trainer)` on every rank after two steps of a mix, three of an asynchronous one."""
+    """`look(mesh, trainer)` on every rank after two steps of a mix, or three in flight."""
     config = config_of(f"steps={3 if 'pipedream' in line else 2} vocabulary=48 {line}")
 
     def rank(mesh):
