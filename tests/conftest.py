@@ -31,3 +31,12 @@ def chance(request):
 def patient(monkeypatch):
     """No word from a command that takes long because the machine is busy."""
     monkeypatch.setattr("hpc3d.patience.FIRST", 3600)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.option.dist == "loadfile":
+        from tests.turns import JobsOnOneWorker
+
+        return JobsOnOneWorker(config, log)
+    return None

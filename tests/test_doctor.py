@@ -17,6 +17,7 @@ from hpc3d.runtime.finding import FAIL, OK, WARN
 from hpc3d.trace import file
 from tests.diagnose.planted import only, script, verdicts
 from tests.mpi import ROOT, mpirun, surroundings
+from tests.runs import ended
 
 HERE = Path(sys.executable).parent
 ALONE = [
@@ -121,7 +122,7 @@ def test_clocks_add_up_down_the_tree():
     assert doctor.apart(compared, samples) == [0, -2, -2, -4]
 
 
-def test_all_of_the_help_and_bad_input():
+def test_all_of_the_help_and_bad_input(capsys):
     done = run("--help")
     words = (
         "mpirun -np N",
@@ -133,9 +134,9 @@ def test_all_of_the_help_and_bad_input():
     )
     assert done.returncode == 0 and all(word in done.stdout for word in words)
     for word in (["--timeout", "0"], ["--timeout", "soon"], ["--together"], ["--thorough"]):
-        done = run(*word)
-        assert done.returncode == 2
-        assert done.stderr.startswith("hpc3d.doctor: ") and done.stderr.count("\n") == 1
+        assert ended(doctor.main, *word) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("hpc3d.doctor: ") and error.count("\n") == 1
 
 
 # ------------------------------------------------------------------- what keeps ranks apart

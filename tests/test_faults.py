@@ -74,7 +74,7 @@ class Fault:
         assert line.startswith(f"hpc3d.train: {silent}")
         assert line.endswith(f"; stacks in {self.run}/watchdog")
         assert re.search(
-            r"; ranks [-0-9 ]+ in \w+ along [xyz] \(call \d+, \d+ bytes\) of step 2", line
+            r"; ranks? [-0-9 ]+ in \w+ along [xyz] \(call \d+, \d+ bytes\) of step 2", line
         )
         reports = {path.name: path.read_text() for path in (self.run / "watchdog").iterdir()}
         assert line == "hpc3d.train: " + reports.pop("summary.txt").strip()
@@ -132,7 +132,7 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "mpi", ranks=4, quick=True),
+        case(0, "mpi", ranks=2, quick=True),
         case(0, "mpi"),
         case(4, "auto"),
         case(31, "auto", ranks=64),
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "auto", ranks=4, quick=True),
+        case(0, "auto", ranks=2, quick=True),
         case(0, "auto"),
         case(3, "mpi"),
         case(0, "mpi", ranks=64),
@@ -195,7 +195,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
-    done = mpirun(4, "-c", NO_ROOM, *words(tmp_path, train__steps=2))
+    done = mpirun(2, "-c", NO_ROOM, *words(tmp_path, train__steps=2))
     (line,) = said(done)
     assert re.fullmatch(
         r"hpc3d.train: rank \d: at the end: /.*/trace/rank-0000\d-0000.npz: File too large", line
@@ -216,10 +216,11 @@ def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
 @slow
 def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
     ended = Fault(tmp_path, "desert", 8, 4, run__watchdog_s=60)
-    assert 10 < ended.lasted < 20
+    assert 10 < ended.lasted < 60, "where a step was slow, twice as long as that, but no longer"
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
-    assert line.startswith("hpc3d.train: rank 0 was asked to end and left: nothing moved for ")
+    left = r"hpc3d.train: rank 0 was asked to end and left: nothing moved for (\d+) s, "
+    assert 10 <= int(re.match(left, line)[1]) < 60
     ended.assert_trace()
 
 

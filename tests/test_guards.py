@@ -16,7 +16,7 @@ CHECKED = {"guard__abft_every": 1}
 REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
 PRODUCT = r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"
 FAULTS = [
-    ("product", CHECKED, 3, PRODUCT, 4),
+    ("product", CHECKED, 3, PRODUCT, 2),
     pytest.param("product", CHECKED, 3, PRODUCT, 8, marks=slow),
     pytest.param(
         "weight",

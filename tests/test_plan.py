@@ -154,7 +154,7 @@ def test_16384_ranks_are_planned(capsys, tmp_path):
 
 REFUSED = {
     "no layout of 7 ranks divides this model; the first one: ": ["--ranks", "7"],
-    "no layout fits 1.00 MB: ": ["--memory", "1MB"],
+    "no layout fits 1.00 MB: ": ["--ranks", "2", "--memory", "1MB"],
     "nothing.toml: there is no such machine": ["--machine", "nothing.toml"],
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],

@@ -207,7 +207,7 @@ def test_an_old_trace_is_reported(run, capsys):
         assert not one_time(trace)
         config = load(run / "config.toml", [], of_run=True)
         assert configuration(trace) == align_trace.configuration(trace) == config
-    assert report.main([str(run), "--out", str(run / "report")]) == 0
+    assert report.main([str(run), "--tables", "--out", str(run / "report")]) == 0
     out, err = capsys.readouterr()
     assert "its own CPU time" in out and "warning" not in err
 

@@ -1,12 +1,14 @@
 """Runs on real ranks that end and go on: `--resume RUN_DIR`."""
 
 import re
+import shutil
 import signal
 import subprocess
 
 import pytest
 
 import hpc3d.trace
+from hpc3d import train as verb
 from hpc3d.analyze.metrics.step import between_rows
 from hpc3d.checkpoints.sharded import steps_of
 from hpc3d.trace.checks_per_rank import violations
@@ -108,7 +110,7 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
         assert loss == pytest.approx(whole[step], rel=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_from_what_it_announced(ranks, tmp_path_factory):
     """kill -9 of all ranks, somewhere after the second checkpoint."""
     tmp_path = tmp_path_factory.mktemp("killed")
@@ -156,6 +158,12 @@ def test_a_run_that_goes_on_is_not_gone_on_with_by_another(tmp_path):
     assert re.search(r": process \d+ ", line)
 
 
+class Job:
+    """Rank 0 of a job of two ranks, as far as it reads the input."""
+
+    size, rank = 2, 0
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -168,16 +176,28 @@ def test_a_run_that_goes_on_is_not_gone_on_with_by_another(tmp_path):
 )
 def test_what_cannot_go_on_is_refused(runs, options, line):
     words = [str(word).format(**runs) for word in options]
-    before = {path: {*path.rglob("*")} for path in runs.values()}
-    done = mpirun(2, "-m", "hpc3d.train", *words, timeout=100)
-    assert done.returncode == 2
-    assert before == {path: {*path.rglob("*")} for path in runs.values()}
-    assert any(re.search(elided(line), one) for one in said(done)), done.stderr
-    assert "Traceback" not in done.stderr
+    before = files_of(runs)
+    with pytest.raises(ValueError, match=elided(line)):
+        verb.prepare(*verb.asked(Job(), words))
+    assert files_of(runs) == before
+
+
+def test_ranks_refuse_together_what_cannot_go_on(runs):
+    before = files_of(runs)
+    done = mpirun(2, "-m", "hpc3d.train", "--resume", runs["run"], "--model.layers", 3)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert sum("model.layers = " in line for line in said(done)) == 1, done.stderr
+    assert files_of(runs) == before
+
+
+def files_of(runs):
+    return {path: {*path.rglob("*")} for path in runs.values()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    """A run, and what is left of it without its checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     run = part(folder / "one", ranks=2)
-    return {"run": run, "empty": train(2, folder / "two", train__steps=1)}
+    empty = shutil.copytree(run, folder / "two", ignore=shutil.ignore_patterns("checkpoints"))
+    return {"run": run, "empty": empty}

@@ -106,19 +106,22 @@ def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
 # What a run leaves
 
 
+RANKS = 4
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of 8 ranks, with a secret in its environment."""
+    """A run of RANKS ranks, with a secret in its environment."""
     out = tmp_path_factory.mktemp("out")
-    line = words(out, name="eight", train__steps=3)
+    line = words(out, name="four", train__steps=3)
     secret = {"SOME_TOKEN": "do-not-write-this"}
-    stdout = checked(8, "-m", "hpc3d.train", *line, environment=secret)
+    stdout = checked(RANKS, "-m", "hpc3d.train", *line, environment=secret)
     return newest(out), stdout
 
 
 def test_a_run_folder_says_what_was_run(run):
     path, stdout = run
-    assert re.fullmatch(r"eight-\d{8}-\d{6}", path.name)
+    assert re.fullmatch(r"four-\d{8}-\d{6}", path.name)
     assert {entry.name for entry in path.iterdir()} == {
         "config.toml",
         "command.txt",
@@ -131,8 +134,8 @@ def test_a_run_folder_says_what_was_run(run):
     }
     config = load(path / "config.toml", [])
     settled = {"model__vocabulary": 256, "data__tokenizer": "byte", "train__decay_steps": 3}
-    asked = words(path.parent, name="eight", train__steps=3, **settled)
-    assert config == settle(load(None, asked), 8)
+    asked = words(path.parent, name="four", train__steps=3, **settled)
+    assert config == settle(load(None, asked), RANKS)
     assert "--train.steps 3" in (path / "command.txt").read_text()
     assert (path / "train.log").read_text() == stdout
     position = json.loads((path / "position.json").read_text())
@@ -144,8 +147,8 @@ def test_the_environment_has_versions_and_ranks_and_no_secret(run):
     environment = json.loads((path / "environment.json").read_text())
     assert environment["packages"]["numpy"] == np.__version__
     assert environment["hpc3d"] == hpc3d.__version__
-    assert [place["local_rank"] for place in environment["ranks"]] == list(range(8))
-    assert len({place["pid"] for place in environment["ranks"]}) == 8
+    assert [place["local_rank"] for place in environment["ranks"]] == list(range(RANKS))
+    assert len({place["pid"] for place in environment["ranks"]}) == RANKS
     files = [entry for entry in path.rglob("*") if entry.is_file()]
     assert not any(b"do-not-write-this" in entry.read_bytes() for entry in files)
 
@@ -168,7 +171,7 @@ def test_the_trace_has_all_ranks_and_their_calls_match(run):
         assert tomllib.loads(trace.attrs["config"])["model"]["hidden"] == 144
         events = {name: trace.events[name] for name in ("rank", "group", "seq", "op", "step")}
         groups = trace.groups
-    assert set(events["rank"]) == set(range(8))
+    assert set(events["rank"]) == set(range(RANKS))
     calls = defaultdict(list)
     for group, seq, rank, op in zip(*(events[key] for key in ("group", "seq", "rank", "op"))):
         if seq >= 0:
@@ -183,7 +186,9 @@ def test_every_rank_has_every_step_with_the_same_loss(run):
     path, _ = run
     with hpc3d.trace.open(path / "trace.h5") as trace:
         rows = list(zip(*(trace.steps[key] for key in ("rank", "step", "loss", "grad_norm"))))
-    assert [row[:2] for row in rows] == [(rank, step) for rank in range(8) for step in range(3)]
+    assert [row[:2] for row in rows] == [
+        (rank, step) for rank in range(RANKS) for step in range(3)
+    ]
     assert len({row[1:] for row in rows}) == 3
 
 
@@ -200,7 +205,7 @@ def test_passes_and_steps_are_of_one_clock(tmp_path):
 
 
 def test_a_run_without_a_trace(tmp_path):
-    path = train(2, tmp_path, train__steps=1, trace__enabled="false")
+    path = train(1, tmp_path, train__steps=1, trace__enabled="false")
     assert not list((path / "trace").iterdir())
     assert not (path / "trace.h5").exists()
 
@@ -261,11 +266,13 @@ def test_the_defaults_are_those_of_the_shipped_input():
 
 # Equal losses
 
+STEPS = 4
+
 
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory):
     """The losses of the first steps on one rank."""
-    return losses(train(1, tmp_path_factory.mktemp("serial"), train__steps=8))
+    return losses(train(1, tmp_path_factory.mktemp("serial"), train__steps=STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -285,16 +292,18 @@ def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, long, tmp_path)
     np.testing.assert_allclose(losses(path), long, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("scheme", strided(SCHEMES, 7))
-def test_every_scheme_has_the_same_losses(scheme, serial, tmp_path):
-    path = train(8, tmp_path, train__steps=8, parallel__scheme=scheme)
+@pytest.mark.parametrize(
+    ("scheme", "ranks"), [("1d", 4), *(pytest.param(name, 8, marks=slow) for name in SCHEMES)]
+)
+def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):
+    path = train(ranks, tmp_path, train__steps=STEPS, parallel__scheme=scheme)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=slow)])
 def test_a_data_axis_and_mpi_have_the_same_losses(ranks, serial, tmp_path):
     how = {"mesh__d": 2, "mesh__transport": "mpi", "parallel__keep_gathered": "false"}
-    path = train(ranks, tmp_path, train__steps=8, **how)
+    path = train(ranks, tmp_path, train__steps=STEPS, **how)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 

@@ -140,7 +140,7 @@ def test_a_wrong_option_is_a_line(words, said, capsys):
 
 def test_a_check_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path):
     found = tmp_path / "found.json"
-    words = ["-m", "tests.gpu", "--fake", "--quick", "--only", "loader", "products", "--json"]
+    words = ["-m", "tests.gpu", "--fake", "--quick", "--only", "sizes", "products", "--json"]
     process = subprocess.Popen(
         [sys.executable, *words, found], cwd=parent.ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -151,7 +151,7 @@ def test_a_check_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path)
     rest = process.communicate(timeout=20)[0]
     assert process.returncode == 128 + signal.SIGTERM
     assert "ended before it was through" in rest
-    assert [part["part"] for part in json.loads(found.read_text())["parts"]] == ["loader"]
+    assert [part["part"] for part in json.loads(found.read_text())["parts"]] == ["sizes"]
 
 
 def run_on_a_fake(folder, *parts):

@@ -26,7 +26,7 @@ p=1 schedule=none microbatches=2 dropout=0.25 gelu=exact
 x=4 schedule=none microbatches=2 scheme=1d dropout=0.25
 x=2 z=2 schedule=none microbatches=2 scheme=2.5d
 x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d-broadcast
-x=2 y=3 z=2 schedule=none microbatches=1 keep_gathered=false dropout=0.25
+y=3 z=2 schedule=none microbatches=1 keep_gathered=false dropout=0.25
 p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d-sequence dropout=0.25
 p=2 x=2 y=2 schedule=1f1b microbatches=3 scheme=2d-summa
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=3 zero=3 dropout=0.25

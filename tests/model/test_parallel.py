@@ -82,12 +82,12 @@ def on_mesh(name, cuboid, data, kind):
 ON = [*product(SPLITS, CUBOIDS)]
 
 
-@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 3))
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 5))
 def test_parallel_is_serial(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 
 
-@pytest.mark.parametrize("name", strided(SPLITS, 4))
+@pytest.mark.parametrize("name", strided(SPLITS, 5, 4))
 def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 

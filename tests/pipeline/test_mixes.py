@@ -30,7 +30,7 @@ SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asyn
 COUNTS = 4, 8, 12, 16
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 5))
+@pytest.mark.parametrize("line", strided(MIXES, 6, 4))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
@@ -82,7 +82,7 @@ def of_size(count):
 
 def test_some_mixes_on_real_ranks_are_serial():
     """On 4 ranks in shared memory; as messages, some of test_deadlock.py are."""
-    on_mpi("auto", of_size(4)[::6], timeout=250)
+    on_mpi("auto", of_size(4)[::12], timeout=250)
 
 
 @pytest.mark.slow

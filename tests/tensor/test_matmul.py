@@ -1,5 +1,6 @@
 """The sharded product against NumPy, on every scheme and mesh; on threads and on real ranks."""
 
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
@@ -15,12 +16,16 @@ from tests.tensor.cases import CUBOIDS, SPLITS, sizes, splits
 M, K, N = 48, 48, 96
 
 
+@cache
 def operands(integers=False):
+    """X, W and dY, and Y, dX and dW of them."""
     generator = np.random.default_rng(0)
     shapes = (M, K), (K, N), (M, N)
     if integers:
-        return [generator.integers(-8, 9, shape).astype(np.float64) for shape in shapes]
-    return [generator.normal(size=shape) for shape in shapes]
+        x, w, dy = (generator.integers(-8, 9, shape).astype(np.float64) for shape in shapes)
+    else:
+        x, w, dy = (generator.normal(size=shape) for shape in shapes)
+    return x, w, dy, x @ w, dy @ w.T, x.T @ dy
 
 
 def stored(matrix, layout, mesh):
@@ -29,8 +34,7 @@ def stored(matrix, layout, mesh):
 
 def products(mesh, split, keep, transposed, integers=False):
     """[(what, ours, expected)] of one rank: its blocks of Y, dX and dW."""
-    x, w, dy = operands(integers)
-    y, dx, dw = x @ w, dy @ w.T, x.T @ dy
+    x, w, dy, y, dx, dw = operands(integers)
     if transposed:
         w, dw = w.T, dw.T
     matmul = Matmul(mesh, split, keep, transposed)

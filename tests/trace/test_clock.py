@@ -135,12 +135,13 @@ def test_a_skew_is_found_again_on_threads(ranks):
 
 
 @pytest.mark.parametrize(
-    "transport",
+    ("ranks", "transport"),
     [
-        pytest.param("auto", id="in a node", marks=pytest.mark.slow),
-        pytest.param("mpi", id="between nodes"),
+        pytest.param(8, "auto", id="in a node", marks=pytest.mark.slow),
+        pytest.param(4, "mpi", id="two hosts"),
+        pytest.param(8, "mpi", id="four hosts", marks=pytest.mark.slow),
     ],
 )
-def test_a_skew_is_found_again_on_real_ranks(transport):
-    how = 8, "-m", "tests.trace.skewed", transport
+def test_a_skew_is_found_again_on_real_ranks(ranks, transport):
+    how = ranks, "-m", "tests.trace.skewed", transport
     assert found_once(lambda: float(checked(*how).split()[-1]))

@@ -116,6 +116,14 @@ def stored(**how):
     return replace_column
 
 
+def huge_chunk(file, _):
+    """Of half a GiB, of which a few bytes are stored."""
+    del file["events/dur"]
+    how = {"chunks": (2**26,), "compression": "gzip", "maxshape": (None,)}
+    column = file.create_dataset("events/dur", (48,), "i8", **how)
+    column.id.write_direct_chunk((0,), bytes(1 << 10))
+
+
 def other_format(file, _):
     file.attrs["format"] = "something"
 
@@ -140,7 +148,7 @@ def other_format(file, _):
         (dataset_for_a_table, "events .*group"),
         (table_for_a_column, "dur .*data"),
         (never_written, "shape .*memory"),
-        (stored(chunks=(2**26,), compression="gzip"), "shape .*memory"),
+        (huge_chunk, "shape .*memory"),
         (
             stored(chunks=(48,), compression="lzf"),
             "dur .*filters .*gzip, shuffle, fletcher32",

@@ -21,8 +21,15 @@ from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 
-CAPACITY = 1 << 18
+CAPACITY = 1 << 12  # rows at first; a Prediction keeps its table
 COMM = CATEGORY.index("comm")
+
+
+class InMemory(Recorder):
+    """Keeps all rows of a step, however many they are: there is no run to write them to."""
+
+    def flush(self):
+        pass
 
 
 class Blanks(MicrobatchLoader):
@@ -77,7 +84,7 @@ def predict(config, vocabulary, coords, program=None):
 def observe(mesh, config, vocabulary, program=None):
     """The Prediction of the rank of a mesh without data."""
     config = unrecorded(config)
-    recorder = Recorder(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
+    recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
     for number in range(min(2, config.train.steps)):

@@ -9,7 +9,8 @@ from hpc3d.pipeline.schedule import streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from tests.analyze.naps import trained
 
-TF, TB, NAP = 2.0, 3.0, 0.05
+TF, TB = 2.0, 3.0
+NAP = 0.15  # long beside what a busy machine adds
 
 
 def rows_of(name, stages, micros, chunks=1, cost=(TF, TB, 0.0)):
@@ -78,7 +79,8 @@ def test_a_run_on_threads(tmp_path):
     comes, twice for the second, four times when its forward passes are over."""
 
     def nap(recorder, name):
-        return NAP if name == "gelu" and recorder.layer == 7 else 0
+        slow = recorder.layer == 7 and recorder.step == 1
+        return NAP if slow and name == "gelu" else 0
 
     sizes = {"mesh__p": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
     rows = StepPasses(trained(tmp_path / "run", 2, nap, **sizes)).measured(1)

@@ -141,7 +141,7 @@ def test_a_layer_that_got_slower_is_found(tmp_path):
     whole, first, *_ = difference_rows(plain, slow, ("category", "phase", "layer"))
     assert (first["category"], first["phase"], first["layer"]) == ("compute", "forward", 1)
     assert 0 < first["low"] < first["difference_s"] < first["high"]
-    assert first["difference_s"] == pytest.approx(NAP, rel=0.3)
+    assert 0.7 * NAP < first["difference_s"] < 1.7 * NAP, "that of a rank and step"
     assert whole["low"] > 0
 
 

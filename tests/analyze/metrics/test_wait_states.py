@@ -302,7 +302,7 @@ def test_many_ranks_wait_as_the_formula_says(tmp_path):
     assert imposed == pytest.approx(wait.sum() * 1e-9, rel=1e-12), "a step"
 
 
-NAP = 0.05
+NAP = 0.15  # long beside what a busy machine adds
 
 
 @pytest.fixture(scope="module")
@@ -320,8 +320,8 @@ def slept(tmp_path_factory):
 def test_a_rank_that_sleeps_is_named(slept):
     first, *others = straggler_rows(calls_of(slept))
     assert (first["rank"], first["host"]) == (2, "node2")
-    assert first["imposed_s"] > 3 * 0.9 * NAP
-    assert all(each["wait_s"] > 0.9 * NAP for each in others)
+    assert first["imposed_s"] > 3 * 0.8 * NAP
+    assert all(each["wait_s"] > 0.8 * NAP for each in others)
     assert first["wait_s"] < min(each["wait_s"] for each in others) - 0.5 * NAP
 
 
@@ -329,6 +329,6 @@ def test_to_sleep_is_a_wait_of_others_and_no_transfer(slept):
     rows = wait_rows(calls_of(slept), ("layer", "phase", "axis"))
     there = {"layer": 1, "phase": "forward", "axis": "x"}
     (nap,) = (each for each in rows if there.items() <= each.items())
-    assert nap["wait_s"] > 0.75 * 0.9 * NAP, "three of four ranks wait"
+    assert nap["wait_s"] > 0.75 * 0.8 * NAP, "three of four ranks wait"
     assert nap["transfer_s"] < 0.4 * NAP
     assert incomplete(calls_of(slept)) == 0 and not any(each["violations"] for each in rows)

@@ -20,7 +20,8 @@ from hpc3d.trace.annotations import write_prediction
 from tests.analyze.naps import trained
 from tests.analyze.small import ROWS, small
 
-PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
+PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 2, "parallel__schedule": "1f1b"}
+PIPELINE |= {"model__layers": 2}
 VOID = {"meta", "img", "input", "br"}
 HOSTILE = (
     r"/../$\frac</script><script>alert(1)</script><img src=http://example.org/x onerror=alert(2)>"

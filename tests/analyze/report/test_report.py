@@ -74,7 +74,7 @@ def code_of(arguments):
         return end.code
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
     name = "x \u00fc \u4e2d"
     run = run.rename(run.with_name(name))

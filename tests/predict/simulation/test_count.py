@@ -6,6 +6,7 @@ import pytest
 from hpc3d.comm.threads import run
 from hpc3d.config.load import load
 from hpc3d.config.rules import settle
+from hpc3d.predict.simulation import count
 from hpc3d.predict.simulation.count import Prediction, every_rank, predict
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
@@ -82,6 +83,14 @@ def test_calls_bytes_and_operations_are_added_up():
         ("y", "barrier", "other"): (1, 0),
     }
     assert found.flops() == {"gemm": 1800, "attention": 50}
+
+
+def test_a_step_of_more_events_than_a_table_begins_with_is_kept(monkeypatch):
+    config = config_of("microbatches=3")
+    wanted = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0)).events
+    monkeypatch.setattr(count, "CAPACITY", 16)
+    found = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0)).events
+    assert len(wanted) > 100 and found.tolist() == wanted.tolist()
 
 
 def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():

@@ -7,7 +7,6 @@ from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.simulator import settled, simulate
 from tests.predict.fixed import MACHINE
 from tests.runs import train, words
-from tests.strided import strided
 
 LAYOUTS = [
     {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2},
@@ -25,13 +24,23 @@ LAYOUTS = [
 ]
 
 
+FOUR = {"mesh__p": 2, "mesh__d": 2, "parallel__zero": 1, "parallel__microbatches": 4}
+
+
 @pytest.mark.parametrize(
-    "layout", strided(LAYOUTS, 5, 2, ids=lambda layout: " ".join(map(str, layout.values())))
+    ("ranks", "layout"),
+    [
+        pytest.param(ranks, layout, id=" ".join(map(str, layout.values())), marks=marks)
+        for ranks, layout, marks in [
+            (4, FOUR, []),
+            *((8, layout, [pytest.mark.slow]) for layout in LAYOUTS),
+        ]
+    ],
 )
-def test_peaks_are_measured_ones(layout, tmp_path):
-    """On 8 ranks with shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
-    folder = train(8, tmp_path, train__steps=2, **layout)
-    config = settled(None, words(tmp_path, **layout), 8)
+def test_peaks_are_measured_ones(ranks, layout, tmp_path):
+    """With shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
+    folder = train(ranks, tmp_path, train__steps=2, **layout)
+    config = settled(None, words(tmp_path, **layout), ranks)
     predicted = every_rank(config, config.model.vocabulary)
     with trace.open(folder / "trace.h5") as opened:
         memory, names = opened.memory.columns(), opened.memory.labels("kind")
