@@ -6,7 +6,10 @@ Ranks come through here: nothing is imported before the command, which settles t
 import sys
 from importlib import import_module
 
-COMMANDS = ("train", "plan", "simulate", "report", "checkpoint", "prepare", "bench", "doctor")
+COMMANDS = (
+    *("train", "plan", "simulate", "partition"),
+    *("report", "checkpoint", "prepare", "bench", "doctor"),
+)
 USAGE = """
     hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND ...
     mpirun -np N hpc3d train ...         on N ranks
@@ -53,7 +56,10 @@ def summary(command: str) -> str:
     import ast
     from importlib.resources import files
 
-    source = (files("hpc3d") / f"{command}.py").read_text(encoding="utf-8")
+    module = files("hpc3d") / f"{command}.py"
+    if not module.is_file():
+        module = files("hpc3d") / command / "__init__.py"
+    source = module.read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)).partition("\n")[0]
 
 

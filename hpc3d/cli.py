@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 from hpc3d.limits import INT32, MOST_RANKS
@@ -13,6 +15,7 @@ from hpc3d.patience import patience
 from hpc3d.plain import lines_of, plain, plain_streams
 from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED
 
+UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
 
 
@@ -76,5 +79,16 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return number
 
 
+def _bytes(text, bare):
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([A-Za-z]*)", text)
+    units = UNITS | {"": bare}
+    if not number or number[2] not in units or not float(number[1]):
+        known = ", ".join(UNITS)
+        raise argparse.ArgumentTypeError(f"{text:.40}: must be a size like 80GB (units: {known})")
+    return float(number[1]) * units[number[2]]
+
+
+size = partial(_bytes, bare=1e9)  # 80GB, 40GiB or 80, which are GB
+rate = partial(_bytes, bare=1)  # of a second: 10GB, or bytes
 positive = whole(1, INT32)
 number_of_ranks = whole(1, MOST_RANKS)

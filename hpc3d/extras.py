@@ -12,6 +12,7 @@ EXTRAS = {
     "bokeh": "report",
     "jinja2": "report",
     "matplotlib": "report",
+    "networkx": "torch",
     "pandas": "report",
     "safetensors": "exchange",
     "scipy": "exact",

@@ -13,16 +13,14 @@ is left, and whole steps of the best are simulated; "~" marks what is only estim
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, number_of_ranks, positive, run
+from hpc3d.cli import Parser, number_of_ranks, positive, run, size
 from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 MACHINE = "machines/h100.toml"
 TOP = 10  # layouts that are shown
 FEW = 16  # ranks whose layouts are looked into one and all
-UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied; a layout has layout (tables of the input file), step_time_s, simulated, bubble,
@@ -66,15 +63,6 @@ def parser() -> Parser:
     add("--apply", metavar="FILE", help="write the input file with the best layout")
     add("--json", action="store_true", help=JSON)
     return parser
-
-
-def size(text: str) -> float:
-    """Bytes that are written as 80GB, 40GiB or 80, which are GB."""
-    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
-    if not number or number[2] not in UNITS or not float(number[1]):
-        units = ", ".join(filter(None, UNITS))
-        raise argparse.ArgumentTypeError(f"{text}: must be a size like 80GB (units: {units})")
-    return float(number[1]) * UNITS[number[2]]
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:

@@ -36,8 +36,9 @@ def test_links_and_paths_lead_somewhere(page):
 def test_commands_are_there(page):
     text = page.read_text(encoding="utf-8")
     modules = {*re.findall(r"python -m hpc3d\.([a-z_.]+[a-z])", text)}
-    files = (ROOT.joinpath("hpc3d", *name.split(".")) for name in modules)
-    assert not [path for path in files if not path.with_suffix(".py").exists()]
+    places = [ROOT.joinpath("hpc3d", *name.split(".")) for name in modules]
+    files = [(path.with_suffix(".py"), path / "__main__.py") for path in places]
+    assert not [here for here in files if not any(path.exists() for path in here)]
     assert {*re.findall(r"\bhpc3d (\w+) gpt-", text)} <= {*COMMANDS}
 
 

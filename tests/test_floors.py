@@ -58,10 +58,10 @@ def floor(name: str) -> int:
 
 def climbs(module: str, source: str) -> set[str]:
     """What `source`, the text of `module`, imports from its own floor or from above."""
-    here = module.partition("/")[0]
+    here = module if module.endswith("/__main__") else module.partition("/")[0]
     ours = {name: name.split(".")[1] for name in imports(source) if name.startswith("hpc3d.")}
     above = {name for name, there in ours.items() if floor(there) >= floor(here)}
-    return {name for name in above if ours[name] != here}
+    return {name for name in above if ours[name] != module.partition("/")[0]}
 
 
 def strays(module: str, source: str) -> set[str]:

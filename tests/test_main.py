@@ -31,6 +31,8 @@ def test_every_command_is_listed_with_the_first_line_of_its_text():
     done = python("hpc3d")
     listed = dict(re.findall(r"^  (\w+) +(.+)$", done.stdout, re.MULTILINE))
     sources = {path.stem: path.read_text() for path in FOLDER.glob("[!_]*.py")}
+    packages = [path.parent for path in FOLDER.glob("*/__main__.py")]
+    sources |= {path.name: (path / "__init__.py").read_text() for path in packages}
     verbs = {name: text for name, text in sources.items() if "\ndef main(" in text}
     assert {"train", "report"} <= listed.keys() == verbs.keys()
     assert all(verbs[name].startswith(f'"""{line}') for name, line in listed.items())
@@ -80,7 +82,7 @@ def test_each_command_is_the_module_of_its_name(command, capsys):
     ("word", "line"),
     [
         ("trian", "hpc3d: trian: no such command; did you mean train?"),
-        ("qqq", "hpc3d: qqq: no such command; there are train, plan, simulate, report, "),
+        ("qqq", "hpc3d: qqq: no such command; there are train, plan, simulate, "),
         ("config", "hpc3d: config: no such command; "),  # a module
         ("--verbose", "hpc3d: --verbose: no such command; "),
         ("..train", "hpc3d: ..train: no such command; did you mean train?"),

@@ -193,9 +193,10 @@ class Schedule(NamedTuple):
     def on_the_clock(self, micros: int, chunks: int, times: StageTimes) -> float:
         """That time on the timeline, where rounds after the first few take as long as the last of
         them."""
-        costs = [Cost(*each, times.message) for each in zip(*times[:3])]
-        stages = len(costs)
+        stages = len(times.forward)
         placement = Placement(stages, chunks, self.turn)
+        by_stage = [Cost(*each, times.message).share(chunks) for each in zip(*times[:3])]
+        costs = [by_stage[placement.place(part)[0]] for part in range(placement.parts)]
 
         def run(micros):
             passes = [self.stream(stage, placement, micros, 1) for stage in range(stages)]

@@ -1,5 +1,7 @@
 """A schedule on an ideal clock: when each pass of each stage starts and ends."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,18 +11,22 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Seconds of a microbatch in a whole stage, all chunks together, and of a message."""
+    """Seconds of a microbatch in a whole stage, all chunks together, and of a message; or in one
+    part of the model, and of a message between that and the next part."""
 
     forward: float
     backward: float
     weight: float
     comm: float = 0.0
 
-    def of(self, chunks: int) -> dict[str, float]:
-        """The seconds of each operation on one of `chunks` equal chunks; others take none."""
+    def share(self, chunks: int) -> Cost:
+        """That of one of `chunks` equal chunks."""
+        return Cost(*(seconds / chunks for seconds in self[:3]), self.comm)
+
+    def seconds(self) -> dict[str, float]:
+        """Those of each operation; others take none."""
         passes = {"F": self.forward, "B": self.backward, "W": self.weight}
-        passes["BW"] = self.backward + self.weight
-        return {op: seconds / chunks for op, seconds in passes.items()}
+        return {**passes, "BW": self.backward + self.weight}
 
 
 def timeline(
@@ -28,11 +34,12 @@ def timeline(
 ) -> list[Row]:
     """(start, end, instruction) of each stage, in seconds from the start of the run.
 
-    `cost` is that of all stages, or a list has one for each.  The streams hold passes, and Reduce
-    and Step, which take no time; a B that has no W comes out as BW.  An instruction starts when
-    the one before it on its stage has ended and its inputs are there: results of its own stage at
-    once, those of another `comm` of its cost after they were ready.  Sends never block.  Raises
-    ValueError, with instructions as the streams name them, if these wait for each other.
+    `cost` is that of all stages, or a list has one for each part of the model.  The streams hold
+    passes, and Reduce and Step, which take no time; a B that has no W comes out as BW.  An
+    instruction starts when the one before it on its stage has ended and its inputs are there:
+    results of its own stage at once, those of another after the time of a message over their
+    border.  Sends never block.  Raises ValueError, with instructions as the streams name them, if
+    these wait for each other.
     """
     return _Clock(streams, placement, cost).run()
 
@@ -69,9 +76,10 @@ class _Clock:
 
     def __init__(self, streams, placement, cost):
         self.placement = placement
-        costs = [cost] * placement.stages if isinstance(cost, Cost) else cost
-        self.messages = [each.comm for each in costs]
-        self.seconds = [each.of(placement.chunks) for each in costs]
+        if isinstance(cost, Cost):
+            cost = [cost.share(placement.chunks)] * placement.parts
+        self.messages = [each.comm for each in cost]  # by the part before the border
+        self.seconds = {placement.place(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
         self.rows: list[Row] = [[] for _ in self.streams]
@@ -102,13 +110,19 @@ class _Clock:
             if missing:
                 self.waiting.setdefault(missing[0], []).append(stage)
                 return
-            start = max([clock, *(self.arrival(stage, need) for need in needs)])
-            clock = start + self.seconds[stage].get(instruction.op, 0.0)
+            place = stage, instruction.chunk
+            start = max([clock, *(self.arrival(place, need) for need in needs)])
+            clock = start + self.seconds[place].get(instruction.op, 0.0)
             row.append((start, clock, instruction))
             yield from self.finish(stage, instruction, clock)
 
-    def arrival(self, stage, need):
-        return self.ends[need] + (self.messages[stage] if need[0] != stage else 0.0)
+    def arrival(self, place, need):
+        """When the result of a pass is at a (stage, chunk)."""
+        stage, instruction = need
+        if stage == place[0]:
+            return self.ends[need]
+        parts = self.placement.part(*place), self.placement.part(stage, instruction.chunk)
+        return self.ends[need] + self.messages[min(parts)]
 
     def finish(self, stage, instruction, clock):
         done = (stage, instruction._replace(op=instruction.op[0]))

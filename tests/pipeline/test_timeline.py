@@ -107,3 +107,36 @@ def test_a_pass_before_its_own_input():
     for text in ("W0 F0 B0", "B0 F0", "F0 W0 B0"):
         with pytest.raises(ValueError, match="deadlock: stage 0 at"):
             timeline([[parse(word) for word in text.split()]], Placement(1, 1), EQUAL)
+
+
+def test_every_part_has_its_time_and_every_border_its_messages():
+    """Two stages of two chunks; borders take longer down the model."""
+    costs = [Cost(2.0**part, 3.0**part, 0.0, 0.1 * 2**part) for part in range(4)]
+    passes, placement = streams("interleaved", 2, 2, 2)
+    rows = timeline(passes, placement, costs)
+    spans = {
+        (op[0], placement.part(stage, chunk), mb): (start, end)
+        for stage, row in enumerate(rows)
+        for start, end, (op, mb, chunk) in row
+    }
+    starts = {start for start, _ in spans.values()}
+    for (op, part, mb), (start, end) in spans.items():
+        cost = costs[part]
+        assert end - start == pytest.approx(cost.forward if op == "F" else cost.backward)
+        before = spans.get((op, part - 1 if op == "F" else part + 1, mb))
+        if before:
+            border = costs[part - 1 if op == "F" else part].comm
+            assert start >= before[1] + border - 1e-9
+    waits = [spans["F", part, 0][0] - spans["F", part - 1, 0][1] for part in range(1, 4)]
+    assert waits[0] == pytest.approx(0.1) and len(starts) == len(spans)
+
+
+def test_the_optimum_of_uneven_loads_depends_on_the_schedule():
+    """Loads 8 11 2 1 18 5 4 11, backward twice that, 8 microbatches: 1F1B prefers other borders
+    than those of the lightest heaviest stage, which are GPipe's."""
+
+    def seconds(name, loads):
+        return makespan(run(name, 4, 8, cost=[Cost(load, 2 * load, 0) for load in loads]))
+
+    even, other = (19, 3, 18, 20), (21, 19, 5, 15)
+    assert [seconds("1f1b", each) for each in (even, other)] == [600, 573]

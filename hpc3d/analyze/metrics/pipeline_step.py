@@ -287,7 +287,7 @@ def panels(config, step, rows, ideal):
     schedule = config.parallel.schedule
     found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]
     if ideal:
-        times = ideal.cost.of(config.parallel.chunks)
+        times = ideal.cost.share(config.parallel.chunks).seconds()
         present = {what.op for row in ideal.rows for *_, what in row}
         text = ", ".join(f"{op} {times[op] * 1e3:.3g} ms" for op in COMPUTE if op in present)
         title = f"simulated: means of the stages' medians ({text}), messages take no time"

@@ -1,0 +1,113 @@
+"""Partition any model into pipeline stages: from the costs of its operations to a plan.
+
+python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
+python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
+
+COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
+"edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a
+stage holds always (memory), per microbatch in flight (saved), and of what replicas sum
+(parameters); bytes of the values between nodes. Edges from one node with equal bytes are one value
+with several readers, unless a "value" tells them apart. Nodes in a group of "together" stay on one
+stage.
+
+A plan has one stage per rank, in an order in which values only flow forward. --objective time is
+the shortest step under a pipeline schedule, load the lightest heaviest stage: what it computes,
+and once per value the transfer of each that enters it and of each that leaves it.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
+from hpc3d.extras import need
+from hpc3d.limits import MOST_PASSES
+from hpc3d.plain import plain
+
+JSON = """\
+print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
+load [s] and memory [B] of the heaviest and the fullest stage, proven, stages (ids), replicas"""
+
+
+def main(argv=None):
+    """Plan what the command line says; the exit code is 2 for what cannot be planned."""
+    options = _parser().parse_args(argv)
+    return run("partition", lambda: _plan(options))
+
+
+def _parser():
+    parser = Parser("partition", __doc__)
+    add = parser.add_argument
+    add("--graph", type=Path, required=True, metavar="COSTS.json", help="the graph and its costs")
+    add("--ranks", type=number_of_ranks, required=True, metavar="N", help="stages at most")
+    add("--memory", type=size, metavar="32GB", help="memory of a rank (default: no limit)")
+    add("--bandwidth", type=rate, metavar="10GB", help="bytes per second (default: any)")
+    micros = whole(1, MOST_PASSES)
+    add("--microbatches", type=micros, default=1, metavar="M", help="microbatches of a step (1)")
+    add("--schedule", choices=("1f1b", "gpipe"), help="(default: the one with the shorter step)")
+    add("--objective", choices=("time", "load"), default="time", help="what is least (time)")
+    add("--json", action="store_true", help=JSON)
+    return parser
+
+
+def _plan(options):
+    need("partition", "networkx")
+    from hpc3d.partition import cost_file
+    from hpc3d.partition.planner import planned
+    from hpc3d.partition.stages import Limits
+
+    graph = cost_file.load(options.graph)
+    limits = Limits(options.ranks, options.memory, options.bandwidth, options.microbatches)
+    plan = planned(graph, limits, options.objective, options.schedule)
+    _show(plan, limits)
+    if options.json:
+        print(json.dumps(_as_json(plan, limits)))
+
+
+def _show(plan, limits):
+    print(
+        f"{len(plan.stages)} stages, schedule {plan.schedule}, {limits.microbatches} microbatches"
+    )
+    print(f"step            {plan.time:.6g} s")
+    print(f"heaviest stage  {plan.load:.6g} s per microbatch")
+    print(f"fullest stage   {plan.memory / 1e6:.6g} MB")
+    print(f"{_how(plan)}\n")
+    print("stage   forward [s]  backward [s]     in [MB]    out [MB]   held [MB]  nodes")
+    for number, stage in enumerate(plan.stages):
+        times = f"{stage.forward:12.6g}  {stage.backward:12.6g}"
+        sizes = "".join(
+            f"{nbytes / 1e6:12.6g}" for nbytes in (stage.bytes_in, stage.bytes_out, stage.held)
+        )
+        print(f"{number:5d}  {times}{sizes}  {plain(_some(stage.ids))}")
+
+
+def _how(plan):
+    if plan.all_cuts:
+        proof = "none is better" if plan.proven else "not proven: the search was cut off"
+        return f"searched over all {plan.cuts} downsets of the graph: {proof}"
+    return f"searched along the chain of the sorted nodes ({plan.cuts - 1}): others may be better"
+
+
+def _some(ids):
+    """The first and the last of some ids, and how many there are."""
+    if len(ids) <= 4:
+        return " ".join(map(str, ids))
+    return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"
+
+
+def _as_json(plan, limits):
+    return {
+        "objective": plan.objective,
+        "schedule": plan.schedule,
+        "microbatches": limits.microbatches,
+        "proven": plan.proven,
+        "time": plan.time,
+        "load": plan.load,
+        "memory": plan.memory,
+        "stages": [stage.ids for stage in plan.stages],
+        "replicas": [1] * len(plan.stages),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

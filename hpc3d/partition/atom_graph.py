@@ -1,0 +1,140 @@
+"""The graph that is cut: atoms, which are never cut themselves, and the values between them.
+
+Atoms lie in a topological order.  A set of atoms is an int with a bit per atom.  A partition into
+stages is convex: no path leaves a stage and comes back, so that stages can be put in an order in
+which values only flow forward; the stages up to any one are a *downset*, closed under inputs.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import networkx as nx
+
+
+class Atom(NamedTuple):
+    """One or more operations, by their `ids`, that stay together.
+
+    Seconds of a microbatch forward and backward; bytes: `memory` that its stage holds for it
+    always, `saved` for every microbatch in flight, `parameters` that replicas sum gradients of.
+    """
+
+    ids: tuple
+    forward: float
+    backward: float
+    memory: float = 0.0
+    saved: float = 0.0
+    parameters: float = 0.0
+
+
+class Value(NamedTuple):
+    """What atom `source` hands to the atoms `targets` in a microbatch, in bytes: once to each
+    stage that has one of them."""
+
+    source: int
+    targets: tuple[int, ...]
+    nbytes: float
+
+
+class Graph:
+    """Atoms in a topological order and the values between them."""
+
+    def __init__(self, atoms: Sequence[Atom], values: Sequence[Value]):
+        self.atoms, self.values = tuple(atoms), tuple(values)
+        self.inputs = [0] * len(self.atoms)  # by atom: the set of atoms that it reads from
+        for value in self.values:
+            for target in value.targets:
+                self.inputs[target] |= 1 << value.source
+
+    def __len__(self) -> int:
+        return len(self.atoms)
+
+    @property
+    def everything(self) -> int:
+        return (1 << len(self)) - 1
+
+    def ids(self, members: int) -> list:
+        """The ids of a set of atoms."""
+        return [name for atom in bits(members) for name in self.atoms[atom].ids]
+
+    def total(self, name: str, members: int) -> float:
+        """The sum of a number of some atoms."""
+        return sum(getattr(self.atoms[atom], name) for atom in bits(members))
+
+    def bytes_in(self, members: int) -> float:
+        """Of the values that a stage receives."""
+        return sum(
+            value.nbytes
+            for value in self.values
+            if not members >> value.source & 1 and _any_in(value.targets, members)
+        )
+
+    def bytes_out(self, members: int) -> float:
+        """Of the values that a stage sends, each once."""
+        return sum(
+            value.nbytes
+            for value in self.values
+            if members >> value.source & 1 and _any_in(value.targets, ~members)
+        )
+
+    def downsets(self, limit: int) -> list[int] | None:
+        """All downsets, the empty one first, by size; None if there are more than `limit`."""
+        found, last = [0], {0}
+        while last:
+            grown = {
+                downset | 1 << atom
+                for downset in last
+                for atom, inputs in enumerate(self.inputs)
+                if not downset >> atom & 1 and not inputs & ~downset
+            }
+            if len(found) + len(grown) > limit:
+                return None
+            found += sorted(grown)
+            last = grown
+        return found
+
+
+def bits(members: int) -> Iterator[int]:
+    """The atoms of a set, ascending."""
+    while members:
+        lowest = members & -members
+        yield lowest.bit_length() - 1
+        members ^= lowest
+
+
+def _any_in(targets, members):
+    return any(members >> target & 1 for target in targets)
+
+
+def contracted(
+    atoms: Sequence[Atom], values: Sequence[Value], together: Iterable[Sequence[int]] = ()
+) -> Graph:
+    """The Graph in which every group of atoms is one, with whatever lies on a path from a group
+    back into it: a convex stage that has the one has the other.
+
+    Atoms may come in any order, and cycles of them become one atom, too.
+    """
+    edges = nx.DiGraph()
+    edges.add_nodes_from(range(len(atoms)))
+    edges.add_edges_from((value.source, target) for value in values for target in value.targets)
+    for group in together:
+        nx.add_cycle(edges, group)
+    parts = nx.condensation(edges)
+    members = {part: sorted(parts.nodes[part]["members"]) for part in parts}
+    order = [*nx.lexicographical_topological_sort(parts, key=members.get)]
+    place = {atom: number for number, part in enumerate(order) for atom in members[part]}
+    merged = [_as_one([atoms[atom] for atom in members[part]]) for part in order]
+    return Graph(merged, [*_between(values, place)])
+
+
+def _as_one(atoms):
+    numbers = [sum(column) for column in zip(*(atom[1:] for atom in atoms), strict=True)]
+    return Atom(tuple(name for atom in atoms for name in atom.ids), *numbers)
+
+
+def _between(values, place):
+    """Values by the places of their ends, without those that stay within one atom."""
+    for value in values:
+        source = place[value.source]
+        targets = sorted({place[target] for target in value.targets} - {source})
+        if targets:
+            yield Value(source, tuple(targets), value.nbytes)

@@ -1,0 +1,103 @@
+"""The places where a graph may be cut: its downsets, each the atoms before a border.
+
+`Downsets` has all of them.  Where these are too many, `Chain` has those of one sorted order, the
+first 0, 1, 2 ... atoms.  Both know by downset the sums over its atoms (`forward`, `backward`,
+`memory`, `saved`) and `crossing`, the bytes of the values that cross the border behind it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from hpc3d.partition.atom_graph import Graph, bits
+
+MOST_WORK = 5e9  # pairs of downsets, times values: some tens of seconds
+
+
+def cuts_of(graph: Graph) -> Downsets | Chain:
+    """All downsets of a graph, or where pairs of them are too many its chain."""
+    found = graph.downsets(int((MOST_WORK / (1 + len(graph.values))) ** 0.5))
+    return Chain(graph) if found is None else Downsets(graph, found)
+
+
+class Downsets:
+    """All downsets, by size."""
+
+    exact = True
+
+    def __init__(self, graph: Graph, downsets: list[int]):
+        self.downsets, self.count = downsets, len(downsets)
+        self.members = np.zeros((self.count, len(graph)), bool)
+        for row, downset in zip(self.members, downsets, strict=True):
+            row[list(bits(downset))] = True
+        self.forward, self.backward = self._sum(graph, "forward"), self._sum(graph, "backward")
+        self.memory, self.saved = self._sum(graph, "memory"), self._sum(graph, "saved")
+        readers = np.zeros((len(graph.values), len(graph)))
+        for row, value in zip(readers, graph.values, strict=True):
+            row[list(value.targets)] = 1
+        self.nbytes = np.array([value.nbytes for value in graph.values], float)
+        self.made = self.members[:, [value.source for value in graph.values]]
+        self.read = self.members @ readers.T  # how many readers of a value are before the border
+        self.open = self.made & (self.read < readers.sum(1))
+        self.crossing = self.open @ self.nbytes
+
+    def _sum(self, graph, name):
+        return self.members @ np.array([getattr(atom, name) for atom in graph.atoms], float)
+
+    def after(self, before: int) -> np.ndarray:
+        """The numbers of the downsets that hold more than this one."""
+        rest = np.arange(before + 1, self.count)
+        return rest[self.members[rest][:, self.members[before]].all(1)]
+
+    def moved(self, before: int, after: np.ndarray) -> np.ndarray:
+        """Bytes of the values that enter and that leave a stage between two downsets."""
+        entering = self.made[before] & (self.read[after] > self.read[before])
+        leaving = self.open[after] & ~self.made[before]
+        return (entering.astype(float) + leaving) @ self.nbytes
+
+    def stage(self, before: int, after: int) -> int:
+        """The set of atoms between two downsets."""
+        return self.downsets[after] & ~self.downsets[before]
+
+
+class Chain:
+    """The first 0, 1, 2 ... atoms."""
+
+    exact = False
+
+    def __init__(self, graph: Graph):
+        self.count = len(graph) + 1
+        self.forward, self.backward = self._sums(graph, "forward"), self._sums(graph, "backward")
+        self.memory, self.saved = self._sums(graph, "memory"), self._sums(graph, "saved")
+        reads = []  # of a value: who read it before or made it, who reads it next, bytes
+        for value in graph.values:
+            reads += [(*ends, value.nbytes) for ends in pairwise((value.source, *value.targets))]
+        self.earlier, self.reader, self.nbytes = np.array(reads or [(0, 0, 0.0)]).T
+        ends = [(value.source, value.targets[-1], value.nbytes) for value in graph.values]
+        self.source, self.last, self.size = np.array(ends or [(0, 0, 0.0)]).T
+        self.crossing = self._leaving(0)
+
+    def _sums(self, graph, name):
+        column = np.array([getattr(atom, name) for atom in graph.atoms], float)
+        return np.concatenate([[0.0], np.cumsum(column)])
+
+    def _leaving(self, before):
+        """By the end of a stage that begins there: the bytes of what it made and others read."""
+        made = self.source >= before
+        ends = np.concatenate([self.source[made] + 1, self.last[made] + 1]).astype(int)
+        weights = np.concatenate([self.size[made], -self.size[made]])
+        return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
+
+    def after(self, before: int) -> np.ndarray:
+        return np.arange(before + 1, self.count)
+
+    def moved(self, before: int, after: np.ndarray) -> np.ndarray:
+        first = (self.earlier < before) & (self.reader >= before)  # to read it in the stage
+        ends, weights = self.reader[first].astype(int) + 1, self.nbytes[first]
+        entering = np.cumsum(np.bincount(ends, weights, self.count + 1))
+        return entering[after] + self._leaving(before)[after]
+
+    def stage(self, before: int, after: int) -> int:
+        return (1 << int(after)) - (1 << int(before))

@@ -1,0 +1,106 @@
+"""From a graph and what may be used to a plan: the objectives by name, and what a plan says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hpc3d.partition.atom_graph import Graph
+from hpc3d.partition.downsets import Chain, Downsets, cuts_of
+from hpc3d.partition.max_load import lightest
+from hpc3d.partition.stages import Limits, held, load
+from hpc3d.partition.step_time import quickest, timed
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class PlannedStage(NamedTuple):
+    """A stage of a plan: its ids, seconds of a microbatch, bytes in and out, and bytes held."""
+
+    ids: list
+    forward: float
+    backward: float
+    bytes_in: float
+    bytes_out: float
+    load: float
+    held: float
+
+
+class GraphPlan(NamedTuple):
+    """A partition of a graph; `proven` if no other is better, and by what cuts it was found."""
+
+    objective: str
+    schedule: str
+    time: float
+    stages: list[PlannedStage]
+    proven: bool
+    cuts: int
+    all_cuts: bool
+
+    @property
+    def load(self) -> float:
+        """Of the heaviest stage."""
+        return max(stage.load for stage in self.stages)
+
+    @property
+    def memory(self) -> float:
+        """Of the fullest stage."""
+        return max(stage.held for stage in self.stages)
+
+
+def planned(
+    graph: Graph, limits: Limits, objective: str = "time", schedule: str | None = None
+) -> GraphPlan:
+    """The best GraphPlan; ValueError if nothing fits, with what would."""
+    cuts = cuts_of(graph)
+    names = (schedule,) if schedule else SCHEDULES
+    if objective == "load":
+        ends = lightest(cuts, limits)
+        found = ends and min(timed(cuts, limits, name, ends) for name in names)
+        proven = cuts.exact
+    else:
+        found = quickest(cuts, limits, names)
+        proven = bool(found) and found.proven
+    if not found:
+        raise ValueError(_nothing_fits(cuts, limits))
+    return GraphPlan(
+        objective,
+        found.schedule,
+        float(found.seconds),
+        _stages(graph, cuts, limits, found),
+        proven,
+        cuts.count,
+        cuts.exact,
+    )
+
+
+def _stages(graph, cuts, limits, found):
+    starts = (0, *found.ends[:-1])
+    stages = []
+    for before, after, flight in zip(starts, found.ends, found.in_flight, strict=True):
+        members = cuts.stage(before, after)
+        stages.append(
+            PlannedStage(
+                graph.ids(members),
+                graph.total("forward", members),
+                graph.total("backward", members),
+                graph.bytes_in(members),
+                graph.bytes_out(members),
+                load(graph, members, limits),
+                held(graph, members, flight),
+            )
+        )
+    return stages
+
+
+def _nothing_fits(cuts: Downsets | Chain, limits):
+    """What the partition with the emptiest fullest stage holds."""
+    low, high = limits.memory, float(cuts.memory[-1] + limits.microbatches * cuts.saved[-1])
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        fits = lightest(cuts, limits._replace(memory=middle))
+        low, high = (low, middle) if fits else (middle, high)
+    return (
+        f"no partition into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
+        f"the nearest needs {high:.6g}; use --memory {-(-high // 1e6):.0f}MB, more ranks, or "
+        "fewer microbatches"
+    )

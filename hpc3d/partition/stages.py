@@ -1,0 +1,32 @@
+"""Stages of a graph on a pipeline: what each takes and holds."""
+
+from typing import NamedTuple
+
+from hpc3d.partition.atom_graph import Graph
+
+
+class Limits(NamedTuple):
+    """What a plan may use: stages at most, bytes of a rank (None: any), bytes/s of a link, and the
+    microbatches of a step."""
+
+    ranks: int
+    memory: float | None = None
+    bandwidth: float | None = None
+    microbatches: int = 1
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a transfer."""
+        return nbytes / self.bandwidth if self.bandwidth else 0.0
+
+
+def load(graph: Graph, members: int, limits: Limits) -> float:
+    """Seconds of a stage for a microbatch: what it computes forward and backward, and once per
+    value the transfer of each that enters it and of each that leaves it."""
+    computed = graph.total("forward", members) + graph.total("backward", members)
+    moved = graph.bytes_in(members) + graph.bytes_out(members)
+    return computed + limits.seconds(moved)
+
+
+def held(graph: Graph, members: int, in_flight: float) -> float:
+    """Bytes that a stage holds with so many microbatches in flight."""
+    return graph.total("memory", members) + in_flight * graph.total("saved", members)

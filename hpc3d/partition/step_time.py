@@ -1,0 +1,139 @@
+"""The partition with the shortest step under a pipeline schedule, which is run on its clock.
+
+The lightest heaviest stage is not always the quickest: what a stage waits for counts, too.  The
+search goes through chains of downsets, from the first stage to the last, and leaves a branch when
+no step of it can be shorter than the best one known.  With M microbatches, f_s and b_s seconds of
+stage s forward and backward and n_s microbatches in flight there, a step lasts at least
+
+    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               to and from stage s, and its own passes
+    sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  what is left after its first gradient
+    sum_{i<s} (f_i + b_i) + M T                         T: the heaviest stage of the rest
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.partition.downsets import Chain, Downsets
+from hpc3d.partition.max_load import lightest, table
+from hpc3d.partition.stages import Limits
+from hpc3d.pipeline.passes import in_flight
+from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.timeline import Cost, makespan, timeline
+
+MOST_STEPS = 20_000  # that are run on the clock, of one schedule and number of stages
+
+
+class Timed(NamedTuple):
+    """A step: its seconds, the schedule, the downsets behind the stages, the microbatches in
+    flight of each, and whether it is `proven` that no step is shorter."""
+
+    seconds: float
+    schedule: str
+    ends: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    proven: bool = False
+
+
+def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed:
+    """The step of a partition."""
+    return _Search(cuts, limits, schedule if ends[1:] else "none", len(ends)).step(tuple(ends))
+
+
+def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...]) -> Timed | None:
+    """The shortest step of all numbers of stages and `schedules`; None if nothing fits."""
+    searches = []
+    for stages in range(1, min(limits.ranks, cuts.count - 1) + 1):
+        for name in schedules if stages > 1 else ("none",):
+            searches.append(_Search(cuts, limits, name, stages))
+            searches[-1].run()
+    found = [search.best for search in searches if search.best]
+    best = min(found, key=lambda each: (each.seconds, len(each.ends)), default=None)
+    return best and best._replace(proven=cuts.exact and all(each.left > 0 for each in searches))
+
+
+class _Search:
+    """That of one schedule and number of stages."""
+
+    def __init__(self, cuts, limits, schedule, stages):
+        self.cuts, self.limits, self.schedule, self.stages = cuts, limits, schedule, stages
+        self.micros = limits.microbatches
+        self.passes, self.placement = streams(schedule, stages, self.micros)
+        self.in_flight = [in_flight(stream).activations for stream in self.passes]
+        self.rest, self.left, self.best = None, MOST_STEPS, None
+
+    def run(self):
+        """Find the best."""
+        computed = self.limits._replace(ranks=self.stages, memory=None, bandwidth=None)
+        self.rest = table(self.cuts, computed)[1]
+        start = lightest(self.cuts, self.limits._replace(ranks=self.stages))
+        if start and len(start) == self.stages:
+            self.try_out(tuple(start))
+        self.extend((), 0)
+
+    def extend(self, ends, before):
+        """Go through all ways to go on behind the stages that end at `ends`."""
+        here, behind = len(ends), self.stages - len(ends) - 1
+        if behind == 0:
+            self.try_out((*ends, self.cuts.count - 1))
+            return
+        after = self.cuts.after(before)[:-1]
+        bound = self.least(before, after, here, behind)
+        for place in np.argsort(bound, kind="stable"):
+            if self.left <= 0 or (self.best and bound[place] >= self.best.seconds):
+                return
+            if np.isfinite(bound[place]):
+                self.extend((*ends, int(after[place])), int(after[place]))
+
+    def least(self, before, after, here, behind):
+        """The seconds of a step at least if the next stage ends at one of `after`; inf where it
+        does not fit, or leaves too little for the others."""
+        cuts, micros = self.cuts, self.micros
+        forward = cuts.forward[after] - cuts.forward[before]
+        backward = cuts.backward[after] - cuts.backward[before]
+        reached = cuts.forward[before] + cuts.backward[before]
+        works = reached + micros * (forward + backward)
+        whole = cuts.forward[-1] + cuts.backward[-1]
+        after_first = whole + (micros - 1) * backward + (micros - self.in_flight[here]) * forward
+        others = reached + forward + backward + micros * self.rest[after, behind]
+        bound = np.maximum(np.maximum(works, after_first), others)
+        bound[self.held(before, after, here) > self.room] = np.inf
+        return bound
+
+    @property
+    def room(self):
+        return np.inf if self.limits.memory is None else self.limits.memory
+
+    def held(self, before, after, stage):
+        """Bytes of the stage between two downsets."""
+        saved = self.cuts.saved[after] - self.cuts.saved[before]
+        return self.cuts.memory[after] - self.cuts.memory[before] + self.in_flight[stage] * saved
+
+    def try_out(self, ends):
+        """Run the step of a partition that fits, and keep it if it is the shortest."""
+        starts = (0, *ends[:-1])
+        if any(self.held(*cut, stage) > self.room for stage, cut in enumerate(zip(starts, ends))):
+            return
+        self.left -= 1
+        found = self.step(ends)
+        if not self.best or found.seconds < self.best.seconds:
+            self.best = found
+
+    def step(self, ends):
+        """The Timed of a partition."""
+        stages = costs(self.cuts, ends, self.limits)
+        seconds = makespan(timeline(self.passes, self.placement, stages))
+        return Timed(float(seconds), self.schedule, ends, tuple(self.in_flight))
+
+
+def costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
+    """The stages on the clock: what they compute, and messages of all values that are needed
+    behind a border, those for a later stage too, for they are handed on."""
+    found = []
+    for before, after in zip((0, *ends[:-1]), ends):
+        forward = cuts.forward[after] - cuts.forward[before]
+        backward = cuts.backward[after] - cuts.backward[before]
+        found.append(Cost(forward, backward, 0.0, limits.seconds(cuts.crossing[after])))
+    return found

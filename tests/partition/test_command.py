@@ -1,0 +1,75 @@
+"""`python -m hpc3d.partition --graph`: what it prints, and how it ends."""
+
+import json
+from itertools import chain
+
+import pytest
+
+from hpc3d.partition.__main__ import main
+from tests.partition.graphs import LOADS
+
+
+@pytest.fixture
+def costs(tmp_path):
+    """The file of a chain of LOADS, with 2 bytes to hold and 1 to keep of each node."""
+    nodes = [
+        {"id": number, "forward": load, "backward": 2 * load, "memory": 2, "saved": 1}
+        for number, load in enumerate(LOADS)
+    ]
+    edges = [{"from": number, "to": number + 1, "bytes": 3} for number in range(len(LOADS) - 1)]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"nodes": nodes, "edges": edges}))
+    return path
+
+
+def planned(capsys, costs, *words):
+    line = ["--graph", str(costs), "--ranks", "4", "--json", *words]
+    code, printed = main(line), capsys.readouterr()
+    return code, json.loads(printed.out.splitlines()[-1]) if code == 0 else printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "time", "load"),
+    [
+        (("--microbatches", "8", "--schedule", "1f1b"), 573, 63),
+        (("--microbatches", "8", "--schedule", "gpipe"), 600, 60),
+        (("--microbatches", "8"), 573, 63),
+        (("--microbatches", "8", "--objective", "load"), 600, 60),
+        (("--objective", "load", "--bandwidth", "1.5"), 192, 62),
+    ],
+)
+def test_time_and_load(words, time, load, costs, capsys):
+    code, found = planned(capsys, costs, *words)
+    assert code == 0 and found["load"] == load and found["proven"]
+    assert found["time"] == time
+    assert [*chain.from_iterable(found["stages"])] == [*range(8)]
+    assert found["replicas"] == [1] * len(found["stages"])
+
+
+def test_memory_is_that_in_flight_under_the_schedule(costs, capsys):
+    """Of two nodes a stage, all 4 or at most 4, 3, 2 and 1 of 8 microbatches are in flight."""
+    words = "--microbatches", "8", "--memory"
+    _, found = planned(capsys, costs, *words, "12B", "--schedule", "1f1b")
+    assert found["memory"] <= 12 and found["proven"]
+    flights = [min(8, 4 - stage) for stage in range(4)]
+    held = [len(ids) * (2 + flight) for ids, flight in zip(found["stages"], flights)]
+    assert max(held) == found["memory"]
+    code, err = planned(capsys, costs, *words, "12B", "--schedule", "gpipe")
+    assert code == 2 and "--memory" in err
+    code, found = planned(capsys, costs, *words, "20B", "--schedule", "gpipe")
+    assert code == 0 and found["memory"] == 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--ranks", "0"), ("--microbatches", "0"), ("--bandwidth", "fast"), ("--schedule", "2f2b")],
+)
+def test_bad_options(words, costs, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--graph", str(costs), "--ranks", "4", *words])
+    assert ended.value.code == 2 and words[0] in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    assert main(["--graph", str(tmp_path / "none.json"), "--ranks", "2"]) == 2
+    assert "none.json" in capsys.readouterr().err

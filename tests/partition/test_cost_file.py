@@ -1,0 +1,88 @@
+"""Graphs in files: what they mean, and a line for everything that is wrong."""
+
+import json
+import re
+
+import pytest
+
+from hpc3d.partition import cost_file
+from hpc3d.partition.atom_graph import Value
+from hpc3d.partition.cost_file import load
+from hpc3d.plain import lines_of
+from tests.elided import elided
+
+
+def file_with(tmp_path, **tree):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def nodes(*names):
+    return [{"id": name, "forward": 1, "backward": 2.5} for name in names]
+
+
+def edge(source, target, **rest):
+    return {"from": source, "to": target, **rest}
+
+
+def test_what_is_absent_is_zero(tmp_path):
+    graph = load(file_with(tmp_path, nodes=nodes("a", 1), edges=[edge("a", 1, bytes=8)]))
+    assert graph.atoms == ((("a",), 1.0, 2.5, 0.0, 0.0, 0.0), ((1,), 1.0, 2.5, 0.0, 0.0, 0.0))
+    assert graph.values == (Value(0, (1,), 8.0),)
+
+
+def test_equal_bytes_of_one_node_are_one_value(tmp_path):
+    edges = [edge("a", "b", bytes=8), edge("a", "c", bytes=8), edge("a", "d", bytes=4)]
+    graph = load(file_with(tmp_path, nodes=nodes(*"abcd"), edges=edges))
+    assert graph.values == (Value(0, (1, 2), 8.0), Value(0, (3,), 4.0))
+    edges[1]["value"] = "another"
+    graph = load(file_with(tmp_path, nodes=nodes(*"abcd"), edges=edges))
+    assert [value.targets for value in graph.values] == [(1,), (2,), (3,)]
+
+
+def test_groups(tmp_path):
+    tree = {"nodes": nodes(*"abc"), "edges": [edge("a", "b")], "together": [["a", "c"]]}
+    assert [atom.ids for atom in load(file_with(tmp_path, **tree)).atoms] == [("a", "c"), ("b",)]
+
+
+WRONG = [
+    ({"nodes": []}, "no nodes"),
+    ({}, "nodes: lacks it"),
+    ({"nodes": nodes("a", "a")}, "node 'a' ... 2 times"),
+    ({"nodes": [{"id": "a", "forward": -1}]}, "node 'a': forward = -1.0: ... 0 or more"),
+    ({"nodes": [{"id": "a", "forward": 1e999}]}, "node 'a': forward = inf"),
+    ({"nodes": [{"id": "a", "forward": "long"}]}, "nodes.0.forward: ... 'long'"),
+    ({"nodes": [{"id": "a", "seconds": 1}]}, "nodes.0.seconds: unknown key"),
+    ({"nodes": [{"forward": 1}]}, "nodes.0.id: lacks it"),
+    ({"nodes": nodes("a"), "edges": [edge("a", "b")]}, "from 'a' to 'b': ... no node 'b'"),
+    ({"nodes": nodes("a"), "edges": [edge("a", "a")]}, "from 'a' to 'a': ... take it out"),
+    ({"nodes": nodes(*"ab"), "edges": [edge("a", "b", bytes=-4)]}, "bytes = -4.0"),
+    ({"nodes": nodes("a"), "together": [["a", "z"]]}, "together: ... no node 'z'"),
+    ({"nodes": nodes("a"), "edges": 3}, "edges"),
+]
+
+
+@pytest.mark.parametrize(("tree", "expected"), WRONG, ids=[line for _, line in WRONG])
+def test_a_line_says_what_is_wrong(tree, expected, tmp_path):
+    path = file_with(tmp_path, **tree)
+    with pytest.raises(ValueError) as raised:
+        load(path)
+    (line,) = lines_of(raised.value)
+    assert line.startswith(f"{path}: ")
+    assert re.search(elided(expected), line), line
+
+
+def test_a_file_that_is_no_json(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="JSON"):
+        load(path)
+    with pytest.raises(ValueError, match=r"absent\.json"):
+        load(tmp_path / "absent.json")
+
+
+def test_too_many_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost_file, "MOST_NODES", 1)
+    with pytest.raises(ValueError, match="at most 1;"):
+        load(file_with(tmp_path, nodes=nodes(*"ab")))

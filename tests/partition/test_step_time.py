@@ -1,0 +1,48 @@
+"""The shortest step, against all partitions on the clock."""
+
+import pytest
+
+from hpc3d.partition import step_time
+from hpc3d.partition.downsets import cuts_of
+from hpc3d.partition.stages import Limits
+from hpc3d.partition.step_time import quickest, timed
+from tests.partition.graphs import chain, quickest_of_all, random_graph, random_limits, seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(25))
+def test_it_is_the_shortest_of_all(schedule, seed):
+    graph = random_graph(seed, most=7)
+    limits = random_limits(seed, 2 + seed % 3)
+    found, expected = (
+        quickest(cuts_of(graph), limits, (schedule,)),
+        quickest_of_all(graph, limits, schedule),
+    )
+    if expected is None:
+        assert found is None
+    else:
+        assert found.proven and found.seconds == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 600)])
+def test_uneven_loads(schedule, expected):
+    """Loads whose lightest heaviest stage takes 600 under 1F1B."""
+    limits = Limits(4, microbatches=8)
+    found = quickest(cuts_of(chain()), limits, (schedule,))
+    assert (found.seconds, found.schedule, found.proven) == (expected, schedule, True)
+
+
+def test_a_step_is_that_of_the_clock():
+    graph, limits = random_graph(3), Limits(3, None, 2.0, 5)
+    cuts = cuts_of(graph)
+    ends = [2, 5, cuts.count - 1]
+    assert not cuts.downsets[2] & ~cuts.downsets[5]
+    downsets = [cuts.downsets[end] for end in ends]
+    found = timed(cuts, limits, "1f1b", ends)
+    assert found.seconds == seconds(graph, downsets, limits, "1f1b")
+
+
+def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
+    monkeypatch.setattr(step_time, "MOST_STEPS", 2)
+    found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
+    assert found and not found.proven
