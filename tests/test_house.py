@@ -91,6 +91,7 @@ def untyped(sources):
 
 
 TYPED = {
+    "analyze",
     "arrays",
     "benchmarks",
     "comm",
