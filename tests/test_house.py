@@ -100,6 +100,7 @@ TYPED = {
     "diagnose",
     "ops",
     "pipeline",
+    "predict",
     "runtime",
     "studies",
     "tensor",
