@@ -91,6 +91,7 @@ def untyped(sources):
 
 
 TYPED = {
+    "analyze",
     "arrays",
     "benchmarks",
     "comm",
@@ -99,6 +100,7 @@ TYPED = {
     "diagnose",
     "ops",
     "pipeline",
+    "predict",
     "runtime",
     "studies",
     "tensor",

@@ -1,6 +1,11 @@
 """The events of a trace for other programs, each a file or a folder."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -8,6 +13,10 @@ from hpc3d.analyze.export import kineto, perfetto, pipit
 from hpc3d.analyze.metrics.columns import event_values, hosts, labels, slices
 from hpc3d.plain import plain_in
 from hpc3d.trace.trace_config import one_time
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+    from hpc3d.trace.reader import Trace
 
 COLUMNS = (
     *("rank", "step", "stream", "name", "category", "phase", "op", "axis", "layer", "microbatch"),
@@ -40,7 +49,9 @@ class Events:
     axes: list
 
 
-def events_of(trace, calls, first=0, last=None):
+def events_of(
+    trace: Trace, calls: CallInstances, first: int = 0, last: int | None = None
+) -> Events:
     """The Events of the steps from `first` to `last`; `calls` are `waits.calls_of(trace)`."""
     step = trace.events["step"]
     chosen = (step >= first) & (step <= (step.max(initial=0) if last is None else last))
@@ -102,7 +113,7 @@ def _steps(trace, first, last, shift, of_rank, zero):
             yield rank, step, begin + int(own[0]) - int(zero), end + int(own[0]) - int(zero)
 
 
-def export(formats, events, folder):
+def export(formats: Iterable[str], events: Events, folder: Path) -> list[Path]:
     """Write the Events in some of FORMATS, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     return [FORMATS[name](events, folder) for name in formats]

@@ -9,17 +9,24 @@ microseconds, rounded down, so that what does not overlap in the trace does not 
 the host of a device does is not on the device; the calls as they run are not there a second time.
 """
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc3d.analyze.export.perfetto import records
 from hpc3d.trace.schema import STREAM
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.export.formats import Events
 
 COMPUTE, CALLS = 7, 20  # the stream of computation, and the first one of calls
 HOST = 1  # process and thread of the launches and steps
 ON_HOST, COMMUNICATION = map(STREAM.index, ("host", "communication"))
 
 
-def write(events, folder):
+def write(events: Events, folder: Path) -> Path:
     """Write the folder hta and return its path."""
     path = folder / "hta"
     path.mkdir(parents=True, exist_ok=True)

@@ -5,17 +5,25 @@ knows of them as arguments; arrows go from sends to receives, and from who was w
 waited.  The format: "Trace Event Format", docs/getting-started/other-formats of Perfetto.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.comm.grid import Grid
 from hpc3d.trace.schema import STREAM
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.export.formats import Events
+
 STEPS = -1  # the thread of the training steps
 
 
-def write(events, folder):
+def write(events: Events, folder: Path) -> Path:
     """Write perfetto.json and return its path."""
     path = folder / "perfetto.json"
     with path.open("w", encoding="utf-8") as file:
@@ -84,7 +92,7 @@ def _slices(events, rows):
         yield _slice(name, category, row["start"], row["end"], row["rank"], row["stream"], values)
 
 
-def records(events, rows):
+def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
     """The events of a slice of rows, {column: value} each."""
     columns = {key: values[rows].tolist() for key, values in events.columns.items()}
     return (dict(zip(columns, values)) for values in zip(*columns.values()))

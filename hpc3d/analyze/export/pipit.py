@@ -6,14 +6,21 @@ Pipit sorts by time and may swap rows of one time, so no two rows of a rank have
 that would is some nanoseconds late.
 """
 
+from __future__ import annotations
+
 import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.analyze.report.table_format import in_csv
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.export.formats import Events
 
-def write(events, folder):
+
+def write(events: Events, folder: Path) -> Path:
     """Write pipit.csv and return its path."""
     path = folder / "pipit.csv"
     times, enters, rows = _sequence(events)

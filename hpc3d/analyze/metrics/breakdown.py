@@ -4,7 +4,11 @@ An event counts for its own time, without the events that it encloses; only even
 steps count.  Times are seconds, means over ranks and steps.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,10 +29,14 @@ from hpc3d.analyze.metrics.intervals import in_common, merged
 from hpc3d.analyze.metrics.step import ratio, step_seconds
 from hpc3d.trace.trace_config import one_time
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+    from hpc3d.trace.reader import Trace
+
 DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorded_s")
 
 
-def breakdown(trace, keys):
+def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Seconds of a step by any of category, phase, axis, op, name, layer, chunk, microbatch, and
     by rank, stage and step.
 
@@ -66,7 +74,7 @@ def _sums(trace, keys, group):
     return rows, kinds[:, 0], seconds
 
 
-def rank_rows(trace, calls):
+def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
     """What a step is made of, one row per rank; `calls` are `waits.calls_of(trace)`.
 
     compute_s (with the optimiser), wait_s and transfer_s (`waits`: the two parts of the time in
@@ -132,7 +140,7 @@ def _outstanding(trace, calls):
     return (np.array(seconds) / np.maximum(1, steps) * 1e-9).tolist()
 
 
-def imbalance_rows(trace):
+def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
     """The load imbalance, max / mean over ranks of the time in computation (with the optimiser),
     in the whole step (phase `all`) and by phase; and the rank with the most."""
     ranks = np.unique(trace.steps["rank"])
@@ -153,7 +161,7 @@ def imbalance_rows(trace):
     ]
 
 
-def memory_rows(trace):
+def memory_rows(trace: Trace) -> list[dict[str, Any]]:
     """The highest peak of each kind of memory in bytes, one row per rank; the last row, of rank
     None, has their sums over the ranks."""
     memory, kinds = trace.memory, trace.memory.labels("kind")

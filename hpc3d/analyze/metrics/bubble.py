@@ -1,13 +1,21 @@
 """Why the stages of a pipeline are idle: they fill, they wait, they drain."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.analyze.metrics.intervals import before
 
+if TYPE_CHECKING:
+    from hpc3d.pipeline.timeline import Row
+
 BACKWARD = ("B", "BW")
 
 
-def bubble_rows(rows):
+def bubble_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The idle time of each stage, in seconds, in three parts that add up to it.
 
     `rows` are those of one training step of a synchronous schedule, as `Passes.measured` of

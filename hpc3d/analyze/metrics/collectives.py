@@ -5,10 +5,18 @@ all-gather what comes out and of a reduce-scatter what goes in; algbw = S / t; b
 a factor for the n members, which makes it the rate of each member's link.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import combinations, event_values, labelled, named
 from hpc3d.trace.schema import DTYPE
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+    from hpc3d.trace.table import Table
 
 BUS = {
     "all_gather": lambda n: (n - 1) / n,
@@ -19,7 +27,7 @@ BUS = {
 ITEMSIZE = dict(zip(DTYPE, (0, 8, 4, 2, 2, 8, 4, 1)))
 
 
-def communication_matrix(calls, axis=None):
+def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
     """Bytes a step that go from each rank to each other, [sender, receiver], along a mesh axis or
     along all: whose data it is, whatever way the library sends it.
 
@@ -47,7 +55,7 @@ def communication_matrix(calls, axis=None):
     return matrix / len(np.unique(calls.trace.steps["step"]))
 
 
-def block_bytes(events, row):
+def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
     """The size of the blocks that went into calls."""
     itemsize = np.zeros(256, int)
     for code, name in events.labels("dtype").items():
@@ -55,7 +63,7 @@ def block_bytes(events, row):
     return events["count"][row] * itemsize[events["dtype"][row]]
 
 
-def bandwidth_rows(calls):
+def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Number, median time and rates of what happened inside of steps, by axis, operation, members
     and size in bytes; a message has the operation send.
 

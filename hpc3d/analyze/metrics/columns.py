@@ -7,19 +7,27 @@ A rank's time counts once.  Where it computes on a device, calls run beside what
 belong to no cell.  The host's time is what is left of it while the device computes nothing.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.intervals import before, merged
 from hpc3d.trace.schema import STREAM
 
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
+    from hpc3d.trace.table import Table
+
 HOST, COMPUTATION, COMMUNICATION, _ = range(len(STREAM))
 WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 
 
-def cells(trace):
+def cells(trace: Trace) -> np.ndarray:
     """The row of /steps in which each event lies, -1 for those in no completed step, and those
     that run beside."""
     if not len(trace.steps):
@@ -33,12 +41,12 @@ def cells(trace):
     return np.where((steps[place] == events) & ~beside(trace), place, -1)
 
 
-def beside(trace):
+def beside(trace: Trace) -> np.ndarray:
     """Which events are calls as they run on a device, beside what it computes."""
     return trace.events["stream"] >= COMMUNICATION
 
 
-def cell_values(trace, key):
+def cell_values(trace: Trace, key: str) -> np.ndarray:
     """The value of a cell's key in each row of /steps.
 
     The stage of a rank is the highest that its events name: until the first pass they name 0.
@@ -51,7 +59,7 @@ def cell_values(trace, key):
     return stage[steps]
 
 
-def event_values(trace, key, rows=slice(None)):
+def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
     """The value of an event's key in the given rows of /events, a whole number."""
     if key != "axis":
         return trace.events[key][rows]
@@ -60,7 +68,7 @@ def event_values(trace, key, rows=slice(None)):
     return axis[trace.events["group"][rows]]
 
 
-def own_time(trace):
+def own_time(trace: Trace) -> np.ndarray:
     """Duration of each event without those of the events that it encloses, in ns; of the host's
     without the time in which its device computes, or waits for a block."""
     duration, parent = trace.events["dur"], trace.events["parent"]
@@ -81,7 +89,7 @@ def _hidden(trace):
     return hidden
 
 
-def labels(trace, key):
+def labels(trace: Trace, key: str) -> dict[int, str | None]:
     """{value: name} of a key; empty for a key whose values are numbers."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
@@ -92,13 +100,13 @@ def _axes(trace):
     return sorted({group.axis for group in trace.groups} | {""})
 
 
-def labelled(events, column, names):
+def labelled(events: Table, column: str, names: Iterable[str]) -> np.ndarray:
     """Which events have one of these names in an enumerated column."""
     codes = [code for code, name in events.labels(column).items() if name in names]
     return np.isin(events[column], codes)
 
 
-def named(trace, keys, values):
+def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[str, Any]]:
     """A row {key: name} for each row of `values` [rows, keys]."""
     names = [labels(trace, key) for key in keys]
     return [
@@ -107,7 +115,7 @@ def named(trace, keys, values):
     ]
 
 
-def combinations(columns):
+def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The combinations of whole numbers that occur in the columns, [combinations, columns], in
     order; and the number of the one that each row has."""
     lowest = [int(column.min(initial=0)) for column in columns]
@@ -123,13 +131,13 @@ def _shifted(column, low, size):
     return shifted.astype("u4") if size <= 1 << 32 else shifted
 
 
-def slices(ranks, count):
+def slices(ranks: np.ndarray, count: int) -> list[slice]:
     """The rows of each of `count` ranks in a sorted column of ranks."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 
 
-def hosts(trace):
+def hosts(trace: Trace) -> dict[int, str | None]:
     """{rank: name of its host}, None where it is not known."""
     names, ranks = trace.strings, trace.ranks
     pairs = zip(ranks["rank"].tolist(), ranks["host_id"].tolist())

@@ -1,7 +1,11 @@
 """Runs side by side: where two of them differ, and how runs scale with the ranks."""
 
+from __future__ import annotations
+
 from collections import defaultdict
+from collections.abc import Sequence
 from math import exp, hypot
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +16,9 @@ from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import finite, means_of, ratio, slowest_seconds
 from hpc3d.model.families import block_weights
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.steady import Steady
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1.
 T95 = (
@@ -30,7 +37,9 @@ CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
 # Two runs
 
 
-def difference_rows(one, other, keys=("category", "phase", "axis", "op")):
+def difference_rows(
+    one: Steady, other: Steady, keys: Sequence[str] = ("category", "phase", "axis", "op")
+) -> list[dict[str, Any]]:
     """Seconds a rank and step in two open traces by keys of `breakdown`, and how much more they
     are in the other, that of the largest size first; the first row is the whole step.
 
@@ -81,7 +90,7 @@ def _margin(*samples):
 # Runs of many sizes
 
 
-def run_row(trace):
+def run_row(trace: Steady) -> dict[str, Any]:
     """Sizes and rates of a run, a row of `scaling_rows`; None for what is not known.
 
     step_s is the median over steps of the slowest rank; forward_s and backward_s are medians over
@@ -119,7 +128,7 @@ def run_row(trace):
     }
 
 
-def relative_error(values):
+def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
     """The standard error of the logarithm of their median; None for less than FEWEST values, or
     some that are not positive.
 
@@ -150,7 +159,7 @@ def _sizes(config):
     return {key: parts[key] for key in keys} | {"block_weights": block_weights(config.model)}
 
 
-def scaling_rows(runs):
+def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of `run_row` with how they scale.
 
     `scaling` is strong where the run does the work of the first one, weak where its ranks do as
@@ -193,7 +202,7 @@ def _work(run):
     return run["layers"] * run["block_weights"] * tokens / run["ranks"]
 
 
-def gain_rows(runs):
+def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a scheme of tensor parallelism gains over others, of rows of `run_row`.
 
     over_1d and over_2d say how many times the average step time of the best 1-D or 2-D run is

@@ -8,13 +8,20 @@ wait is among them.  On a device the path keeps to what it computes: calls that 
 what the host does meanwhile, are not on it.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import beside, event_values, labels, own_time, slices
 from hpc3d.analyze.metrics.step import ratio
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+    from hpc3d.trace.reader import Trace
 
 HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "none", "name": ""}
 
@@ -34,11 +41,11 @@ class PathSegment(NamedTuple):
     name: str
 
     @property
-    def seconds(self):
+    def seconds(self) -> float:
         return self.end - self.start
 
 
-def critical_path(trace, calls, step):
+def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSegment]:
     """The PathSegments of a step, in order, from the first begin to the last end of any rank.
 
     `calls` are `waits.calls_of(trace)`.  Of events that enclose others only these are seen.
@@ -139,7 +146,7 @@ def _described(trace, rows):
     return [dict(zip(HOST, each)) for each in zip(*columns)]
 
 
-def path_rows(segments, keys):
+def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Seconds and share of a critical path by any fields of its PathSegments, the largest
     first."""
     seconds, whole = defaultdict(float), sum(each.seconds for each in segments)

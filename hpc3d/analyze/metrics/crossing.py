@@ -7,18 +7,24 @@ reduction the block once a host.  Where hosts have different numbers of its rank
 collectives send, and there, as in an all-to-all, a byte crosses as often as ranks want it.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.collectives import block_bytes, communication_matrix
 from hpc3d.analyze.metrics.columns import combinations, hosts
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+
 LEVELS = ("all_gather", "reduce_scatter", "all_reduce")
 UNKNOWN = "unknown"
 
 
-def crossing_rows(calls):
+def crossing_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """One row per host, none of one host alone: its ranks and, of a step, their calls that leave
     it, the bytes that they receive, those of them that come from other hosts, and what the card
     receives."""
@@ -37,7 +43,7 @@ def crossing_rows(calls):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def crossing_pair_rows(calls):
+def crossing_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """One row per pair of hosts: whose data goes to whom in a step, in bytes."""
     matrix, names, _ = host_matrix(calls)
     if len(names) < 2:
@@ -47,7 +53,7 @@ def crossing_pair_rows(calls):
     return [dict(zip(keys, (names[a], names[b], amount))) for (a, b), amount in pairs]
 
 
-def host_matrix(calls):
+def host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarray]:
     """Bytes a step from host to host, [sender, receiver]; the hosts' names; each rank's host."""
     of_ranks = [host or UNKNOWN for host in hosts(calls.trace).values()]
     names = [*dict.fromkeys(of_ranks)]

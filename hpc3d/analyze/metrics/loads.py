@@ -1,16 +1,24 @@
 """What runs do in a step: the keys of their configuration that decide the work, whatever layout
 shares it out; and what must be said before their times are compared."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.run_summary import outnumbered
 from hpc3d.config.load import flat
+
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
 
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 TRAIN = ("train.batch", "train.dtype", "train.optimizer")
 DATA = ("data.path", "data.tokenizer")
 
 
-def load_of(trace):
+def load_of(trace: Trace) -> dict[str, Any] | None:
     """{key: value} of the keys that decide the work of a step, None if they are not known."""
     config = configuration(trace)
     if config is None:
@@ -22,14 +30,14 @@ def load_of(trace):
     }
 
 
-def setting(load):
+def setting(load: Mapping[str, Any] | None) -> str | None:
     """The keys of a load but for SIZES, as text; None if they are not known."""
     if load is None:
         return None
     return ", ".join(f"{key} = {value}" for key, value in load.items() if key not in SIZES)
 
 
-def notes(traces, labels):
+def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
     """What one must know to compare runs, a line each: every key of load and data in which they
     differ, and where ranks take turns on the cores."""
     if len(traces) < 2:

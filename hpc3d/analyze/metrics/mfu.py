@@ -4,6 +4,10 @@ MFU and HFU are those of arXiv:2205.05198: the floating-point operations of the 
 and those that were done, over what the peak rate would do in the time of a step.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import cells, labelled
@@ -12,10 +16,14 @@ from hpc3d.analyze.metrics.step import rate, ratio, slowest_seconds
 from hpc3d.model.families import family_of
 from hpc3d.trace.trace_config import one_time
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import ModelConfig
+    from hpc3d.trace.reader import Trace
+
 PRODUCTS = ("gemm", "attention")
 
 
-def model_flops(model, batch, vocabulary):
+def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
     """Operations of a step on `batch` sequences without recomputation: equation 7, for GPT-2
 
     72 B L s h^2 (1 + s / (6 h) + V / (12 h L)).
@@ -28,7 +36,7 @@ def model_flops(model, batch, vocabulary):
     return 3 * batch * model.sequence * family.flops(family.sizes(model, vocabulary))
 
 
-def efficiency_row(trace, peak=None):
+def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     """FLOP of a step, FLOP/s of all ranks in the median time of the slowest rank, and MFU and HFU
     if the `peak` FLOP/s of one rank is given; None stands for what is not known.
 
@@ -56,7 +64,7 @@ def efficiency_row(trace, peak=None):
     }
 
 
-def recorded_flops(trace):
+def recorded_flops(trace: Trace) -> float:
     """Operations of a step in the products and the attention that all ranks recorded."""
     return _sum_of(trace, labelled(trace.events, "op", PRODUCTS))
 

@@ -4,9 +4,14 @@ A scheme cuts the loops m, n and k of its products along axes.  Where such an ax
 its loop is whole: 3-D on x=16 y=4 z=1 cuts m and n, as 2-D does.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
+
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
 
 
 class RunLayout(NamedTuple):
@@ -19,13 +24,13 @@ class RunLayout(NamedTuple):
     sizes: dict
 
     @property
-    def label(self):
+    def label(self) -> str:
         """Kind and sizes: "3d, 1f1b, p=2 x=2 y=2 z=2"."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         return ", ".join(part for part in (self.kind, mesh or "1 rank") if part)
 
 
-def layout_of(trace):
+def layout_of(trace: Trace) -> RunLayout:
     """The RunLayout of a run; without a configuration its kind is the run's id."""
     sizes = dict(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     config = configuration(trace)

@@ -1,6 +1,12 @@
 """What the stages of a pipeline do over time, as spans with a kind and a label."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpc3d.pipeline.timeline import Row
 
 
 class PassSpan(NamedTuple):
@@ -13,7 +19,7 @@ class PassSpan(NamedTuple):
     label: str
 
 
-def spans(timeline):
+def spans(timeline: Iterable[Row]) -> list[list[PassSpan]]:
     """The rows of a timeline of `hpc3d.pipeline.timeline` as those of a panel."""
     return [[PassSpan(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
 

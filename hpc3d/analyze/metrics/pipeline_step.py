@@ -4,10 +4,13 @@ Rows are those of `hpc3d.pipeline.timeline`: for each stage its passes as (start
 in seconds, from the start of the first pass of all.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,13 +25,21 @@ from hpc3d.pipeline.schedule import SCHEDULES, streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.trace.trace_config import one_time
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.pass_spans import PassSpan
+    from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.timeline import Row
+    from hpc3d.trace.reader import Trace
+
 PLACE = ("stage", "step", "microbatch", "chunk")
 PASS = np.dtype([(name, "i8") for name in ("op", *PLACE, "start", "end")])
 MESSAGES = ("send", "recv")
 TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 
-def observe(trace, step):
+def observe(
+    trace: Trace, step: int
+) -> tuple[list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
     """The table of a step, one row per stage, and its measured and simulated panel for
     `draw_gantt`.
 
@@ -48,7 +59,7 @@ def observe(trace, step):
     return table, panels(config, step, shown, ideal)
 
 
-def configuration(trace):
+def configuration(trace: Trace) -> Config | None:
     """The Config of a run; None where the trace has none that this version reads."""
     text = trace.attrs["config"]
     if not text.strip():
@@ -61,13 +72,13 @@ def configuration(trace):
     return config
 
 
-def runs_on(config):
+def runs_on(config: Config) -> bool:
     """Whether the passes of one training step run into those of the next: asynchronous."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
 
 
-def between(rows, chosen):
+def between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
     """The passes of `rows` between the first start and the last end of the `chosen` ones, pairs
     of stage and instruction, cut there; in seconds from this start."""
     times = [
@@ -87,7 +98,7 @@ def between(rows, chosen):
     ]
 
 
-def pairs(rows):
+def pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
     """The stage and the instruction of each pass."""
     return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
 
@@ -104,15 +115,15 @@ class StepPasses:
     messages: a receive is posted long before the pass that waits for it.
     """
 
-    def __init__(self, trace):
+    def __init__(self, trace: Trace) -> None:
         self.ranks, events = _events_of_passes(trace)
         self.table = _merged(events)
 
-    def measured(self, step):
+    def measured(self, step: int) -> list[Row]:
         """The rows of a training step: the passes between its begin and its end on each rank."""
         return self.rows(self.table["step"] == step)
 
-    def rows(self, chosen=slice(None)):
+    def rows(self, chosen: slice | np.ndarray = slice(None)) -> list[Row]:
         """The rows of the chosen passes, or of the whole run."""
         table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
         zero = table["start"].min(initial=2**62)
@@ -121,14 +132,14 @@ class StepPasses:
             rows[stage].append((*span, Instruction(COMPUTE[op], mb, chunk)))
         return rows
 
-    def in_flight(self, step):
+    def in_flight(self, step: int) -> dict[int, int]:
         """{stage: peak} in a step: microbatches and chunks between F and the end of B or BW."""
         return {
             stage: max(accumulate(_changes(row), initial=self.before(stage, step)))
             for stage, row in enumerate(self.measured(step))
         }
 
-    def before(self, stage, step):
+    def before(self, stage: int, step: int) -> int:
         """What is in flight on a stage when a step begins."""
         earlier = (self.table["stage"] == stage) & (self.table["step"] < step)
         count = Counter(COMPUTE[op] for op in self.table["op"][earlier].tolist())
@@ -203,7 +214,7 @@ class Ideal(NamedTuple):
     in_flight: dict
 
 
-def simulated(config, step, rows):
+def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     """The Ideal of a step whose measured rows are `rows`: messages take no time, and a pass takes
     the same on all stages, the mean over stages and chunks of the medians of its kind.
 
@@ -246,7 +257,9 @@ def _mean_cost(rows, chunks):
 # Table and figure
 
 
-def stage_rows(passes, step, idle, ideal):
+def stage_rows(
+    passes: StepPasses, step: int, idle: Mapping[int, float], ideal: Ideal | None
+) -> list[dict[str, Any]]:
     """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
     the peaks in flight; without `ideal` the simulated columns hold None."""
     rows, peaks = passes.measured(step), passes.in_flight(step)
@@ -273,7 +286,7 @@ def _seconds(row, op):
     return sum(times) if times else None
 
 
-def idle_shares(rows):
+def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
     """{stage: share of the time from the first start to the last end of all stages in which it
     was in no pass}."""
     start = min(row[0][0] for row in rows if row)
@@ -282,7 +295,9 @@ def idle_shares(rows):
     return {stage: 1 - time / (end - start or 1) for stage, time in enumerate(busy)}
 
 
-def panels(config, step, rows, ideal):
+def panels(
+    config: Config, step: int, rows: Sequence[Row], ideal: Ideal | None
+) -> list[tuple[str, list[list[PassSpan]]]]:
     """What was measured above what was simulated."""
     schedule = config.parallel.schedule
     found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]

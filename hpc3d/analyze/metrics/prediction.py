@@ -1,14 +1,21 @@
 """What a model predicted of a run, beside what was measured."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.analyze.metrics.step import ratio, slowest_seconds
 from hpc3d.trace.trace_config import one_time
 
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
+
 COLUMNS = ("quantity", "stage", "rank", "step", "value")
 
 
-def prediction_rows(trace):
+def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
     """The rows of /prediction that are of any step, with what was measured and the ratio
     predicted / measured.
 

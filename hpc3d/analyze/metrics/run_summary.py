@@ -1,6 +1,9 @@
 """What a run was: the lines that head its report."""
 
+from __future__ import annotations
+
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -8,11 +11,15 @@ from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.steady import averaged
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.steady import Steady
+    from hpc3d.trace.reader import Trace
+
 SHOWN = 8  # hosts that are named
 TURNS = "they take turns, so times are longer than on a core each"
 
 
-def about(trace):
+def about(trace: Steady) -> dict[str, str]:
     """{title: text} of what is known of a run, from its `Steady` trace."""
     attrs, config = trace.attrs, configuration(trace)
     known = {
@@ -44,7 +51,7 @@ def _hosts(trace):
     return f"{', '.join(named + more)}; {trace.attrs.get('device') or 'unknown device'}"
 
 
-def cores(trace):
+def cores(trace: Trace) -> str | None:
     """How many CPU cores rank 0's host has for its ranks; None if that is not known."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
@@ -54,7 +61,7 @@ def cores(trace):
     return f"{count} for {ranks} ranks a host{share}"
 
 
-def outnumbered(trace):
+def outnumbered(trace: Trace) -> str | None:
     """A line where ranks outnumber cores, else None."""
     text = cores(trace)
     return f"cores: {text}" if text and text.endswith(TURNS) else None

@@ -4,14 +4,22 @@ In the first step memory is touched for the first time, connections are made and
 it is longer than the others, and no part of what a long run costs.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
+    from hpc3d.trace.table import Table
 
 
 class Steady:
     """An open trace whose table of steps is without the first one, where it has others; all else
     is that of the trace."""
 
-    def __init__(self, trace):
+    def __init__(self, trace: Trace) -> None:
         step = trace.steps["step"]
         chosen = step > step.min() if np.ptp(step) else np.ones(len(step), bool)
         self.trace, self.steps = trace, Rows(trace.steps, np.flatnonzero(chosen))
@@ -23,17 +31,17 @@ class Steady:
 class Rows:
     """Some `rows` of a table."""
 
-    def __init__(self, table, rows):
+    def __init__(self, table: Table, rows: np.ndarray) -> None:
         self.table, self.rows = table, rows
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, name):
         return self.table[name][self.rows]
 
 
-def averaged(steady):
+def averaged(steady: Steady) -> str:
     """Over which steps averages are, in words."""
     whole, steps = (
         np.unique(table["step"]).tolist() for table in (steady.trace.steps, steady.steps)

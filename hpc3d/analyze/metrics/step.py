@@ -6,6 +6,11 @@ up to the step's.  Tables are lists of rows, rows map columns to values in SI un
 None for unknown values.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import (
@@ -19,10 +24,14 @@ from hpc3d.analyze.metrics.columns import (
 )
 from hpc3d.trace.trace_config import one_time
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.steady import Steady
+    from hpc3d.trace.reader import Trace
+
 KEYS = ("category", "phase", "axis", "op")
 
 
-def time_rows(trace):
+def time_rows(trace: Trace) -> list[dict[str, Any]]:
     """Seconds, share of the step, calls, bytes received (of sends none) and flop, a rank and step.
 
     The last row is the time of the steps that no event accounts for.
@@ -51,7 +60,7 @@ def time_rows(trace):
     ]
 
 
-def between_rows(trace):
+def between_rows(trace: Trace) -> list[dict[str, Any]]:
     """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
     most, and of all on a rank."""
     between = np.flatnonzero((trace.events["step"] < 0) & ~beside(trace))
@@ -72,7 +81,7 @@ def between_rows(trace):
     ]
 
 
-def step_row(trace, time):
+def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
     and their waits, also those of category copy.
 
@@ -105,7 +114,7 @@ def step_row(trace, time):
     }
 
 
-def slowest_seconds(trace):
+def slowest_seconds(trace: Trace) -> np.ndarray:
     """Seconds of each completed step on its slowest rank."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     seconds = np.zeros(len(steps))
@@ -113,13 +122,13 @@ def slowest_seconds(trace):
     return seconds
 
 
-def median_step(trace):
+def median_step(trace: Trace | Steady) -> int:
     """A step that took the median time of all."""
     order = slowest_seconds(trace).argsort(kind="stable")
     return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
 
 
-def peak_rows(trace):
+def peak_rows(trace: Trace) -> list[dict[str, Any]]:
     """The highest peak of each kind of memory over ranks and steps, and a rank that has it."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
@@ -132,7 +141,7 @@ def peak_rows(trace):
     return rows
 
 
-def loss_rows(trace):
+def loss_rows(trace: Trace) -> list[dict[str, Any]]:
     """Loss and norm of the gradient by step, means over the ranks that know them."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     loss, norm = (means_of(step, trace.steps[name]) for name in ("loss", "grad_norm"))
@@ -142,7 +151,7 @@ def loss_rows(trace):
     ]
 
 
-def comparison_rows(runs):
+def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
     """One row per run: its steps, its loss after the last step that all runs have, and the largest
     difference of its losses from those of the first run."""
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
@@ -162,12 +171,12 @@ def _largest_difference(losses, others):
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 
-def step_seconds(trace):
+def step_seconds(trace: Trace) -> np.ndarray:
     """Seconds of each row of /steps."""
     return (trace.steps["t_end"] - trace.steps["t_start"]) * 1e-9
 
 
-def means_of(index, values):
+def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Mean of the values of each index that are numbers, or not a number if none is."""
     number = np.isfinite(values)
     count = np.bincount(index[number], minlength=index.max() + 1)
@@ -175,16 +184,16 @@ def means_of(index, values):
     return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
-def finite(value):
+def finite(value: float) -> float | None:
     """A number, None if it is not one."""
     return float(value) if np.isfinite(value) else None
 
 
-def rate(trace, amount, seconds):
+def rate(trace: Trace, amount: float, seconds: float) -> float | None:
     """An amount a second; None where it is not known, or the seconds are CPU time."""
     return ratio(amount, seconds) if one_time(trace) else None
 
 
-def ratio(part, whole):
+def ratio(part: float | None, whole: float | None) -> float | None:
     """A part of a whole, None if there is no whole or the part is not known."""
     return part / whole if whole and part is not None else None

@@ -9,18 +9,24 @@ So a rank is called a straggler only if
 * and in the median step it works longer than the median of the others by LEAST of a step.
 """
 
+from __future__ import annotations
+
 from math import exp, log
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.analyze.metrics.step import step_seconds
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+
 CHANCE = 0.05
 LEAST = 0.01
 
 
-def straggler_rows(calls):
+def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Who is waited for, one row per rank, the worst first.
 
     In `last` of its `meetings` the rank was the last to arrive; `imposed_s` are the seconds a step
@@ -52,7 +58,7 @@ def straggler_rows(calls):
     ]
 
 
-def work_of(calls):
+def work_of(calls: CallInstances) -> np.ndarray:
     """Seconds that each rank was not blocked in calls, [ranks, steps], in steps of all ranks."""
     trace, inside = calls.trace, calls.inside
     steps, place = np.unique(trace.steps["step"], return_inverse=True)
@@ -65,7 +71,7 @@ def work_of(calls):
     return (spent - blocked)[:, ~np.isnan(spent).any(axis=0)]
 
 
-def straggler(work, step):
+def straggler(work: np.ndarray, step: float) -> int | None:
     """The rank that `work` [ranks, steps] names, of steps of `step` seconds; None if none."""
     ranks, steps = work.shape
     if ranks < 2 or not steps:
@@ -77,7 +83,7 @@ def straggler(work, step):
     return rank if more >= LEAST * step and chance(longest, steps, ranks) <= CHANCE else None
 
 
-def chance(count, steps, ranks):
+def chance(count: int, steps: int, ranks: int) -> float:
     """A bound of the probability that any of `ranks` that are alike is the longest in `count` of
     some steps, or in more."""
     part, even = count / steps, 1 / ranks

@@ -17,7 +17,11 @@ nobody.  A call that ended before an arrival that it needs is a violation: the c
 the time between the two at least.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +33,10 @@ from hpc3d.analyze.metrics.columns import (
     labelled,
     named,
 )
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.steady import Steady
+    from hpc3d.trace.reader import Trace
 
 MESSAGES = ("send", "recv")
 UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
@@ -47,7 +55,7 @@ class CallInstances:
     was `late`.
     """
 
-    trace: object
+    trace: Trace | Steady
     row: np.ndarray
     ending: np.ndarray
     inside: np.ndarray
@@ -63,25 +71,25 @@ class CallInstances:
     late: np.ndarray
 
     @property
-    def blocked(self):
+    def blocked(self) -> np.ndarray:
         return self.end - self.start
 
     @property
-    def wait(self):
+    def wait(self) -> np.ndarray:
         return np.maximum(0, np.minimum(self.end, self.until) - self.start)
 
     @property
-    def violation(self):
+    def violation(self) -> np.ndarray:
         """By how much each call ended before an arrival that it needs, 0 for most."""
         return np.maximum(0, self.until - self.end)
 
     @property
-    def known(self):
+    def known(self) -> np.ndarray:
         """How many calls of each meeting the trace has."""
         return np.add.reduceat(self.ending, self.first, dtype=int)
 
     @property
-    def members(self):
+    def members(self) -> np.ndarray:
         """How many each meeting had."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
@@ -89,7 +97,7 @@ class CallInstances:
         return np.where(message, 2, sizes[events["group"][row]])
 
 
-def calls_of(trace):
+def calls_of(trace: Trace | Steady) -> CallInstances:
     """The CallInstances of an open trace: all rows of category comm that have a number, and those
     of category copy that are the calls of broadcasts."""
     row, meeting = _meetings(trace)
@@ -185,7 +193,7 @@ def _reason(trace, row, meeting, first, latest, early):
 # Tables
 
 
-def wait_rows(calls, keys=("axis", "op")):
+def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> list[dict[str, Any]]:
     """Calls, and seconds blocked = wait + transfer, a rank and step, by any keys of an event; and
     the violations: calls in all, and the worst in seconds."""
     row = calls.row[calls.inside]
@@ -210,6 +218,6 @@ def wait_rows(calls, keys=("axis", "op")):
     return [names | dict(zip(columns, each)) for names, each in zip(what, values)]
 
 
-def incomplete(calls):
+def incomplete(calls: CallInstances) -> int:
     """How many meetings lack the call of a member, so that their last arrival is not certain."""
     return int((calls.known < calls.members).sum())

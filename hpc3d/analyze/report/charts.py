@@ -3,13 +3,19 @@
 `plot_matplotlib` draws them on paper and `plot_bokeh` on the screen.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.comm.mesh import AXES, WORLD, along
 from hpc3d.trace.schema import CATEGORY
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.run_analysis import RunAnalysis
 
 # Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
 BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
@@ -76,7 +82,7 @@ class Heat(NamedTuple):
 # Charts of several runs
 
 
-def loss(runs):
+def loss(runs: Sequence[RunAnalysis]) -> Lines:
     """The loss by step, one line per run, and its difference from the first run."""
     lines = {run.label: _losses(run) for run in runs}
     first = lines[runs[0].label]
@@ -98,7 +104,7 @@ def _less(line, other):
     return [at for at, _ in both], [value for _, value in both]
 
 
-def speedup(rows):
+def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
     """The speed-up over the first run by the number of ranks, one line per series, and the ideal
     one; None if no series has runs on two numbers of ranks."""
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
@@ -124,7 +130,7 @@ def _series(rows):
     return {name: tuple(map(list, zip(*line))) for name, line in pairs.items()}
 
 
-def runs(found):
+def runs(found: Sequence[RunAnalysis]) -> Bars:
     """What the mean step of each run is made of."""
     labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
     return _of_ranks([*labels], rows)._replace(lying=True)
@@ -142,7 +148,7 @@ def _mean(rows):
 # Charts of one run
 
 
-def ranks(run):
+def ranks(run: RunAnalysis) -> Bars:
     """What the mean step of each rank is made of."""
     rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
     return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(across="rank")
@@ -161,7 +167,7 @@ def _disjoint(row):
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
-def phases(rows):
+def phases(rows: Sequence[dict[str, Any]]) -> Bars:
     """Rows of time by category, phase and axis as bars, a phase each."""
     labels = list(dict.fromkeys(row["phase"] or row["category"] for row in rows))
     parts = defaultdict(lambda: [0.0] * len(labels))
@@ -172,7 +178,7 @@ def phases(rows):
     return Bars("", "time of a step [ms]", labels, coloured, lying=True)
 
 
-def waits(run):
+def waits(run: RunAnalysis) -> Bars:
     """Wait and transfer by axis and operation."""
     rows = sorted(run.tables["waits"], key=lambda row: -row["blocked_s"])
     parts = {
@@ -183,14 +189,14 @@ def waits(run):
     return Bars("", "time of a step [ms]", labels, parts, lying=True)
 
 
-def stragglers(run):
+def stragglers(run: RunAnalysis) -> Bars:
     """The ranks that the others wait for longest."""
     rows = run.tables["stragglers"][:LATE]
     parts = {"others wait for it": (RED, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
 
 
-def memory(run):
+def memory(run: RunAnalysis) -> Bars:
     """The peak of each kind of memory by rank."""
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
     kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
@@ -207,7 +213,7 @@ def _present(parts):
     return {part: (colour, values) for part, (colour, values) in parts.items() if any(values)}
 
 
-def traffic(matrix):
+def traffic(matrix: np.ndarray) -> Heat:
     """Bytes from rank to rank; of many ranks sums over blocks of them."""
     block = -(-len(matrix) // CELLS)
     edges = np.arange(0, len(matrix), block)
@@ -216,7 +222,7 @@ def traffic(matrix):
     return Heat(f"{unit} of a step", np.where(sums > 0, sums / size, np.nan), block)
 
 
-def crossing(run):
+def crossing(run: RunAnalysis) -> Bars:
     """What the ranks of a host receive from its own and from others, of those with most of it."""
     rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:LATE]
     unit, size = _unit(max(row["bytes"] for row in rows))

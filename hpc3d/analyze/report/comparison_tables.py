@@ -1,5 +1,7 @@
 """The tables over several runs, in the order of a report."""
 
+from __future__ import annotations
+
 from hpc3d.analyze.report.run_tables import AXIS, CATEGORY, OP, PHASE
 from hpc3d.analyze.report.table_format import (
     Field,
@@ -15,7 +17,7 @@ from hpc3d.analyze.report.table_format import (
 RUN = Field("run", "run")
 
 
-def between(key):
+def between(key: str) -> tuple[Field, Field]:
     """The columns of a ratio's 95 % interval."""
     return Field(f"{key}_low", "from", ratio), Field(f"{key}_high", "to", ratio)
 

@@ -1,11 +1,17 @@
 """The figures of a report, in its order: their names, titles, captions and charts."""
 
+from __future__ import annotations
+
 import re
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.analyze.report import charts
 from hpc3d.analyze.report.gantt import Panels
 from hpc3d.comm.mesh import along
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.run_analysis import RunAnalysis
 
 
 class Picture(NamedTuple):
@@ -17,7 +23,9 @@ class Picture(NamedTuple):
     chart: tuple
 
 
-def of_runs(runs, tables):
+def of_runs(
+    runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
+) -> Iterator[Picture]:
     """The pictures of several runs side by side, the first one also of a single run."""
     yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:
@@ -31,7 +39,7 @@ def of_runs(runs, tables):
         yield Picture("speedup", "Speed-up", caption, speedup)
 
 
-def of_run(run):
+def of_run(run: RunAnalysis) -> Iterator[Picture]:
     """The pictures of a run that it has something for."""
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)

@@ -1,9 +1,18 @@
 """Timelines as a picture: stages over time, measured and simulated ones on a common clock."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.report.charts import COLOURS
 from hpc3d.extras import need
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hpc3d.analyze.metrics.pass_spans import PassSpan
 
 KINDS = {
     "F": "forward",
@@ -23,12 +32,14 @@ class Panels(NamedTuple):
     panels: list
 
 
-def draw_gantt(panels, path):
+def draw_gantt(
+    panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]], path: Path | str
+) -> None:
     """Write panels (title, rows) above each other as PNG; a row holds the spans of a stage."""
     gantt(panels).savefig(path, dpi=200)
 
 
-def gantt(panels):
+def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
     """The figure of `draw_gantt`.  A span has the colour of its kind, lighter for later chunks;
     messages and reductions are thin, since they run beside passes."""
     everything = [span for _, rows in panels for row in rows for span in row]

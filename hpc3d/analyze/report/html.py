@@ -3,11 +3,15 @@
 The figures are there twice: for the screen, where they answer to the mouse, and for paper.
 """
 
+from __future__ import annotations
+
 import base64
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d import __version__
 from hpc3d.analyze.report import plot_bokeh
@@ -16,6 +20,9 @@ from hpc3d.analyze.report.figure_list import Picture
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import milliseconds, percent, prefixed
 from hpc3d.analyze.report.table_notes import GENERAL, MEANING
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
 OPEN = 12  # rows of a table that is not folded
 
@@ -29,7 +36,7 @@ class Shown(NamedTuple):
     name: str
 
 
-def page(report, pictures, folder):
+def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path) -> str:
     """The text of the page.
 
     `pictures` are those over all runs and then those of each run, whose files lie in `folder`.
@@ -92,7 +99,7 @@ def _text(name):
     return (resources.files("hpc3d.analyze.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def prose(text):
+def prose(text: str) -> str:
     """A text as HTML: paragraphs, and headings between `."""
     return "\n".join(f"<p>{_marked(part)}</p>" for part in text.split("\n\n"))
 
@@ -104,7 +111,7 @@ def _marked(text):
 # The numbers that one looks for first
 
 
-def cards(run):
+def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     """(title, value, what belongs to it) of a run."""
     tables = run.tables
     step, work = tables["step"][0], tables["efficiency"][0]
@@ -127,7 +134,7 @@ def cards(run):
     yield "loss", _written(last["loss"], "{:.4f}".format), f"nat a token after step {last['step']}"
 
 
-def counted(number, noun):
+def counted(number: int, noun: str) -> str:
     """All of some things: "the only rank", "all 8 ranks"."""
     return f"the only {noun}" if number == 1 else f"all {number} {noun}s"
 
@@ -177,7 +184,7 @@ def _simulated(stages):
     return f"{percent(_mean(stages, 'idle_share_simulated'))} on an ideal clock"
 
 
-def example(run):
+def example(run: RunAnalysis) -> str:
     """Some of a run's ranks, as they are written to choose them."""
     axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
     return " ".join(axes[:2]) or "0"

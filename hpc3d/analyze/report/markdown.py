@@ -1,8 +1,16 @@
 """A report as Markdown that reads well as plain text, too."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.figure_list import Picture
+    from hpc3d.analyze.report.run_analysis import Report
 
 LINES = 20  # of what is wrong with a trace
 MEANS = (
@@ -18,7 +26,7 @@ NOTES = {
 }
 
 
-def page(report):
+def page(report: Report) -> str:
     """The text of a Report."""
     sections = ["# Report", MEANS, *_listed("Before these runs are compared:", report.notes)]
     for sheet in OVER_RUNS:
@@ -43,7 +51,7 @@ def _listed(title, lines):
     return [title, "\n".join(shown + more)] if lines else []
 
 
-def image(name, picture):
+def image(name: str, picture: Picture) -> str:
     """The line that shows a picture."""
     return f"![{in_markdown(picture.title)}](figures/{name}.png)\n"
 

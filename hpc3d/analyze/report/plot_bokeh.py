@@ -3,12 +3,19 @@
 Boxes are drawn on a plain canvas: without a graphics card WebGL takes seconds a frame.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from functools import singledispatch
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.analyze.report.charts import COLOURS, Bars, Heat, Lines
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes
+
+if TYPE_CHECKING:
+    from bokeh.model import Model
 
 TOOLS = "pan,box_zoom,reset,save"
 TICKS = 32  # labels on an axis of ranks at most
@@ -17,7 +24,7 @@ PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
 TOOLTIPS = ("rank", "name", "when", "took", "waited", "phase", "layer", "microbatch", "bytes")
 
 
-def embed(models):
+def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
     """Bokeh's code, a script that draws the models {name: model}, and {name: its place}."""
     from bokeh.embed import components
     from bokeh.resources import Resources
@@ -40,7 +47,7 @@ def _plot(height, **values):
 
 
 @singledispatch
-def draw(chart):
+def draw(chart: object) -> Model:
     """The Bokeh model of a chart."""
     raise TypeError(chart)
 

@@ -3,7 +3,12 @@
 Only figures need matplotlib, which the extra `report` installs.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from functools import singledispatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,11 +17,15 @@ from hpc3d.analyze.report.gantt import Panels, gantt
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes
 from hpc3d.extras import need
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 WIDTH = 7.2  # inches
 NARROW = 48  # bars side by side that have a gap between them, and a label each
 
 
-def save(figure, path):
+def save(figure: Figure, path: Path) -> None:
     """Write a figure as PATH.png and PATH.svg, the same bytes for the same figure."""
     from matplotlib import rc_context
 
@@ -26,7 +35,9 @@ def save(figure, path):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
 
 
-def empty(width, height, rows=1, **values):
+def empty(
+    width: float, height: float, rows: int = 1, **values: Any
+) -> tuple[Figure, Sequence[Axes]]:
     """A figure in inches, and the axes of its rows."""
     need("a figure", "matplotlib")
     from matplotlib.figure import Figure
@@ -40,7 +51,7 @@ def empty(width, height, rows=1, **values):
 
 
 @singledispatch
-def draw(chart):
+def draw(chart: object) -> Figure:
     """The figure of a chart."""
     raise TypeError(chart)
 

@@ -1,7 +1,10 @@
 """All that a report says of a run, from its trace."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -33,6 +36,9 @@ from hpc3d.analyze.report.step_timeline import EVENTS, Timeline, timeline
 from hpc3d.plain import plain_in, plain_lines
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.trace_config import one_time
+
+if TYPE_CHECKING:
+    from hpc3d.trace.reader import Trace
 
 NO_COMMON_TIME = (
     "the time on the wall, for each rank counted its own CPU time: tokens/s, FLOP/s and MFU,"
@@ -73,7 +79,7 @@ class Report(NamedTuple):
     notes: list
 
 
-def compare(traces, runs):
+def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     """The Report of open traces and their Runs; several are compared with the first one, but not
     their times if any are CPU times."""
     runs = distinct(runs)
@@ -91,12 +97,13 @@ def compare(traces, runs):
     return Report(runs, *plain_in(found))
 
 
-def examine(trace, peak=None, step=None, events=EVENTS):
+def examine(
+    trace: Trace, peak: float | None = None, step: int | None = None, events: int = EVENTS
+) -> RunAnalysis:
     """The RunAnalysis of an open trace.
 
-    `peak` is the FLOP/s of one rank that MFU refers to, `step` the one whose timeline is drawn
-    (the one that took the median time) with at most `events` events.  ValueError if no step was
-    completed.
+    `peak` is the FLOP/s of one rank that MFU refers to, `step` the one whose timeline is drawn,
+    of at most `events` events (None: that of the median time).  ValueError if none was completed.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
@@ -127,14 +134,13 @@ def examine(trace, peak=None, step=None, events=EVENTS):
         missing.append(NO_COMMON_TIME)
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         missing.append(DROPPED.format(ranks=_ranks(dropped)))
-    attrs = trace.attrs
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
     drawn_of = step, drawn, panels, plain_in(matrices)
     return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
-def distinct(runs):
+def distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
     """The runs with their ids in those labels that several of them have, and with their places
     where this is one run twice."""
     labels = [run.label for run in runs]

@@ -1,6 +1,9 @@
 """What the ranks did in one training step, event by event, as the figures show it."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +21,11 @@ from hpc3d.analyze.report.charts import (
     SAND,
 )
 from hpc3d.plain import plain_in
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.critical_path import PathSegment
+    from hpc3d.analyze.metrics.wait_states import CallInstances
+    from hpc3d.trace.reader import Trace
 
 EVENTS = 100_000  # events of a step that a page draws at most
 
@@ -59,7 +67,9 @@ class Timeline(NamedTuple):
     path: list
 
 
-def timeline(trace, calls, step, path, limit=EVENTS):
+def timeline(
+    trace: Trace, calls: CallInstances, step: int, path: Sequence[PathSegment], limit: int = EVENTS
+) -> Timeline:
     """The Timeline of a step; of more events than `limit` those of representative ranks only.
 
     `calls` are `waits.calls_of(trace)` and `path` the critical path of the step.
@@ -77,7 +87,7 @@ def timeline(trace, calls, step, path, limit=EVENTS):
     return Timeline(step, shown, trace.attrs["world_size"], axes, columns, names, path)
 
 
-def boxes(chart):
+def boxes(chart: Timeline) -> dict[str, Any]:
     """What there is to draw: {kind: (left, right, row)}, times in ms and the rows of `shown`.
 
     A call is two boxes: its wait, and the rest.
@@ -94,14 +104,16 @@ def boxes(chart):
     return {kind: parts for kind, parts in found.items() if len(parts[0])}
 
 
-def lanes(events):
+def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
     """How far below the middle of its rank's row each event lies, and what part of a row is high:
     the streams of a rank share its row, one under the other."""
     streams, lane = np.unique(events["stream"], return_inverse=True)
     return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
 
 
-def representatives(trace, calls, path, events, limit):
+def representatives(
+    trace: Trace, calls: CallInstances, path: Sequence[PathSegment], events: np.ndarray, limit: int
+) -> list[int]:
     """The ranks that are shown, sorted: all, or until they have `limit` of the `events` [ranks]
     the first one, the one most waited for, the first of each stage, those on the critical path,
     and then others at even distances."""

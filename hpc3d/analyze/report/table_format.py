@@ -4,9 +4,12 @@ A table file in CSV has the values themselves, in SI units, under the names of t
 cell says is text in all of them: no HTML, no macro, no formula.
 """
 
+from __future__ import annotations
+
 import csv
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Field(NamedTuple):
@@ -17,10 +20,10 @@ class Field(NamedTuple):
     write: Callable = str
 
     @property
-    def is_text(self):
+    def is_text(self) -> bool:
         return self.write is str
 
-    def text(self, row):
+    def text(self, row: dict[str, Any]) -> str:
         """The value of a row, written; a dash for what is not known."""
         value = row.get(self.key)
         return "-" if value is None else self.write(value)
@@ -37,7 +40,7 @@ class Sheet(NamedTuple):
     fields: tuple
     brief: int = 0
 
-    def known(self, rows):
+    def known(self, rows: Sequence[dict[str, Any]]) -> list[Field]:
         """The columns that have a value in any row."""
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
 
@@ -45,41 +48,41 @@ class Sheet(NamedTuple):
 # Ways to write a number
 
 
-def milliseconds(value):
+def milliseconds(value: float) -> str:
     return f"{value * 1e3:,.2f}"
 
 
-def microseconds(value):
+def microseconds(value: float) -> str:
     return f"{value * 1e6:,.1f}"
 
 
-def percent(value):
+def percent(value: float) -> str:
     return f"{value:.1%}"
 
 
-def count(value):
+def count(value: float) -> str:
     return f"{value:,.1f}"
 
 
-def integer(value):
+def integer(value: int) -> str:
     return f"{value:,d}"
 
 
-def number(value):
+def number(value: int) -> str:
     """A number that names something, such as a rank; negative ones name nothing."""
     return f"{value:d}" if value >= 0 else "-"
 
 
-def layer(value):
+def layer(value: int) -> str:
     """The number of a layer; what is before the first and after the last one are the ends."""
     return "ends" if value == -1 else str(value)
 
 
-def ratio(value):
+def ratio(value: float) -> str:
     return f"{value:.3f}"
 
 
-def prefixed(value):
+def prefixed(value: float) -> str:
     """Four digits and an SI prefix: 12345678 is 12.35 M."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
@@ -93,12 +96,12 @@ def prefixed(value):
 MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
 
 
-def in_markdown(text):
+def in_markdown(text: str) -> str:
     """A text without what Markdown would take for HTML, a link, a mark or the end of a cell."""
     return text.translate(MARKDOWN)
 
 
-def markdown(fields, rows):
+def markdown(fields: Sequence[Field], rows: Sequence[dict[str, Any]]) -> str:
     """A table that reads well as plain text, too."""
     columns = [_column(field, [field.text(row) for row in rows]) for field in fields]
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns))
@@ -122,7 +125,7 @@ LATEX = str.maketrans(
 )
 
 
-def latex(fields, rows):
+def latex(fields: Sequence[Field], rows: Sequence[dict[str, Any]]) -> str:
     """A tabular with the rules of the package booktabs."""
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
@@ -137,12 +140,12 @@ def latex(fields, rows):
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def in_csv(value):
+def in_csv(value: Any) -> Any:
     """A value for a cell: a text that a spreadsheet would take for a formula begins with '."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-def write(sheet, rows, folder):
+def write(sheet: Sheet, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write a table as NAME.csv, NAME.md and NAME.tex."""
     fields = sheet.known(rows)
     name = folder / sheet.name

@@ -1,15 +1,22 @@
 """The folder of a report: report.md, tables/, figures/, and the page that has it all."""
 
+from __future__ import annotations
+
 import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report import figure_list, html, markdown, plot_matplotlib, table_format
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS, RUN
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.run_analysis import Report
+
 FILES, FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports")
 
 
-def clear(out):
+def clear(out: Path) -> None:
     """Remove the report that a folder has, by the names that a report writes; and make it."""
     if (out / "report.md").is_file():
         for name in FILES:
@@ -20,7 +27,7 @@ def clear(out):
     out.mkdir(parents=True, exist_ok=True)
 
 
-def write(report, out, tables_only=False):
+def write(report: Report, out: Path, tables_only: bool = False) -> None:
     """Write all files of a Report, or its tables only."""
     _write_tables(report, out / "tables")
     found = [] if tables_only else _pictures(report)

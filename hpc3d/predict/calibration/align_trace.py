@@ -6,8 +6,11 @@ counts these records instead of time, the times of a row say which of it belongs
 category copy and io have none: the former come and go with time, the latter with data.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +22,11 @@ from hpc3d.predict.simulation.count import Blanks
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.trace.schema import CATEGORY, OP
 from hpc3d.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.program import Program
+    from hpc3d.trace.reader import Trace
 
 COMM = CATEGORY.index("comm")
 ASIDE = [CATEGORY.index(name) for name in ("copy", "io")]
@@ -39,7 +47,7 @@ class Product(NamedTuple):
     batch: int
 
     @property
-    def flop(self):
+    def flop(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.batch
 
 
@@ -68,13 +76,13 @@ class TimedWork(NamedTuple):
 class Told(CostMeter):
     """All that the arrays of a rank record, in order."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.list = []
 
-    def product(self, m, n, k, dtype, batch=1):
+    def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
         self.list.append(Product(m, n, k, dtype.name, batch))
 
-    def kernel(self, name, nbytes):
+    def kernel(self, name: str, nbytes: int) -> None:
         self.list.append(TimedKernel(name, nbytes))
 
 
@@ -82,11 +90,11 @@ class Script(NamedTuple):
     """The rows of a rank in a step of the steady state, and the Products and Kernels between the
     ends of each two of them; the last entry has those after all rows."""
 
-    rows: np.ndarray
+    rows: np.recarray
     told: list
 
 
-def script_of(config, coords, program):
+def script_of(config: Config, coords: Mapping[str, int], program: Program) -> Script:
     """The Script of the rank at `coords` (axis -> coordinate)."""
     told = Told()
     mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(told))
@@ -102,7 +110,7 @@ def script_of(config, coords, program):
     return Script(rows, [tuple(told.list[slice(*part)]) for part in pairwise(ends)])
 
 
-def works(trace, skip=2):
+def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
     """The TimedWork of every rank of an open trace in a step, a list: medians over its steps,
     without the first `skip` of them.
 
@@ -124,7 +132,7 @@ def works(trace, skip=2):
     return found
 
 
-def parts(told, call, before, inside):
+def parts(told: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
     """The TimedWork before a row and in it; what Python does before a call is part of this call,
     unless there is something else that it may be."""
     if call is None or not told:
@@ -132,7 +140,7 @@ def parts(told, call, before, inside):
     return [TimedWork(told, None, before), TimedWork((), call, inside)]
 
 
-def configuration(trace):
+def configuration(trace: Trace) -> Config:
     """The Config of a trace that can be aligned."""
     config = stored(trace.attrs["config"])
     if config.trace.clock != "cpu":
@@ -143,21 +151,23 @@ def configuration(trace):
     return config
 
 
-def steps_of(trace, rank):
+def steps_of(trace: Trace, rank: int) -> list[tuple[int, ...]]:
     """Number, start and end of each step of a rank."""
     mine = trace.steps["rank"] == rank
     columns = (trace.steps[key][mine].tolist() for key in ("step", "t_start", "t_end"))
     return [*zip(*columns, strict=True)]
 
 
-def rows_of(trace, rank):
+def rows_of(trace: Trace, rank: int) -> np.recarray:
     """The rows of a rank in the order in which they ended."""
     mine, names = trace.rows(rank), ("step", *SAME, *TIMES)
     rows = np.rec.fromarrays([trace.events[name, mine] for name in names], names=[*names])
     return rows[np.argsort(rows.t_start + rows.dur, kind="stable")]
 
 
-def aligned(rows, script, step, begin, end):
+def aligned(
+    rows: np.recarray, script: Script, step: int, begin: int, end: int
+) -> np.ndarray | None:
     """Seconds before each row of a script, from the end of the row before, and in it, [2, rows];
     the end of the step is a row of no length.  None if the `rows` are others.
 
@@ -181,7 +191,7 @@ def aligned(rows, script, step, begin, end):
     return np.array([before, inside]) * 1e-9
 
 
-def call_of(trace, row):
+def call_of(trace: Trace, row: np.void) -> Call | None:
     """The Call of a row, or None."""
     if row["category"] != COMM:
         return None

@@ -9,10 +9,14 @@ The times are CPU times of the ranks.  On the wall a step takes as long as their
 in every call the time in which those that have waited wake up.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import log2
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,12 +24,17 @@ from hpc3d.predict.calibration.align_trace import Product, TimedKernel
 from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
 from hpc3d.predict.simulation.simulator import simulate
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.calibration.align_trace import TimedWork
+    from hpc3d.predict.simulation.simulator import StageRun
+
 LEAST_S = 1e-7  # no call is faster
 PROBE_S = 1e-4
 MOST_S = 3e-4  # that a rank which waits oversleeps: a nap (hpc3d.comm.mpi) and the timer's slack
 
 
-def machine_of(works, **facts):
+def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
     """The Machine of ranks that did `works` (align_trace.Work) on one node; `facts` are
     its name, source, ranks_per_node, cores and memory_gb."""
     rates = rates_of(works)
@@ -43,7 +52,7 @@ def machine_of(works, **facts):
     )
 
 
-def rates_of(works):
+def rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
     """dtype -> Rates, from rows that are one product."""
     found = defaultdict(list)
     for work in works:
@@ -57,7 +66,7 @@ def rates_of(works):
     return rates
 
 
-def knots(points):
+def knots(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Points (x, y) as two tuples: the means of those between 2^(i - 1/2) and 2^(i + 1/2) in x."""
     octaves = defaultdict(list)
     for x, y in points:
@@ -66,12 +75,14 @@ def knots(points):
     return tuple(tuple(map(rounded, column)) for column in zip(*means, strict=True))
 
 
-def rounded(value):
+def rounded(value: float) -> float:
     """Four digits: there is not more in a measurement."""
     return float(f"{value:.4g}")
 
 
-def kernels_of(works, rates):
+def kernels_of(
+    works: Sequence[TimedWork], rates: Mapping[str, Rates]
+) -> tuple[float, dict[str, float], float]:
     """Seconds of a launch, bytes/s by kernel, and bytes/s of all kernels together.
 
     seconds - products = sum over kernels of launch + bytes / rate, for all rows that are no call,
@@ -92,17 +103,17 @@ def kernels_of(works, rates):
     return rounded(launch), rate, rounded(total.sum() / (total @ per_byte))
 
 
-def kernels_in(work):
+def kernels_in(work: TimedWork) -> list[TimedKernel]:
     return [each for each in work.told if isinstance(each, TimedKernel)]
 
 
-def in_products(work, rates):
+def in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
     """Seconds of the products in a row."""
     products = [each for each in work.told if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 
 
-def positive(matrix, values):
+def positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
     """Least squares, without the columns that would come out negative."""
     found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
     while True:
@@ -113,7 +124,7 @@ def positive(matrix, values):
         used = used[part > 0]
 
 
-def tables_of(works, bandwidth):
+def tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
     """A CallTable for every operation and number of members."""
     found = defaultdict(list)
     for work in works:
@@ -126,7 +137,7 @@ def tables_of(works, bandwidth):
     )
 
 
-def table(found, bandwidth):
+def table(found: tuple, bandwidth: float) -> tuple:
     """At least two knots: beyond a lone one a block is copied."""
     (bytes_, *more), (seconds, *_) = found
     if more:
@@ -134,7 +145,7 @@ def table(found, bandwidth):
     return (bytes_, 2 * bytes_), (seconds, rounded(seconds + bytes_ / bandwidth))
 
 
-def awake(machine, timed):
+def awake(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
     """`machine` with the wakeup_s that steps took beyond the work of their ranks: the median over
     pairs (config, seconds) of runs in which each rank had a core.
 
@@ -152,6 +163,6 @@ def awake(machine, timed):
     return replace(machine, wakeup_s=rounded(min(MOST_S, max(0.0, median(found or [0.0])))))
 
 
-def step_seconds(runs):
+def step_seconds(runs: Sequence[StageRun]) -> float:
     """Seconds of a simulated step, over all its stages."""
     return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9

@@ -3,9 +3,15 @@
 A line has sizes of the mesh (all others are 1) and keys of the input file without their tables.
 """
 
+from __future__ import annotations
+
 from math import prod
+from typing import TYPE_CHECKING
 
 from hpc3d.predict.simulation.simulator import settled
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
 
 SECTION = {
     **dict.fromkeys(("p", "d", "x", "y", "z", "transport"), "mesh"),
@@ -51,7 +57,7 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 """.strip().splitlines()
 
 
-def settings(line, **more):
+def settings(line: str, **more: str) -> tuple[int, list[str]]:
     """The number of ranks of a line, and the options that make a run of it."""
     pairs = dict(pair.split("=") for pair in f"{BASE} {line}".split()) | more
     ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
@@ -59,7 +65,7 @@ def settings(line, **more):
     return ranks, [word for option in options for word in option]
 
 
-def config_of(line, **more):
+def config_of(line: str, **more: str) -> Config:
     """The Config of a line."""
     ranks, words = settings(line, **more)
     return settled(None, words, ranks)

@@ -6,9 +6,15 @@ carries what that of one member of h would, however many members the host has.  
 members on one host than on another are taken for such, too.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.predict.machine.collective_costs import best
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
 
 # Of each call what is done inside the hosts; across it is the call itself.
 INSIDE = {
@@ -42,7 +48,7 @@ class Legs(NamedTuple):
     wired: float
 
 
-def crossing(machine, members):
+def crossing(machine: Machine, members: Sequence[int]) -> Crossing | None:
     """The Crossing of a group; None if all of it are on one host."""
     hosts = machine.by_node(members)
     if len(hosts) == 1:
@@ -54,14 +60,14 @@ def crossing(machine, members):
     return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
 
 
-def counted(op, size):
+def counted(op: str, size: int) -> float:
     """What a trace counts of a call of `size` members, as a share of the block it is about."""
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
         return (size - 1) / size
     return 2 * (size - 1) / size if op == "all_reduce" else 1.0
 
 
-def carried(op, nbytes, there):
+def carried(op: str, nbytes: float, there: Crossing) -> float:
     """Bytes that a host's card receives for a call of a group with this Crossing."""
     block = nbytes / counted(op, there.size)
     if op == "all_to_all":  # to each member on another host a part of its own
@@ -69,7 +75,7 @@ def carried(op, nbytes, there):
     return block * counted(op, there.hosts)
 
 
-def legs(machine, op, nbytes, members):
+def legs(machine: Machine, op: str, nbytes: float, members: Sequence[int]) -> Legs:
     """The Legs of a call whose trace counts `nbytes`; all of it is work where no card is."""
     there = machine.crossing(members) if machine.cores else None
     if there is None:
@@ -82,7 +88,7 @@ def legs(machine, op, nbytes, members):
     return Legs(work, best(op, there.hosts, across, there.alpha, there.beta))
 
 
-def handed(machine, op, nbytes, hosts):
+def handed(machine: Machine, op: str, nbytes: float, hosts: int) -> float:
     """Seconds of a core that hands a card its part of a call and takes what comes: those
     that the call takes among as many members in memory, if that was measured."""
     table = machine.anywhere.get((op, hosts))

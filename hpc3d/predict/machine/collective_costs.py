@@ -9,43 +9,49 @@ Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operation
 (IJHPCA 19(1), 2005) has all of them but the chain; MPICH's src/mpi/coll repeats them.
 """
 
+from __future__ import annotations
+
 from math import ceil, floor, log2, sqrt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Level
 
 SHORT = 512 * 1024  # bytes: MPICH gathers and scatters by doubling up to here
 
 
-def message(alpha, beta, g, nbytes):
+def message(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """One message from one member to another."""
     return alpha + nbytes * beta
 
 
-def ring(alpha, beta, g, nbytes):
+def ring(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-gather or reduce-scatter from neighbour to neighbour around a ring."""
     return (g - 1) * alpha + nbytes * beta
 
 
-def pairwise(alpha, beta, g, nbytes):
+def pairwise(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-to-all with a new partner in every step."""
     return (g - 1) * alpha + nbytes * beta
 
 
-def doubling(alpha, beta, g, nbytes):
+def doubling(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-gather with partners 1, 2, 4, ... away (Bruck's for any g), and its mirror image:
     reduce-scatter by recursive halving, for powers of two."""
     return ceil(log2(g)) * alpha + nbytes * beta
 
 
-def bruck(alpha, beta, g, nbytes):
+def bruck(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-to-all in log2 g steps, each of which sends half of everything."""
     return ceil(log2(g)) * (alpha + nbytes * g / (g - 1) / 2 * beta)
 
 
-def ring_all_reduce(alpha, beta, g, nbytes):
+def ring_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """A reduce-scatter and an all-gather around a ring."""
     return 2 * (g - 1) * alpha + nbytes * beta
 
 
-def rabenseifner(alpha, beta, g, nbytes):
+def rabenseifner(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-reduce: a reduce-scatter by halving and an all-gather by doubling.
 
     The members beyond a power of two hand their block to a neighbour and get the sum back.
@@ -54,23 +60,23 @@ def rabenseifner(alpha, beta, g, nbytes):
     return 2 * (floor(log2(g)) + odd) * alpha + (nbytes + 2 * odd * summed(g, nbytes)) * beta
 
 
-def doubling_all_reduce(alpha, beta, g, nbytes):
+def doubling_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-reduce that exchanges the whole block in every one of log2 g steps."""
     steps = floor(log2(g)) + 2 * (not power_of_two(g))
     return steps * (alpha + summed(g, nbytes) * beta)
 
 
-def binomial(alpha, beta, g, nbytes):
+def binomial(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """Broadcast or reduce along a tree."""
     return ceil(log2(g)) * (alpha + nbytes * beta)
 
 
-def scatter_all_gather(alpha, beta, g, nbytes):
+def scatter_all_gather(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """Broadcast: scatter along a tree, then all-gather around a ring; backwards a reduce."""
     return (ceil(log2(g)) + g - 1) * alpha + 2 * (1 - 1 / g) * nbytes * beta
 
 
-def chain(alpha, beta, g, nbytes):
+def chain(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """Broadcast or reduce from neighbour to neighbour in k segments: (g - 2 + k)(alpha + n beta/k)
     with the best k = sqrt((g - 2) n beta / alpha), and at least 1."""
     fill = (g - 2) * nbytes * beta
@@ -79,24 +85,24 @@ def chain(alpha, beta, g, nbytes):
     return (g - 2) * alpha + 2 * sqrt(alpha * fill) + nbytes * beta
 
 
-def power_of_two(g):
+def power_of_two(g: int) -> bool:
     return g & (g - 1) == 0
 
 
-def summed(g, nbytes):
+def summed(g: int, nbytes: float) -> float:
     """The bytes of the block that is all-reduced."""
     return nbytes * g / (2 * (g - 1))
 
 
-def always(g, nbytes):
+def always(g: int, nbytes: float) -> bool:
     return True
 
 
-def short(g, nbytes):
+def short(g: int, nbytes: float) -> bool:
     return nbytes <= SHORT
 
 
-def short_power_of_two(g, nbytes):
+def short_power_of_two(g: int, nbytes: float) -> bool:
     return nbytes <= SHORT and power_of_two(g)
 
 
@@ -121,7 +127,9 @@ ALGORITHMS = {
 NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms of which no message goes far
 
 
-def best(op, g, nbytes, alpha, beta, hop=None):
+def best(
+    op: str, g: int, nbytes: float, alpha: float, beta: float, hop: float | None = None
+) -> float:
     """Seconds of a call by the cheapest algorithm that libraries would take.
 
     `hop` is the latency between neighbours, where it is not alpha.
@@ -136,7 +144,7 @@ def best(op, g, nbytes, alpha, beta, hop=None):
     )
 
 
-def hierarchical_all_reduce(nbytes, inside, across):
+def hierarchical_all_reduce(nbytes: float, inside: Level, across: Level) -> float:
     """Seconds of a reduce-scatter inside of nodes, an all-reduce across, an all-gather inside.
 
     `inside` and `across` are (g, alpha, beta) of the members on one node, and of the nodes.

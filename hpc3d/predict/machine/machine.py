@@ -4,17 +4,23 @@ inputs/machines/*.toml are machines; `load` reads one, `dumps` writes one.  A ra
 was measured is kept as knots and interpolated, so that what was measured comes out again.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, pairwise
 from math import ceil, inf, log, log2
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hpc3d.config.input_file import STRICT
 from hpc3d.predict.machine import between_hosts
 from hpc3d.predict.machine.collective_costs import best, hierarchical_all_reduce
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.between_hosts import Crossing
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -22,12 +28,12 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Curve:
     """y(x) through knots, straight in log-log between them and constant beyond them."""
 
-    def __init__(self, x, y):
+    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))
         knots = pairwise(zip(self.x, self.y, strict=True))
         self.power = [log(y1 / y0) / log(x1 / x0) for (x0, y0), (x1, y1) in knots]
 
-    def __call__(self, x):
+    def __call__(self, x: float) -> float:
         place = bisect_right(self.x, x) - 1
         if place < 0:
             return self.y[0]
@@ -47,7 +53,7 @@ class Rates:
     rate: tuple[float, ...]
 
     @cached_property
-    def curve(self):
+    def curve(self) -> Curve:
         return Curve(self.flop, self.rate)
 
 
@@ -67,7 +73,7 @@ class Link:
     node_bandwidth: float = 0.0
     pair_bandwidth: float = 0.0
 
-    def beta(self, senders, ranks_per_node, peers=inf):
+    def beta(self, senders: int, ranks_per_node: int, peers: float = inf) -> float:
         """Seconds a byte of a group of which `senders` ranks of a node send over the link, each to
         as many `peers`, while the other ranks of the node do so in groups of their own."""
         common = (self.node_bandwidth or inf) * min(1, senders / ranks_per_node)
@@ -91,10 +97,10 @@ class CallTable:
     seconds: tuple[float, ...]
 
     @cached_property
-    def curve(self):
+    def curve(self) -> Curve:
         return Curve(self.bytes, self.seconds)
 
-    def time(self, nbytes):
+    def time(self, nbytes: float) -> float:
         """Seconds: between the knots in log-log, beyond them as alpha + beta nbytes."""
         x, y = self.bytes, self.seconds
         if x[0] <= nbytes <= x[-1]:
@@ -129,7 +135,13 @@ class Route(NamedTuple):
     tables: dict
 
 
-def over_nodes(size, inside, across, leaving, tables):
+def over_nodes(
+    size: int,
+    inside: Level,
+    across: Level,
+    leaving: float,
+    tables: dict[str, Callable[[float], float]],
+) -> Route:
     """The Route of several members on several nodes; a ring of them takes `leaving` seconds a
     byte from node to node.
 
@@ -179,7 +191,7 @@ class Machine:
     wakeup_s: float = 0.0
     max_fused_head_dim: int = 128
 
-    def product(self, m, n, k, dtype, batch=1):
+    def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Seconds of `batch` products [m, k] [k, n].
 
         No product is faster than a launch, and a device moves the operands through its memory
@@ -189,7 +201,7 @@ class Machine:
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * ITEMSIZE[dtype]
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
-    def fused(self, flop, nbytes, dtype):
+    def fused(self, flop: float, nbytes: float, dtype: str) -> float:
         """Seconds of a kernel of `flop` in products, which moves `nbytes` through its memory."""
         if dtype not in self.gemm:
             raise ValueError(
@@ -199,11 +211,11 @@ class Machine:
         computed = flop / self.gemm[dtype].curve(flop)
         return max(self.launch_s, computed, nbytes / self.memory_bandwidth)
 
-    def kernel(self, name, nbytes):
+    def kernel(self, name: str, nbytes: float) -> float:
         """Seconds of an elementwise kernel that reads and writes `nbytes` in all."""
         return self.launch_s + nbytes / self.kernels.get(name, self.memory_bandwidth)
 
-    def call(self, op, nbytes, members):
+    def call(self, op: str, nbytes: float, members: Sequence[int]) -> float:
         """Seconds of a call of the ranks `members` (a tuple or a range) that all groups along
         their axis make at once; `nbytes` is what a trace counts.
 
@@ -223,7 +235,7 @@ class Machine:
             seconds = min(seconds, hierarchical_all_reduce(nbytes, *route.levels))
         return self.launch_s + seconds
 
-    def crossing(self, members):
+    def crossing(self, members: tuple[int, ...]) -> Crossing | None:
         """The Crossing of a group (hpc3d.predict.machine.between_hosts); None on one node."""
         members = members if isinstance(members, range) else tuple(members)
         if members not in self.crossings:
@@ -231,12 +243,12 @@ class Machine:
         return self.crossings[members]
 
     @cached_property
-    def crossings(self):
+    def crossings(self) -> dict[tuple[int, ...], Crossing | None]:
         """The crossings that were asked for: members -> Crossing or None."""
         return {}
 
     @cached_property
-    def anywhere(self):
+    def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
         """(op, members) -> the time that was measured of groups with any stride."""
         return {
             (each.op, each.members): each.time
@@ -246,11 +258,11 @@ class Machine:
         }
 
     @cached_property
-    def routes(self):
+    def routes(self) -> dict[tuple[int, ...], Route]:
         """The routes that were asked for: members -> Route."""
         return {}
 
-    def route(self, members):
+    def route(self, members: tuple[int, ...]) -> Route:
         """The Route of two ranks or more, as many of them on one node as on another."""
         on_node, ranks = self.by_node(members), self.ranks_per_node
         here = max(on_node, key=len)
@@ -264,20 +276,22 @@ class Machine:
             return Route(len(members), alpha, alpha, beta, beta, None, tables)
         return over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
-    def by_node(self, members):
+    def by_node(self, members: Sequence[int]) -> Collection[list[int]]:
         """The members on each node."""
         nodes = defaultdict(list)
         for rank in members:
             nodes[rank // self.ranks_per_node].append(rank)
         return nodes.values()
 
-    def link(self, members):
+    def link(self, members: Sequence[int]) -> Link:
         """The innermost link that joins them."""
         low, high = min(members), max(members)
         joins = (not link.ranks or low // link.ranks == high // link.ranks for link in self.links)
         return next(compress(self.links, joins))
 
-    def tables(self, members, alone_serves):
+    def tables(
+        self, members: Sequence[int], alone_serves: bool
+    ) -> dict[str, Callable[[float], float]]:
         """op -> the time that was measured for such a group: at once with others, or alone where
         it has its links to itself; for any stride it was measured on one node."""
         ranks, across = sorted(members), len(self.by_node(members)) > 1

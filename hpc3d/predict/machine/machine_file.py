@@ -1,12 +1,17 @@
 """A machine as a TOML file: reading and writing it, and what it must have: keys and types, then
 the rules about its numbers."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from itertools import pairwise
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from hpc3d import renamed
 from hpc3d.config.load import literal, read
@@ -20,7 +25,7 @@ LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
 PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
-def load(path):
+def load(path: Path | str) -> Machine:
     """The Machine of a TOML file, or of a name of hpc3d.shipped.
 
     Raises ValueError with one line for every error, each with its key and the remedy.
@@ -28,7 +33,7 @@ def load(path):
     return validate(read(find(path, MACHINE)))
 
 
-def dumps(machine):
+def dumps(machine: Machine) -> str:
     """The text of a file that `load` reads as an equal machine."""
     tree = asdict(machine)
     gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
@@ -40,18 +45,18 @@ def dumps(machine):
     return "\n".join(parts)
 
 
-def table(head, values):
+def table(head: str, values: Mapping[str, Any]) -> str:
     """A table as TOML writes it."""
     lines = [f"{key(name)} = {literal(value)}" for name, value in values.items()]
     return "\n".join([*([head] if head else []), *lines, ""])
 
 
-def key(name):
+def key(name: str) -> str:
     """A key as TOML writes it."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
 
 
-def validate(tree):
+def validate(tree: dict[str, Any]) -> Machine:
     """A tree of tables as a `Machine`; prints a warning for each old name.
 
     Raises ValueError with one line for every error, each with its key and the remedy.
@@ -73,7 +78,7 @@ def validate(tree):
     return machine
 
 
-def explain(error):
+def explain(error: Mapping[str, Any]) -> str:
     """One line for one of pydantic's errors."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
@@ -83,14 +88,14 @@ def explain(error):
     return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
 
 
-def hint(*place):
+def hint(*place: str) -> str:
     """The key that an unknown one may stand for, or those known there."""
     known = [each.name for each in fields(PARTS[place[0]] if len(place) > 1 else Machine)]
     near = get_close_matches(place[-1], known, 1)
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
-def wrong_numbers(machine):
+def wrong_numbers(machine: Machine) -> Iterator[str]:
     """Numbers out of range, rates whose knots are invalid."""
     if not (machine.name.strip() and machine.name.isprintable()):
         yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
@@ -119,7 +124,7 @@ def wrong_numbers(machine):
             yield f"{key} = {value}: must be at least 0, in seconds, and at most {LONGEST:g}"
 
 
-def wrong_rates(machine):
+def wrong_rates(machine: Machine) -> Iterator[str]:
     """Rates of products that are missing, or above their own peak."""
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
@@ -134,7 +139,7 @@ def wrong_rates(machine):
             )
 
 
-def wrong_links(machine):
+def wrong_links(machine: Machine) -> Iterator[str]:
     """Links that do not go from the innermost outwards."""
     if not machine.links:
         yield "links: none; add [[links]] with ranks = 0, which joins all"
@@ -148,7 +153,7 @@ def wrong_links(machine):
             )
 
 
-def wrong_link(key, link, last):
+def wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
     """What is wrong with one of them."""
     if last and link.ranks:
         yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
@@ -163,7 +168,7 @@ def wrong_link(key, link, last):
             yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
 
 
-def wrong_tables(machine):
+def wrong_tables(machine: Machine) -> Iterator[str]:
     """Calls that do not exist, or are there twice."""
     for place, table in enumerate(machine.measured):
         key = f"measured.{place}"
@@ -183,7 +188,7 @@ def wrong_tables(machine):
             )
 
 
-def wrong_knots(key, least=1, **columns):
+def wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
     """What keeps two columns from being knots of a curve; the first must ascend."""
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
@@ -197,6 +202,6 @@ def wrong_knots(key, least=1, **columns):
         yield f"{key}.{first}: must ascend; order the knots and keep one of equal ones"
 
 
-def sound(value):
+def sound(value: float) -> bool:
     """Whether it is a positive number."""
     return 0 < value < inf

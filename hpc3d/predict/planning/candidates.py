@@ -1,11 +1,19 @@
 """What may be done on a mesh: estimates of its schedules, microbatches, ZeRO and recomputation."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, log
+from typing import TYPE_CHECKING
 
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config, MeshConfig
+    from hpc3d.predict.planning.estimate import Estimate, Estimator
 
 NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
 SURE = 0.95  # of the memory: what needs no more fits in any case
@@ -15,10 +23,10 @@ RECOMPUTE = ("none", "selective", "full")  # more and more
 class Candidates:
     """Estimates by an `estimator` for layouts on so many ranks with `memory` bytes each."""
 
-    def __init__(self, estimator, ranks, memory):
+    def __init__(self, estimator: Estimator, ranks: int, memory: float) -> None:
         self.estimator, self.ranks, self.memory, self.count = estimator, ranks, memory, 0
 
-    def promising(self, config):
+    def promising(self, config: Config) -> list[Estimate]:
         """Estimates that tell how good the sizes of `config` are.
 
         What keeps more is faster, so that backward does no more again than it must, and ZeRO 2
@@ -41,7 +49,7 @@ class Candidates:
             return [*found, *self.options(config, counts[-1], group, way)]
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
-    def every(self, best, limit):
+    def every(self, best: Estimate, limit: Callable[[], float]) -> Iterator[list[Estimate]]:
         """Lists of estimates of all that may take less than `limit()` seconds on the mesh of
         `best`, what is most like it first, with no more done again than memory asks for."""
         config, start = best.config, best.config.parallel.microbatches
@@ -53,7 +61,9 @@ class Candidates:
                 for group, splits in product(groups, (False, True)):
                     yield [*self.needed(config, micros, group, splits, limit())]
 
-    def needed(self, config, micros, group, splits, limit):
+    def needed(
+        self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
+    ) -> Iterator[Estimate]:
         """Estimates with the ways to save memory that are needed and take less than `limit`."""
         sure = {}  # what fits in any case: schedule, chunks and ZeRO -> the ways
         for way in savers(config.mesh):
@@ -68,7 +78,14 @@ class Candidates:
             if not quick:
                 return
 
-    def first_that_fits(self, config, micros, group, ways, found):
+    def first_that_fits(
+        self,
+        config: Config,
+        micros: int,
+        group: Sequence[int],
+        ways: Sequence[tuple[bool, str]],
+        found: list[Estimate],
+    ) -> tuple[bool, str] | None:
         """The first of `ways` to save memory that fits with so many microbatches, or None; they
         save more and more.  Adds the estimates that it needs to `found`."""
         low, high = 0, len(ways)
@@ -81,7 +98,9 @@ class Candidates:
                 return None
         return ways[low] if low < len(ways) else None
 
-    def tries(self, config, counts, group, way):
+    def tries(
+        self, config: Config, counts: Sequence[int], group: Sequence[int], way: tuple[bool, str]
+    ) -> Iterator[Estimate]:
         """Estimates with more and more microbatches, until they fit and are no longer faster."""
         best = inf
         for micros in counts:
@@ -92,13 +111,20 @@ class Candidates:
                 return
             best = seconds
 
-    def split(self, best):
+    def split(self, best: Estimate) -> Iterator[Estimate]:
         """Estimates of the schedules that split the backward pass, in place of that of `best`."""
         config, parallel = best.config, best.config.parallel
         way = parallel.keep_gathered, parallel.recompute
         yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
 
-    def options(self, config, micros, group, way, splits=False):
+    def options(
+        self,
+        config: Config,
+        micros: int,
+        group: Sequence[int],
+        way: tuple[bool, str],
+        splits: bool = False,
+    ) -> Iterator[Estimate]:
         """Estimates for the schedules that split the backward pass, or for the others, and the
         values of ZeRO in `group`."""
         keep, recompute = way
@@ -111,25 +137,25 @@ class Candidates:
             parallel = replace(config.parallel, **changes)
             yield self.estimator.estimate(replace(config, parallel=parallel))
 
-    def fits(self, estimate, share=1.0):
+    def fits(self, estimate: Estimate, share: float = 1.0) -> bool:
         return estimate.peak <= share * self.memory
 
 
-def seconds_of(estimate):
+def seconds_of(estimate: Estimate) -> float:
     return estimate.seconds
 
 
-def floor(estimate):
+def floor(estimate: Estimate) -> float:
     """Seconds that no other schedule nor ZeRO saves."""
     return estimate.seconds - estimate.bubble - estimate.waits["d"]
 
 
-def keeps_more(way, other):
+def keeps_more(way: tuple[bool, str], other: tuple[bool, str]) -> bool:
     """Whether a way to save memory does nothing again that the other does not."""
     return way[0] >= other[0] and RECOMPUTE.index(way[1]) <= RECOMPUTE.index(other[1])
 
 
-def savers(mesh):
+def savers(mesh: MeshConfig) -> list[tuple[bool, str]]:
     """What backward may do again; without tensor axes there is nothing to gather again."""
     gathers = mesh.x * mesh.y * mesh.z > 1
     return [saver for saver in layouts.SAVERS if saver[0] or gathers]

@@ -4,12 +4,15 @@ simulation/simulator.py runs the whole step; here the passes of one layer and of
 (hpc3d.predict.planning.pass_costs) are added up by what is known of the schedules.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from statistics import fmean, mean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +31,13 @@ from hpc3d.predict.planning.peak import (
     work_of,
 )
 from hpc3d.predict.simulation.simulator import crowd_of
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import MeshConfig
+    from hpc3d.model.stage import Part
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.pass_costs import Pass
+    from hpc3d.predict.planning.peak import Content
 
 TOKEN = 4  # bytes
 MESSAGES = ("message", "handled")  # costs for which the program is not run
@@ -49,11 +59,11 @@ class Estimate(NamedTuple):
     kinds: dict
 
     @property
-    def peak(self):
+    def peak(self) -> int:
         return sum(self.kinds.values())
 
     @property
-    def held(self):
+    def held(self) -> int:
         """The bytes that are there between steps, too."""
         return sum(self.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer"))
 
@@ -95,7 +105,7 @@ class CostKey(NamedTuple):
     pipeline: tuple | None = None
 
 
-def key_of(cost, config, **values):
+def key_of(cost: str, config: Config, **values: Any) -> CostKey:
     """The CostKey of a cost of a layout."""
     train = config.train
     tensor = tuple([place for place in strides(config.mesh) if place[0] in "xyz"])
@@ -106,11 +116,11 @@ def key_of(cost, config, **values):
 class Estimator:
     """Estimates steps of a model with `vocabulary` tokens; every cost is measured once."""
 
-    def __init__(self, vocabulary, machine):
+    def __init__(self, vocabulary: int, machine: Machine) -> None:
         self.vocabulary, self.machine, self.found = vocabulary, machine, {}
         self.costs = 0  # how many of them the program was run for
 
-    def estimate(self, config):
+    def estimate(self, config: Config) -> Estimate:
         """The Estimate of a settled `config` whose schedule is synchronous."""
         parallel, parts, chunks = config.parallel, self.parts(config), contents(config)
         stages, micros = [together(each) for each in chunks], parallel.microbatches
@@ -129,7 +139,9 @@ class Estimator:
         fullest = self.fullest(config, parts, chunks, sums.peak, rest.peak)
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
-    def passes(self, config, parts, works, share=1.0):
+    def passes(
+        self, config: Config, parts: PartCosts, works: Sequence[StageWork], share: float = 1.0
+    ) -> float:
         """Seconds of the passes of a step, where cores take so many times as long."""
         parallel = config.parallel
         seconds = [[stretched(each, share) for each in work] for work in works]
@@ -137,7 +149,16 @@ class Estimator:
         schedule = find(parallel.schedule)
         return schedule.seconds(parallel.microbatches, parallel.chunks, times)
 
-    def stretch(self, config, parts, works, after, alone, busy, idle):
+    def stretch(
+        self,
+        config: Config,
+        parts: PartCosts,
+        works: Sequence[StageWork],
+        after: Pass,
+        alone: float,
+        busy: float,
+        idle: float,
+    ) -> float:
         """How much longer than `alone` everything takes but for what is `idle`."""
         crowd, chain = crowd_of(config, self.machine), 0.0
         if crowd.ranks == 1:
@@ -147,7 +168,7 @@ class Estimator:
             chain = (slow - alone) / (crowd.stage - 1)
         return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
-    def works(self, config, parts, stages):
+    def works(self, config: Config, parts: PartCosts, stages: Any) -> list[StageWork]:
         """The StageWork of each stage on a microbatch, with what cores do for its
         messages."""
         split = find(config.parallel.schedule).splits_backward
@@ -160,14 +181,16 @@ class Estimator:
             found.append(StageWork(messages + work.forward, messages + work.backward, work.weight))
         return found
 
-    def once(self, key, make):
+    def once(self, key: CostKey, make: Callable[[], Any]) -> Any:
         """The cost of a CostKey, which `make()` finds."""
         if key not in self.found:
             self.found[key] = make()
             self.costs += key.cost not in MESSAGES
         return self.found[key]
 
-    def sample(self, config, zero, keep=True, recompute="none"):
+    def sample(
+        self, config: Config, zero: int, keep: bool = True, recompute: str = "none"
+    ) -> Sample:
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
         both = mesh.p == 1 or find(parallel.schedule).turn
@@ -190,7 +213,7 @@ class Estimator:
         )
         return self.once(key, make)
 
-    def parts(self, config):
+    def parts(self, config: Config) -> PartCosts:
         """The PartCosts costs of a microbatch."""
         parallel, mesh = config.parallel, config.mesh
         sequences = config.train.batch // parallel.microbatches
@@ -224,13 +247,13 @@ class Estimator:
         )
         return self.once(key, measure)
 
-    def held(self, config, stage):
+    def held(self, config: Config, stage: Any) -> Counter:
         """Bytes of the parameters, gradients and states of a stage, by kind."""
         held = self.sample(config, config.parallel.zero).held
         total = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
         return total + held[()] + (held[ends_of(stage)] if ends_of(stage) else Counter())
 
-    def update(self, config, stage):
+    def update(self, config: Config, stage: Any) -> tuple[Pass, Pass]:
         """The Pass of the sums and that of the update, of as many layers as hold what a stage
         does."""
         sample = self.sample(config, config.parallel.zero)
@@ -243,7 +266,7 @@ class Estimator:
         zero, data = config.parallel.zero, data_place(config)
         return self.once(key_of("update", config, zero=zero, times=times, data=data), measure)
 
-    def hidden(self, config, parts, stage, sums):
+    def hidden(self, config: Config, parts: PartCosts, stage: Any, sums: Pass) -> float:
         """Seconds of the sums along d that the last backward pass of a stage hides.
 
         A bucket is posted when a layer is through; the last bucket is full, and the last layer
@@ -256,16 +279,22 @@ class Estimator:
         early = sums.idle["d"] * (1 - 1 / max(1, min(posts, stage.layers)))
         return min(early, stage.layers * parts.layer.whole.seconds)
 
-    def message(self, config, nbytes):
+    def message(self, config: Config, nbytes: float) -> float:
         """Seconds of a message in flight to the next stage, in the mean of the stages."""
         return self.between(config, "message", nbytes, self.on_its_way)
 
-    def handled(self, config, nbytes):
+    def handled(self, config: Config, nbytes: float) -> Pass:
         """The Pass of a core that sends a message or takes one, in the mean of both."""
         seconds = self.between(config, "handled", nbytes, self.in_hand)
         return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
 
-    def between(self, config, name, nbytes, cost):
+    def between(
+        self,
+        config: Config,
+        name: str,
+        nbytes: float,
+        cost: Callable[[float, tuple[int, int]], float],
+    ) -> float:
         """The mean of a cost(nbytes, pair) over the pairs of stages that follow each other."""
         if config.mesh.p == 1:
             return 0.0
@@ -277,15 +306,15 @@ class Estimator:
         place = next(each for each in strides(config.mesh) if each[0] == "p")
         return self.once(key_of(name, config, nbytes=nbytes, pipeline=place), measure)
 
-    def on_its_way(self, nbytes, pair):
+    def on_its_way(self, nbytes: float, pair: tuple[int, int]) -> float:
         if not self.machine.cores:
             return self.machine.call("send", nbytes, pair)
         return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
 
-    def in_hand(self, nbytes, pair):
+    def in_hand(self, nbytes: float, pair: tuple[int, int]) -> float:
         return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
 
-    def call(self, axis, op, nbytes, members):
+    def call(self, axis: str, op: str, nbytes: float, members: Sequence[int]) -> Pass:
         """The Pass of a call."""
         if not self.machine.cores:
             seconds = self.machine.call(op, nbytes, members)
@@ -297,7 +326,7 @@ class Estimator:
             seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
         )
 
-    def twin(self, config, stages):
+    def twin(self, config: Config, stages: Any) -> Pass:
         """The Pass in which the two copies of a tied table exchange their gradients."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
@@ -305,7 +334,7 @@ class Estimator:
         nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
         return self.call("p", "send", nbytes, (ends[0], ends[-1]))
 
-    def world(self, config):
+    def world(self, config: Config) -> Pass:
         """The Pass of what all ranks do together in a step: the batch, three sums of a word."""
         ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
@@ -314,7 +343,9 @@ class Estimator:
         word = self.call("world", "all_reduce", 8, ranks)
         return self.call("world", "broadcast", batch, ranks) + word * 3
 
-    def fullest(self, config, parts, chunks, sums, rest):
+    def fullest(
+        self, config: Config, parts: PartCosts, chunks: Any, sums: int, rest: int
+    ) -> tuple[int, dict[str, int]]:
         """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
         bytes of the sums and of the update of a layer."""
         layer = self.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
@@ -337,14 +368,14 @@ class Estimator:
         return stage, dict(found[stage])
 
 
-def messages_of(config, number):
+def messages_of(config: Config, number: int) -> int:
     """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
     around at the last stage and end at the first."""
     ends = (number == 0) + (number == config.mesh.p - 1)
     return 2 * config.parallel.chunks - ends * (2 if find(config.parallel.schedule).turn else 1)
 
 
-def stretched(done, share):
+def stretched(done: Pass, share: float) -> float:
     """Seconds of a Pass where its core takes so many times as long."""
     if share == 1:
         return done.seconds
@@ -352,7 +383,7 @@ def stretched(done, share):
     return share * (done.seconds - idle) + idle
 
 
-def totals_of(works, micros):
+def totals_of(works: Sequence[StageWork], micros: int) -> list[Pass]:
     """The Pass of each stage on so many microbatches; stages of the same content share a
     StageWork."""
     known = {id(work): work for work in works}
@@ -360,7 +391,7 @@ def totals_of(works, micros):
     return [known[id(work)] for work in works]
 
 
-def without(done, hidden):
+def without(done: Pass, hidden: Counter) -> Pass:
     """A Pass of which some seconds of calls, by axis, are hidden."""
     if not hidden.total():
         return done
@@ -371,7 +402,7 @@ def without(done, hidden):
 
 
 @cache
-def strides(mesh):
+def strides(mesh: MeshConfig) -> tuple[tuple[str, int, int], ...]:
     """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
     grid = mesh.grid()
     return tuple(
@@ -379,10 +410,10 @@ def strides(mesh):
     )
 
 
-def data_place(config):
+def data_place(config: Config) -> tuple[str, int, int]:
     return next(place for place in strides(config.mesh) if place[0] == "d")
 
 
-def ends_of(content):
+def ends_of(content: Content) -> tuple[Part, ...]:
     """The ends of a model that a stage holds."""
     return tuple(part for part, here in zip((FIRST, LAST), content[1:]) if here)

@@ -1,10 +1,13 @@
 """The layouts of a model on so many ranks: which there are, and what they move at least."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import factorial, lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +20,11 @@ from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.pass_costs import Sample
 from hpc3d.predict.simulation.simulator import crowding
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.estimate import PartCosts
 
 KINDS = {
     "1d": "1-D",
@@ -44,22 +52,22 @@ class Candidate(NamedTuple):
     """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
     axis, `work` those of them that a core takes for them."""
 
-    config: object
+    config: Config
     moves: dict
     work: float
 
     @property
-    def kind(self):
+    def kind(self) -> str:
         return kind(self.config)
 
 
-def kind(config):
+def kind(config: Config) -> str:
     """What the scheme is called; "none" where there is one rank on all tensor axes."""
     mesh = config.mesh
     return "none" if mesh.x * mesh.y * mesh.z == 1 else KINDS[config.parallel.scheme]
 
 
-def meshes(ranks, layers, batch):
+def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple]:
     """(p, d, scheme, x, y, z) of so many ranks; what is the same twice is there once.
 
     3-D on x and y only is 2-D, on y only it is 1-D with sequence parallelism; 2.5-D needs a depth.
@@ -73,7 +81,7 @@ def meshes(ranks, layers, batch):
                     yield from ((p, d, *scheme) for scheme in schemes(x, y, z))
 
 
-def schemes(x, y, z):
+def schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
     """The schemes that have a use for these sizes, with sizes."""
     if z == 1 and x > 1 and y > 1:
         yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
@@ -85,7 +93,7 @@ def schemes(x, y, z):
         yield "2.5d", x, y, z
 
 
-def bare(config):
+def bare(config: Config) -> Config:
     """`config` without a mesh, and without what belongs to one mesh only."""
     order, transport = config.mesh.order, config.mesh.transport
     parallel = replace(
@@ -103,18 +111,18 @@ def bare(config):
     return replace(config, mesh=MeshConfig(order=order, transport=transport), parallel=parallel)
 
 
-def with_mesh(config, p, d, scheme, x, y, z):
+def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: int) -> Config:
     mesh = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
     parallel = replace(config.parallel, scheme=scheme, schedule=usual(p))
     return replace(config, mesh=mesh, parallel=parallel)
 
 
-def problems(config, ranks):
+def problems(config: Config, ranks: int) -> list[str]:
     """The rules that a layout breaks."""
     return [*wrong_parts(config), *wrong_pipeline(config), *misfits(config, ranks)]
 
 
-def shortlists(places):
+def shortlists(places: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
     """Of the places with the same p and d those with the shortest words, shortest first: some in
     all, and one of every kind.  (lists, other places)."""
     groups, others = {}, []
@@ -128,7 +136,7 @@ def shortlists(places):
 class Bounds:
     """What layouts take at least on a machine: an ideal step, its pipeline's bubble, its words."""
 
-    def __init__(self, config, ranks, vocabulary, machine):
+    def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         columns = block_weights(model) // model.hidden  # of all products of a block, as one
@@ -138,10 +146,10 @@ class Bounds:
         self.launches = seconds(Sample(smallest(config), vocabulary, machine, ()), 1)
         self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
 
-    def near(self, stride):
+    def near(self, stride: int) -> float:
         return self.machine.call("all_gather", 1e6, (0, stride))
 
-    def place(self, config):
+    def place(self, config: Config) -> Candidate:
         """The Candidate of a layout, the heaviest axes innermost if they gain by that."""
         volume = volumes(config)
         place = self.moves(config, volume)
@@ -151,7 +159,7 @@ class Bounds:
                 return turned
         return place
 
-    def calibrate(self, config, parts, fixed):
+    def calibrate(self, config: Config, parts: PartCosts, fixed: float) -> None:
         """Learn from the costs of a microbatch what a step computes on any layout, and what all
         layouts take beside."""
         micros = config.parallel.microbatches * self.layers / config.mesh.p
@@ -159,7 +167,7 @@ class Bounds:
         computed = micros * (layer.seconds - layer.waits.total() - self.launches)
         self.ideal, self.fixed = max(self.ideal, LEAST * computed), fixed
 
-    def least(self, place):
+    def least(self, place: Candidate) -> float:
         """Seconds that a step takes at least: what it computes, with the number of microbatches
         that is best between launches and bubble, and a part of its words, as some are hidden.
         Ranks that share a core take as long as one alone, or as the work of all of them."""
@@ -173,7 +181,7 @@ class Bounds:
         busy = self.ideal + self.launches * self.layers / stages + LEAST * place.work
         return self.fixed + max(alone, self.crowd * busy if self.crowd > 1 else 0.0)
 
-    def moves(self, config, volume):
+    def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
         """The Candidate of a layout, with two calls a product, four a layer."""
         grid = config.mesh.grid()
         calls = 8 * config.model.layers / config.mesh.p
@@ -191,20 +199,20 @@ class Bounds:
         return Candidate(config, found, work)
 
 
-def seconds(sample, sequences):
+def seconds(sample: Sample, sequences: int) -> float:
     """Of a forward and a backward pass of a layer."""
     passes = sample.passes(LAYER, sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds
 
 
-def smallest(config):
+def smallest(config: Config) -> Config:
     """A model of a layer that computes next to nothing, on one rank: what is left is launches."""
     model = replace(config.model, layers=1, hidden=1, heads=1, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 
 
-def volumes(config):
+def volumes(config: Config) -> dict[str, float]:
     """Words that a rank receives in a step along each axis that has ranks, all layers together;
     with as many microbatches as stages, each of which gathers the weights."""
     mesh, model, train = config.mesh, config.model, config.train
@@ -222,7 +230,7 @@ def volumes(config):
     return found
 
 
-def heaviest_last(config, volume):
+def heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
     """The layout with its axes in the order of their words, the last being innermost."""
     order = config.mesh.order.split()
     slots = [place for place, axis in enumerate(order) if axis in volume]
@@ -232,7 +240,7 @@ def heaviest_last(config, volume):
 
 
 @cache
-def schedules(stages, micros, layers):
+def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
     """(name, chunks) of the schedules that so many stages may run; those that split the backward
     pass last, and otherwise by name."""
     if stages == 1:
@@ -249,7 +257,7 @@ def schedules(stages, micros, layers):
     return tuple((name, chunks) for _, name, chunks in sorted(named))
 
 
-def zeros(config, ranks):
+def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     """The values of ZeRO that make a difference and divide the model, those together that have
     the same passes."""
     if config.mesh.d == 1:
@@ -257,16 +265,16 @@ def zeros(config, ranks):
     return tuple(group for group in ZEROS if not misfits(with_zero(config, group[0]), ranks))
 
 
-def with_zero(config, zero):
+def with_zero(config: Config, zero: int) -> Config:
     return replace(config, parallel=replace(config.parallel, zero=zero))
 
 
-def orders(config):
+def orders(config: Config) -> int:
     """How many orders of the axes there are."""
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 
-def microbatches(config, ranks):
+def microbatches(config: Config, ranks: int) -> list[int]:
     """The numbers of microbatches that the rules allow, ascending.
 
     The sequences of a microbatch must divide over the axes that split them, so that the largest

@@ -4,11 +4,14 @@ A step is made of few different passes.  Those of one layer, of the embeddings a
 run on arrays without data, and hpc3d.predict.planning.estimate puts a step together from them.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil, inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,13 @@ from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, rep
 from hpc3d.training.microbatch_loader import Carrier
 from hpc3d.training.optimizer import optimizer_of
 from hpc3d.training.trainer import spec_of
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.config.input_file import Config
+    from hpc3d.model.stage import Part
+    from hpc3d.pipeline.stage_protocol import PipelineStage
+    from hpc3d.predict.machine.machine import Machine
 
 
 class Alone(NamedTuple):
@@ -45,7 +55,7 @@ class Pass(NamedTuple):
     busy: float
     idle: Counter
 
-    def __add__(self, other):
+    def __add__(self, other: Pass) -> Pass:
         """One pass after the other; the second has its peak on top of what the first left."""
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
         waits, busy = self.waits + other.waits, self.busy + other.busy
@@ -53,7 +63,7 @@ class Pass(NamedTuple):
         idle = waits if same else self.idle + other.idle
         return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
 
-    def __mul__(self, times):
+    def __mul__(self, times: float) -> Pass:
         """As many of it, one after the other."""
         if not times:
             return NOTHING
@@ -64,7 +74,7 @@ class Pass(NamedTuple):
         return Pass(times * self.seconds, waits, times * self.left, peak, busy, idle)
 
 
-def multiplied(counts, times):
+def multiplied(counts: Mapping[str, float], times: float) -> Counter:
     return Counter({axis: times * seconds for axis, seconds in counts.items()})
 
 
@@ -80,10 +90,10 @@ class PassSeconds(NamedTuple):
     backward: Pass
     weight: Pass
 
-    def __add__(self, other):
+    def __add__(self, other: PassSeconds) -> PassSeconds:
         return PassSeconds(*(one + two for one, two in zip(self, other)))
 
-    def __mul__(self, times):
+    def __mul__(self, times: float) -> PassSeconds:
         return PassSeconds(*(each * times for each in self))
 
 
@@ -94,14 +104,14 @@ class Waits(Clock):
     more than `most`.  `idle` are the waits without what the rank does for them itself.
     """
 
-    def __init__(self, machine):
+    def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.waited, self.latest = Counter(), None
         self.idle = Counter() if machine.cores else self.waited
         self.times, self.most = 1, inf
 
     @contextmanager
-    def repeated(self, times, most):
+    def repeated(self, times: float, most: float) -> Iterator[None]:
         """Here all is done so many times as often, in calls of no more than `most` bytes."""
         self.times, self.most = times, most
         try:
@@ -109,26 +119,26 @@ class Waits(Clock):
         finally:
             self.times, self.most = 1, inf
 
-    def kernel(self, name, nbytes):
+    def kernel(self, name: str, nbytes: int) -> None:
         begin, busy = self.now, self.busy
         super().kernel(name, nbytes)
         if self.times != 1:
             self.now += round((self.times - 1) * (self.now - begin))
             self.busy += round((self.times - 1) * (self.busy - busy))
 
-    def cut(self, nbytes):
+    def cut(self, nbytes: int) -> tuple[int, float]:
         """How many calls there are, and the bytes of each."""
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
-    def post(self, op, nbytes, members, queue):
+    def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> int:
         self.latest = members
         calls, nbytes = self.cut(nbytes)
         others = (calls - 1) * self.call(op, nbytes, members)
         self.ends[queue] = max(self.now, self.ends[queue]) + others
         return super().post(op, nbytes, members, queue)
 
-    def until(self, end, pending):
+    def until(self, end: int, pending: Pending) -> Pending:
         # A call is waited for through what it returns: it is the one that was posted last.
         members, ended = self.latest, super().until(end, pending)
 
@@ -144,7 +154,7 @@ class Waits(Clock):
 class CarriedWaits(Waits, HostDrivenClock):
     """The same where no device moves blocks: what the rank does for a call is a part of it."""
 
-    def post(self, op, nbytes, members, queue):
+    def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> int:
         self.latest, begin = members, self.now
         calls, nbytes = self.cut(nbytes)
         for _ in range(calls):
@@ -152,7 +162,7 @@ class CarriedWaits(Waits, HostDrivenClock):
         self.waited[members] += self.now - begin
         return end
 
-    def until(self, end, pending):
+    def until(self, end: int, pending: Pending) -> Pending:
         members, ended = self.latest, super().until(end, pending)
 
         def finish():
@@ -171,7 +181,9 @@ class Sample:
     have theirs together: `ends` are groups of FIRST and LAST.
     """
 
-    def __init__(self, config, vocabulary, machine, ends):
+    def __init__(
+        self, config: Config, vocabulary: int, machine: Machine, ends: Iterable[tuple[Part, ...]]
+    ) -> None:
         self.config, grid = config, config.mesh.grid()
         self.spec = spec_of(config, vocabulary)
         self.clock = (CarriedWaits if machine.cores else Waits)(machine)
@@ -183,7 +195,7 @@ class Sample:
         for parts in ends:
             self.add(*parts)
 
-    def add(self, *parts):
+    def add(self, *parts: Part) -> tuple[Parameters, Any]:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
@@ -196,7 +208,7 @@ class Sample:
         self.stages |= dict(zip(parts, stages))
         return parameters, optimizer
 
-    def passes(self, part, sequences, halves):
+    def passes(self, part: Part, sequences: int, halves: bool) -> PassSeconds:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
         for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
@@ -212,7 +224,7 @@ class Sample:
         _, weight = self.measured(later.run)
         return PassSeconds(forward, whole, backward, weight)
 
-    def forward(self, stage, micro, part):
+    def forward(self, stage: PipelineStage, micro: Micro, part: Part) -> tuple[Pass, Any]:
         """The Pass, and what backward needs."""
         before = self.pool.live.total()
         x = None if part.first else self.block(stage, micro)
@@ -221,7 +233,14 @@ class Sample:
         left = self.pool.live.total() - before - getattr(y, "nbytes", 0)
         return done._replace(left=left), saved
 
-    def backward(self, stage, micro, part, saved, later):
+    def backward(
+        self,
+        stage: PipelineStage,
+        micro: Micro,
+        part: Part,
+        saved: Any,
+        later: Callable[..., None],
+    ) -> Pass:
         """The Pass; what it leaves is what `later` keeps."""
         dy = None if part.last else self.block(stage, micro)
         before = self.pool.live.total() - getattr(dy, "nbytes", 0)
@@ -230,10 +249,10 @@ class Sample:
         left = self.pool.live.total() - before - getattr(dx, "nbytes", 0)
         return done._replace(left=left)
 
-    def block(self, stage, micro):
+    def block(self, stage: PipelineStage, micro: Micro) -> Array:
         return self.mesh.empty(stage.block_of(micro.sequences), self.config.train.dtype)
 
-    def measured(self, work):
+    def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
         """What `work()` returns, and its Pass."""
         clock, live = self.clock, self.pool.live.total()
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
@@ -247,14 +266,14 @@ class Sample:
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
-    def by_axis(self, nanoseconds):
+    def by_axis(self, nanoseconds: Mapping[tuple[int, ...], int]) -> Counter:
         """Seconds by axis, of nanoseconds by group."""
         seconds = Counter()
         for members, spent in nanoseconds.items():
             seconds[self.axes[members]] += spent / 1e9
         return seconds
 
-    def update(self, times):
+    def update(self, times: float) -> tuple[Pass, Pass]:
         """The PassSeconds of the sums of gradients over ranks, and of the update, of so many
         layers."""
         (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6

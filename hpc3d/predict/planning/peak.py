@@ -5,14 +5,21 @@ and chunks that wait for their backward pass and what those between B and W keep
 that comes what the pass itself needs.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from functools import cache
 from math import ceil
 from operator import ge, mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.instruction import Placement, whole
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.estimate import PartCosts
 
 PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
@@ -33,14 +40,14 @@ class Content(NamedTuple):
     last: bool
 
 
-def contents(config):
+def contents(config: Config) -> list[tuple[Content, ...]]:
     """The Content of every chunk of every stage."""
     parallel, turn = config.parallel, find(config.parallel.schedule).turn
     return contents_of(Placement(config.mesh.p, parallel.chunks, turn), *config.layers())
 
 
 @cache
-def contents_of(place, *layers):
+def contents_of(place: Placement, *layers: tuple[int, ...]) -> list[tuple[Content, ...]]:
     parts = range(place.parts)
     contents = [Content(len(layers[n]), n == 0, n == place.parts - 1) for n in parts]
     return [
@@ -49,19 +56,19 @@ def contents_of(place, *layers):
     ]
 
 
-def buckets(gradient, megabytes):
+def buckets(gradient: float, megabytes: float) -> int:
     """How many buckets a gradient of so many bytes fills; one of no size has a tensor."""
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
 
-def together(chunks):
+def together(chunks: Sequence[Content]) -> Content:
     """The Content of a stage."""
     layers, first, last = zip(*chunks)
     return Content(sum(layers), any(first), any(last))
 
 
 @cache
-def work_of(parts, content, split):
+def work_of(parts: PartCosts, content: Content, split: bool) -> StageWork:
     """The StageWork of a Content on a microbatch, its backward pass in halves where it is
     `split`."""
     ends = [parts.first] * content.first, [parts.last] * content.last
@@ -70,7 +77,15 @@ def work_of(parts, content, split):
     return StageWork(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
 
 
-def moving(config, parts, chunks, number, gradient, sums, rest):
+def moving(
+    config: Config,
+    parts: PartCosts,
+    chunks: Sequence[Content],
+    number: int,
+    gradient: float,
+    sums: int,
+    rest: int,
+) -> dict[str, int]:
     """What the rank of stage `number`, of these `chunks`, holds at the worst moment beside its
     parameters, by kind.  `gradient` are the bytes of its gradients, `sums` and `rest` those that
     their sums and the update need."""
@@ -88,14 +103,16 @@ def moving(config, parts, chunks, number, gradient, sums, rest):
     return {"activations in flight": int(held), "the running pass": int(passing)}
 
 
-def messages(stages, micros, stage):
+def messages(stages: int, micros: int, stage: int) -> int:
     """Blocks beside a pass: one to and one from each neighbour, as far as there are microbatches;
     on one stage its result."""
     neighbours = (stage > 0) + (stage < stages - 1)
     return 2 * min(neighbours, micros) or 1
 
 
-def moments_of(config, number, works, blocks):
+def moments_of(
+    config: Config, number: int, works: Sequence[StageWork], blocks: int
+) -> Iterator[tuple[int, int]]:
     """(bytes that wait as a pass begins, bytes of the pass at its peak)."""
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
@@ -107,7 +124,7 @@ def moments_of(config, number, works, blocks):
 
 
 @cache
-def flights(name, stages, micros, chunks, stage):
+def flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> list[tuple]:
     """What a stage keeps as its passes begin: ((op, chunk), activations, inputs of W), both in
     microbatches by chunk, from F to the end of B, and from there to the end of W.  Of the passes
     of a kind those are left out that keep no more of anything than another."""
@@ -128,5 +145,5 @@ def flights(name, stages, micros, chunks, stage):
     ]
 
 
-def beyond(other, counts):
+def beyond(other: tuple[int, int], counts: tuple[int, int]) -> bool:
     return other != counts and all(map(ge, other, counts))

@@ -1,16 +1,25 @@
 """What is reported of a search: the best layouts simulated, those with a name, why others lose."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
 from math import inf
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.predict.planning.candidates import NEAR, RECOMPUTE
 from hpc3d.predict.planning.layouts import kind
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary, waits_of
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.estimate import Estimate
+    from hpc3d.predict.planning.layouts import Candidate
+    from hpc3d.predict.planning.search import Found, Search, TimedCandidate
 
 CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
 NAMED = {
@@ -39,7 +48,7 @@ class RankedLayout(NamedTuple):
     simulated: bool
 
     @property
-    def axis(self):
+    def axis(self) -> str:
         """The axis that is waited for most, or "none"."""
         axes = {axis: seconds for axis, seconds in self.waits.items() if axis != "world"}
         return max(axes, key=axes.get) if sum(axes.values()) else "none"
@@ -53,11 +62,11 @@ class Loser(NamedTuple):
     nearest: RankedLayout
 
 
-def is_cube(mesh):
+def is_cube(mesh: MeshConfig) -> bool:
     return mesh.x == mesh.y == mesh.z > 1
 
 
-def estimated(estimate):
+def estimated(estimate: Estimate) -> RankedLayout:
     """The RankedLayout of an estimate."""
     seconds, waits = estimate.seconds, estimate.waits
     return RankedLayout(
@@ -73,7 +82,7 @@ def estimated(estimate):
     )
 
 
-def simulated(config, vocabulary, machine):
+def simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
     """The RankedLayout of a simulation; the waits are those of the stage that idles least."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
@@ -93,7 +102,7 @@ def simulated(config, vocabulary, machine):
     )
 
 
-def effort(config):
+def effort(config: Config) -> float:
     """What it takes to simulate a layout, roughly in ms: its layers, its stages, its passes."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
@@ -104,12 +113,12 @@ class Ranking:
     """The rows of a search: simulations of the most promising offers, as far as `most` [ms of
     effort] goes, and estimates of the others, corrected by what was simulated."""
 
-    def __init__(self, search, found, machine, most):
+    def __init__(self, search: Search, found: Found, machine: Machine, most: float) -> None:
         self.search, self.found, self.machine = search, found, machine
         self.most = self.left = most
         self.known, self.ratios, self.peaks = {}, {}, {}
 
-    def simulate(self):
+    def simulate(self) -> None:
         """Simulate offers while one may be faster than the fastest that fits; where none fits,
         at last the smallest."""
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
@@ -121,29 +130,29 @@ class Ranking:
         if quickest == inf and offers:
             self.run(min(offers, key=self.peak))
 
-    def promising(self, offers, quickest):
+    def promising(self, offers: Sequence[Estimate], quickest: float) -> Estimate | None:
         """The most promising of the offers, or None where it is not worth a simulation."""
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
         offer = min(near, key=self.least, default=None)
         enough = quickest < inf and self.left < SHOWN * self.most
         return None if enough or not offer or self.least(offer) > quickest else offer
 
-    def least(self, estimate):
+    def least(self, estimate: Estimate) -> float:
         """Seconds that an estimate may turn out to be at least."""
         ratios = self.ratios.get(family(estimate.config))
         return estimate.seconds * (KIN * min(ratios) if ratios else NEW)
 
-    def peak(self, estimate):
+    def peak(self, estimate: Estimate) -> float:
         """Bytes that an estimate is likely to turn out to be."""
         return estimate.peak * fmean(self.peaks.get(family(estimate.config), [1]))
 
-    def room(self, estimate):
+    def room(self, estimate: Estimate) -> float:
         """Bytes that an estimate may have to be simulated: it is to fit the surer, the less effort
         is left after it."""
         left = (self.left - effort(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
 
-    def run(self, estimate):
+    def run(self, estimate: Estimate) -> RankedLayout:
         """The RankedLayout of a layout by simulation."""
         config = estimate.config
         self.left -= effort(config)
@@ -153,13 +162,13 @@ class Ranking:
         self.peaks.setdefault(family(config), []).append(row.peak / estimate.peak)
         return row
 
-    def corrected(self, estimate):
+    def corrected(self, estimate: Estimate) -> RankedLayout:
         """The RankedLayout of an estimate, as wrong as others were."""
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
         return estimated(estimate)._replace(seconds=seconds)
 
-    def row(self, each):
+    def row(self, each: TimedCandidate) -> RankedLayout:
         """The RankedLayout of a place: the fastest of its layouts that were simulated and fit, or
         that of an estimate; None if none fits."""
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
@@ -169,7 +178,7 @@ class Ranking:
         quickest = min(fitting, key=lambda row: row.seconds, default=None)
         return quickest or next(map(self.corrected, likely), None)
 
-    def looked_at(self, each):
+    def looked_at(self, each: TimedCandidate) -> RankedLayout:
         """The RankedLayout of a place, by simulation while there is effort left."""
         row = self.row(each)
         while row and not row.simulated and effort(row.config) <= self.left:
@@ -177,7 +186,7 @@ class Ranking:
             row = self.row(each)
         return row
 
-    def best(self, top):
+    def best(self, top: int) -> list[RankedLayout]:
         """The fastest layouts that fit, by simulation where there is one; the first always is."""
         self.simulate()
         fitting = [each for each in self.found.timed if each.fits]
@@ -188,28 +197,32 @@ class Ranking:
                 return rows
             self.run(self.offer(rows[0].config))
 
-    def fits(self, row):
+    def fits(self, row: Estimate | RankedLayout) -> bool:
         return row.peak <= self.search.candidates.memory
 
-    def widen(self, mesh=None):
+    def widen(self, mesh: MeshConfig | None = None) -> None:
         """Time some places of every name, too."""
         for is_it in NAMED.values():
             promising = sorted(self.places(is_it, mesh), key=self.search.bounds.least)[:EACH]
             self.found.widen(promising, self.search.timed)
 
-    def places(self, is_it, mesh):
+    def places(
+        self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
+    ) -> Iterator[Candidate]:
         """The places that have a name, with the p and d of a mesh if one is given."""
         found = self.found
         for place in [*(each.place for each in found.timed), *found.left, *found.cut]:
             if is_it(place.config) and (mesh is None or alike(place.config.mesh, mesh)):
                 yield place
 
-    def named(self, mesh=None):
+    def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
         """Name -> the RankedLayout of the best layout of that name, with the p and d of a mesh if
         one is given; or None."""
         return {name: self.called(is_it, mesh) for name, is_it in NAMED.items()}
 
-    def called(self, is_it, mesh):
+    def called(
+        self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
+    ) -> RankedLayout | None:
         """The best of what was timed, or of what was simulated, among those that have a name."""
         chosen = {id(place) for place in self.places(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.place) in chosen]
@@ -218,7 +231,7 @@ class Ranking:
         nearest = [estimated(self.nearest([each.best for each in timed]))] if timed else []
         return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 
-    def losers(self, best):
+    def losers(self, best: RankedLayout) -> list[Loser]:
         """Why all others lose against the row `best`."""
         winner, groups = self.offer(best.config), {}
         for each in self.found.timed:
@@ -230,18 +243,18 @@ class Ranking:
         ]
         return sorted(losers, key=lambda loser: -loser.count)
 
-    def offer(self, config):
+    def offer(self, config: Config) -> Estimate:
         """The estimate of a layout."""
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         return next(offer for offer in offers if offer.config == config)
 
-    def nearest(self, group):
+    def nearest(self, group: Sequence[Estimate]) -> Estimate:
         """The fastest of those that fit, else the smallest."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
-    def reason(self, each, winner):
+    def reason(self, each: TimedCandidate, winner: Estimate) -> str:
         """What a layout takes longest for, more than the winner."""
         if not each.fits:
             return "memory"
@@ -253,16 +266,16 @@ class Ranking:
         return max(more, key=more.get)
 
 
-def family(config):
+def family(config: Config) -> tuple[MeshConfig, str, str]:
     """What layouts have in common whose estimates are wrong alike."""
     return config.mesh, config.parallel.scheme, config.parallel.schedule
 
 
-def alike(mesh, other):
+def alike(mesh: MeshConfig, other: MeshConfig) -> bool:
     return (mesh.p, mesh.d) == (other.p, other.d)
 
 
-def layout(config):
+def layout(config: Config) -> dict[str, dict[str, Any]]:
     """A layout as tables of the input file, {"mesh": {...}, "parallel": {...}}, without the keys
     that have their defaults."""
     usual = {"mesh": asdict(MeshConfig()), "parallel": asdict(ParallelConfig())}
@@ -273,7 +286,7 @@ def layout(config):
     }
 
 
-def words(config):
+def words(config: Config) -> str:
     """The same on a line, without sizes and counts of 1."""
     tables = layout(config)
     scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}
@@ -283,5 +296,5 @@ def words(config):
     return " ".join(written(*item) for item in shown.items() if item not in plain.items())
 
 
-def written(key, value):
+def written(key: str, value: Any) -> str:
     return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"

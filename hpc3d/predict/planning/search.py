@@ -5,14 +5,22 @@ All sizes have a lower bound (layouts.py); in its order they are timed by estima
 until no bound is below the best ones that were found.
 """
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, savers, seconds_of
 from hpc3d.predict.planning.estimate import Estimator
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
 REACH = 1.4  # times the fastest place: what others may gain by being looked into
@@ -29,7 +37,7 @@ class TimedCandidate(NamedTuple):
     sure: float
 
     @property
-    def best(self):
+    def best(self) -> Estimate:
         return self.offers[0]
 
 
@@ -43,7 +51,11 @@ class Found(NamedTuple):
     left: list
     considered: int
 
-    def widen(self, places, time):
+    def widen(
+        self,
+        places: Sequence[layouts.Candidate],
+        time: Callable[[layouts.Candidate], TimedCandidate],
+    ) -> None:
         """Add what `time` makes of those places that are not timed yet."""
         new = [place for place in places if all(place is not each.place for each in self.timed)]
         self.timed.extend(map(time, new))
@@ -51,20 +63,22 @@ class Found(NamedTuple):
         for others in (self.cut, self.left):
             others[:] = [place for place in others if all(place is not each for each in new)]
 
-    def sort(self):
+    def sort(self) -> None:
         self.timed.sort(key=lambda each: (not each.fits, each.best.seconds))
 
 
 class Search:
     """Layouts of `config` on so many ranks of a machine, with `memory` bytes each."""
 
-    def __init__(self, config, ranks, vocabulary, machine, memory):
+    def __init__(
+        self, config: Config, ranks: int, vocabulary: int, machine: Machine, memory: float
+    ) -> None:
         self.base, self.ranks, self.memory = layouts.bare(config), ranks, memory
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = layouts.Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory)
 
-    def run(self, top, most):
+    def run(self, top: int, most: int) -> Found:
         """The Found of all layouts; no more than `most` costs are measured for it.
 
         The place with the shortest words of each p and d is timed, then others where it was quick,
@@ -91,7 +105,7 @@ class Search:
         self.refine(found, most)
         return found
 
-    def refine(self, found, most):
+    def refine(self, found: Found, most: int) -> None:
         """Look for more in the places that may be among the best by it, in turn, as far as `most`
         costs go."""
 
@@ -107,10 +121,10 @@ class Search:
                 break
         found.sort()
 
-    def spent(self, most):
+    def spent(self, most: int) -> bool:
         return self.estimator.costs >= most
 
-    def consider(self, place, found, top, most):
+    def consider(self, place: layouts.Candidate, found: Found, top: int, most: float) -> float:
         """Time a place, if it may be among the best; the seconds of its step, if it fits."""
         if self.bounds.least(place) > self.limit(found.timed, top):
             found.cut.append(place)
@@ -122,18 +136,18 @@ class Search:
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf
 
-    def calibrate(self, places):
+    def calibrate(self, places: Sequence[layouts.Candidate]) -> None:
         """Tell the bounds what a layout computes that computes least beside its words."""
         config = min(places, key=lambda place: sum(place.moves.values())).config
         fixed = self.estimator.world(config).seconds
         self.bounds.calibrate(config, self.estimator.parts(config), fixed)
 
-    def limit(self, timed, top):
+    def limit(self, timed: Sequence[TimedCandidate], top: int) -> float:
         """Seconds that a place must stay below to be among the best."""
         seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
-    def places(self):
+    def places(self) -> Iterator[layouts.Candidate]:
         """The layouts that the rules allow, with their bounds."""
         model, train = self.base.model, self.base.train
         for mesh in layouts.meshes(self.ranks, model.layers, train.batch):
@@ -141,14 +155,14 @@ class Search:
             if not layouts.problems(config, self.ranks):
                 yield self.bounds.place(config)
 
-    def refusal(self):
+    def refusal(self) -> str:
         """Why there is no layout: what is wrong with the first one."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
         return f"no layout of {self.ranks} ranks divides this model; the first one: {problem}"
 
-    def variants(self, place):
+    def variants(self, place: layouts.Candidate) -> int:
         """How many layouts have the sizes of a place."""
         config, layers = place.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
@@ -157,11 +171,11 @@ class Search:
         zeros = sum(map(len, layouts.zeros(config, self.ranks)))
         return ways * len(savers(config.mesh)) * zeros * orders
 
-    def timed(self, place):
+    def timed(self, place: layouts.Candidate) -> TimedCandidate:
         """The TimedCandidate of a place, as far as it takes to compare it with others."""
         return self.offered(place, self.candidates.promising(place.config))
 
-    def offered(self, place, found):
+    def offered(self, place: layouts.Candidate, found: Sequence[Estimate]) -> TimedCandidate:
         """The TimedCandidate of a place with these estimates."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:

@@ -5,9 +5,13 @@ What is launched, and with which arrays, the code decides that a GPU runs: there
 description.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +21,13 @@ from hpc3d.arrays.primitive import add_backend
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cudnn_attention import Case, takes
 from hpc3d.cuda.gpu import WORKSPACE, Gpu
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.abstract import CostMeter
+    from hpc3d.arrays.primitive import Primitive
+    from hpc3d.config.input_file import Config
 
 
 class DeviceShape(AbstractArray):
@@ -30,35 +41,44 @@ class DeviceShapes(AbstractPool):
 
     kind, on_device = DeviceShape, True
 
-    def __init__(self, meter=None):
+    def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__(meter)
         self.gpu = AbstractGpu(self)
 
-    def bring(self, array):
+    def bring(self, array: Any) -> AbstractArray:
         return self.empty(np.shape(array), getattr(array, "dtype", np.float32))
 
 
 class AbstractGpu(Gpu):
     """Notifies the meter of a pool of what a GPU would do."""
 
-    def __init__(self, pool):
+    def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
         attention = AbstractAttention(pool)
         super().__init__(self.launched, self.multiplied, attention, empty, pool.bring)
         self.workspace = empty((WORKSPACE,), np.uint8)
 
-    def launched(self, name, rows, columns, /, **given):
+    def launched(self, name: str, rows: int, columns: int, /, **given: Any) -> None:
         touched = [*given.values(), *(given[key] for key in launch_table.kernels()[name].updated)]
         self.pool.meter.kernel(name, sum(array.nbytes for array in of_shapes(touched)))
 
-    def multiplied(self, a, b, out, **epilogue):
+    def multiplied(
+        self, a: AbstractArray, b: AbstractArray, out: AbstractArray, **epilogue: Any
+    ) -> None:
         *batch, rows, inner = a.shape
         self.pool.meter.product(rows, b.shape[-1], inner, a.dtype, prod(batch))
 
-    def contiguous(self, x):
+    def contiguous(self, x: AbstractArray) -> AbstractArray:
         return x.made_by("copy", x)
 
-    def multiply_with(self, a, b, out, add, **epilogue):
+    def multiply_with(
+        self,
+        a: AbstractArray,
+        b: AbstractArray,
+        out: AbstractArray,
+        add: AbstractArray | None,
+        **epilogue: Any,
+    ) -> bool:
         """cuBLASLt takes everything that is asked of it."""
         self.multiplied(a, b, out)
         return True
@@ -68,30 +88,40 @@ class AbstractAttention:
     """What cuDNN does (cudnn_attention.Flash): of causal attention half of every product, with no
     scores in memory; five products backward, one of which is made again."""
 
-    def __init__(self, pool):
+    def __init__(self, pool: AbstractPool) -> None:
         self.pool = pool
 
-    def suits(self, dtype, width, drop):
+    def suits(self, dtype: DTypeLike, width: int, drop: object) -> bool:
         return takes(dtype, width, drop, self.pool.meter.widest)
 
-    def forward(self, qkv, sequence, width):
+    def forward(
+        self, qkv: AbstractArray, sequence: int, width: int
+    ) -> tuple[AbstractArray, AbstractArray]:
         case = Case.of(qkv, sequence, width)
         out = self.pool.empty((qkv.shape[0], case.heads * width), qkv.dtype)
         stats = self.pool.empty((case.batch, case.heads, sequence, 1), np.float32)
         self.tell(case, 2, (qkv, out, stats))
         return out, stats
 
-    def backward(self, dout, qkv, out, stats, sequence, width):
+    def backward(
+        self,
+        dout: AbstractArray,
+        qkv: AbstractArray,
+        out: AbstractArray,
+        stats: AbstractArray,
+        sequence: int,
+        width: int,
+    ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
         self.tell(Case.of(qkv, sequence, width), 5, (dout, qkv, out, stats, dqkv))
         return dqkv
 
-    def tell(self, case, products, arrays):
+    def tell(self, case: Any, products: int, arrays: Sequence[AbstractArray]) -> None:
         flop = products * case.batch * case.heads * case.sequence**2 * case.width
         self.pool.meter.fused(flop, sum(array.nbytes for array in arrays), arrays[1].dtype)
 
 
-def on_pool(primitive):
+def on_pool(primitive: Primitive) -> Callable[..., Any]:
     """The CUDA rule of a primitive, on the abstract GPU of an array's pool."""
     rule = primitive.cuda_rule
     if rule is None:
@@ -104,11 +134,11 @@ contiguous.register(DeviceShape, lambda block: block)
 value_of.register(DeviceShape, lambda array: 0.0)
 
 
-def unrecorded(config):
+def unrecorded(config: Config) -> Config:
     """A run that launches its kernels one by one: what is recorded does the same."""
     return replace(config, train=replace(config.train, cuda_graph=False))
 
 
-def pool_of(config, meter=None):
+def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:
     """The arrays without data of a run's ranks."""
     return (DeviceShapes if config.train.backend == "cupy" else AbstractPool)(meter)

@@ -5,9 +5,12 @@ milliseconds, with the recorder that measures real runs.  So the predicted bytes
 memory are those of a trace, exactly.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +24,11 @@ from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.program import Program
+
 CAPACITY = 1 << 12  # rows at first; a Prediction keeps its table
 COMM = CATEGORY.index("comm")
 
@@ -28,14 +36,14 @@ COMM = CATEGORY.index("comm")
 class InMemory(Recorder):
     """Keeps all rows of a step, however many they are: there is no run to write them to."""
 
-    def flush(self):
+    def flush(self) -> None:
         pass
 
 
 class Blanks(MicrobatchLoader):
     """Batches of zeros: which tokens they are changes nothing here."""
 
-    def batch(self, step):
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         pair = AbstractArray((2, *self.shape), np.int32, self.mesh.pool)
         self.mesh.world.broadcast(pair, 0).wait()
         zeros = np.broadcast_to(np.int32(0), self.shape)
@@ -53,7 +61,7 @@ class Prediction(NamedTuple):
     axes: list
     peak: dict
 
-    def moved(self):
+    def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(axis, op, phase) -> (calls, bytes received)."""
         calls, received = Counter(), Counter()
         for row in self.events[self.events["category"] == COMM]:
@@ -62,7 +70,7 @@ class Prediction(NamedTuple):
             received[key] += int(row["bytes"])
         return {key: (count, received[key]) for key, count in calls.items()}
 
-    def flops(self):
+    def flops(self) -> dict[str, float]:
         """Floating-point operations by operation."""
         events, total = self.events, {}
         for op in np.unique(events["op"]).tolist():
@@ -71,7 +79,9 @@ class Prediction(NamedTuple):
         return total
 
 
-def predict(config, vocabulary, coords, program=None):
+def predict(
+    config: Config, vocabulary: int, coords: Mapping[str, int], program: Program | None = None
+) -> Prediction:
     """The Prediction of the rank at `coords` (axis -> coordinate) in the second step of a run.
 
     ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
@@ -81,7 +91,9 @@ def predict(config, vocabulary, coords, program=None):
     return observe(mesh, config, vocabulary, program)
 
 
-def observe(mesh, config, vocabulary, program=None):
+def observe(
+    mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
+) -> Prediction:
     """The Prediction of the rank of a mesh without data."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
@@ -95,7 +107,7 @@ def observe(mesh, config, vocabulary, program=None):
     return Prediction(events, axes, dict(mesh.pool.peak))
 
 
-def every_rank(config, vocabulary):
+def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
     """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
     all together, on threads."""
     grid, program = config.mesh.grid(), program_of(config)

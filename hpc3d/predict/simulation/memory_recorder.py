@@ -1,5 +1,9 @@
 """A recorder whose rows stay in memory, where they can be taken out and put in again."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import numpy as np
 
 from hpc3d.trace.recorder import ROW, Recorder
@@ -11,15 +15,15 @@ ROWS = record_type(EVENTS)
 class MemoryRecorder(Recorder):
     """A recorder of rank `rank` that reads `clock` [ns] and never writes a file."""
 
-    def __init__(self, rank, clock):
+    def __init__(self, rank: int, clock: Callable[[], int]) -> None:
         without = float("inf")
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
 
-    def rows(self, first=0):
+    def rows(self, first: int = 0) -> np.ndarray:
         """A copy of the rows from number `first` on."""
         return np.frombuffer(self.table, ROWS, self.count)[first:].copy()
 
-    def add(self, rows, now):
+    def add(self, rows: np.ndarray, now: int) -> None:
         """Append the rows of a pass that was recorded before: it ends `now`."""
         end = self.count + len(rows)
         while end > self.capacity:
@@ -27,5 +31,5 @@ class MemoryRecorder(Recorder):
         self.table[self.count * ROW.size : end * ROW.size] = rows.tobytes()
         self.count, self.latest = end, now
 
-    def flush(self):
+    def flush(self) -> None:
         """Nothing: the rows stay."""

@@ -5,15 +5,28 @@ calls and leaves the same memory.  So of thousands of them few are run: the firs
 those under which gradients are in flight to be summed.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.model.layers import at_once
 from hpc3d.pipeline.engine import Later
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.abstract import AbstractLease
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.stage import Micro
+    from hpc3d.pipeline.passes import Group
+    from hpc3d.pipeline.stage_protocol import PipelineStage
+    from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+    from hpc3d.predict.simulation.simulated_clock import Clock
 
 
 class Take(NamedTuple):
@@ -37,13 +50,13 @@ class Take(NamedTuple):
 class Studio:
     """Records passes of a rank and plays them: on its clock, its memory and its ledger."""
 
-    def __init__(self, mesh, ledger, clock):
+    def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
         self.mesh, self.ledger, self.clock = mesh, ledger, clock
         self.comms = {comm.group: comm for comm in mesh.comms.values()}
         self.takes = {}
 
     @contextmanager
-    def take(self, kind, micro):
+    def take(self, kind: tuple[str, int, int], micro: Micro) -> Iterator[None]:
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
@@ -70,7 +83,7 @@ class Studio:
             )
 
     @contextmanager
-    def play(self, kind, micro, microbatch):
+    def play(self, kind: tuple[str, int, int], micro: Micro, microbatch: int) -> Iterator[None]:
         """Do the same again; in this context arrays come and go that outlive the pass."""
         take, pool, before = self.takes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         rows = self.again(take, microbatch)
@@ -90,7 +103,7 @@ class Studio:
         high = {name: change + before[name] for name, change in take.peak.items()}
         pool.peak |= Counter(high | {"all": total + take.peak["all"]})
 
-    def again(self, take, microbatch):
+    def again(self, take: Take, microbatch: int) -> np.ndarray:
         """The rows of a take as those of a microbatch that begins now."""
         rows, now = take.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
@@ -101,15 +114,15 @@ class Studio:
             rows["seq"][calls] += self.numbers()[group] - take.first[group]
         return rows
 
-    def numbers(self):
+    def numbers(self) -> dict[int, int]:
         return {group: comm.sequence["collective"] for group, comm in self.comms.items()}
 
 
-def differences(new, old):
+def differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int]:
     return {name: new[name] - old[name] for name in new if new[name] != old[name]}
 
 
-def blank(array):
+def blank(array: Any) -> np.ndarray:
     """An array of the host of the same shape and type, with the memory of one element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
@@ -117,32 +130,34 @@ def blank(array):
 class Kept:
     """What a played pass keeps: those of its arrays that a real one keeps, too."""
 
-    def __init__(self, arrays):
+    def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
 
 
 class ReplayedStage:
     """A `PipelineStage` whose passes are played, but for those of the microbatches in `run`."""
 
-    def __init__(self, stage, studio, chunk, run):
+    def __init__(
+        self, stage: PipelineStage, studio: Studio, chunk: int, run: Collection[int]
+    ) -> None:
         self.stage, self.studio, self.chunk, self.run = stage, studio, chunk, run
         self.results = {}
 
     @property
-    def units(self):
+    def units(self) -> list[str]:
         return self.stage.units
 
-    def block_of(self, sequences):
+    def block_of(self, sequences: int) -> tuple[int, ...]:
         return self.stage.block_of(sequences)
 
-    def kind(self, name, micro):
+    def kind(self, name: str, micro: Micro) -> tuple[str, int, int]:
         return name, self.chunk, micro.sequences
 
     @property
-    def microbatch(self):
+    def microbatch(self) -> int:
         return self.studio.ledger.microbatch
 
-    def forward(self, x, micro):
+    def forward(self, x: Array | None, micro: Micro) -> tuple[Any, Any]:
         kind = self.kind("F", micro)
         if self.microbatch in self.run:
             with self.studio.take(kind, micro):
@@ -156,7 +171,14 @@ class ReplayedStage:
             y = self.drawn(like, x)
         return y, Kept([array for array, holds in zip((x, y), kept) if holds])
 
-    def backward(self, dy, saved, micro, later, finished):
+    def backward(
+        self,
+        dy: Array | None,
+        saved: Any,
+        micro: Micro,
+        later: Callable[..., None],
+        finished: Callable[[str], None],
+    ) -> Any:
         split = later is not at_once
         kind = self.kind("B" if split else "BW", micro)
         if isinstance(saved, Kept):
@@ -175,7 +197,7 @@ class ReplayedStage:
             later(self.weigh, micro, work)
         return dx
 
-    def weigh(self, micro, work):
+    def weigh(self, micro: Micro, work: Any) -> None:
         """The weights' gradients that a split backward pass left for later."""
         kind = self.kind("W", micro)
         if isinstance(work, Kept):
@@ -185,7 +207,7 @@ class ReplayedStage:
             with self.studio.take(kind, micro):
                 work.run()
 
-    def drawn(self, like, given):
+    def drawn(self, like: Any, given: Any) -> Any:
         """A new array of a sketch, or the one that was given; what is not a sketch is the same
         again."""
         if like is GIVEN:
@@ -202,7 +224,7 @@ class Sketch(NamedTuple):
 GIVEN = object()  # the result of a pass of a stage without layers: what came in
 
 
-def sketch(array, given):
+def sketch(array: Any, given: Any) -> Any:
     """What it takes to make the like of an array, without its memory; other things as they are."""
     if not isinstance(array, AbstractArray):
         return array
@@ -211,7 +233,7 @@ def sketch(array, given):
     return Sketch(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
 
 
-def leases(saved):
+def leases(saved: Any) -> set[AbstractLease]:
     """The memory that nested tuples, lists and arrays of them hold."""
     if isinstance(saved, AbstractArray):
         return {saved.lease} - {None}
@@ -220,7 +242,7 @@ def leases(saved):
     return set()
 
 
-def to_run(groups, sizes):
+def to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
     """chunk -> the microbatches whose passes must be run: the first forward and the first backward
     of each of the `sizes` (of microbatches), and those in which gradients are summed."""
     found, run = set(), {}

@@ -5,7 +5,11 @@ along a tensor or data axis do the same at the same time, so one of them stands 
 stages of a pipeline tell each other when messages leave.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +18,11 @@ from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.predict.machine.between_hosts import legs
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.grid import Grid
+    from hpc3d.predict.machine.machine import Machine
 
 CARD = "card"  # whose end is among those of the queues
 
@@ -28,53 +37,53 @@ class Clock(CostMeter):
 
     wired = 0
 
-    def __init__(self, machine, share=1.0):
+    def __init__(self, machine: Machine, share: float = 1.0) -> None:
         self.machine, self.share = machine, share
         self.now = self.busy = 0
         self.ends = Counter()
 
     @property
-    def widest(self):
+    def widest(self) -> int:
         return self.machine.max_fused_head_dim
 
-    def advance(self, length, busy, wired):
+    def advance(self, length: int, busy: int, wired: int) -> None:
         """Let so many ns of a pass go by that is not run, of which the rank is busy, and waits for
         the card of its host, so many."""
         self.now += length
         self.busy += busy
         self.wired += wired
 
-    def work(self, seconds):
+    def work(self, seconds: float) -> None:
         length = nanoseconds(self.share * seconds)
         self.now, self.busy = self.now + length, self.busy + length
 
-    def product(self, m, n, k, dtype, batch=1):
+    def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
         self.work(self.machine.product(m, n, k, dtype.name, batch))
 
-    def kernel(self, name, nbytes):
+    def kernel(self, name: str, nbytes: float) -> None:
         self.work(self.machine.kernel(name, nbytes))
 
-    def fused(self, flop, nbytes, dtype):
+    def fused(self, flop: float, nbytes: float, dtype: np.dtype) -> None:
         self.work(self.machine.fused(flop, nbytes, dtype.name))
 
-    def call(self, op, nbytes, members):
+    def call(self, op: str, nbytes: float, members: Sequence[int]) -> int:
         return nanoseconds(self.machine.call(op, nbytes, members))
 
-    def post(self, op, nbytes, members, queue):
+    def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
         """When a collective ends that begins now, or when those before it in its queue have
         ended."""
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
-    def leave(self, nbytes, members, last):
+    def leave(self, nbytes: float, members: Sequence[int], last: int) -> int:
         """When a message has left that is sent now, or at `last`, when the one before has."""
         return max(self.now, last) + self.call("send", nbytes, members)
 
-    def receive(self, nbytes, members, arrival):
+    def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         """Wait for a message and take it."""
         self.now = max(self.now, arrival)
 
-    def until(self, end, pending):
+    def until(self, end: int, pending: Pending) -> Pending:
         """A `Pending` that is waited for until `end`."""
 
         def finish():
@@ -93,21 +102,21 @@ class HostDrivenClock(Clock):
     at once, but those that wait for it have to wake up.
     """
 
-    def __init__(self, machine, share=1.0):
+    def __init__(self, machine: Machine, share: float = 1.0) -> None:
         super().__init__(machine, share)
         self.wired = self.since = self.done = 0
 
-    def wake(self, time):
+    def wake(self, time: int) -> int:
         """When a rank goes on that waits until `time`."""
         return time + nanoseconds(self.share * self.machine.wakeup_s)
 
-    def post(self, op, nbytes, members, queue):
+    def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
         work, wired = legs(self.machine, op, nbytes, members)
         self.work(work)
         self.ends[queue] = self.carry(max(self.now, self.ends[queue]), wired)
         return self.wake(self.ends[queue])
 
-    def carry(self, ready, seconds):
+    def carry(self, ready: int, seconds: float) -> int:
         """When the card has carried what is `ready` then and takes it so long.
 
         It is busy without a break from `since` on; the last call waits for it until `done`.
@@ -119,7 +128,7 @@ class HostDrivenClock(Clock):
         self.done = min(ready, self.ends[CARD])
         return ready
 
-    def until(self, end, pending):
+    def until(self, end: int, pending: Pending) -> Pending:
         # A call is waited for through what it returns: it is the one that was posted last.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
@@ -129,12 +138,12 @@ class HostDrivenClock(Clock):
 
         return Pending(finish)
 
-    def leave(self, nbytes, members, last):
+    def leave(self, nbytes: float, members: Sequence[int], last: int) -> int:
         work, wired = legs(self.machine, "send", nbytes, members)
         self.work(work)
         return self.carry(self.now, wired)
 
-    def receive(self, nbytes, members, arrival):
+    def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         work, wired = legs(self.machine, "recv", nbytes, members)
         if arrival > self.now:
             self.wired += min(arrival - self.now, nanoseconds(wired))
@@ -142,12 +151,12 @@ class HostDrivenClock(Clock):
         self.work(work)
 
 
-def clock_of(machine, share=1.0):
+def clock_of(machine: Machine, share: float = 1.0) -> Clock:
     """The Clock of a machine: Carried where its ranks have no devices."""
     return (HostDrivenClock if machine.cores else Clock)(machine, share)
 
 
-def nanoseconds(seconds):
+def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
@@ -155,11 +164,13 @@ class PipelineTimed(AbstractCommunicator):
     """A communicator whose calls take the machine's time, in a `queue` of hpc3d.comm.mesh; all
     members call at the same time."""
 
-    def __init__(self, rank, size, members, pool, queue):
+    def __init__(
+        self, rank: int, size: int, members: Sequence[int], pool: Pool, queue: str
+    ) -> None:
         super().__init__(rank, size, members, pool)
         self.clock, self.queue = pool.meter, queue
 
-    def timed(self, op, nbytes, pending):
+    def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
         return self.clock.until(self.clock.post(op, nbytes, self.members, self.queue), pending)
 
     def _all_gather(self, block):
@@ -193,11 +204,18 @@ class Linked(PipelineTimed):
     stage has posted it.
     """
 
-    def __init__(self, rank, members, pool, peers, stages):
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        pool: Pool,
+        peers: Any,
+        stages: range | dict[int, int],
+    ) -> None:
         super().__init__(rank, len(members), members, pool, queue_of("p"))
         self.peers, self.stages, self.leaves = peers, stages, {}
 
-    def timed(self, op, nbytes, pending):
+    def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
         ends, now = self.clock.ends, np.array([self.clock.now])
         latest = int(self.peers.all_reduce(now, "max").wait()[0])
         ends[self.queue] = max(ends[self.queue], latest)
@@ -220,11 +238,11 @@ class Linked(PipelineTimed):
 
         return Pending(finish)
 
-    def pair(self, peer):
+    def pair(self, peer: int) -> tuple[int, int]:
         return self.members[self.rank], self.members[peer]
 
 
-def representative(grid, pool, peers):
+def representative(grid: Grid, pool: Pool, peers: Any) -> Mesh:
     """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
     of its `pool` is a Clock."""
     column = grid.ranks_along("p", {})

@@ -4,12 +4,16 @@ A stage of the pipeline is a thread, on which one rank runs the trainer on array
 (simulated_clock.py): any number of ranks takes as long as there are stages and layers.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +27,15 @@ from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.replay import ReplayedStage, Studio, to_run
 from hpc3d.predict.simulation.simulated_clock import clock_of, representative
 from hpc3d.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hpc3d.comm.grid import Grid
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
+    from hpc3d.model.parameters import Parameters
+    from hpc3d.pipeline.program import Program
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulated_clock import Clock
 
 log = logging.getLogger(__name__)
 NEAR, ROUNDS = 1e-3, 4  # how near to the sum of the work a crowded step comes, and in how many
@@ -52,7 +65,7 @@ class StageRun(NamedTuple):
     wired: int
 
     @property
-    def seconds(self):
+    def seconds(self) -> float:
         _, _, start, end, *_ = self.step
         return (end - start) / 1e9
 
@@ -60,7 +73,12 @@ class StageRun(NamedTuple):
 BYTES = 256  # tokens of the byte tokenizer
 
 
-def settled(path, overrides, ranks=None, of_run=False):
+def settled(
+    path: Path | str | None,
+    overrides: Sequence[str],
+    ranks: int | None = None,
+    of_run: bool = False,
+) -> Config:
     """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
     a rule.  `of_run` is that of hpc3d.config.load."""
     config = load(path, overrides, of_run)
@@ -73,7 +91,7 @@ def settled(path, overrides, ranks=None, of_run=False):
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
 
 
-def simulate(config, vocabulary, machine):
+def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
     """The StageRun of each stage, for a settled `config` on a `machine`.
 
     ValueError where a block has an owner (scheme 3d-broadcast): its owner does not do what the
@@ -99,7 +117,7 @@ def simulate(config, vocabulary, machine):
     return shared(crowd_of(config, machine), runs)
 
 
-def run(peers, config, vocabulary, program, clock):
+def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
     """The StageRun of the stage whose number is that of this member of `peers`."""
     bare = representative(config.mesh.grid(), pool_of(config, clock), peers)
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
@@ -129,13 +147,13 @@ def run(peers, config, vocabulary, program, clock):
     )
 
 
-def bytes_of_tables(parameters):
+def bytes_of_tables(parameters: Parameters) -> int:
     """Bytes of the values of token tables: the first stage has one, and the last its copy."""
     places = [parameters.places[item].value for item in parameters if item.rows]
     return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
 
 
-def bytes_of_logits(trainer):
+def bytes_of_logits(trainer: Trainer) -> int:
     """Bytes of this rank's logits of the largest microbatch; 0 on stages without the head."""
     train, count = trainer.config.train, trainer.config.parallel.microbatches
     rows = -(-train.batch // count) * trainer.config.model.sequence
@@ -147,7 +165,9 @@ def bytes_of_logits(trainer):
     return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
-def play(trainer, mesh, ledger, clock, program):
+def play(
+    trainer: Trainer, mesh: Mesh, ledger: MemoryRecorder, clock: Clock, program: Program
+) -> None:
     """Let the engine of a trainer run few of its passes and play the others."""
     studio, train = Studio(mesh, ledger, clock), trainer.config.train
     count = trainer.config.parallel.microbatches
@@ -159,7 +179,7 @@ def play(trainer, mesh, ledger, clock, program):
     ]
 
 
-def crowding(machine, ranks):
+def crowding(machine: Machine, ranks: int) -> float:
     """How many ranks of a node share each of its cores; 1 where each has its own device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
@@ -173,7 +193,7 @@ class Crowd(NamedTuple):
     stage: float
     lanes: float
 
-    def seconds(self, alone, chain, busy, wired):
+    def seconds(self, alone: float, chain: float, busy: float, wired: float) -> float:
         """How long a step takes that takes `alone` where each rank has its own core.
 
         Ranks of a stage meet in every layer: what they do themselves, a `chain` of these seconds,
@@ -187,7 +207,7 @@ class Crowd(NamedTuple):
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
 
 
-def crowd_of(config, machine):
+def crowd_of(config: Config, machine: Machine) -> Crowd:
     """The Crowd of a layout."""
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
@@ -197,7 +217,7 @@ def crowd_of(config, machine):
     return Crowd(crowding(machine, grid.size), stage, lanes)
 
 
-def lanes_of(grid, together, here):
+def lanes_of(grid: Grid, together: int, here: range) -> int:
     """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
     an axis joins all of them, so that they meet, and where none leads to another host."""
     lanes, crossing = together, False
@@ -211,7 +231,7 @@ def lanes_of(grid, together, here):
     return lanes if crossing else 1
 
 
-def shared(crowd, runs):
+def shared(crowd: Crowd, runs: Callable[[float], list[StageRun]]) -> list[StageRun]:
     """The StageRuns where a Crowd shares a core; `runs` makes those of ranks whose cores
     take so many times as long."""
     found = runs(1.0)
@@ -230,6 +250,6 @@ def shared(crowd, runs):
     return found
 
 
-def length(runs):
+def length(runs: Sequence[StageRun]) -> int:
     """Nanoseconds of a step over all its stages."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

@@ -1,17 +1,26 @@
 """A simulated step in a few numbers: time, bubble, memory, bytes."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP, PHASE
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulator import StageRun
 
 COMM, COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
 RECOMPUTE = PHASE.index("recompute")
 MESSAGES = [OP.index("send"), OP.index("recv")]
 
 
-def summary(runs, config, machine):
+def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
     """Plain values for `--json`; seconds, bytes and FLOP of a step.
 
     `memory` has the peaks of a rank of each stage and kind, and of the `worst` stage: activations
@@ -43,7 +52,7 @@ def summary(runs, config, machine):
     }
 
 
-def bubble(runs):
+def bubble(runs: Sequence[StageRun]) -> float:
     """(cost - work) / cost: the share of its time that the busiest stage waits for messages.
 
     `cost` is the longest time from the first to the last pass of a stage, `work` what the busiest
@@ -53,7 +62,7 @@ def bubble(runs):
     return 1 - max(works) / max(spans)
 
 
-def span_and_work(run):
+def span_and_work(run: StageRun) -> tuple[int, int]:
     """Nanoseconds from the first to the last pass, and those of them without waits for others."""
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != COPY)]
     message = np.isin(rows["op"], MESSAGES)
@@ -63,19 +72,19 @@ def span_and_work(run):
     return int(end - begin), int(end - begin - waits["dur"][inside].sum())
 
 
-def communication(runs, seconds):
+def communication(runs: Sequence[StageRun], seconds: float) -> float:
     """The share of a step that the stage which idles least waits for calls, without those for the
     messages of other stages, which are in the bubble."""
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
     return (waits.total() - waits["p"]) / seconds
 
 
-def exposed(run):
+def exposed(run: StageRun) -> float:
     """The share of its step in which a rank waits for calls, messages among them."""
     return waits_of(run).total() / run.seconds
 
 
-def waits_of(run):
+def waits_of(run: StageRun) -> Counter:
     """Seconds that a stage waits for calls, by axis."""
     calls, waits = run.rows[run.rows["category"] == COMM], Counter()
     for group in np.unique(calls["group"]).tolist():
@@ -84,7 +93,7 @@ def waits_of(run):
     return waits
 
 
-def memory(runs, here, machine):
+def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, Any]:
     peaks = [
         {kind: run.peak.get(kind, 0) for kind in MEMORY_KIND}
         | {"tables": run.tables, "logits": run.logits}
@@ -99,7 +108,7 @@ def memory(runs, here, machine):
     }
 
 
-def moved(run):
+def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     """{axis: {operation: {"calls", "bytes"}}} of a rank."""
     calls, received = Counter(), Counter()
     for row in run.rows[run.rows["category"] == COMM]:

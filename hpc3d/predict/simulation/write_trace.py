@@ -1,6 +1,11 @@
 """A simulated step as a trace file, which `hpc3d.report` reads like a measured one."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,13 +17,21 @@ from hpc3d.trace.merge import merge
 from hpc3d.trace.schema import CLOCK_SAMPLES, DTYPE, MEMORY, MEMORY_KIND, OP, STEPS, record_type
 from hpc3d.trace.segment import segment_path, write_segment
 
+if TYPE_CHECKING:
+    from hpc3d.comm.grid import Grid
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.simulator import StageRun
+
 MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
 MESSAGES = [OP.index("send"), OP.index("recv")]
 BROADCAST, REDUCE = OP.index("broadcast"), OP.index("reduce")
 ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
 
 
-def write_trace(folder, runs, config, machine, git=""):
+def write_trace(
+    folder: Path, runs: Sequence[StageRun], config: Config, machine: Machine, git: str = ""
+) -> Path:
     """Write FOLDER/trace.h5 with the events of every rank, from those of one of each stage.
 
     ValueError if these would be more than MOST_ROWS, or of a schedule whose steps overlap.
@@ -48,13 +61,15 @@ def write_trace(folder, runs, config, machine, git=""):
     return merge(folder)
 
 
-def members(grid, coords, axes):
+def members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:
     """The ranks of the groups of a rank."""
     world = [*range(grid.size)]
     return [world if axis == "world" else [*grid.ranks_along(axis, coords)] for axis in axes]
 
 
-def header_of(rank, coords, config, machine):
+def header_of(
+    rank: int, coords: Mapping[str, int], config: Config, machine: Machine
+) -> dict[str, Any]:
     grid = config.mesh.grid()
     return {
         "kind": "simulated",
@@ -76,7 +91,9 @@ def header_of(rank, coords, config, machine):
     }
 
 
-def tables_of(rank, run, here, there):
+def tables_of(
+    rank: int, run: StageRun, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, ...]:
     """Events, steps, memory and samples of a rank that does what `run` did.
 
     Its groups are those of `here`, and `there` those of the one that ran.
@@ -96,7 +113,9 @@ def tables_of(rank, run, here, there):
     return events, step, memory, np.zeros(0, record_type(CLOCK_SAMPLES))
 
 
-def turn_roots(events, group, rank, mine, others):
+def turn_roots(
+    events: np.ndarray, group: int, rank: int, mine: Sequence[int], others: Sequence[int]
+) -> None:
     """Name the roots of broadcasts and reductions among the members of this rank's group; the root
     of a broadcast receives nothing, nor does the member after the root of a reduction."""
     rows = np.flatnonzero((events["group"] == group) & np.isin(events["op"], (BROADCAST, REDUCE)))
@@ -109,7 +128,7 @@ def turn_roots(events, group, rank, mine, others):
     events["bytes"][rows] = np.where(counted, whole * receives, 0)
 
 
-def prediction(runs, found):
+def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of /prediction for a summary: of the step, and of the first rank of each stage;
     -1 for what is of no one stage or rank."""
     rows = [("step_s", -1, -1, found["step_time_s"])]
