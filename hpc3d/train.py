@@ -68,7 +68,7 @@ class Opened(NamedTuple):
     plan: RunPlan
     batches: Batches
     program: Program
-    lock: TextIO | None
+    lock: TextIO
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -94,7 +94,9 @@ TYPED = {
     "analyze",
     "arrays",
     "benchmarks",
+    "checkpoints",
     "comm",
+    "config",
     "cuda",
     "data",
     "diagnose",
@@ -105,6 +107,7 @@ TYPED = {
     "studies",
     "tensor",
     "trace",
+    "training",
 }
 
 LIMITS = [

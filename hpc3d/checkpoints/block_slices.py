@@ -1,6 +1,9 @@
 """Rectangles of a tensor: the parts of it that ranks hold and files have."""
 
+from __future__ import annotations
+
 from bisect import bisect
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,10 +17,10 @@ class BlockSlices(NamedTuple):
     right: int
 
     @property
-    def size(self):
+    def size(self) -> int:
         return max(0, self.bottom - self.top) * max(0, self.right - self.left)
 
-    def within(self, other):
+    def within(self, other: BlockSlices) -> BlockSlices:
         """The part that both have."""
         return BlockSlices(
             max(self.top, other.top),
@@ -26,19 +29,19 @@ class BlockSlices(NamedTuple):
             min(self.right, other.right),
         )
 
-    def of(self, outer):
+    def of(self, outer: BlockSlices) -> tuple[slice, slice]:
         """The index of this part in an array that has the rectangle `outer`."""
         rows = slice(self.top - outer.top, self.bottom - outer.top)
         return rows, slice(self.left - outer.left, self.right - outer.left)
 
 
-def whole_of(shape):
+def whole_of(shape: Sequence[int]) -> BlockSlices:
     """The rectangle of all of a tensor."""
     *rows, columns = shape
     return BlockSlices(0, *(rows or [1]), 0, columns)
 
 
-def rectangles(block, start, stop):
+def rectangles(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
     """Elements `start` to `stop` of a block, counted row by row, as at most three rectangles:
     the end of a row, whole rows, the beginning of a row."""
     width = block.right - block.left
@@ -63,7 +66,7 @@ def _rectangle(block, width, start, stop):
     )
 
 
-def uncovered(parts, whole):
+def uncovered(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
     """Why rectangles are not the parts of a whole, each element once; None if they are."""
     if any(part.within(whole) != part for part in parts):
         return f"a part lies outside of {whole.bottom} x {whole.right}"
@@ -73,7 +76,7 @@ def uncovered(parts, whole):
     return f"{missing} of {whole.size} elements are nowhere" if missing else None
 
 
-def overlap(parts):
+def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
     """What two of the rectangles share; None if they are disjoint.
 
     A line sweeps down the rows; `across` are the rectangles that it crosses, from left to right.

@@ -1,18 +1,26 @@
 """What checkpoints will take of disk and time, reported before the first step."""
 
+from __future__ import annotations
+
 import hashlib
 import shutil
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpc3d.checkpoints.sharded import shares, steps_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import replacing
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
+    from hpc3d.training.trainer import Trainer
 
 LARGEST = 4 << 20  # bytes that are written to find out
 FILES = 2  # that a rank writes into a checkpoint
@@ -26,7 +34,7 @@ class Probe(NamedTuple):
     digest: float
 
 
-def forecast(job, folder, trainer, keep):
+def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
     """Lines about the checkpoints of a run in `folder`; collective over all ranks.
 
     One rank of each node writes a few megabytes; the job is refused if it cannot.
@@ -51,7 +59,7 @@ def forecast(job, folder, trainer, keep):
     return [told, *filter(None, [shortage(folder, total, keep)])]
 
 
-def probe(folder, host, size):
+def probe(folder: Path, host: str, size: int) -> Probe:
     """Write a small and a large file into a folder, have them on disk, and remove them."""
     path, block = folder / f"probe-{host}", np.random.default_rng(0).bytes(size)
     small, large = timed(partial(written, path, block[:1])), timed(partial(written, path, block))
@@ -60,18 +68,18 @@ def probe(folder, host, size):
     return Probe(small, max(0.0, large - small) / size, digest / size)
 
 
-def written(path, block):
+def written(path: Path, block: bytes) -> None:
     with replacing(path) as temporary:
         temporary.write_bytes(block)
 
 
-def timed(function):
+def timed(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
 
 
-def seconds(ranks, probes):
+def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
     """Of a checkpoint: each node writes what its ranks have, then rank 0 reads all of it again.
 
     `ranks` are (host, bytes), `probes` one a node, of which the slowest counts.
@@ -85,7 +93,7 @@ def seconds(ranks, probes):
     return written + sum(held.values()) * slowest.digest
 
 
-def shortage(folder, size, keep):
+def shortage(folder: Path, size: int, keep: int) -> str | None:
     """What to do where the disk will not hold those that are kept and the one that is written."""
     present = steps_of(folder / "checkpoints")
     has = sum(path.stat().st_size for step in present for path in step.iterdir())

@@ -14,7 +14,12 @@ Its Conv1D keeps a weight as [in, out], as we do: nothing is transposed, only th
 several such files and an index of them.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +29,10 @@ from hpc3d.checkpoints.inspect import config_of, shapes_in
 from hpc3d.model.families import GPT2
 from hpc3d.model.layers import LayerNorm
 from hpc3d.trace.segment import replacing
+
+if TYPE_CHECKING:
+    from hpc3d.checkpoints.sharded import Checkpoint
+    from hpc3d.config.input_file import ModelConfig
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GELU = {"tanh": "gelu_new", "exact": "gelu"}
@@ -44,13 +53,13 @@ FIXED = {
 }
 
 
-def exchanged(columns, groups):
+def exchanged(columns: np.ndarray, groups: tuple[int, int]) -> np.ndarray:
     """An array whose columns are [*groups, D], with the two groups the other way round."""
     parts = columns.reshape(*columns.shape[:-1], *groups, -1)
     return parts.swapaxes(-3, -2).reshape(columns.shape)
 
 
-def written_by(target):
+def written_by(target: Path) -> list[Path]:
     """The files that `export` writes, the weights first; ValueError if there is no place."""
     if target.suffix == ".safetensors":
         return [target]
@@ -59,14 +68,14 @@ def written_by(target):
     return [target / WEIGHTS, target / CONFIG]
 
 
-def refuse_to_replace(target):
+def refuse_to_replace(target: Path) -> None:
     """ValueError if `export` would write over a file."""
     for path in written_by(target):
         if path.exists():
             raise ValueError(f"{path} exists: name another place, or replace it with --force")
 
 
-def export(opened, target):
+def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
     where `target` ends in .safetensors, as that file alone; their shapes by GPT-2's names.
     """
@@ -85,14 +94,16 @@ def export(opened, target):
     return {name: array.shape for name, array in arrays.items()}
 
 
-def value_of(opened, name, shape, dtype, model):
+def value_of(
+    opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype, model: ModelConfig
+) -> np.ndarray:
     """The whole of a parameter, as GPT-2 has it."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
     opened.fill(value.reshape(whole.bottom, whole.right), name, opened.exact, whole)
     return exchanged(value, (model.heads, 3)) if ".qkv." in name else value
 
 
-def settings_of(model, dtype):
+def settings_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of a model.  Its tokenizer, and so the ids of its text's ends, are unknown
     to `transformers`."""
     return {

@@ -3,9 +3,13 @@
 The files are not trusted: sizes come from arrays that are there, not from what config.json says.
 """
 
+from __future__ import annotations
+
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +32,10 @@ from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, settle
 from hpc3d.model.families import GPT2
 
+if TYPE_CHECKING:
+    from hpc3d.checkpoints.safetensors import Entry
+    from hpc3d.config.input_file import Config
+
 NAMES = GPT2.names
 TABLE, POSITIONS, HEAD = map(
     NAMES.name_of, ("embedding.token", "embedding.position", "head.table")
@@ -49,7 +57,7 @@ class Pretrained:
     be given, each with the reason.  ValueError, in one line, if it cannot be trained here.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.places = places(weight_files(self.path))
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
@@ -63,20 +71,20 @@ class Pretrained:
             raise ValueError(f"{path}: {error}") from None
 
     @property
-    def entries(self):
+    def entries(self) -> dict[str, Entry]:
         return {name: file.entries[stored] for name, (file, stored) in self.places.items()}
 
     @property
-    def dtype(self):
+    def dtype(self) -> str:
         """float64 if any array is so, else float32: shorter numbers are widened."""
         stored = {entry.dtype for entry in self.entries.values()}
         return "float64" if "F64" in stored else "float32"
 
-    def read(self, name):
+    def read(self, name: str) -> np.ndarray:
         file, stored = self.places[name]
         return file.read(stored)
 
-    def tied(self, settings):
+    def tied(self, settings: Mapping[str, Any]) -> bool:
         """Whether the head is the token table; a copy of that is dropped."""
         same = HEAD not in self.places or np.array_equal(self.read(HEAD), self.read(TABLE))
         tied = settings.get("tie_word_embeddings", True if settings else same)
@@ -88,7 +96,7 @@ class Pretrained:
             self.places.pop(HEAD, None)
         return tied
 
-    def parameter(self, ours, model):
+    def parameter(self, ours: str, model: ModelConfig) -> np.ndarray:
         """A parameter by our name, as the `ModelConfig` that was made of this wants it."""
         value = self.read(NAMES.name_of(ours))
         if ours == "embedding.position":
@@ -96,7 +104,7 @@ class Pretrained:
         return exchanged(value, (3, model.heads)) if ".qkv." in ours else value
 
 
-def weight_files(path):
+def weight_files(path: Path) -> list[Weights]:
     """The files with the weights of a folder; or that one file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
@@ -115,7 +123,7 @@ def weight_files(path):
     return [Weights(file)]
 
 
-def places(files):
+def places(files: Sequence[Weights]) -> dict[str, tuple[Weights, str]]:
     """{GPT-2's name without prefix: (file, name in it)} of all arrays but masks."""
     found = {}
     for file in files:
@@ -128,7 +136,7 @@ def places(files):
     return found
 
 
-def read_json(path):
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError if a file has none."""
     try:
         found = json.loads(files.read(path, files.MOST_JSON))
@@ -139,7 +147,7 @@ def read_json(path):
     return found
 
 
-def measured(entries):
+def measured(entries: Mapping[str, Entry]) -> dict[str, int]:
     """The sizes of a model, from the shapes of its arrays."""
     for name in (TABLE, POSITIONS):
         if name not in entries or len(entries[name].shape) != 2:
@@ -153,7 +161,7 @@ def measured(entries):
     }
 
 
-def told_by(settings):
+def told_by(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json tells of a model besides its sizes; ValueError for what is not here."""
     name = str(settings.get("activation_function", GELU["tanh"]))
     if name not in ACTIVATIONS:
@@ -172,11 +180,11 @@ def told_by(settings):
     }
 
 
-def dropouts(settings):
+def dropouts(settings: Mapping[str, Any]) -> list[float]:
     return [settings[key] for key in DROPOUTS if key in settings]
 
 
-def undecided(settings, model):
+def undecided(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, str]:
     """The keys of [model] that a user must give, each with the reason."""
     reasons = {}
     if "heads" not in model:
@@ -187,7 +195,9 @@ def undecided(settings, model):
     return reasons
 
 
-def check(entries, settings, model):
+def check(
+    entries: Mapping[str, Entry], settings: Mapping[str, Any], model: Mapping[str, Any]
+) -> None:
     """ValueError where config.json says other sizes, or the arrays are not those of a GPT-2."""
     for theirs, ours in SIZES.items():
         if settings.get(theirs, model[ours]) != model[ours]:
@@ -207,13 +217,13 @@ def check(entries, settings, model):
             raise ValueError(f"{name} is {found}: it should be {list(shape)}")
 
 
-def listed(names):
+def listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 
 
-def configured(pretrained, words):
+def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     """The configuration of a run with this model; `words` are options `--section.key value`.
 
     The model is as it is: given may be what is undecided, the dropout, and a shorter sequence.

@@ -1,9 +1,12 @@
 """What a checkpoint holds, and whether it is all there."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.checkpoints.block_slices import uncovered, whole_of
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
@@ -18,6 +21,9 @@ from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import state_kinds
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config, ModelConfig
+
 
 class Tensor(NamedTuple):
     """A parameter of global `shape`; `kinds` are its value and what the optimiser keeps of it,
@@ -30,7 +36,7 @@ class Tensor(NamedTuple):
     bytes: int
 
 
-def checkpoints(path):
+def checkpoints(path: Path) -> list[Path]:
     """The folders of the checkpoints that a path names, the newest first: a checkpoint, or a run
     with several.  ValueError if it has none."""
     path = Path(path)
@@ -45,7 +51,7 @@ def checkpoints(path):
     return found
 
 
-def latest(parent):
+def latest(parent: Path) -> str:
     """The name of the checkpoint that was finished last; empty if that is not on record."""
     try:
         return (parent / "latest").read_text(encoding="utf-8").strip()
@@ -53,7 +59,7 @@ def latest(parent):
         return ""
 
 
-def config_of(opened):
+def config_of(opened: Checkpoint) -> Config:
     """The configuration that wrote a checkpoint; ValueError if its manifest has no valid one."""
     try:
         config = stored(opened.header["config"])
@@ -66,7 +72,7 @@ def config_of(opened):
     return config
 
 
-def shapes_of(model):
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """{name: global shape} of the parameters of a model, in the order of the forward pass."""
     mesh = Mesh({}, {}, {}, Self())
     parameters = Parameters(mesh, "float32")
@@ -77,7 +83,7 @@ def shapes_of(model):
     return {item.name: item.shape for item in parameters}
 
 
-def shapes_in(opened):
+def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The same of the model that a checkpoint is of; ValueError if it has other layers."""
     model = config_of(opened).model
     layers = {name.split(".")[1] for name, _ in opened.sources if name.startswith("layers.")}
@@ -89,7 +95,7 @@ def shapes_in(opened):
     return shapes_of(model)
 
 
-def tensors(opened):
+def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """The `Tensor`s of a checkpoint."""
     kinds = kinds_of(opened)
     for name, shape in shapes_in(opened).items():
@@ -99,13 +105,13 @@ def tensors(opened):
         yield Tensor(name, shape, dtypes[0].name if dtypes else "", kinds, nbytes)
 
 
-def kinds_of(opened):
+def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
     """Those of the arrays in a checkpoint; the value is always one of them."""
     found = {kind for _, kind in opened.sources}
     return ("value", *(kind for kind in state_kinds() if kind in found))
 
 
-def about(opened):
+def about(opened: Checkpoint) -> dict[str, Any]:
     """What `show` tells of a checkpoint, as plain values."""
     config, held = config_of(opened), [*tensors(opened)]
     parallel, written = config.parallel, (opened.folder / "manifest.json").stat().st_mtime
@@ -128,7 +134,7 @@ def about(opened):
     }
 
 
-def problems(folder):
+def problems(folder: Path) -> list[str]:
     """A line for everything that is wrong with a checkpoint; reads all of it."""
     try:
         opened = Checkpoint(folder)
@@ -140,7 +146,7 @@ def problems(folder):
     return damaged + [f"{folder}: {line}" for line in inconsistencies(opened, shapes)]
 
 
-def newest_whole(folders):
+def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
     """The first whole one of some checkpoints, and what is wrong with those before it.
 
     ValueError with all that is wrong if there is no whole one.
@@ -154,7 +160,7 @@ def newest_whole(folders):
     raise Problems(wrong)
 
 
-def inconsistencies(opened, shapes):
+def inconsistencies(opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """What cannot be in a manifest: another step than the folder's, tensors that no model of these
     `shapes` has, and those of which there is not every element once."""
     step = opened.header["step"]

@@ -4,8 +4,13 @@
  files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, rectangles]]}]}
 """
 
+from __future__ import annotations
+
 import json
 import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +27,7 @@ LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
 MOST = 1 << 62  # of any number of a file
 
 
-def read_manifest(folder):
+def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the files that a manifest lists; OSError or ValueError for what is wrong."""
     path = folder / "manifest.json"
     size = path.stat().st_size
@@ -39,12 +44,12 @@ def read_manifest(folder):
     return header, files
 
 
-def name_of(dtype):
+def name_of(dtype: np.dtype) -> str:
     """What a manifest calls a type."""
     return BFLOAT16 if dtype.name == BFLOAT16 else dtype.str
 
 
-def type_of(name):
+def type_of(name: str) -> np.dtype:
     """The type that a manifest calls so; ValueError with the remedy where it is not installed."""
     if name == BFLOAT16:
         try:
@@ -54,17 +59,17 @@ def type_of(name):
     return np.dtype(name)
 
 
-def require(sound, problem):
+def require(sound: object, problem: str) -> None:
     if not sound:
         raise ValueError(problem)
 
 
-def number(value, most=MOST):
+def number(value: object, most: int = MOST) -> bool:
     """Whether it is a whole number, neither negative nor beyond what a file can have."""
     return type(value) is int and 0 <= value < most
 
 
-def check_header(header):
+def check_header(header: Any) -> None:
     version = header.get("version")
     known = header.get("format") == FORMAT and number(version) and version <= VERSION
     require(known, "its manifest is not one that this hpc3d reads")
@@ -78,7 +83,7 @@ def check_header(header):
         require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
 
 
-def check_files(files):
+def check_files(files: Any) -> None:
     require(isinstance(files, list), "its manifest lists no files")
     require(all(isinstance(file, dict) for file in files), "its manifest lists no files")
     names = set()
@@ -91,7 +96,7 @@ def check_files(files):
         check_file(file)
 
 
-def check_file(file):
+def check_file(file: Any) -> None:
     """One file: a sound size and digest, and pieces that lie in it."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
     require(number(file.get("bytes")), f"{name} has no size")
@@ -106,7 +111,14 @@ def check_file(file):
         require(end <= file["bytes"], f"{name} has a piece beyond its end")
 
 
-def sound_piece(name, kind, dtype, offset, rectangles, kinds):
+def sound_piece(
+    name: object,
+    kind: object,
+    dtype: object,
+    offset: object,
+    rectangles: Any,
+    kinds: Collection[str],
+) -> bool:
     return (
         isinstance(name, str)
         and NAME.fullmatch(name)
@@ -120,13 +132,13 @@ def sound_piece(name, kind, dtype, offset, rectangles, kinds):
     )
 
 
-def sound_rectangle(edges):
+def sound_rectangle(edges: Any) -> bool:
     """Whether it is [top, bottom, left, right]."""
     if not (isinstance(edges, list) and len(edges) == 4 and all(map(number, edges))):
         return False
     return edges[0] <= edges[1] and edges[2] <= edges[3]
 
 
-def area(edges):
+def area(edges: Sequence[int]) -> int:
     top, bottom, left, right = edges
     return (bottom - top) * (right - left)

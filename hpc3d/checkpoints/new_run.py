@@ -1,12 +1,16 @@
 """A run that begins with given weights: its folder, with a checkpoint before the first step."""
 
+from __future__ import annotations
+
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,17 +22,26 @@ from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
 from hpc3d.training.optimizer import optimizer_of
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.training.optimizer import StateSpec
+
 
 class Beginning(NamedTuple):
     """The state of a model that has made no step: what `Snapshot` is of a run, for one rank that
     holds all of it.  The arrays are made one after the other."""
 
     pieces: list
-    arrays: object
+    arrays: Iterator[np.ndarray]
     nbytes: int
 
 
-def state(shapes, dtype, read, specs):
+def state(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    read: Callable[[str], np.ndarray],
+    specs: Sequence[StateSpec],
+) -> Beginning:
     """The `Beginning` with values `read(name)` and an optimiser with the states `specs` that has
     seen nothing."""
     states = {spec.name: np.dtype(spec.dtype or dtype) for spec in specs}
@@ -47,7 +60,9 @@ def state(shapes, dtype, read, specs):
     return Beginning(pieces, arrays(), offset)
 
 
-def begin(run, config, read):
+def begin(
+    run: Path, config: Config, read: Callable[[str], np.ndarray]
+) -> dict[str, tuple[int, ...]]:
     """Make the folder of a run that `train --resume` takes; `read(name, model)` gives the value of
     a parameter, `model` being the section of `config`.  Returns {name: shape} of them.
 
@@ -71,13 +86,13 @@ def begin(run, config, read):
     return shapes
 
 
-def write(path, text):
+def write(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def becoming(folder):
+def becoming(folder: Path) -> Iterator[Path]:
     """A folder with a temporary name, which it loses if the block succeeds; else it is removed."""
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)

@@ -1,7 +1,11 @@
 """Going on with a run: its folder, what changes, the state of its newest whole checkpoint."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
 from hpc3d.config.input_file import MeshConfig
@@ -10,11 +14,17 @@ from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config, TrainConfig
+    from hpc3d.data.batches import Batches
+    from hpc3d.runtime.job import Job
+    from hpc3d.training.trainer import Trainer
+
 OF_ANOTHER = "it is of another model or optimiser"
 NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
-def run_to_resume(words):
+def run_to_resume(words: list[str]) -> Path | None:
     """The folder that --resume names, which is taken out of the words; None without it."""
     for place, word in enumerate(words):
         if word.startswith("--resume="):
@@ -33,7 +43,7 @@ def run_to_resume(words):
     raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
 
 
-def fitted(config, ranks):
+def fitted(config: Config, ranks: int) -> Config:
     """A stored configuration whose mesh gives way, where it is of another number of ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
@@ -46,7 +56,7 @@ def fitted(config, ranks):
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
-def continued(run, config):
+def continued(run: Path, config: Config) -> tuple[Config, list[str]]:
     """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
 
     ValueError, before anything is changed, if it cannot go on.
@@ -57,7 +67,7 @@ def continued(run, config):
     return config, [*changes(run, config), *rates(begun, config.train, done)]
 
 
-def changes(run, config):
+def changes(run: Path, config: Config) -> list[str]:
     """A line for each setting that is not what it was in the run; what was open is no such."""
     before, now = flat(load(run / "config.toml", [], of_run=True)), flat(config)
     return [
@@ -67,7 +77,7 @@ def changes(run, config):
     ]
 
 
-def check(run, config):
+def check(run: Path, config: Config) -> int:
     """How many steps are done, of the newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
@@ -85,7 +95,7 @@ def check(run, config):
     return done
 
 
-def laid_out(config, begun=None):
+def laid_out(config: Config, begun: TrainConfig | None = None) -> Config:
     """`config` with its `train.decay_steps` settled: where none are given those of the section
     [train] that a run has `begun` with, so that more steps do not raise the learning rate again.
     ValueError if the warm-up is longer than that now."""
@@ -95,7 +105,7 @@ def laid_out(config, begun=None):
     return config
 
 
-def rates(begun, train, done):
+def rates(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
     """Where the learning rate of a run that was `begun` with another section [train], and has
     `done` so many steps, does not just decay on: a line each."""
     if train.decay == "constant":
@@ -115,7 +125,7 @@ def rates(begun, train, done):
         )
 
 
-def resume(job, run, trainer, say):
+def resume(job: Job, run: Path, trainer: Trainer, say: Callable[[str], object]) -> int:
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
 
@@ -134,7 +144,7 @@ def resume(job, run, trainer, say):
     return opened.header["step"]
 
 
-def go_on(batches, header):
+def go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
     """Rank 0: let the data begin where the position in a manifest says; by itself it begins
     after as many steps of today's batch."""
     match header.get("position"):
@@ -142,7 +152,7 @@ def go_on(batches, header):
             batches.go_on(header["step"], sequences)
 
 
-def newest(job, run, trainer):
+def newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
     what is wrong with those after it.  The job is refused without one."""
     wrong = []
@@ -163,7 +173,7 @@ def newest(job, run, trainer):
     job.refuse(*wrong, NOTHING.format(run))
 
 
-def attempt(function):
+def attempt(function: Callable[[], Any]) -> Any:
     """What `function()` says is wrong, or its OSError or ValueError does, in one line."""
     try:
         return function()
@@ -171,12 +181,12 @@ def attempt(function):
         return "; ".join(lines_of(error))
 
 
-def agreed(job, problem):
+def agreed(job: Job, problem: str | None) -> list[str]:
     """The problems of all ranks, each once."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
-def misfit(opened, config):
+def misfit(opened: Checkpoint, config: Config) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
     from hpc3d.checkpoints.inspect import config_of, inconsistencies, kinds_of, shapes_of
 

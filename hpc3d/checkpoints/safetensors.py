@@ -1,6 +1,10 @@
 """Arrays in files of safetensors, which hold no code, by way of the package of that name."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +29,7 @@ class Weights:
     ValueError, in one line, if the file is damaged or none of this format.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path, package = Path(path), library()
         try:
             with package.safe_open(self.path, "np") as file:
@@ -38,7 +42,7 @@ class Weights:
             what = plain(str(error))  # it quotes the file
             raise ValueError(f"{path} is no whole safetensors file: {what}") from None
 
-    def read(self, name):
+    def read(self, name: str) -> np.ndarray:
         """The array of a name, as float64 if it is stored so and else as float32."""
         dtype = self.entries[name].dtype
         if dtype not in WIDE:
@@ -49,7 +53,7 @@ class Weights:
             return file.get_tensor(name).astype(WIDE[dtype], copy=False)
 
 
-def write(path, arrays):
+def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write {name: array}.  The file gets its name when all of it is on disk."""
     package = library()
     from safetensors.numpy import save_file
@@ -64,7 +68,7 @@ def write(path, arrays):
         raise ValueError(f"{path}: {error}") from None
 
 
-def library():
+def library() -> ModuleType:
     """The package; ValueError with the remedy where it is not installed."""
     need("an exchange of weights", "safetensors")
     import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it

@@ -1,11 +1,19 @@
 """Checkpoints of a run as it goes."""
 
+from __future__ import annotations
+
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.checkpoints.sharded import Snapshot, complete, write_shard
 from hpc3d.trace.segment import sync
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import CheckpointConfig
+    from hpc3d.training.trainer import Trainer
 
 
 class Saver:
@@ -17,13 +25,20 @@ class Saver:
     what was saved.
     """
 
-    def __init__(self, folder, trainer, how, header, say):
+    def __init__(
+        self,
+        folder: Path,
+        trainer: Trainer,
+        how: CheckpointConfig,
+        header: Callable[[int], dict[str, Any]],
+        say: Callable[[str], object],
+    ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
         self.told = ""  # by the thread, of what it has written
         self.exposed = 0.0  # seconds that the rank did not go on
 
-    def after(self, number):
+    def after(self, number: int) -> None:
         """Save if it is time to, after step `number`."""
         if self.thread and not self.thread.is_alive():
             self.wait()
@@ -31,7 +46,7 @@ class Saver:
         if self.how.every and (done % self.how.every == 0 or done == last):
             self.save(done)
 
-    def stop(self, number):
+    def stop(self, number: int) -> bool:
         """Save after step `number` if that has not been done; whether there is anything to save.
 
         An asynchronous schedule has passes in flight that no checkpoint holds.
@@ -42,7 +57,7 @@ class Saver:
             self.save(number + 1)
         return True
 
-    def save(self, done):
+    def save(self, done: int) -> None:
         """Save the state after `done` steps; waits for the one before to be on disk."""
         self.wait()
         trainer, self.saved, begin = self.trainer, done, time.monotonic()
@@ -54,7 +69,7 @@ class Saver:
         self.thread = threading.Thread(target=self.try_to_write, args=(snapshot, header, begin))
         self.thread.start()
 
-    def try_to_write(self, snapshot, header, begin):
+    def try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
         """`write`, whose error names a file, or the folder."""
         try:
             self.write(snapshot, header, begin)
@@ -62,7 +77,7 @@ class Saver:
             error.filename = error.filename or self.parent
             raise
 
-    def write(self, snapshot, header, begin):
+    def write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
         mesh = self.trainer.mesh
         final = self.parent / f"step-{header['step']:08d}"
         folder = final.with_suffix(".tmp")
@@ -77,7 +92,7 @@ class Saver:
                 damage or f"checkpoint {final.name}: {size / 1e6:.1f} MB in {seconds:.2f} s"
             )
 
-    def wait(self):
+    def wait(self) -> None:
         """Until what was begun is on disk."""
         if not self.thread:
             return

@@ -8,13 +8,16 @@ and their SHA-256, so a reader takes what its own blocks need, wherever it lies.
 name when all of it is on disk: a checkpoint is whole or not there.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +28,15 @@ from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
 from hpc3d.training.optimizer import MASTER
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.checkpoints.new_run import Beginning
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import FlatSlices, Parameter, Parameters
+    from hpc3d.training.optimizer import Optimizer
 
-def block_of(item, mesh):
+
+def block_of(item: Parameter, mesh: Mesh) -> BlockSlices:
     """The rectangle of this rank's block of a parameter; without the padding of a table."""
     *rows, columns = item.layout.slices(item.shape, mesh)
     rows = rows[0] if rows else slice(0, 1)
@@ -47,7 +57,7 @@ class StoredPiece(NamedTuple):
 class Snapshot:
     """A copy of this rank's share of the state, on the host: `pieces` and the bytes of each."""
 
-    def __init__(self, parameters, optimizer):
+    def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
         self.pieces, self.arrays, offset = [], [], 0
         for name, kind, parts, elements in shares(parameters, optimizer):
             self.pieces.append(StoredPiece(name, kind, name_of(elements.dtype), offset, parts))
@@ -55,11 +65,13 @@ class Snapshot:
             offset += elements.nbytes
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
 
-def shares(parameters, optimizer):
+def shares(
+    parameters: Parameters, optimizer: Optimizer
+) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
     """(name, kind, rectangles, their elements) of all arrays whose copy on this rank counts."""
     for item, place in parameters.places.items():
         if parameters.counts(item):
@@ -70,7 +82,9 @@ def shares(parameters, optimizer):
                 yield item.name, kind, parts, array[: sum(part.size for part in parts)]
 
 
-def arrays(place, parameters, optimizer):
+def arrays(
+    place: FlatSlices, parameters: Parameters, optimizer: Optimizer
+) -> Iterator[tuple[str, Array]]:
     """(kind, this rank's own elements) of a parameter that lies at `place`."""
     yield "value", parameters.value[place.own_value]
     for kind, state in optimizer.states.items():
@@ -80,7 +94,7 @@ def arrays(place, parameters, optimizer):
 # Writing
 
 
-def write_shard(folder, rank, snapshot):
+def write_shard(folder: Path, rank: int, snapshot: Snapshot | Beginning) -> None:
     """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256.
 
     The second is a message to rank 0, which may give the folder its name as soon as it sees it:
@@ -99,7 +113,7 @@ def write_shard(folder, rank, snapshot):
     os.replace(message, path.with_suffix(".json"))
 
 
-def complete(folder, ranks, header, keep):
+def complete(folder: Path, ranks: int, header: Mapping[str, Any], keep: int) -> str | None:
     """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
     it the latest, read it again, and remove all before it but `keep` - 1; or return what is wrong
     with it, and remove none.
@@ -130,7 +144,7 @@ def complete(folder, ranks, header, keep):
     return None
 
 
-def discard(folder):
+def discard(folder: Path) -> None:
     """Remove a checkpoint: first its manifest, so that what is left of it is not a checkpoint.  A
     folder that someone made in it stays, and so does what NFS keeps of files that are open."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
@@ -140,13 +154,13 @@ def discard(folder):
         folder.rmdir()
 
 
-def told(error):
+def told(error: Any) -> Any:
     """An error in words, with the name of its file."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {why(error)}" if name else error
 
 
-def steps_of(parent):
+def steps_of(parent: Path) -> list[Path]:
     """The checkpoints of a run, the newest first."""
     found = [path for path in Path(parent).glob("step-????????") if path.is_dir()]
     return sorted(found, reverse=True)
@@ -161,7 +175,7 @@ class Checkpoint:
     ValueError, which names what is wrong, if the manifest or a file's size is.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         try:
             self.header, self.files = read_manifest(self.folder)
@@ -194,12 +208,12 @@ class Checkpoint:
         return sources
 
     @property
-    def exact(self):
+    def exact(self) -> str:
         """The kind that has the values in full: their master copies, where there are any."""
         held = {kind for _, kind in self.sources}
         return MASTER.name if MASTER.name in held else "value"
 
-    def damage(self, number=0, of=1):
+    def damage(self, number: int = 0, of: int = 1) -> str | None:
         """What is wrong with the first bad file of every `of`-th from `number` on; None if none
         was changed."""
         for file in self.files[number::of]:
@@ -209,7 +223,7 @@ class Checkpoint:
                 return f"{self.folder}: {file['file']} was changed or damaged on disk"
         return None
 
-    def fill(self, array, name, kind, rectangle):
+    def fill(self, array: np.ndarray, name: str, kind: str, rectangle: BlockSlices) -> None:
         """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""
         absent = np.ones(array.shape, bool)
         for elements, part in self.sources.get((name, kind), ()):
@@ -224,7 +238,7 @@ class Checkpoint:
             )
 
 
-def restore(checkpoint, parameters, optimizer):
+def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
     """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint and
     in whatever type: values and their master copies come from those that are there in full."""
     exact = checkpoint.exact
@@ -237,7 +251,9 @@ def restore(checkpoint, parameters, optimizer):
             fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 
 
-def fill_flat(checkpoint, flat, name, kind, block, first):
+def fill_flat(
+    checkpoint: Checkpoint, flat: Array, name: str, kind: str, block: BlockSlices, first: int
+) -> None:
     """Fill consecutive elements of a block, from its element `first` on; padding stays."""
     host, done = on_host(flat), 0
     for part in rectangles(block, first, first + len(flat)):

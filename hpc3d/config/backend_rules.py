@@ -1,12 +1,19 @@
 """What the backends of the input file, numpy and cupy, have and have not."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hpc3d.extras import lacking
 from hpc3d.pipeline.schedule import find
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
 
-def wrong_backend(config):
+
+def wrong_backend(config: Config) -> Iterator[str]:
     """What one backend has and the other has not."""
     train, transport = config.train, config.mesh.transport
     if train.backend == "numpy" and transport in ("nccl", "host-staged"):
@@ -31,7 +38,7 @@ def wrong_backend(config):
         yield "train.dtype = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
 
 
-def wrong_graph(config):
+def wrong_graph(config: Config) -> Iterator[str]:
     """Where a step cannot be one launch."""
     from hpc3d.cuda.cudnn_attention import Flash
 
@@ -57,7 +64,7 @@ def wrong_graph(config):
         )
 
 
-def known(package):
+def known(package: str) -> bool:
     """Whether a package is here; then it is loaded, and NumPy knows the types that it brings."""
     try:
         import_module(package)
@@ -66,7 +73,7 @@ def known(package):
     return True
 
 
-def untrainable(config):
+def untrainable(config: Config) -> Iterator[str]:
     """What can be simulated, but takes too long to be trained, or needs a package to be."""
     if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
         yield from lacking("model.gelu = exact", "scipy")

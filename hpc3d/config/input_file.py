@@ -5,6 +5,8 @@ The text below a key is its meaning, which `hpc3d train --help` prints.  Plain d
 ranks get them by broadcast and need no parser.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
@@ -43,17 +45,17 @@ class MeshConfig:
     """how ranks talk: auto takes memory that those of a node share, or NCCL where each has a
     GPU; mpi is MPI alone; nccl, and host-staged through the memory of the hosts, are for GPUs"""
 
-    def sizes(self):
+    def sizes(self) -> dict[str, int]:
         """Axis -> number of ranks, in the order of the ranks."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
 
-    def grid(self):
+    def grid(self) -> Grid:
         """The Grid of the ranks."""
         return grid_of(self)
 
 
 @cache
-def grid_of(mesh):
+def grid_of(mesh: MeshConfig) -> Grid:
     return Grid(mesh.sizes())
 
 
@@ -88,7 +90,7 @@ class ParallelConfig:
     """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 
     @property
-    def way(self):
+    def way(self) -> str:
         """What says how products are split, for messages."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
@@ -167,7 +169,7 @@ class TrainConfig:
     fused_gelu: bool = False
     """GPUs do GELU within products, by cuBLASLt"""
 
-    def decaying(self):
+    def decaying(self) -> int:
         """The steps, warm-up and all, after which the learning rate has decayed."""
         return self.decay_steps or max(self.steps, self.warmup)
 
@@ -244,14 +246,14 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def splits(self):
+    def splits(self) -> dict[str, Split]:
         """Kind of layer -> the split of the first of its products, over the data axis where there
         is one: the blocks, and the ends with them, are dense."""
         letters = self.parallel.split
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         return {"dense": split.over("d", self.parallel.zero) if self.mesh.d > 1 else split}
 
-    def keep(self):
+    def keep(self) -> str:
         """The operands of products whose working blocks are kept for backward.
 
         ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
@@ -259,7 +261,7 @@ class Config:
         kept = "x" if self.parallel.zero == 3 and self.mesh.d > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
 
-    def layers(self):
+    def layers(self) -> list[range]:
         """The blocks of each part of the pipeline, in model order, as ranges."""
         parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
         counts = self.parallel.layers_per_stage or [

@@ -3,8 +3,13 @@
 Only the rank that reads a file imports pydantic.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 from hpc3d import renamed
 from hpc3d.config.input_file import Config
@@ -12,7 +17,7 @@ from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
 
 
-def load(path, overrides, of_run=False):
+def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
     """The values of the input `path` (a file, or a name of hpc3d.shipped; None: the default) and
     of `--section.key value` overrides.
 
@@ -27,7 +32,7 @@ def load(path, overrides, of_run=False):
     return validate(tree)
 
 
-def read(path):
+def read(path: Path | str) -> dict[str, Any]:
     from hpc3d import files
 
     content = files.read(path, remedy="name a file that can be read")
@@ -37,7 +42,7 @@ def read(path):
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
 
-def override(tree, words):
+def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
     """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables; a notice
     for each old name."""
     pairs = [*options(words)]
@@ -55,7 +60,7 @@ def override(tree, words):
     return notices + renamed.use_new_names(tree)
 
 
-def options(words):
+def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each option of the command line with the text of its value."""
     words = iter(words)
     for word in words:
@@ -71,12 +76,12 @@ def options(words):
         yield option, text
 
 
-def not_text(word):
+def not_text(word: str) -> bool:
     """Whether a word of the command line has bytes that are no UTF-8."""
     return any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
-def toml_value(text):
+def toml_value(text: str) -> Any:
     from hpc3d.files import toml
 
     try:
@@ -85,7 +90,7 @@ def toml_value(text):
         return text
 
 
-def stored(text):
+def stored(text: str) -> Config:
     """The Config of a text that a checkpoint or a trace keeps, whose whole numbers are within
     bounds; ValueError if it has none."""
     from hpc3d import files, limits
@@ -100,7 +105,7 @@ def stored(text):
     return config
 
 
-def validate(tree):
+def validate(tree: dict[str, Any]) -> Config:
     """A tree of tables as a `Config`; all errors at once."""
     import json
 
@@ -114,7 +119,7 @@ def validate(tree):
         raise Problems(map(explain, errors.errors())) from None
 
 
-def explain(error):
+def explain(error: Mapping[str, Any]) -> str:
     """One line for one of pydantic's errors."""
     path = [str(part) for part in error["loc"]]
     key = ".".join(path)
@@ -126,7 +131,7 @@ def explain(error):
     return f"{key}: {reason}, not {found}; correct the value"
 
 
-def hint(sections, name):
+def hint(sections: Sequence[str], name: str) -> str:
     """The key that an unknown one may stand for, here or in another table; or those known here."""
     here = [key for key in known_keys() if key.split(".")[:-1] == sections]
     for keys in (here, known_keys()):
@@ -136,12 +141,12 @@ def hint(sections, name):
     return f"known here: {', '.join(here)}"
 
 
-def known_keys():
+def known_keys() -> list[str]:
     """Every key of an input file, with its section, and the sections."""
     return [*asdict(Config()), *(key for key in flat(Config()) if "." in key)]
 
 
-def flat(config):
+def flat(config: Config) -> dict[str, Any]:
     """{key: value} of a configuration, keys with their section."""
     tree = asdict(config)
     tables = {key: tree.pop(key) for key in [*tree] if is_section(key)}
@@ -149,11 +154,11 @@ def flat(config):
     return {**tree, **nested}
 
 
-def is_section(key):
+def is_section(key: str) -> bool:
     return is_dataclass(getattr(Config(), key))
 
 
-def to_toml(config):
+def to_toml(config: Config) -> str:
     """The configuration as the text of an input file."""
     top, tables = [], []
     for key, value in asdict(config).items():
@@ -165,7 +170,7 @@ def to_toml(config):
     return "\n\n".join(["\n".join(top), *tables]) + "\n"
 
 
-def literal(value):
+def literal(value: Any) -> str:
     """A value as TOML writes it."""
     import json
 

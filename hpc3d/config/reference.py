@@ -4,12 +4,15 @@ and as the page docs/configuration.md: python -m hpc3d.config.reference > docs/c
 Keys and meanings are those of input_file.py, whose source is read for the texts below the keys.
 """
 
+from __future__ import annotations
+
 import ast
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from inspect import getsource
 from itertools import pairwise
 from textwrap import wrap
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import literal
@@ -29,7 +32,7 @@ hpc3d.config.reference > docs/configuration.md`, and a test compares the two.
 """
 
 
-def manual(table=Config):
+def manual(table: type = Config) -> str:
     """An input file with the defaults of a table; keys that are absent by default are comments."""
     types, texts = get_type_hints(table), meanings(table)
     sections = [key for key in types if is_dataclass(types[key])]
@@ -44,7 +47,7 @@ def manual(table=Config):
     return "\n".join(lines)
 
 
-def page():
+def page() -> str:
     """The text of docs/configuration.md."""
     sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
     parts = [HEAD, *rows(Config, skip=sections)]
@@ -53,7 +56,7 @@ def page():
     return "\n".join(parts) + "\n"
 
 
-def rows(table, skip=()):
+def rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
     """The lines of a Markdown table with one row per key of a dataclass."""
     types, texts = get_type_hints(table), meanings(table)
     yield from ("| key | default | meaning |", "|---|---|---|")
@@ -68,7 +71,7 @@ def rows(table, skip=()):
             yield f"| `{item.name}` | {default} | {meaning} |"
 
 
-def entry(key, value, kind, meaning):
+def entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
     """The lines of a key: with its default, and beside it the choices and what it means."""
     if value is None:
         return beside(f"# {key} =", meaning)
@@ -76,13 +79,13 @@ def entry(key, value, kind, meaning):
     return beside(f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning)
 
 
-def beside(words, text):
+def beside(words: Sequence[str], text: str) -> list[str]:
     """The lines of `text` as comments to the right of `words`."""
     first, *more = wrap(text, WIDTH - COLUMN - 2)
     return [f"{words:{COLUMN}}# {first}", *(" " * COLUMN + f"# {line}" for line in more)]
 
 
-def meanings(table):
+def meanings(table: type) -> dict[str, str]:
     """{key: the text below it} of a dataclass."""
     (tree,) = ast.parse(getsource(table)).body
     known = "{schedules}", ", ".join(SCHEDULES)

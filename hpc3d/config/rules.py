@@ -1,9 +1,13 @@
 """Every rule about sizes, once, and the mesh that a file leaves open: the best cuboid."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, isqrt, prod
+from typing import TYPE_CHECKING
 
 from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
@@ -14,10 +18,14 @@ from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.schedule import Schedule
+
 MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
 
 
-def settle(config, ranks, default=False):
+def settle(config: Config, ranks: int, default: bool = False) -> Config:
     """`config` with its mesh settled for `ranks`; a `default` model may grow to fit them.
 
     Raises ValueError with one line for every rule that is broken, each with key and remedy.
@@ -32,12 +40,12 @@ def settle(config, ranks, default=False):
     return config
 
 
-def refuse(problems):
+def refuse(problems: Sequence[str]) -> None:
     if problems:
         raise Problems(problems)
 
 
-def with_schedule(config):
+def with_schedule(config: Config) -> Config:
     """`config` with its schedule and the number of chunks settled."""
     name = config.parallel.schedule or usual(config.mesh.p)
     wanted = find(name).chunks or 2
@@ -45,11 +53,11 @@ def with_schedule(config):
     return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
 
 
-def misfits(config, ranks):
+def misfits(config: Config, ranks: int) -> list[str]:
     return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
 
 
-def unknown_values(config):
+def unknown_values(config: Config) -> Iterator[str]:
     """Numbers out of range, names that do not exist, or not here."""
     yield from limits.out_of_bounds(config)
     yield from out_of_range(config)
@@ -64,14 +72,14 @@ def unknown_values(config):
     yield from unknown_letters(config.parallel.split or {})
 
 
-def not_of_names(config):
+def not_of_names(config: Config) -> Iterator[str]:
     """Texts with the one character that no file can have in its name."""
     for key, value in flat(config).items():
         if isinstance(value, str) and "\0" in value:
             yield f"{key} = {value!r}: holds a NUL character; take it out"
 
 
-def out_of_range(config):
+def out_of_range(config: Config) -> Iterator[str]:
     model, train = config.model, config.train
     ranges = {
         "seed": (config.seed, 0, 2**64),
@@ -90,7 +98,7 @@ def out_of_range(config):
             yield f"{key} = {found}: must be at least {lowest} and below {limit}"
 
 
-def wrong_decay(train):
+def wrong_decay(train: TrainConfig) -> Iterator[str]:
     if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
         yield (
             f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "
@@ -98,7 +106,7 @@ def wrong_decay(train):
         )
 
 
-def unknown_letters(letters):
+def unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
     """Keys of parallel.split that are no part of a split, axes that do not exist or do not go
     together."""
     for key, axes in letters.items():
@@ -109,7 +117,7 @@ def unknown_letters(letters):
     yield from misplaced(letters)
 
 
-def not_there_yet(config):
+def not_there_yet(config: Config) -> Iterator[str]:
     """Values of the input format that this version does not run."""
     fixed = {
         "mesh.c": (config.mesh.c, 1),
@@ -120,7 +128,7 @@ def not_there_yet(config):
             yield f"{key} = {value!r}: not there yet; use {only!r}"
 
 
-def wrong_ranks(config, ranks):
+def wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
     sizes = config.mesh.sizes()
     total = config.mesh.grid().size
     if total != ranks:
@@ -136,7 +144,7 @@ def wrong_ranks(config, ranks):
             yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
 
 
-def wrong_parts(config):
+def wrong_parts(config: Config) -> Iterator[str]:
     """Sizes that do not divide on any mesh."""
     yield from limits.too_large(config, block_products(config.model))
     model, sequences = config.model, config.train.batch
@@ -153,7 +161,7 @@ def wrong_parts(config):
         )
 
 
-def wrong_sizes(config):
+def wrong_sizes(config: Config) -> Iterator[str]:
     """Sizes of the model that do not divide over the axes that split them."""
     model, split = config.model, config.splits()["dense"]
     turned, outer = split.next(), split.without_panels()
@@ -181,7 +189,7 @@ def wrong_sizes(config):
             yield from indivisible(key, value, axes, sizes)
 
 
-def wrong_pipeline(config):
+def wrong_pipeline(config: Config) -> Iterator[str]:
     """Schedules, parts of the model and data parallelism that do not go together."""
     parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
     parts *= parallel.chunks
@@ -222,7 +230,7 @@ def wrong_pipeline(config):
         )
 
 
-def wrong_stages(stages, parts, layers):
+def wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
     """An uneven distribution of the layers that is invalid."""
     if len(stages) != parts:
         yield (
@@ -241,7 +249,7 @@ def wrong_stages(stages, parts, layers):
         )
 
 
-def wrong_updates(config, schedule):
+def wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
     """What needs all stages at one time, under a schedule where each updates on its own."""
     if not schedule.update_per_microbatch:
         return
@@ -258,7 +266,9 @@ def wrong_updates(config, schedule):
         )
 
 
-def indivisible(key, value, axes, sizes):
+def indivisible(
+    key: str, value: int, axes: Iterable[str], sizes: Mapping[str, int]
+) -> Iterator[str]:
     count = prod(sizes[axis] for axis in axes)
     if value % count:
         names = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
@@ -268,7 +278,7 @@ def indivisible(key, value, axes, sizes):
         )
 
 
-def with_cuboid(config, ranks):
+def with_cuboid(config: Config, ranks: int) -> Config:
     """`config` with x, y and z: those given, or the best that its sizes allow."""
     given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
     others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
@@ -286,13 +296,13 @@ def with_cuboid(config, ranks):
     return best
 
 
-def divisors(number):
+def divisors(number: int) -> list[int]:
     """The divisors of a number, ascending."""
     low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return sorted({*low, *(number // size for size in low)})
 
 
-def cuboids(config, ranks):
+def cuboids(config: Config, ranks: int) -> Iterator[Config]:
     """`config` on every x * y * z = ranks that breaks no rule."""
     for x, y in product(divisors(ranks), repeat=2):
         if ranks % (x * y) == 0:
@@ -302,7 +312,7 @@ def cuboids(config, ranks):
                 yield found
 
 
-def words(config):
+def words(config: Config) -> float:
     """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
     split, sizes = config.splits()["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
@@ -317,7 +327,7 @@ def words(config):
     return total / (m * n * k)
 
 
-def grown(config, ranks):
+def grown(config: Config, ranks: int) -> Config:
     """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
     try:
         with_cuboid(config, ranks)

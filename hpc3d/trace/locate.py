@@ -13,7 +13,7 @@ from hpc3d.trace.segment import count_segments
 from hpc3d.trace.trace_config import configured
 
 
-def trace_of(run_dir: Path | str, again: bool = False) -> Path | None:
+def trace_of(run_dir: Path | str, again: bool = False) -> Path:
     """The path of the trace of a run; its segments are merged if it lacks some, or `again`.
 
     ValueError if the folder has neither segments nor a trace.

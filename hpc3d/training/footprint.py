@@ -12,14 +12,21 @@ microbatch's block on t d ranks, L layers and a heads:
 These are means over the ranks; whatever the split, some rank holds as much.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from hpc3d import limits
 from hpc3d.model.families import block_weights, family_of
 from hpc3d.training.optimizer import optimizer_of
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def refuse_what_cannot_fit(config, here):
+def refuse_what_cannot_fit(config: Config, here: int) -> None:
     """ValueError if `here` ranks of a settled `config` on this machine outgrow its memory."""
     need, memory = here * least(config), limits.memory()
     if config.train.backend == "numpy" and need > memory:
@@ -31,14 +38,14 @@ def refuse_what_cannot_fit(config, here):
         )
 
 
-def least(config):
+def least(config: Config) -> float:
     """Bytes of a rank, with the vocabulary settled."""
     return (
         parameters(config) + activations(config) + 8 * config.train.batch * config.model.sequence
     )
 
 
-def parameters(config):
+def parameters(config: Config) -> float:
     """Bytes of values, gradients and the optimiser's states."""
     model, zero, d = config.model, config.parallel.zero, config.mesh.d
     tables = model.vocabulary * (1 if model.tied else 2) + model.sequence
@@ -50,7 +57,7 @@ def parameters(config):
     return held * psi / (config.mesh.p * tensor(config))
 
 
-def activations(config):
+def activations(config: Config) -> float:
     """Bytes of what one microbatch keeps for its backward pass, and of its logits."""
     model, mesh = config.model, config.mesh
     rows = config.train.batch * model.sequence / config.parallel.microbatches
@@ -60,9 +67,9 @@ def activations(config):
     return elements * itemsize(config) / (mesh.p * mesh.d * tensor(config))
 
 
-def itemsize(config):
+def itemsize(config: Config) -> int:
     return ITEMSIZE[config.train.dtype]
 
 
-def tensor(config):
+def tensor(config: Config) -> int:
     return config.mesh.x * config.mesh.y * config.mesh.z

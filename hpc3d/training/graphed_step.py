@@ -8,18 +8,28 @@ What changes from step to step (tokens, keys of dropout, the factor of the loss)
 that keep their place (feed.Standing).
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc3d.cuda.graph import CudaGraph
+    from hpc3d.model.stage import Micro
+    from hpc3d.pipeline.passes import Group
+    from hpc3d.training.trainer import Trainer
 
 
 class GraphedStep:
     """Runs the steps of `trainer` by `graph` (hpc3d.cuda.graph)."""
 
-    def __init__(self, trainer, graph):
+    def __init__(self, trainer: Trainer, graph: CudaGraph) -> None:
         self.trainer, self.graph = trainer, graph
         self.warm = self.recording = self.done = False
         self.results, self.peak = (), Counter()
 
-    def run(self, groups, micros):
+    def run(self, groups: Sequence[Group], micros: Mapping[int, Micro]) -> None:
         """All passes of a step, and its update."""
         trainer = self.trainer
         if self.done:
@@ -33,7 +43,7 @@ class GraphedStep:
         trainer.engine.run(groups, micros)
         self.warm = True
 
-    def close(self, *results):
+    def close(self, *results: Any) -> None:
         """The passes are posted, and gave these arrays: if they were recorded, launch them."""
         if self.recording:
             self.graph.end()
@@ -41,14 +51,14 @@ class GraphedStep:
             self.peak = self.trainer.mesh.pool.peak
             self.launch()
 
-    def launch(self):
+    def launch(self) -> None:
         pool = self.trainer.mesh.pool
         with self.trainer.mesh.trace.span("graph"):
             self.graph.launch()
         pool.peak |= self.peak
 
 
-def replay_of(trainer, wanted):
+def replay_of(trainer: Trainer, wanted: bool) -> GraphedStep | None:
     """The GraphedStep of a trainer on a device, None where it is not `wanted`, or nothing runs."""
     if not wanted or not trainer.mesh.pool.on_device:
         return None

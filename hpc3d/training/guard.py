@@ -4,14 +4,25 @@ All ranks raise the same `GuardError` at the same step: before the update for nu
 finite, products and messages, after the step for replicas.  Each brings what it found itself.
 """
 
+from __future__ import annotations
+
 from collections import Counter, deque
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
 from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import GuardConfig
+    from hpc3d.model.parameters import Parameter
+    from hpc3d.training.trainer import Trainer
 
 SHOWN = 10  # lines about what is wrong
 
@@ -26,7 +37,7 @@ class Find(NamedTuple):
 class GuardError(Exception):
     """A number is wrong on some rank; `found` are the finds of this one."""
 
-    def __init__(self, found):
+    def __init__(self, found: list[Find]) -> None:
         super().__init__(f"{len(found)} found on this rank")
         self.found = found
 
@@ -41,7 +52,7 @@ class Corrupt(GuardError):
     what = "corrupted"
 
 
-def guarded(mesh, guard):
+def guarded(mesh: Mesh, guard: GuardConfig) -> Mesh:
     """The mesh whose products and messages are checked where a GuardConfig wants it."""
     every = guard.abft_every
     if not every:
@@ -51,7 +62,7 @@ def guarded(mesh, guard):
     return mesh.guarded(AbftChecker(mesh.rank, every))
 
 
-def lines(wrong, found):
+def lines(wrong: GuardError, found: Sequence[Sequence[Find]]) -> list[str]:
     """What to say of the findings of all ranks, one list per rank: those nearest to the cause
     first."""
     finds = sorted((find for here in found for find in here), key=lambda find: find.order)
@@ -61,19 +72,19 @@ def lines(wrong, found):
     return [head, *shown, *([f"and {more} more"] if more else [])]
 
 
-def stop(mesh, found, kind=Corrupt):
+def stop(mesh: Mesh, found: list[Find], kind: type[GuardError] = Corrupt) -> None:
     """Raise `kind` on all ranks, each find in the trace of its rank."""
     for find in found:
         mesh.trace.mark(f"guard: {find.line}")
     raise kind(found)
 
 
-def anywhere(mesh, count):
+def anywhere(mesh: Mesh, count: int) -> bool:
     """Whether a rank counts something."""
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
 
-def refuse(trainer):
+def refuse(trainer: Trainer) -> None:
     """Raise what explains a loss or norm that is not finite, or a note that is wrong."""
     mesh, corrupt = trainer.mesh, [Find(0, line) for line in trainer.mesh.guard.found]
     if anywhere(mesh, len(corrupt)):
@@ -81,7 +92,7 @@ def refuse(trainer):
     stop(mesh, not_finite(trainer), NotFinite)
 
 
-def not_finite(trainer):
+def not_finite(trainer: Trainer) -> list[Find]:
     """Finds of what is not finite on this rank, nearest to the cause first: its parameters, else
     its share of the loss and, of the last unit in the model that has any, its gradients."""
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
@@ -106,18 +117,18 @@ def not_finite(trainer):
 FAR = 1 << 20  # beyond the last layer
 
 
-def depth(item):
+def depth(item: Parameter) -> int:
     """How deep in the model a parameter lies: backward meets the deepest first."""
     words = item.name.split(".")
     return int(words[1]) if words[0] == "layers" else FAR if words[0] == "head" else -1
 
 
-def bad(block):
+def bad(block: Array) -> int:
     """How many elements are not finite."""
     return block.size - int(np.isfinite(on_host(block)).sum())
 
 
-def described(item, block, kind):
+def described(item: Parameter, block: Array, kind: str) -> str:
     """A parameter's layer and name, and how many of its elements are not finite."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
@@ -128,11 +139,11 @@ class ReplicaCheck:
     """Compares, after every `every`-th step (0: never), what must have the same bits on several
     ranks: parameters and the optimiser's states, by a hash of 64 bits each."""
 
-    def __init__(self, trainer, every):
+    def __init__(self, trainer: Trainer, every: int) -> None:
         self.trainer, self.mesh, self.every = trainer, trainer.mesh, every
         self.axes = [axis for axis in self.mesh.sizes if self.mesh.size(axis) > 1]
 
-    def after(self, number):
+    def after(self, number: int) -> None:
         """Step `number` is done.  Corrupt on all ranks where replicas differ on one."""
         if not self.every or (number + 1) % self.every:
             return
@@ -143,7 +154,7 @@ class ReplicaCheck:
         if anywhere(self.mesh, len(found)):
             stop(self.mesh, found)
 
-    def copies(self):
+    def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
         """(name, kind) -> the axes along which this rank's block has copies, and its hash; of
         those blocks only that have some, or a twin."""
         factors = self.mesh.pool.bring(odd_numbers(FACTORS))
@@ -153,7 +164,7 @@ class ReplicaCheck:
             if axes or item.twin is not None
         }
 
-    def blocks(self):
+    def blocks(self) -> Iterator[tuple[Parameter, str, set[str], Array]]:
         """(parameter, kind, the axes along which it has copies, block) of all this rank holds."""
         parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
         for item, place in parameters.places.items():
@@ -163,12 +174,14 @@ class ReplicaCheck:
             for kind, state in optimizer.states.items():
                 yield item, kind, own, state[place.state]
 
-    def replicated(self, item):
+    def replicated(self, item: Parameter) -> set[str]:
         """The axes along which the ranks have the same block of a parameter."""
         layout = item.layout
         return {*self.axes} - {axis for dim in layout for axis in dim} - {*layout.owned, "p"}
 
-    def along(self, axis, number, copies):
+    def along(
+        self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
+    ) -> Iterator[Find]:
         """Finds about the copies along an axis; each is said by one rank of a group."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
@@ -179,7 +192,9 @@ class ReplicaCheck:
         for place in np.flatnonzero(differ):
             yield self.find(keys[place], number, axis, comm.members, hashes[:, place].tolist())
 
-    def twins(self, number, copies):
+    def twins(
+        self, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
+    ) -> Iterator[Find]:
         """Finds about a tied table, of which two pipeline stages have a copy."""
         comm = self.mesh.comm("p")
         pair = [item for item in self.trainer.parameters if item.twin is not None]
@@ -191,12 +206,19 @@ class ReplicaCheck:
                 members = comm.members[comm.rank], comm.members[item.twin]
                 yield self.find((item.name, "value"), number, "p", members, [here, there])
 
-    def gathered(self, comm, hashes):
+    def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:
         """The hashes of all members, a row each, on the host."""
         mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
         return to_host(comm.all_gather(mine).wait())
 
-    def find(self, key, number, axis, members, hashes):
+    def find(
+        self,
+        key: tuple[str, str],
+        number: int,
+        axis: str,
+        members: Sequence[int],
+        hashes: Sequence[int],
+    ) -> Find:
         """Which of the members have another hash than most of them."""
         (common, votes), *_ = Counter(hashes).most_common(1)
         ranks = " ".join(map(str, members))
@@ -212,12 +234,12 @@ FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
 
 
-def odd_numbers(count):
+def odd_numbers(count: int) -> np.ndarray:
     """The same on all ranks."""
     return np.random.default_rng(0).integers(0, 1 << 63, count, np.uint64) * 2 + 1
 
 
-def hash_of(block, factors):
+def hash_of(block: Array, factors: np.ndarray) -> int:
     """64 bits that any flip of a bit changes, computed where the block lies: the sum of its words
     of at most 32 bits, each times an odd number, modulo 2^64 (multilinear, arXiv:1202.4961)."""
     words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
@@ -233,10 +255,10 @@ class LossSpikes:
 
     WINDOW, LEAST = 50, 10
 
-    def __init__(self, limit):
+    def __init__(self, limit: float) -> None:
         self.limit, self.count, self.seen = limit, 0, deque(maxlen=self.WINDOW)
 
-    def see(self, loss):
+    def see(self, loss: float) -> str | None:
         """A line about the loss of the next step where it is a spike, else None."""
         before = [*self.seen]
         self.seen.append(loss)

@@ -1,12 +1,23 @@
 """What a run says of itself, on the terminal and in train.log."""
 
+from __future__ import annotations
+
 import socket
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import to_toml
 from hpc3d.plain import plain
 from hpc3d.trace.segment import naming
+
+if TYPE_CHECKING:
+    from hpc3d.comm.device_setup import Hardware
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.runtime.job import Job
+    from hpc3d.training.trainer import Step
 
 LISTED = 8  # hosts, by name
 
@@ -14,25 +25,25 @@ LISTED = 8  # hosts, by name
 class Log:
     """The lines of rank 0, on the terminal and in train.log."""
 
-    def __init__(self, path, speaks, mode="w"):
+    def __init__(self, path: Path, speaks: bool, mode: str = "w") -> None:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
 
-    def say(self, line):
+    def say(self, line: str) -> None:
         if self.file:
             print(plain(line), flush=True)
             self.keep(line)
 
-    def warn(self, line):
+    def warn(self, line: str) -> None:
         """A line that goes to standard error, too, as all do that say why a job ends."""
         if self.file:
             print(f"hpc3d.train: {plain(line)}", file=sys.stderr, flush=True)
             self.keep(line)
 
-    def keep(self, line):
+    def keep(self, line: str) -> None:
         with naming(self.path):
             print(plain(line), file=self.file, flush=True)
 
-    def header(self, plan, mesh, job, hardware):
+    def header(self, plan: Any, mesh: Mesh, job: Job, hardware: Hardware) -> None:
         config, split = plan.config, plan.config.splits()["dense"]
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
         for line in to_toml(config).split("\n"):
@@ -52,7 +63,7 @@ class Log:
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
         self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
 
-    def step(self, done):
+    def step(self, done: Step) -> None:
         rate = done.tokens / done.seconds
         self.say(
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
@@ -60,7 +71,7 @@ class Log:
         )
 
 
-def hosts(names):
+def hosts(names: Sequence[str]) -> Iterator[str]:
     """How many ranks each host has, if there are several; `names` are the hosts of the ranks."""
     counts = Counter(names)
     if len(counts) > 1:

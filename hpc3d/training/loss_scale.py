@@ -7,7 +7,11 @@ update is left out and S halved; it is doubled after PERIOD updates in a row wit
 bfloat16 and float32 reach as far down as gradients do, and go without.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 class LossScale:
@@ -20,16 +24,16 @@ class LossScale:
     FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24
     PERIOD = 2000
 
-    def __init__(self, factor=FIRST, least=LEAST, most=MOST):
+    def __init__(self, factor: float = FIRST, least: float = LEAST, most: float = MOST) -> None:
         self.factor, self.least, self.most, self.row = factor, least, most, 0
 
-    def good(self):
+    def good(self) -> None:
         """An update is done: nothing overflowed."""
         self.row += 1
         if self.row == self.PERIOD:
             self.factor, self.row = min(self.most, 2 * self.factor), 0
 
-    def skipped(self):
+    def skipped(self) -> bool:
         """An update is left out, because a gradient is not finite.  False if a smaller factor is
         no remedy: something else is wrong."""
         if self.factor == self.least:
@@ -37,11 +41,11 @@ class LossScale:
         self.factor, self.row = max(self.least, self.factor / 2), 0
         return True
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain values, and none of a static one."""
         return {} if self.least == self.most else {"factor": self.factor, "row": self.row}
 
-    def restore(self, stored):
+    def restore(self, stored: Mapping[str, Any] | None) -> None:
         """Take what `state` gave, within the limits of today; anything else leaves all as it is:
         a manifest may be of anyone's making, or of a run in another type."""
         match stored:
@@ -50,10 +54,10 @@ class LossScale:
                 self.row = min(row, self.PERIOD - 1)
 
 
-def power_of_two(number):
+def power_of_two(number: float) -> bool:
     return number > 0 and math.frexp(number)[0] == 0.5
 
 
-def scale_of(dtype):
+def scale_of(dtype: str) -> LossScale:
     """The LossScale of a run in `dtype`: a factor of 1 for all but float16."""
     return LossScale() if dtype == "float16" else LossScale(1.0, 1.0, 1.0)

@@ -1,23 +1,36 @@
 """The microbatches of a run, as the instructions of a schedule number them."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from hpc3d.model.stage import microbatches, valid_tokens
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
+    from hpc3d.data.batches import Batches
+    from hpc3d.model.stage import Micro
+    from hpc3d.pipeline.program import Program
 
 
 class Carrier:
     """Brings numbers of microbatches to where the model's arrays are: `carry` of a Micro."""
 
-    def __init__(self, pool):
+    def __init__(self, pool: Pool) -> None:
         self.pool, self.brought = pool, {}
 
-    def __call__(self, micro, name, make):
+    def __call__(self, micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
         key = micro.step, micro.first, name
         if key not in self.brought:
             self.brought[key] = self.pool.bring(make(micro))
         return self.brought[key]
 
-    def begin(self, number, micros):
+    def begin(self, number: int, micros: Iterable[Micro]) -> None:
         """Forget what was brought for steps before `number`."""
         self.brought = {key: what for key, what in self.brought.items() if key[0] >= number}
 
@@ -26,13 +39,13 @@ class Standing(Carrier):
     """The same into arrays that keep their place from step to step: those of a step are filled
     when it begins."""
 
-    def __call__(self, micro, name, make):
+    def __call__(self, micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
         key = micro.first, name
         if key not in self.brought:
             self.brought[key] = self.pool.bring(make(micro)), make
         return self.brought[key][0]
 
-    def begin(self, number, micros):
+    def begin(self, number: int, micros: Iterable[Micro]) -> None:
         here = {micro.first: micro for micro in micros}
         for (first, _), (array, make) in self.brought.items():
             self.pool.refill(array, make(here[first]))
@@ -45,7 +58,9 @@ class MicrobatchLoader:
     on from step to step, and the steps that its `program` is ahead are fetched in advance.
     """
 
-    def __init__(self, mesh, config, batches, program):
+    def __init__(
+        self, mesh: Mesh, config: Config, batches: Batches | None, program: Program
+    ) -> None:
         self.mesh, self.batches = mesh, batches
         self.shape = (config.train.batch, config.model.sequence)
         self.count, self.alone = config.parallel.microbatches, program.alone
@@ -55,7 +70,7 @@ class MicrobatchLoader:
         self.carrier = (Standing if recorded else Carrier)(mesh.pool)
         self.micros, self.valid = {}, {}
 
-    def fetch(self, number, factor=1.0):
+    def fetch(self, number: int, factor: float = 1.0) -> dict[int, Micro]:
         """number -> Micro for all that are needed in step `number`, of the loss times `factor`."""
         last = min(number + self.ahead, self.last) if self.asynchronous else number
         for old in [place for place, micro in self.micros.items() if micro.step < number]:
@@ -67,7 +82,7 @@ class MicrobatchLoader:
         self.carrier.begin(number, self.micros.values())
         return self.micros
 
-    def add(self, step, factor):
+    def add(self, step: int, factor: float) -> None:
         tokens, targets = self.batch(step)
         self.valid[step] = valid_tokens(targets)
         first = step * self.count if self.asynchronous else 0
@@ -75,7 +90,7 @@ class MicrobatchLoader:
         scaled = (micro._replace(scale=factor * micro.scale) for micro in cut)
         self.micros.update(enumerate(scaled, first))
 
-    def batch(self, step):
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of a whole batch; in memory of this rank's own."""
         pair = np.empty((0, *self.shape), np.int32)
         if self.batches is not None:

@@ -3,10 +3,18 @@
 All that others ask of an optimiser is declared by its class, and `optimizer_of` finds the class.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from math import cos, pi, sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.ops.update import adamw, descend
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.config.input_file import Config, TrainConfig
+    from hpc3d.model.parameters import Parameters
 
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
@@ -34,7 +42,7 @@ class Optimizer:
     STATES: tuple[StateSpec, ...] = ()
     WHOLE_MATRICES = False
 
-    def __init__(self, parameters, weight_decay):
+    def __init__(self, parameters: Parameters, weight_decay: float) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
         narrow = parameters.wide != parameters.dtype
         specs = (MASTER, *self.STATES) if narrow else self.STATES
@@ -48,7 +56,9 @@ class Optimizer:
         shape, dtype = (self.parameters.states,), spec.dtype or self.parameters.wide
         return self.parameters.mesh.zeros(shape, dtype, "optimizer")
 
-    def pieces(self, decay):
+    def pieces(
+        self, decay: float
+    ) -> Iterator[tuple[tuple[Array, Array | None, Array], slice, float]]:
         """Values to update, their masters or None, gradients and the slice of their state; and
         the part of a value that stays."""
         for piece in self.parameters.pieces:
@@ -57,7 +67,7 @@ class Optimizer:
             master = None if self.master is None else self.master[piece.state]
             yield (value, master, grad), piece.state, keep
 
-    def matrices(self, decay):
+    def matrices(self, decay: float) -> Iterator[tuple]:
         """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
         name -> the block of a state; and the part of a value that stays.
 
@@ -79,7 +89,7 @@ class AdamW(Optimizer):
     BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
     STATES = (StateSpec("first"), StateSpec("second"))
 
-    def update(self, learning_rate, scale):
+    def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`.
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
@@ -96,7 +106,7 @@ class AdamW(Optimizer):
 class SGD(Optimizer):
     """w = (1 - lr decay) w - lr g."""
 
-    def update(self, learning_rate, scale):
+    def update(self, learning_rate: float, scale: float) -> None:
         self.steps += 1
         for arrays, _, keep in self.pieces(learning_rate * self.weight_decay):
             descend(*arrays, (learning_rate * scale, keep))
@@ -105,18 +115,18 @@ class SGD(Optimizer):
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 
 
-def optimizer_of(config):
+def optimizer_of(config: Config) -> type[Optimizer]:
     """The class of a configuration's optimiser."""
     return OPTIMIZERS[config.train.optimizer]
 
 
-def state_kinds():
+def state_kinds() -> tuple[str, ...]:
     """The names of all states that a checkpoint may hold, of whatever optimiser."""
     specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
     return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)
 
 
-def learning_rate(train, step):
+def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up over `train.warmup` steps, then constant, or cosine or linear to a tenth,
     where it stays once `train.decaying()` steps are done."""
     if step < train.warmup:

