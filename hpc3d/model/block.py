@@ -1,15 +1,23 @@
 """A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
 
-from math import sqrt
-from typing import NamedTuple
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from math import sqrt
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.model.core_attention import AttentionSaved, CoreAttention
 from hpc3d.model.layers import Dropout, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.matmul import Saved
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.families import ModelSpec
+    from hpc3d.model.parameters import Parameters
+    from hpc3d.model.stage import Micro
 
 
 class BlockSaved(NamedTuple):
@@ -22,15 +30,15 @@ class BlockSaved(NamedTuple):
     proj_linear: Saved
     norm2: NormSaved
     up_linear: Saved
-    slope: np.ndarray
+    slope: Array
     down_linear: Saved
 
 
 class BlockInput(NamedTuple):
     """What is kept instead where backward runs the whole block again: X, and the weights."""
 
-    x: np.ndarray
-    weights: np.ndarray
+    x: Array
+    weights: Array
 
 
 class Block:
@@ -42,7 +50,7 @@ class Block:
     keeps n (16 + a T / h) elements with "none", 16 n with "selective" and n with "full".
     """
 
-    def __init__(self, mesh, parameters, spec, number):
+    def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.model, self.number = mesh, model, number
         self.parameters, self.recompute = parameters, spec.recompute
@@ -69,12 +77,12 @@ class Block:
         alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = model.fused_gelu and alone
 
-    def forward(self, x, micro):
+    def forward(self, x: Array, micro: Micro) -> tuple[Array, BlockSaved | BlockInput]:
         """The block of Y and what `backward` needs: with "full", what `again` needs."""
         y, saved = self.run(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
-    def again(self, kept, micro):
+    def again(self, kept: BlockInput, micro: Micro) -> BlockSaved:
         """What the forward pass did not keep: it runs once more, with the weights it had."""
         newest = self.parameters.value
         self.parameters.show(kept.weights)
@@ -83,7 +91,7 @@ class Block:
         self.parameters.show(newest)
         return saved
 
-    def run(self, x, micro):
+    def run(self, x: Array, micro: Micro) -> tuple[Array, BlockSaved]:
         """The block of Y and what the backward pass works with."""
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
@@ -103,8 +111,10 @@ class Block:
             down_linear=saved_down,
         )
 
-    def backward(self, dy, saved, micro, later):
-        if self.recompute == "full":
+    def backward(
+        self, dy: Array, saved: BlockSaved | BlockInput, micro: Micro, later: Callable[..., None]
+    ) -> Array:
+        if isinstance(saved, BlockInput):
             saved = self.again(saved, micro)
         dh = self.fall(self.drop(self.drop2, dy, micro), saved.down_linear, saved.slope, later)
         dy = self.norm2.backward(
@@ -116,7 +126,7 @@ class Block:
             self.qkv.backward(dqkv, saved.qkv_linear, later), saved.norm1, residual=dy
         )
 
-    def rise(self, n):
+    def rise(self, n: Array) -> tuple[Array, Saved, Array]:
         """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
         what it was made of."""
         if self.fused_gelu:
@@ -125,7 +135,7 @@ class Block:
         with self.mesh.trace.span("gelu"):
             return self.gelu(h, self.mesh.empty(h.shape, h.dtype)), saved, h
 
-    def fall(self, dy, saved, slope, later):
+    def fall(self, dy: Array, saved: Saved, slope: Array, later: Callable[..., None]) -> Array:
         """The gradient of up's result from that of down's."""
         if self.fused_gelu:
             return self.down.backward(dy, saved, later, gelu_at=slope)
@@ -133,7 +143,9 @@ class Block:
         with self.mesh.trace.span("gelu"):
             return gelu_grad(slope, dg)
 
-    def join(self, x, linear, a, dropout, micro):
+    def join(
+        self, x: Array, linear: Linear, a: Array, dropout: Dropout, micro: Micro
+    ) -> tuple[Array, Saved]:
         """x + dropout(linear(a)), and what backward needs of linear."""
         if linear.matmul.y_is_complete and not dropout.rate:
             return linear.forward(a, residual=x)
@@ -142,5 +154,5 @@ class Block:
         with self.mesh.trace.span("residual"):
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
-    def drop(self, dropout, x, micro):
+    def drop(self, dropout: Dropout, x: Array, micro: Micro) -> Array:
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)

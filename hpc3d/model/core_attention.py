@@ -1,18 +1,24 @@
 """The core of attention as a layer: what lies between the products qkv and proj."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.layers import Dropout
 from hpc3d.ops.attention import attend, attend_again, attend_grad
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.families import ModelSpec
+    from hpc3d.model.stage import Micro
 
 
 class AttentionSaved(NamedTuple):
     """What backward works with: [q|k|v], and the probabilities unless they are recomputed."""
 
-    qkv: np.ndarray
-    probabilities: np.ndarray | None
+    qkv: Array
+    probabilities: Array | None
 
 
 class CoreAttention:
@@ -23,19 +29,19 @@ class CoreAttention:
     (arXiv:2205.05198, section 5).
     """
 
-    def __init__(self, mesh, name, spec):
+    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
         self.mesh, self.sizes = mesh, spec.sizes
         self.selective = spec.recompute == "selective"
         self.dropout = Dropout(mesh, name, spec.splits["dense"].y, self.sizes.dropout, spec.seed)
 
-    def forward(self, qkv, micro):
+    def forward(self, qkv: Array, micro: Micro) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""
         how = self._how(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
             out, p = attend(qkv, *how)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
-    def backward(self, dout, saved, micro):
+    def backward(self, dout: Array, saved: AttentionSaved, micro: Micro) -> Array:
         """The gradient of [q|k|v] from that of the output."""
         qkv, p, how = *saved, self._how(micro)
         if self.selective:
@@ -43,7 +49,7 @@ class CoreAttention:
         with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
             return attend_grad(dout, qkv, p, *how)
 
-    def recompute(self, qkv, micro):
+    def recompute(self, qkv: Array, micro: Micro) -> Any:
         """The probabilities once more: half of the work."""
         trace, half, how = self.mesh.trace, self._flops(qkv) // 2, self._how(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):

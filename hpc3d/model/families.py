@@ -4,9 +4,11 @@ Whoever counts parameters, operations or words of a model asks the lists: rules,
 planner, MFU, footprints.  A family is one entry of FAMILIES.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import Embeddings, Head
@@ -31,12 +33,12 @@ class ModelSizes:
     fused_gelu: bool = False
 
     @property
-    def width(self):
+    def width(self) -> int:
         """Of a head."""
         return self.hidden // self.heads
 
     @property
-    def ffn(self):
+    def ffn(self) -> int:
         """Of the hidden layer of the MLP."""
         return 4 * self.hidden
 
@@ -52,12 +54,12 @@ class WeightProduct(NamedTuple):
     rows: float = 1
 
     @property
-    def weights(self):
+    def weights(self) -> int:
         """Elements of W."""
         return self.inputs * self.outputs
 
     @property
-    def flops(self):
+    def flops(self) -> float:
         """Floating-point operations of a token, forward."""
         return 2 * self.rows * self.weights
 
@@ -73,7 +75,7 @@ class ExportNames(NamedTuple):
     ends: Mapping[str, str]
     layers: Mapping[str, str]
 
-    def name_of(self, parameter):
+    def name_of(self, parameter: str) -> str:
         """Its name of a parameter of ours, without the prefix of all but the head."""
         if parameter in self.ends:
             return self.ends[parameter]
@@ -81,7 +83,7 @@ class ExportNames(NamedTuple):
         part = {"gamma": "weight", "beta": "bias"}.get(part, part)
         return f"{self.block}.{number}.{self.layers[layer]}.{part}"
 
-    def full_name_of(self, parameter):
+    def full_name_of(self, parameter: str) -> str:
         """The same with the prefix."""
         name = self.name_of(parameter)
         return name if parameter == "head.table" else self.prefix + name
@@ -115,7 +117,7 @@ class Family:
     kept: Callable
     names: ExportNames
 
-    def flops(self, sizes):
+    def flops(self, sizes: ModelSizes) -> float:
         """Floating-point operations of a token, forward, of products and attention: one third of
         those of a step without recomputation."""
         block = sum(product.flops for product in self.products(sizes)) + self.attention(sizes)
@@ -203,17 +205,17 @@ GPT2 = Family(
 FAMILIES = {family.kind: family for family in (GPT2,)}
 
 
-def family_of(model):
+def family_of(model: Any) -> Family:
     """The Family of a section [model]."""
     return FAMILIES[model.kind]
 
 
-def block_products(model):
+def block_products(model: Any) -> tuple[WeightProduct, ...]:
     """The WeightProducts of a block of the model of a section [model]."""
     family = family_of(model)
     return family.products(family.sizes(model, model.vocabulary))
 
 
-def block_weights(model):
+def block_weights(model: Any) -> int:
     """Elements of the matrices of such a block."""
     return sum(product.weights for product in block_products(model))

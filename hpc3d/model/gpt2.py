@@ -4,7 +4,10 @@ Radford et al. 2019.  Between them lie the blocks (hpc3d.model.block); hpc3d.mod
 three together.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,12 +18,24 @@ from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul, Saved
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.families import ModelSpec
+    from hpc3d.model.layers import EmbeddingSaved
+    from hpc3d.model.parameters import Parameter, Parameters
+    from hpc3d.model.stage import Micro
+    from hpc3d.tensor.matmul import SavedForWeight
 
-def add_table(mesh, parameters, spec, name, **how):
+
+def add_table(
+    mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, **how: Any
+) -> Parameter:
     """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
     matmul, sizes = Matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
-    shape = (-(-sizes.vocabulary // count) * count, sizes.hidden)
+    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # a number by now
+    shape = (rows, sizes.hidden)
     how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
     return parameters.add(name, shape, matmul.w_layout, **how)
 
@@ -30,7 +45,9 @@ class Embeddings:
 
     name = "embedding"
 
-    def __init__(self, mesh, parameters, spec, table):
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
+    ) -> None:
         shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
         self.lookup = Embedding(mesh, table, split.without_panels().next())
@@ -45,24 +62,26 @@ class Embeddings:
         self.layout = split.x
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
 
-    def forward(self, micro):
+    def forward(self, micro: Micro) -> tuple[Array, EmbeddingSaved]:
         x, saved = self.lookup.forward(micro)
         with self.mesh.trace.span("embedding", "lookup"):
             out = self.mesh.empty(x.shape, x.dtype)
             x = add_repeated(x, self.position.value, self.first(micro), out)
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
-    def backward(self, dx, saved, micro, later):
+    def backward(
+        self, dx: Array, saved: EmbeddingSaved, micro: Micro, later: Callable[..., None]
+    ) -> None:
         dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
         later(self.weigh, dx, saved, micro)
 
-    def weigh(self, dx, saved, micro):
+    def weigh(self, dx: Array, saved: EmbeddingSaved, micro: Micro) -> None:
         with self.mesh.trace.span("embedding", "lookup"):
             first, period = self.first(micro), self.shape.sequence
             self.position.grad += sum_repeated(dx, first, period)
         self.lookup.backward(dx, saved, micro)
 
-    def first(self, micro):
+    def first(self, micro: Micro) -> int:
         """The position in its sequence of the first token of this rank's rows."""
         shape = micro.sequences * self.shape.sequence, self.shape.hidden
         return self.layout.slices(shape, self.mesh)[0].start % self.shape.sequence
@@ -81,15 +100,18 @@ class Head:
 
     name = "head"
 
-    def __init__(self, mesh, parameters, spec, table):
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
+    ) -> None:
         sizes, split = spec.sizes, spec.splits["dense"]
         whole = split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
         self.norm = spec.family.norm(mesh, parameters, "head.norm", sizes.hidden, split.x)
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
-        self.loss = CrossEntropy(mesh, self.layout[1], sizes.vocabulary)
+        vocabulary: Any = sizes.vocabulary  # a number, where a model is built
+        self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
-    def forward(self, x, micro):
+    def forward(self, x: Array, micro: Micro) -> tuple[Any, HeadSaved]:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
@@ -101,23 +123,24 @@ class Head:
         saved = HeadSaved(saved_norm, saved_product, saved_loss)
         return loss if self.counts() else 0.0, saved
 
-    def targets(self, micro):
+    def targets(self, micro: Micro) -> np.ndarray:
         """Those of this rank's rows."""
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
-    def backward(self, micro, saved, later):
+    def backward(self, micro: Micro, saved: HeadSaved, later: Callable[..., None]) -> Array:
         """The gradient of X, of the summed loss times its factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         later(self.weigh, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
-    def weigh(self, rest):
+    def weigh(self, rest: SavedForWeight) -> None:
         if self.matmul.dw_is_complete:
-            return self.matmul.add_w(rest, self.table.grad)
+            self.matmul.add_w(rest, self.table.grad)
+            return
         self.table.grad += self.matmul.backward_weight(rest).wait()
 
-    def counts(self):
+    def counts(self) -> bool:
         """Whether this rank's rows of the loss are the copy that counts."""
         split = (*row_axes(self.layout), "p")
         return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

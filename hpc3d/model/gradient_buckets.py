@@ -5,12 +5,21 @@ begin early, large ones use the network better (the message size n where half of
 reached is alpha / beta).
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.arrays.pool import on_host
 from hpc3d.comm.mesh import DATA
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Communicator, Pending
+    from hpc3d.model.parameters import Parameter, Parameters
 
 
 class Buckets:
@@ -20,7 +29,7 @@ class Buckets:
     all finished is in flight from then on.
     """
 
-    def __init__(self, parameters, size):
+    def __init__(self, parameters: Parameters, size: int) -> None:
         self.parameters, self.mesh = parameters, parameters.mesh
         summed = [item for item in parameters if item.partial]
         parted = [item for item in parameters if parameters.shared_out(item)]
@@ -31,29 +40,29 @@ class Buckets:
         self.twins = [item for item in parameters if item.twin is not None]
         self.begin()
 
-    def bucket(self, shared, owned, items):
+    def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
         """A bucket of items that the replicas share out, or that one of them updates."""
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
-    def begin(self):
+    def begin(self) -> None:
         """Start a new step with gradients of zero."""
         self.parameters.grad.fill(0)
         self.left = {bucket: {item.unit for item in bucket.items} for bucket in self.sums}
-        self.posted = []
+        self.posted: list[Sum] = []
 
-    def finished(self, unit):
+    def finished(self, unit: str) -> None:
         """Post the buckets that waited for `unit` only."""
         for bucket in [b for b, units in self.left.items() if not b.late]:
             self.left[bucket].discard(unit)
             if not self.left[bucket]:
                 self.post(bucket)
 
-    def post(self, bucket):
+    def post(self, bucket: Sum) -> None:
         del self.left[bucket]
         bucket.post()
         self.posted.append(bucket)
 
-    def wait(self):
+    def wait(self) -> None:
         """All gradients are complete, summed over the replicas and over the two copies of a table.
 
         With ZeRO: those of this rank's own parts.
@@ -65,20 +74,20 @@ class Buckets:
         for item in self.twins:
             self.add_twin(item)
 
-    def add_twin(self, item):
+    def add_twin(self, item: Parameter) -> None:
         """Add the gradient of the other copy of a tied table.
 
         Through `world`, between the hosts, so that no message of the schedule can be taken for
         it.
         """
         mine = self.parameters.grad[self.parameters.places[item].own_grad]
-        peer = self.mesh.comm("p").members[item.twin]
+        peer = self.mesh.comm("p").members[item.twin]  # type: ignore[index]  # it has one
         sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
         sent.wait()
         mine += self.mesh.pool.bring(theirs)
 
-    def gather(self):
+    def gather(self) -> None:
         """Give every replica the parts that the others updated: a bucket while the next is on
         its way, so that no more than two take memory."""
         ahead = iter(self.gathers)
@@ -92,7 +101,9 @@ class Buckets:
 class Bucket:
     """Neighbouring parameters.  As parts: one row a replica, with its own part of each."""
 
-    def __init__(self, parameters, items):
+    pending: Any  # the call that is under way; None after it
+
+    def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
         self.places = [parameters.places[item] for item in items]
         sizes = [place.state.stop - place.state.start for place in self.places]
@@ -102,7 +113,7 @@ class Bucket:
         self.pending = None
 
     @property
-    def width(self):
+    def width(self) -> int:
         return self.columns[-1].stop
 
 
@@ -114,37 +125,37 @@ class Sum(Bucket):
     posted early, it would stand before what the pass and other stages wait for.
     """
 
-    def __init__(self, parameters, items):
+    def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         super().__init__(parameters, items)
         self.axes = items[0].partial
         self.late = items[0].late or self.axes[0] != DATA
         self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
 
-    def post(self):
+    def post(self) -> None:
         self.pending = self.sum_over(self.axes[0])
 
-    def wait(self):
+    def wait(self) -> None:
         self.store(self.axes[0], self.pending.wait())
         for axis in self.axes[1:]:
             self.store(axis, self.sum_over(axis).wait())
         self.pending = None
 
-    def scatters(self, axis):
+    def scatters(self, axis: str) -> bool:
         return axis == DATA and self.parameters.parts > 1
 
-    def sum_over(self, axis):
+    def sum_over(self, axis: str) -> Pending:
         comm = self.mesh.comm(axis)
         if self.scatters(axis):
             return comm.reduce_scatter(self.as_parts(comm))
         return comm.all_reduce(self.parameters.grad[self.span])
 
-    def as_parts(self, comm):
+    def as_parts(self, comm: Communicator) -> Array:
         rows = comm.buffer((self.parameters.parts, self.width), self.parameters.wide)
         for place, columns in zip(self.places, self.columns, strict=True):
             rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
         return rows
 
-    def store(self, axis, total):
+    def store(self, axis: str, total: Array) -> None:
         if not self.scatters(axis):
             self.parameters.grad[self.span] = total
             return
@@ -155,12 +166,12 @@ class Sum(Bucket):
 class Gather(Bucket):
     """A bucket of values, of which each replica has updated its own part."""
 
-    def post(self):
+    def post(self) -> None:
         value = self.parameters.value
         mine = np.concatenate([value[place.own_value] for place in self.places])
         self.pending = self.mesh.comm(DATA).all_gather(mine[None])
 
-    def wait(self):
+    def wait(self) -> None:
         rows = self.pending.wait()
         for place, columns in zip(self.places, self.columns, strict=True):
             self.parameters.value[place.value].reshape(len(rows), -1)[...] = rows[:, columns]
@@ -171,15 +182,15 @@ class OwnerSum(Sum):
     """Whole matrices: their sum over the data axis is left to the replica that updates them."""
 
     @property
-    def owner(self):
+    def owner(self) -> int:
         return self.parameters.owners[self.items[0]]
 
-    def sum_over(self, axis):
+    def sum_over(self, axis: str) -> Pending:
         if axis != DATA:
             return super().sum_over(axis)
         return self.mesh.comm(axis).reduce(self.parameters.grad[self.span], self.owner)
 
-    def store(self, axis, total):
+    def store(self, axis: str, total: Array) -> None:
         if axis != DATA or self.mesh.coord(DATA) == self.owner:
             self.parameters.grad[self.span] = total
 
@@ -187,13 +198,13 @@ class OwnerSum(Sum):
 class OwnerGather(Bucket):
     """Whole matrices: every replica takes them from the one that has updated them."""
 
-    def post(self):
+    def post(self) -> None:
         value = self.parameters.value
         block = np.concatenate([value[place.value] for place in self.places])
         owner = self.parameters.owners[self.items[0]]
         self.pending = self.mesh.comm(DATA).broadcast(block, owner)
 
-    def wait(self):
+    def wait(self) -> None:
         block, start = self.pending.wait(), 0
         for place in self.places:
             stop = start + place.value.stop - place.value.start
@@ -202,13 +213,16 @@ class OwnerGather(Bucket):
         self.pending = None
 
 
-def filled(parameters, items, size):
+def filled(
+    parameters: Parameters, items: Sequence[Parameter], size: int
+) -> Iterator[list[Parameter]]:
     """Lists of neighbours that are summed alike, and updated by the same replicas, each as long as
     it stays within `size` bytes."""
     places, itemsize = parameters.places, parameters.wide.itemsize
     owners = parameters.owners
     for _, alike in groupby(items, lambda item: (item.late, item.partial, owners.get(item))):
-        bucket, held = [], 0
+        bucket: list[Parameter] = []
+        held = 0
         for item in alike:
             place = places[item]
             nbytes = (place.grad.stop - place.grad.start) * itemsize

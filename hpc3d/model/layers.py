@@ -5,7 +5,10 @@ branches, or by several microbatches in flight.  Gradients are added to `Paramet
 matrices by a call that is handed to `later`, which makes it at once or when their turn comes.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,13 +29,21 @@ from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import Parameter, Parameters
+    from hpc3d.model.stage import Micro
+    from hpc3d.tensor.matmul import Saved, SavedForWeight
+    from hpc3d.tensor.split import Split
 
-def row_axes(layout):
+
+def row_axes(layout: Layout) -> tuple[str, ...]:
     """The axes that split the rows of a block: along them a vector's gradient is partial."""
     return (*layout[0], *layout.owned)
 
 
-def at_once(function, *arguments):
+def at_once(function: Callable[..., object], *arguments: Any) -> None:
     """The `later` of a backward pass that leaves nothing for later."""
     function(*arguments)
 
@@ -40,7 +51,16 @@ def at_once(function, *arguments):
 class Linear:
     """Y = X W + b on a split."""
 
-    def __init__(self, mesh, parameters, name, shape, split, std, keep="xw"):
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Parameters,
+        name: str,
+        shape: tuple[int, int],
+        split: Split,
+        std: float,
+        keep: str = "xw",
+    ) -> None:
         self.mesh = mesh
         self.matmul = Matmul(mesh, split, keep)
         self.weight = parameters.add(
@@ -49,7 +69,7 @@ class Linear:
         columns = Layout(" ".join(split.y[1]))
         self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
 
-    def forward(self, x, residual=None):
+    def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
         """Y, and what backward needs; a product that is all of Y adds the `residual`."""
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(
@@ -60,7 +80,7 @@ class Linear:
         with self.mesh.trace.span("bias"):
             return add_bias(y, self.bias.value, out), saved
 
-    def activated(self, x):
+    def activated(self, x: Array) -> tuple[Array, Saved, Array]:
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
         y, saved = self.matmul.forward_saving(
@@ -68,22 +88,25 @@ class Linear:
         )
         return y, saved, h
 
-    def backward(self, dy, saved, later=at_once, **epilogue):
+    def backward(
+        self, dy: Array, saved: Saved, later: Callable[..., None] = at_once, **epilogue: Any
+    ) -> Array:
         dx, rest = self.matmul.backward_input(saved, dy, **epilogue)
         later(self.weigh, dy, rest)
         return dx.wait()
 
-    def weigh(self, dy, rest):
+    def weigh(self, dy: Array, rest: SavedForWeight) -> None:
         """The gradients of weight and bias."""
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
-            return self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
+            self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
+            return
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
             self.bias.grad += sum_rows(dy)
 
 
-def gradient(matmul):
+def gradient(matmul: Matmul) -> dict[str, Any]:
     """How a weight's gradient lies, and the axes over which it is summed when the step ends."""
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
@@ -92,9 +115,9 @@ class NormSaved(NamedTuple):
     """What backward of a norm needs: its rows as forward left them and what `norm_grad` takes
     beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
 
-    rows: np.ndarray
-    scales: np.ndarray | tuple
-    gamma: np.ndarray
+    rows: Array
+    scales: Array | tuple
+    gamma: Array
 
 
 class LayerNorm:
@@ -102,14 +125,16 @@ class LayerNorm:
 
     EPSILON = 1e-5
 
-    def __init__(self, mesh, parameters, name, width, layout):
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, name: str, width: int, layout: Layout
+    ) -> None:
         self.mesh, self.width = mesh, width
         self.axes = [axis for axis in layout[1] if mesh.size(axis) > 1]
-        how = {"layout": Layout(" ".join(layout[1])), "partial": row_axes(layout)}
+        how: dict[str, Any] = {"layout": Layout(" ".join(layout[1])), "partial": row_axes(layout)}
         self.gamma = parameters.add(f"{name}.gamma", (width,), mean=1.0, **how)
         self.beta = parameters.add(f"{name}.beta", (width,), **how)
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, NormSaved]:
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
                 y, saved = norm(
@@ -129,7 +154,7 @@ class LayerNorm:
             normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
         return y, NormSaved(n, rstd, self.gamma.value)
 
-    def backward(self, dy, saved, residual):
+    def backward(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
         """The gradient of x, plus `residual` where there is one."""
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
@@ -156,25 +181,25 @@ class Dropout:
     drops the same ones, however the batch is cut into microbatches.
     """
 
-    def __init__(self, mesh, name, layout, rate, seed):
+    def __init__(self, mesh: Mesh, name: str, layout: Layout, rate: float, seed: int) -> None:
         self.mesh, self.name, self.layout = mesh, name, layout
         self.rate, self.seed = rate, seed
 
-    def mask(self, micro, rows, columns):
+    def mask(self, micro: Micro, rows: int, columns: int) -> Mask | None:
         """That of this rank's block of a tensor with `rows` rows a sequence; None at rate 0."""
         if not self.rate:
             return None
         shape = (micro.sequences * rows, columns)
-        where, block = self.layout.slices(shape, self.mesh)
+        here, block = self.layout.slices(shape, self.mesh)
         before = micro.first * rows
-        where = range(before + where.start, before + where.stop)
+        where = range(before + here.start, before + here.stop)
         key = micro.bring(self.name, self.key)
         return Mask(key, self.rate, where, range(block.start, block.stop), columns)
 
-    def key(self, micro):
+    def key(self, micro: Micro) -> np.ndarray:
         return philox_key((self.seed, self.name, micro.step))
 
-    def apply(self, x, micro, rows, columns):
+    def apply(self, x: Array, micro: Micro, rows: int, columns: int) -> Array:
         """x times the factors; the same for a gradient."""
         mask = self.mask(micro, rows, columns)
         if mask is None:
@@ -186,7 +211,7 @@ class Dropout:
 class EmbeddingSaved(NamedTuple):
     """The rows of the table that were looked up, and the shape of its working block."""
 
-    index: np.ndarray
+    index: Array  # type: ignore[assignment]  # not the method of a tuple
     shape: tuple
 
 
@@ -196,22 +221,22 @@ class Embedding:
     The axes of k split the vocabulary; Y has the layout of X of the first layer.
     """
 
-    def __init__(self, mesh, table, split):
+    def __init__(self, mesh: Mesh, table: Parameter, split: Split) -> None:
         self.mesh, self.table, self.split = mesh, table, split
         self.matmul = Matmul(mesh, split)
 
-    def index(self, micro):
+    def index(self, micro: Micro) -> np.ndarray:
         """The row of this rank's working block of the table for each of its working rows."""
         tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
         axes = self.split.k.split()
         first = self.mesh.index(axes) * (self.table.shape[0] // self.mesh.count(axes))
         return tokens.reshape(-1).astype(np.int64) - first
 
-    def order(self, micro):
+    def order(self, micro: Micro) -> np.ndarray:
         """Its numbers by row of the table."""
         return np.argsort(self.index(micro), kind="stable")
 
-    def forward(self, micro):
+    def forward(self, micro: Micro) -> tuple[Array, EmbeddingSaved]:
         """Y, and what backward needs."""
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
@@ -221,7 +246,7 @@ class Embedding:
         saved = EmbeddingSaved(index, table.shape)
         return self.matmul.reduce(partial, self.split.y, k).wait(), saved
 
-    def backward(self, dy, saved, micro):
+    def backward(self, dy: Array, saved: EmbeddingSaved, micro: Micro) -> None:
         order = micro.bring("embedding.order", self.order)
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         dy = self.matmul.gather(dy, self.split.y, k).wait()

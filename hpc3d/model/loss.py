@@ -1,6 +1,9 @@
 """Cross-entropy over a vocabulary that is split over ranks."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,12 +17,16 @@ from hpc3d.ops.cross_entropy import (
     softmax_grad,
 )
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+
 
 class LossSaved(NamedTuple):
     """What `softmax_grad` works with: the logits' memory, which holds their exponentials; on a
     device that has the gradient at once this itself, and None as `rows`."""
 
-    logits: np.ndarray
+    logits: Array
     rows: LossRows | None
 
 
@@ -30,12 +37,12 @@ class CrossEntropy:
     for nothing (Megatron-LM's vocabulary-parallel loss, arXiv:1909.08053, section 3).
     """
 
-    def __init__(self, mesh, axes, vocabulary):
+    def __init__(self, mesh: Mesh, axes: Iterable[str], vocabulary: int) -> None:
         self.mesh, self.vocabulary = mesh, vocabulary
         self.place = list(axes)
         self.axes = [axis for axis in axes if mesh.size(axis) > 1]
 
-    def forward(self, logits, targets, scale):
+    def forward(self, logits: Array, targets: np.ndarray, scale: float) -> tuple[Any, LossSaved]:
         """The summed loss of this rank's rows, and what backward needs; overwrites the logits."""
         if not self.axes:
             with self.mesh.trace.span("loss", "loss"):
@@ -53,7 +60,7 @@ class CrossEntropy:
         valid = targets != IGNORE
         return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
 
-    def backward(self, saved, scale):
+    def backward(self, saved: LossSaved, scale: float) -> Array:
         """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

@@ -21,10 +21,12 @@ of its gradient's layout with 2 and 3; else the stored block, which is dealt to 
 *owner*: the gradient is reduced to the owner and the value broadcast from there.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +34,12 @@ from hpc3d.comm.mesh import DATA
 from hpc3d.ops.random import initialise
 from hpc3d.ops.update import sum_of_squares
 from hpc3d.tensor.layout import Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
 
 
 @dataclass(eq=False)
@@ -53,16 +61,16 @@ class Parameter:
     grad_layout: Layout | None = None
     twin: int | None = None
     late: bool = False
-    value: np.ndarray | None = field(default=None, repr=False)
-    grad: np.ndarray | None = field(default=None, repr=False)
+    value: Any = field(default=None, repr=False)
+    grad: Any = field(default=None, repr=False)
 
     @property
-    def unit(self):
+    def unit(self) -> str:
         """The part of the model whose backward pass completes the gradient: layer, norm, ..."""
         words = self.name.split(".")
         return ".".join(words[:2]) if words[0] == "layers" else words[0]
 
-    def start(self, seed, mesh):
+    def start(self, seed: int, mesh: Mesh) -> None:
         """Set `value` to this rank's block of the initial tensor."""
         initialise(self.value, self, seed, self.layout.slices(self.shape, mesh))
 
@@ -107,14 +115,27 @@ class Parameters:
     to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
     """
 
-    def __init__(self, mesh, dtype, zero=0, whole_matrices=False):
+    def __init__(
+        self, mesh: Mesh, dtype: DTypeLike, zero: int = 0, whole_matrices: bool = False
+    ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
         self.parts = mesh.size(DATA) if zero else 1
         self.whole_matrices = whole_matrices
-        self.items, self.places, self.pieces, self.matrices, self.owners = [], {}, [], [], {}
+        self.items: list[Parameter] = []
+        self.places: dict[Parameter, FlatSlices] = {}
+        self.pieces: list[UpdateSlice] = []
+        self.matrices: list[Any] = []
+        self.owners: dict[Parameter, int] = {}
 
-    def add(self, name, shape, layout, partial=(), **how):
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        layout: Layout,
+        partial: tuple[str, ...] = (),
+        **how: Any,
+    ) -> Parameter:
         """A new parameter; its arrays exist after `allocate`."""
         summed = [axis for axis in partial if self.mesh.size(axis) > 1]
         partial = tuple(sorted(summed, key=lambda axis: axis == DATA))
@@ -124,7 +145,7 @@ class Parameters:
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self.items)
 
-    def allocate(self, seed):
+    def allocate(self, seed: int) -> None:
         """Lay the parameters out and give them their initial values.
 
         Those that are summed over the same axes lie together, in the order in which a backward
@@ -150,7 +171,7 @@ class Parameters:
         self.pieces = merged([item for item in self.items if item not in whole], self.places)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
 
-    def deal(self, matrices):
+    def deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
         """{matrix: the replica that updates it}: the largest first, to whoever has the least.
 
         The same on all ranks of a stage, since it goes by global shapes.  A tied table comes first
@@ -163,18 +184,18 @@ class Parameters:
             load[owners[item]] += prod(item.shape)
         return owners
 
-    def updates(self, item):
+    def updates(self, item: Parameter) -> bool:
         """Whether this rank updates a matrix, or its own block of one."""
         here = self.mesh.coord(DATA)
         return self.owners.get(item, here) == here
 
-    def matrix(self, item):
+    def matrix(self, item: Parameter) -> WholeMatrix:
         """The `WholeMatrix` of a matrix."""
         place, layout = self.places[item], item.grad_layout or item.layout
         shape = layout.block(item.shape, self.mesh)
         return WholeMatrix(place.own_value, place.own_grad, place.state, item, layout, shape)
 
-    def place(self, item, values, grads, states):
+    def place(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
         """The place of a parameter behind those that take up the first `values`, ... elements."""
         value = prod(item.layout.block(item.shape, self.mesh))
         grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
@@ -192,46 +213,46 @@ class Parameters:
             slice(states, states + own),
         )
 
-    def whole(self, item):
+    def whole(self, item: Parameter) -> bool:
         """Whether every replica stores all of value and gradient."""
         layouts = (item.layout, item.grad_layout or item.layout)
         return all(layout.dim_of(DATA) is None for layout in layouts)
 
-    def shared_out(self, item):
+    def shared_out(self, item: Parameter) -> bool:
         """Whether each replica stores all of a value and updates a part of it, or none."""
         place = self.places[item]
         return item in self.owners or place.own_value != place.value
 
-    def own(self, start, size, own):
+    def own(self, start: int, size: int, own: int) -> slice:
         """This rank's `own` elements of the `size` from `start` on."""
         start += self.mesh.coord(DATA) * own if own < size else 0
         return slice(start, start + own)
 
-    def point(self):
+    def point(self) -> None:
         """Let the parameters show the flat arrays."""
         for item, place in self.places.items():
             item.value = view(self.value, place.value, item.layout.block(item.shape, self.mesh))
             layout = item.grad_layout or item.layout
             item.grad = view(self.grad, place.grad, layout.block(item.shape, self.mesh))
 
-    def renew(self):
+    def renew(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
         old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
         self.value[...] = old
         self.point()
 
-    def show(self, value):
+    def show(self, value: Array) -> None:
         """Let the parameters show the flat array `value`."""
         if value is not self.value:
             self.value = value
             self.point()
 
-    def sum_of_squares(self):
+    def sum_of_squares(self) -> Any:
         """The sum of this rank's share of the gradient's squares, each parameter counted once."""
         places = [place for item, place in self.places.items() if self.counts(item)]
         return sum_of_squares(self.grad, [place.own_grad for place in places])
 
-    def counts(self, item):
+    def counts(self, item: Parameter) -> bool:
         """Whether this rank's own part of a parameter is the copy that counts."""
         layout = item.grad_layout or item.layout
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
@@ -240,26 +261,29 @@ class Parameters:
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 
 
-def view(flat, part, shape):
+def view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
     """The block of `shape` at the beginning of a padded part."""
     return flat[part][: prod(shape)].reshape(shape)
 
 
-def merged(items, places):
+def merged(
+    items: Sequence[Parameter], places: Mapping[Parameter, FlatSlices]
+) -> list[UpdateSlice]:
     """The pieces to update: neighbours in all arrays that decay alike are one."""
-    pieces = []
+    pieces: list[UpdateSlice] = []
     for item in items:
         place = places[item]
         piece = UpdateSlice(place.own_value, place.own_grad, place.state, item.decay)
         if pieces and follows(pieces[-1], piece):
             last = pieces.pop()
-            joined = (slice(a.start, b.stop) for a, b in zip(last[:3], piece[:3], strict=True))
-            piece = UpdateSlice(*joined, item.decay)
+            both = zip(last[:3], piece[:3], strict=True)
+            value, grad, state = (slice(a.start, b.stop) for a, b in both)
+            piece = UpdateSlice(value, grad, state, item.decay)
         pieces.append(piece)
     return pieces
 
 
-def follows(last, piece):
+def follows(last: UpdateSlice, piece: UpdateSlice) -> bool:
     """Whether `piece` begins where `last` ends."""
     touch = all(a.stop == b.start for a, b in zip(last[:3], piece[:3], strict=True))
     return touch and last.decay == piece.decay

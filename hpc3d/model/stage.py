@@ -3,9 +3,11 @@
 Forward and backward keep nothing in the stage, so any number of microbatches may be in flight.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,8 +16,14 @@ from hpc3d.model.layers import at_once
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.layout import Layout
 
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.families import ModelSpec
+    from hpc3d.model.parameters import Parameter, Parameters
 
-def at_hand(micro, name, make):
+
+def at_hand(micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
     """How a microbatch brings numbers to arrays of the host: they are there."""
     return make(micro)
 
@@ -36,24 +44,31 @@ class Micro(NamedTuple):
     carry: Callable = at_hand
 
     @property
-    def sequences(self):
+    def sequences(self) -> int:
         return len(self.tokens)
 
-    def bring(self, name, make):
+    def bring(self, name: str, make: Callable[[Micro], Any]) -> Any:
         """`make(micro)`, where the model's arrays are; it is the same under the same name."""
         return self.carry(self, name, make)
 
-    def factor(self):
+    def factor(self) -> Any:
         """`scale` there."""
         return self.bring("scale", lambda micro: micro.scale)
 
-    def rows(self, batch, layout, mesh):
+    def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
         """This rank's sequences, for rows that lie as in `layout`."""
         rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
         return batch[rows.slices(batch.shape[:1], mesh)]
 
 
-def microbatches(step, tokens, targets, count, alone=False, carry=at_hand):
+def microbatches(
+    step: int,
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    count: int,
+    alone: bool = False,
+    carry: Callable[..., Any] = at_hand,
+) -> Iterator[Micro]:
     """A batch [sequences, T] cut into `count` microbatches.
 
     The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
@@ -67,11 +82,11 @@ def microbatches(step, tokens, targets, count, alone=False, carry=at_hand):
         yield Micro(step, first, tokens[part], targets[part], 1 / valid, carry)
 
 
-def valid_tokens(targets):
+def valid_tokens(targets: np.ndarray) -> int:
     return max(1, int((targets != IGNORE).sum()))
 
 
-def ignore(unit):
+def ignore(unit: str) -> None:
     """The `finished` of a backward pass that nobody waits for."""
 
 
@@ -89,7 +104,13 @@ LAYER = Part(range(1), first=False, last=False)
 LAST = Part(range(0), first=False, last=True)
 
 
-def build(mesh, parameters, spec, parts, twin=None):
+def build(
+    mesh: Mesh,
+    parameters: Parameters,
+    spec: ModelSpec,
+    parts: Sequence[Part],
+    twin: int | None = None,
+) -> list[Stage]:
     """The stages of this rank by a `ModelSpec`, one a part, their parameters added to
     `parameters`.
 
@@ -107,7 +128,14 @@ def build(mesh, parameters, spec, parts, twin=None):
 class Stage:
     """The part of a model that a rank runs in one go."""
 
-    def __init__(self, mesh, parameters, spec, part, table):
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Parameters,
+        spec: ModelSpec,
+        part: Part,
+        table: Parameter | None,
+    ) -> None:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
         self.embeddings = self.head = None
         if part.first:
@@ -118,12 +146,12 @@ class Stage:
                 table = add_table(mesh, parameters, spec, "head.table")
             self.head = spec.family.last(mesh, parameters, spec, table)
 
-    def forward(self, x, micro):
+    def forward(self, x: Array | None, micro: Micro) -> tuple[Any, list[Any]]:
         """Y, or of the last part this rank's share of the summed loss; and what backward needs.
 
         Parts with the embeddings take no x.
         """
-        saved = []
+        saved: list[Any] = []
         if self.embeddings:
             x = self.collect(saved, self.embeddings.forward(micro))
         for block in self.blocks:
@@ -133,12 +161,19 @@ class Stage:
             x = self.collect(saved, self.head.forward(x, micro))
         return x, saved
 
-    def collect(self, saved, result):
+    def collect(self, saved: list[Any], result: tuple[Any, Any]) -> Any:
         y, kept = result
         saved.append(kept)
         return y
 
-    def backward(self, dy, saved, micro, later=at_once, finished=ignore):
+    def backward(
+        self,
+        dy: Array | None,
+        saved: list[Any],
+        micro: Micro,
+        later: Callable[..., None] = at_once,
+        finished: Callable[[str], None] = ignore,
+    ) -> Array | None:
         """The gradient of x; that of matrices goes through `later`, which then calls
         `finished(unit)` for every part of the model that is through.  Empties `saved`.
 
@@ -157,11 +192,11 @@ class Stage:
         return dy
 
     @property
-    def units(self):
+    def units(self) -> list[str]:
         """What `finished` is called with."""
         ends = [end.name for end in (self.embeddings, self.head) if end]
         return [*ends, *(block.name for block in self.blocks)]
 
-    def block_of(self, sequences):
+    def block_of(self, sequences: int) -> tuple[int, ...]:
         """The shape of this rank's block of the activations between stages."""
         return self.layout.block((sequences * self.shape.sequence, self.shape.hidden), self.mesh)

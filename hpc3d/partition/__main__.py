@@ -29,7 +29,7 @@ print one JSON object on the last line: objective, schedule, microbatches, time 
 load [s] and memory [B] of the heaviest and the fullest stage, proven, stages (ids), replicas"""
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
     options = _parser().parse_args(argv)
     return run("partition", lambda: _plan(options))

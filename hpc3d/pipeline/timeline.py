@@ -21,7 +21,8 @@ class Cost(NamedTuple):
 
     def share(self, chunks: int) -> Cost:
         """That of one of `chunks` equal chunks."""
-        return Cost(*(seconds / chunks for seconds in self[:3]), self.comm)
+        forward, backward, weight = (seconds / chunks for seconds in self[:3])
+        return Cost(forward, backward, weight, self.comm)
 
     def seconds(self) -> dict[str, float]:
         """Those of each operation; others take none."""
