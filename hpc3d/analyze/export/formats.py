@@ -87,7 +87,7 @@ def events_of(
 def _links(calls, rows, size):
     """Pairs of places in `rows`: who was waited for and who waited, and both ends of messages."""
     ranks = calls.trace.attrs["world_size"]
-    key = calls.meeting.astype("i8") * ranks + calls.rank
+    key = calls.instance.astype("i8") * ranks + calls.rank
     order = np.argsort(key, kind="stable")  # of a rank's rows the one with the call comes first
     op = calls.trace.events["op"][calls.row]
     names = calls.trace.events.labels("op")
@@ -95,7 +95,7 @@ def _links(calls, rows, size):
     sender = calls.trace.events["peer"][calls.row]
     source = np.where(receives, sender, calls.by)
     wanted = np.flatnonzero((receives | (calls.wait > 0)) & (source != calls.rank))
-    keys = calls.meeting[wanted].astype("i8") * ranks + source[wanted]
+    keys = calls.instance[wanted].astype("i8") * ranks + source[wanted]
     found = order[np.minimum(np.searchsorted(key[order], keys), max(0, len(order) - 1))]
     known = key[found] == keys
     place = np.full(size, -1)

@@ -72,7 +72,7 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
     be late: `later` is the share of such calls.  A time that is not positive, because clocks
     disagree, has no rate.
     """
-    kinds, kind, time, later = _meetings(calls)
+    kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))
     count = np.bincount(kind, minlength=len(kinds))
     first = np.cumsum(count) - count
@@ -98,8 +98,8 @@ def _rates(row):
     return {"algbw": algbw, "busbw": algbw * bus(row["members"])}
 
 
-def _meetings(calls):
-    """The kinds (axis, op, members, size), and of each meeting that is whole and inside of steps
+def _instances_in_steps(calls):
+    """The kinds (axis, op, members, size), and of each instance that is whole and inside of steps
     its kind, its time in ns, and the share of calls that were not waited for at once."""
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
@@ -117,7 +117,7 @@ def _meetings(calls):
 
 
 def _sizes(calls, members):
-    """S of each meeting, in bytes: the largest block that went in, of all-gathers all of them."""
+    """S of each instance, in bytes: the largest block that went in, of all-gathers all of them."""
     events, row, first = calls.trace.events, calls.row, calls.first
     block = np.maximum.reduceat(block_bytes(events, row), first)
     return block * np.where(labelled(events, "op", ["all_gather"])[row[first]], members, 1)

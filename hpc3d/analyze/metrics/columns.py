@@ -38,10 +38,10 @@ def cells(trace: Trace) -> np.ndarray:
     order = np.argsort(steps)
     place = np.searchsorted(steps[order], events)
     place = order[np.minimum(place, len(steps) - 1)]
-    return np.where((steps[place] == events) & ~beside(trace), place, -1)
+    return np.where((steps[place] == events) & ~overlapped(trace), place, -1)
 
 
-def beside(trace: Trace) -> np.ndarray:
+def overlapped(trace: Trace) -> np.ndarray:
     """Which events are calls as they run on a device, beside what it computes."""
     return trace.events["stream"] >= COMMUNICATION
 

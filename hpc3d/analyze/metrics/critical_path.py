@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import beside, event_values, labels, own_time, slices
+from hpc3d.analyze.metrics.columns import event_values, labels, overlapped, own_time, slices
 from hpc3d.analyze.metrics.step import ratio
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _Rows:
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
         leaf[parent] = False  # parent -1 is the entry after the last event
-        lasting = (events["step"] == step) & (own_time(trace) > 0) & ~beside(trace)
+        lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
             raise ValueError(f"{trace.path}: no events of step {step}; choose another one")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.metrics.bubble import BACKWARD
-from hpc3d.analyze.metrics.columns import beside, labelled
+from hpc3d.analyze.metrics.columns import labelled, overlapped
 from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
@@ -37,7 +37,7 @@ MESSAGES = ("send", "recv")
 TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 
-def observe(
+def pipeline_of_step(
     trace: Trace, step: int
 ) -> tuple[list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
     """The table of a step, one row per stage, and its measured and simulated panel for
@@ -159,7 +159,7 @@ def _events_of_passes(trace):
     events = trace.events
     columns = {name: events[name].astype("i8") for name in PLACE} | {"op": _ops(events)}
     inside = np.all([values >= 0 for values in columns.values()], axis=0)
-    inside = np.flatnonzero(inside & ~beside(trace))
+    inside = np.flatnonzero(inside & ~overlapped(trace))
     where = (columns["stage"][inside] << 32) + events["rank"][inside]
     places = np.unique(where)
     stages, first, counts = np.unique(places >> 32, return_index=True, return_counts=True)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import (
-    beside,
     cells,
     combinations,
     event_values,
     labelled,
     named,
+    overlapped,
     own_time,
 )
 from hpc3d.trace.trace_config import one_time
@@ -63,7 +63,7 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
 def between_rows(trace: Trace) -> list[dict[str, Any]]:
     """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
     most, and of all on a rank."""
-    between = np.flatnonzero((trace.events["step"] < 0) & ~beside(trace))
+    between = np.flatnonzero((trace.events["step"] < 0) & ~overlapped(trace))
     if not len(between):
         return []
     kinds, kind = combinations([event_values(trace, key, between) for key in ("name", "category")])

@@ -1,15 +1,15 @@
 """How long ranks wait for each other, and for whom.
 
-What ranks do together is a meeting: a collective, which (group, number) names, or a message with
-its two ends, which (group, sender, receiver, number) names.  A member arrives when it makes its
-call, and is blocked from when it waits for the result until it has it.  Of this time
+What ranks do together is a call instance: a collective, which (group, number) names, or a message
+with its two ends, which (group, sender, receiver, number) names.  A member arrives when it makes
+its call, and is blocked from when it waits for the result until it has it.  Of this time
 
     wait       lies before the last arrival: max(0, min(end, last arrival) - start)
     transfer   is the rest
 
 on the clock of rank 0: wait at N x N, late sender and late receiver of Scalasca (Geimer et al.
 2010).  A broadcast blocks when it is called, too: how much is coming goes ahead of the block.  So
-the row of its call, where it has one of its own (category copy), belongs to the meeting as well.
+the row of its call, where it has one of its own (category copy), belongs to the instance as well.
 
 A send, a broadcast and a reduction may end before the last arrival.  Then the call did
 not wait for it, but for what it needs: a block that is broadcast for its root, the others for
@@ -45,14 +45,14 @@ EARLY = ("broadcast",)  # may wait when they are called
 
 @dataclass(frozen=True)
 class CallInstances:
-    """The calls of a trace, those of one meeting next to each other.
+    """The calls of a trace, those of one instance next to each other.
 
     Times are ns on rank 0's clock.  Of each call: its `row` in /events, whether this is where it
     ends (`ending`) or the call of a broadcast that is waited for later, whether it is `inside` of
     a completed step, its `rank`, when it was `posted`, when the rank began to wait (`start`) and
-    had the result (`end`), its `meeting`, and the arrival that it waited for: when (`until`) and
-    of which rank (`by`).  Of each meeting: its `first` call, the `last` arrival, and the rank that
-    was `late`.
+    had the result (`end`), its `instance`, and the arrival that it waited for: when (`until`) and
+    of which rank (`by`).  Of each instance: its `first` call, the `last` arrival, and the rank
+    that was `late`.
     """
 
     trace: Trace | Steady
@@ -63,7 +63,7 @@ class CallInstances:
     posted: np.ndarray
     start: np.ndarray
     end: np.ndarray
-    meeting: np.ndarray
+    instance: np.ndarray
     until: np.ndarray
     by: np.ndarray
     first: np.ndarray
@@ -85,12 +85,12 @@ class CallInstances:
 
     @property
     def known(self) -> np.ndarray:
-        """How many calls of each meeting the trace has."""
+        """How many calls of each instance the trace has."""
         return np.add.reduceat(self.ending, self.first, dtype=int)
 
     @property
     def members(self) -> np.ndarray:
-        """How many each meeting had."""
+        """How many each instance had."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
         message = labelled(events, "op", MESSAGES)[row]
@@ -100,13 +100,13 @@ class CallInstances:
 def calls_of(trace: Trace | Steady) -> CallInstances:
     """The CallInstances of an open trace: all rows of category comm that have a number, and those
     of category copy that are the calls of broadcasts."""
-    row, meeting = _meetings(trace)
+    row, instance = _call_instances(trace)
     start, end, posted = _times(trace, row)
     rank = trace.events["rank"][row]
-    first = np.flatnonzero(np.diff(meeting, prepend=-1))
+    first = np.flatnonzero(np.diff(instance, prepend=-1))
     last = np.maximum.reduceat(posted, first)
-    latest = _first_where(posted == last[meeting], first)
-    source = _reason(trace, row, meeting, first, latest, end <= last[meeting])
+    latest = _first_where(posted == last[instance], first)
+    source = _reason(trace, row, instance, first, latest, end <= last[instance])
     return CallInstances(
         trace=trace,
         row=row,
@@ -116,7 +116,7 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
         posted=posted,
         start=start,
         end=end,
-        meeting=meeting,
+        instance=instance,
         until=posted[source],
         by=rank[source],
         first=first,
@@ -125,8 +125,8 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
     )
 
 
-def _meetings(trace):
-    """The rows of /events that are calls, in the order of their meetings, and these."""
+def _call_instances(trace):
+    """The rows of /events that are calls, in the order of their instances, and these."""
     events, ranks = trace.events, trace.attrs["world_size"]
     counted = (events["group"] >= 0) & (events["seq"] >= 0)
     row = np.flatnonzero(labelled(events, "category", ["comm"]) & counted)
@@ -172,12 +172,12 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """The first call of each meeting for which it is true, the number of calls if none."""
+    """The first call of each instance for which it is true, the number of calls if none."""
     place = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(place, first)
 
 
-def _reason(trace, row, meeting, first, latest, early):
+def _reason(trace, row, instance, first, latest, early):
     """The call whose arrival each call waited for: the last one's, but for UNBOUND calls that
     ended `early`, not after it."""
     events, place = trace.events, np.arange(len(row))
@@ -185,9 +185,9 @@ def _reason(trace, row, meeting, first, latest, early):
     reduces, broadcasts, unbound = (
         labelled(events, "op", ops)[row] for ops in (["reduce"], ["broadcast"], UNBOUND)
     )
-    root = _first_where(at_root & broadcasts, first)[meeting]
+    root = _first_where(at_root & broadcasts, first)[instance]
     own = np.where(root < len(row), root, place)
-    return np.where(early & unbound & ~(reduces & at_root), own, latest[meeting])
+    return np.where(early & unbound & ~(reduces & at_root), own, latest[instance])
 
 
 # Tables
@@ -219,5 +219,5 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
 
 
 def incomplete(calls: CallInstances) -> int:
-    """How many meetings lack the call of a member, so that their last arrival is not certain."""
+    """How many instances lack the call of a member, so that their last arrival is not certain."""
     return int((calls.known < calls.members).sum())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpc3d.analyze.report.run_tables import AXIS, CATEGORY, OP, PHASE
 from hpc3d.analyze.report.table_format import (
-    Field,
-    Sheet,
+    ColumnSpec,
+    TableSpec,
     count,
     integer,
     milliseconds,
@@ -14,72 +14,72 @@ from hpc3d.analyze.report.table_format import (
     ratio,
 )
 
-RUN = Field("run", "run")
+RUN = ColumnSpec("run", "run")
 
 
-def between(key: str) -> tuple[Field, Field]:
+def between(key: str) -> tuple[ColumnSpec, ColumnSpec]:
     """The columns of a ratio's 95 % interval."""
-    return Field(f"{key}_low", "from", ratio), Field(f"{key}_high", "to", ratio)
+    return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
 
 
-RUNS = Sheet(
+RUNS = TableSpec(
     "runs",
     "Runs",
     (
         RUN,
-        Field("ranks", "ranks", integer),
-        Field("steps", "steps", integer),
-        Field("step_s_25", "25 % [ms]", milliseconds),
-        Field("step_s_median", "step [ms]", milliseconds),
-        Field("step_s_75", "75 % [ms]", milliseconds),
-        Field("tokens_per_s", "tokens/s", prefixed),
-        Field("communication_share", "communication", percent),
-        Field("communication_calls", "calls", count),
-        Field("communication_bytes", "received [B]", prefixed),
-        Field("loss_step", "loss after step", integer),
-        Field("loss", "loss [nat]", "{:.6f}".format),
-        Field("loss_difference", "largest difference [nat]", "{:.1e}".format),
+        ColumnSpec("ranks", "ranks", integer),
+        ColumnSpec("steps", "steps", integer),
+        ColumnSpec("step_s_25", "25 % [ms]", milliseconds),
+        ColumnSpec("step_s_median", "step [ms]", milliseconds),
+        ColumnSpec("step_s_75", "75 % [ms]", milliseconds),
+        ColumnSpec("tokens_per_s", "tokens/s", prefixed),
+        ColumnSpec("communication_share", "communication", percent),
+        ColumnSpec("communication_calls", "calls", count),
+        ColumnSpec("communication_bytes", "received [B]", prefixed),
+        ColumnSpec("loss_step", "loss after step", integer),
+        ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
+        ColumnSpec("loss_difference", "largest difference [nat]", "{:.1e}".format),
     ),
 )
-SCALING = Sheet(
+SCALING = TableSpec(
     "scaling",
     "Scaling",
     (
         RUN,
-        Field("ranks", "ranks", integer),
-        Field("batch", "batch", integer),
-        Field("hidden", "hidden", integer),
-        Field("heads", "heads", integer),
-        Field("forward_s", "forward [ms]", milliseconds),
-        Field("backward_s", "backward [ms]", milliseconds),
-        Field("average_step_s", "average step time [ms]", milliseconds),
-        Field("tokens_per_s", "tokens/s", prefixed),
-        Field("tokens_per_s_rank", "tokens/s a rank", prefixed),
-        Field("scaling", "scaling"),
-        Field("speedup", "speed-up", ratio),
+        ColumnSpec("ranks", "ranks", integer),
+        ColumnSpec("batch", "batch", integer),
+        ColumnSpec("hidden", "hidden", integer),
+        ColumnSpec("heads", "heads", integer),
+        ColumnSpec("forward_s", "forward [ms]", milliseconds),
+        ColumnSpec("backward_s", "backward [ms]", milliseconds),
+        ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
+        ColumnSpec("tokens_per_s", "tokens/s", prefixed),
+        ColumnSpec("tokens_per_s_rank", "tokens/s a rank", prefixed),
+        ColumnSpec("scaling", "scaling"),
+        ColumnSpec("speedup", "speed-up", ratio),
         *between("speedup"),
-        Field("efficiency", "efficiency", percent),
+        ColumnSpec("efficiency", "efficiency", percent),
     ),
 )
-GAINS = Sheet(
+GAINS = TableSpec(
     "gains",
     "Schemes",
     (
         RUN,
-        Field("family", "loops cut"),
-        Field("average_step_s", "average step time [ms]", milliseconds),
-        Field("over_1d", "over 1-D", ratio),
+        ColumnSpec("family", "loops cut"),
+        ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
+        ColumnSpec("over_1d", "over 1-D", ratio),
         *between("over_1d"),
-        Field("over_2d", "over 2-D", ratio),
+        ColumnSpec("over_2d", "over 2-D", ratio),
         *between("over_2d"),
-        Field("step_s", "step [ms]", milliseconds),
-        Field("step_over_1d", "step over 1-D", ratio),
+        ColumnSpec("step_s", "step [ms]", milliseconds),
+        ColumnSpec("step_over_1d", "step over 1-D", ratio),
         *between("step_over_1d"),
-        Field("step_over_2d", "step over 2-D", ratio),
+        ColumnSpec("step_over_2d", "step over 2-D", ratio),
         *between("step_over_2d"),
     ),
 )
-DIFFERENCES = Sheet(
+DIFFERENCES = TableSpec(
     "differences",
     "Differences from the first run",
     (
@@ -88,13 +88,13 @@ DIFFERENCES = Sheet(
         PHASE,
         AXIS,
         OP,
-        Field("seconds", "first run [ms]", milliseconds),
-        Field("other_seconds", "this run [ms]", milliseconds),
-        Field("difference_s", "difference [ms]", milliseconds),
-        Field("low", "from [ms]", milliseconds),
-        Field("high", "to [ms]", milliseconds),
+        ColumnSpec("seconds", "first run [ms]", milliseconds),
+        ColumnSpec("other_seconds", "this run [ms]", milliseconds),
+        ColumnSpec("difference_s", "difference [ms]", milliseconds),
+        ColumnSpec("low", "from [ms]", milliseconds),
+        ColumnSpec("high", "to [ms]", milliseconds),
     ),
-    brief=10,
+    rows_shown=10,
 )
 
 OVER_RUNS = (RUNS, SCALING, GAINS, DIFFERENCES)

@@ -29,14 +29,14 @@ NOTES = {
 def page(report: Report) -> str:
     """The text of a Report."""
     sections = ["# Report", MEANS, *_listed("Before these runs are compared:", report.notes)]
-    for sheet in OVER_RUNS:
-        sections += _section("##", sheet, report.tables[sheet.name])
+    for spec in OVER_RUNS:
+        sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
         sections += [f"## {in_markdown(run.label)}", _facts(run)]
         sections += _listed("The trace is incomplete; missing are:", run.missing)
         sections += _listed("The trace contradicts itself:", run.violations)
-        for sheet in OF_A_RUN:
-            sections += _section("###", sheet, run.tables[sheet.name], run.step)
+        for spec in OF_A_RUN:
+            sections += _section("###", spec, run.tables[spec.name], run.step)
     return "\n\n".join(sections) + "\n"
 
 
@@ -56,12 +56,12 @@ def image(name: str, picture: Picture) -> str:
     return f"![{in_markdown(picture.title)}](figures/{name}.png)\n"
 
 
-def _section(level, sheet, rows, step=None):
+def _section(level, spec, rows, step=None):
     """The table under its title, or as much of it as is shown in a text; none without rows."""
-    if not rows or sheet.brief < 0:
+    if not rows or spec.rows_shown < 0:
         return []
-    shown = rows[: sheet.brief or None]
-    note = [NOTES[sheet.name].format(step=step)] if sheet.name in NOTES else []
+    shown = rows[: spec.rows_shown or None]
+    note = [NOTES[spec.name].format(step=step)] if spec.name in NOTES else []
     more = len(rows) - len(shown)
-    rest = [f"{more} more rows are in tables/{sheet.name}.csv."] if more else []
-    return [f"{level} {sheet.title}", *note, markdown(sheet.known(shown), shown), *rest]
+    rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
+    return [f"{level} {spec.title}", *note, markdown(spec.known(shown), shown), *rest]

@@ -17,7 +17,12 @@ from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
 from hpc3d.analyze.metrics.loads import notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
-from hpc3d.analyze.metrics.pipeline_step import StepPasses, configuration, observe, runs_on
+from hpc3d.analyze.metrics.pipeline_step import (
+    StepPasses,
+    configuration,
+    pipeline_of_step,
+    runs_on,
+)
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.metrics.run_summary import about
 from hpc3d.analyze.metrics.steady import Steady
@@ -97,7 +102,7 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     return Report(runs, *plain_in(found))
 
 
-def examine(
+def analyze_run(
     trace: Trace, peak: float | None = None, step: int | None = None, events: int = EVENTS
 ) -> RunAnalysis:
     """The RunAnalysis of an open trace.
@@ -112,7 +117,7 @@ def examine(
     step = median_step(steady) if step is None else step
     calls = calls_of(steady)
     matrices = _matrices(trace, calls)
-    stages, panels = observe(trace, step)
+    stages, panels = pipeline_of_step(trace, step)
     tables = {
         **_of_time(steady, calls, peak),
         **_of_all_steps(trace),

@@ -2,8 +2,8 @@
 from."""
 
 from hpc3d.analyze.report.table_format import (
-    Field,
-    Sheet,
+    ColumnSpec,
+    TableSpec,
     count,
     integer,
     layer,
@@ -16,47 +16,47 @@ from hpc3d.analyze.report.table_format import (
 )
 from hpc3d.trace.schema import MEMORY_KIND
 
-RANK = Field("rank", "rank", number)
-HOST = Field("host", "host")
-STAGE = Field("stage", "stage", number)
-PHASE = Field("phase", "phase")
-AXIS = Field("axis", "axis")
-OP = Field("op", "operation")
-CATEGORY = Field("category", "category")
-SECONDS = Field("seconds", "time [ms]", milliseconds)
-SHARE = Field("share", "share", percent)
+RANK = ColumnSpec("rank", "rank", number)
+HOST = ColumnSpec("host", "host")
+STAGE = ColumnSpec("stage", "stage", number)
+PHASE = ColumnSpec("phase", "phase")
+AXIS = ColumnSpec("axis", "axis")
+OP = ColumnSpec("op", "operation")
+CATEGORY = ColumnSpec("category", "category")
+SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
+SHARE = ColumnSpec("share", "share", percent)
 
-STEP = Sheet(
+STEP = TableSpec(
     "step",
     "Step",
     (
-        Field("steps", "steps", integer),
-        Field("first", "from", integer),
-        Field("last", "to", integer),
-        Field("step_s_min", "min [ms]", milliseconds),
-        Field("step_s_25", "25 % [ms]", milliseconds),
-        Field("step_s_median", "median [ms]", milliseconds),
-        Field("step_s_75", "75 % [ms]", milliseconds),
-        Field("step_s_max", "max [ms]", milliseconds),
-        Field("forward_s", "forward [ms]", milliseconds),
-        Field("backward_s", "backward [ms]", milliseconds),
-        Field("tokens_per_s", "tokens/s", prefixed),
-        Field("communication_share", "communication", percent),
+        ColumnSpec("steps", "steps", integer),
+        ColumnSpec("first", "from", integer),
+        ColumnSpec("last", "to", integer),
+        ColumnSpec("step_s_min", "min [ms]", milliseconds),
+        ColumnSpec("step_s_25", "25 % [ms]", milliseconds),
+        ColumnSpec("step_s_median", "median [ms]", milliseconds),
+        ColumnSpec("step_s_75", "75 % [ms]", milliseconds),
+        ColumnSpec("step_s_max", "max [ms]", milliseconds),
+        ColumnSpec("forward_s", "forward [ms]", milliseconds),
+        ColumnSpec("backward_s", "backward [ms]", milliseconds),
+        ColumnSpec("tokens_per_s", "tokens/s", prefixed),
+        ColumnSpec("communication_share", "communication", percent),
     ),
 )
-EFFICIENCY = Sheet(
+EFFICIENCY = TableSpec(
     "efficiency",
     "Arithmetic",
     (
-        Field("model_flop", "model [FLOP]", prefixed),
-        Field("recorded_flop", "recorded [FLOP]", prefixed),
-        Field("flop_per_s", "model [FLOP/s]", prefixed),
-        Field("recorded_flop_per_s", "recorded [FLOP/s]", prefixed),
-        Field("mfu", "MFU", percent),
-        Field("hfu", "HFU", percent),
+        ColumnSpec("model_flop", "model [FLOP]", prefixed),
+        ColumnSpec("recorded_flop", "recorded [FLOP]", prefixed),
+        ColumnSpec("flop_per_s", "model [FLOP/s]", prefixed),
+        ColumnSpec("recorded_flop_per_s", "recorded [FLOP/s]", prefixed),
+        ColumnSpec("mfu", "MFU", percent),
+        ColumnSpec("hfu", "HFU", percent),
     ),
 )
-TIME = Sheet(
+TIME = TableSpec(
     "time",
     "Time of a step",
     (
@@ -66,212 +66,212 @@ TIME = Sheet(
         OP,
         SECONDS,
         SHARE,
-        Field("calls", "calls", count),
-        Field("bytes", "received [B]", prefixed),
-        Field("flop_per_s", "rate [FLOP/s]", prefixed),
+        ColumnSpec("calls", "calls", count),
+        ColumnSpec("bytes", "received [B]", prefixed),
+        ColumnSpec("flop_per_s", "rate [FLOP/s]", prefixed),
     ),
 )
-BETWEEN = Sheet(
+BETWEEN = TableSpec(
     "between",
     "Time between steps",
     (
-        Field("name", "what"),
+        ColumnSpec("name", "what"),
         CATEGORY,
-        Field("times", "times", count),
-        Field("mean_s", "mean [ms]", milliseconds),
-        Field("longest_s", "longest [ms]", milliseconds),
+        ColumnSpec("times", "times", count),
+        ColumnSpec("mean_s", "mean [ms]", milliseconds),
+        ColumnSpec("longest_s", "longest [ms]", milliseconds),
         SECONDS._replace(heading="in all [ms]"),
     ),
 )
-LAYERS = Sheet(
+LAYERS = TableSpec(
     "layers",
     "Time by layer",
-    (Field("layer", "layer", layer), PHASE, CATEGORY, SECONDS, SHARE),
-    brief=10,
+    (ColumnSpec("layer", "layer", layer), PHASE, CATEGORY, SECONDS, SHARE),
+    rows_shown=10,
 )
-RANKS = Sheet(
+RANKS = TableSpec(
     "ranks",
     "Time by rank",
     (
         RANK,
         HOST,
         STAGE,
-        Field("step_s", "step [ms]", milliseconds),
-        Field("compute_s", "compute [ms]", milliseconds),
-        Field("wait_s", "wait [ms]", milliseconds),
-        Field("transfer_s", "transfer [ms]", milliseconds),
-        Field("exposed_s", "exposed [ms]", milliseconds),
-        Field("copy_s", "copy [ms]", milliseconds),
-        Field("other_s", "other [ms]", milliseconds),
-        Field("unrecorded_s", "unrecorded [ms]", milliseconds),
-        Field("outstanding_s", "a call outstanding [ms]", milliseconds),
+        ColumnSpec("step_s", "step [ms]", milliseconds),
+        ColumnSpec("compute_s", "compute [ms]", milliseconds),
+        ColumnSpec("wait_s", "wait [ms]", milliseconds),
+        ColumnSpec("transfer_s", "transfer [ms]", milliseconds),
+        ColumnSpec("exposed_s", "exposed [ms]", milliseconds),
+        ColumnSpec("copy_s", "copy [ms]", milliseconds),
+        ColumnSpec("other_s", "other [ms]", milliseconds),
+        ColumnSpec("unrecorded_s", "unrecorded [ms]", milliseconds),
+        ColumnSpec("outstanding_s", "a call outstanding [ms]", milliseconds),
     ),
-    brief=8,
+    rows_shown=8,
 )
-IMBALANCE = Sheet(
+IMBALANCE = TableSpec(
     "imbalance",
     "Imbalance of computation",
     (
         PHASE,
-        Field("mean_s", "mean [ms]", milliseconds),
-        Field("max_s", "max [ms]", milliseconds),
-        Field("imbalance", "max / mean", ratio),
-        Field("rank", "on rank", number),
+        ColumnSpec("mean_s", "mean [ms]", milliseconds),
+        ColumnSpec("max_s", "max [ms]", milliseconds),
+        ColumnSpec("imbalance", "max / mean", ratio),
+        ColumnSpec("rank", "on rank", number),
     ),
 )
-WAITS = Sheet(
+WAITS = TableSpec(
     "waits",
     "Waiting and transfer",
     (
         AXIS,
         OP,
-        Field("calls", "calls", count),
-        Field("blocked_s", "blocked [ms]", milliseconds),
-        Field("wait_s", "wait [ms]", milliseconds),
-        Field("transfer_s", "transfer [ms]", milliseconds),
-        Field("violations", "violations", integer),
-        Field("worst_s", "worst [us]", microseconds),
+        ColumnSpec("calls", "calls", count),
+        ColumnSpec("blocked_s", "blocked [ms]", milliseconds),
+        ColumnSpec("wait_s", "wait [ms]", milliseconds),
+        ColumnSpec("transfer_s", "transfer [ms]", milliseconds),
+        ColumnSpec("violations", "violations", integer),
+        ColumnSpec("worst_s", "worst [us]", microseconds),
     ),
 )
-STRAGGLERS = Sheet(
+STRAGGLERS = TableSpec(
     "stragglers",
     "Who is waited for",
     (
         RANK,
         HOST,
-        Field("meetings", "meetings", integer),
-        Field("last", "arrives last", integer),
-        Field("imposed_s", "others wait for it [ms]", milliseconds),
-        Field("wait_s", "waits itself [ms]", milliseconds),
-        Field("work_s", "works [ms]", milliseconds),
-        Field("straggler", "straggler"),
+        ColumnSpec("meetings", "meetings", integer),
+        ColumnSpec("last", "arrives last", integer),
+        ColumnSpec("imposed_s", "others wait for it [ms]", milliseconds),
+        ColumnSpec("wait_s", "waits itself [ms]", milliseconds),
+        ColumnSpec("work_s", "works [ms]", milliseconds),
+        ColumnSpec("straggler", "straggler"),
     ),
-    brief=5,
+    rows_shown=5,
 )
-PATH = Sheet(
+PATH = TableSpec(
     "path",
     "Critical path",
     (CATEGORY, PHASE, AXIS, OP, SECONDS, SHARE),
-    brief=10,
+    rows_shown=10,
 )
-COLLECTIVES = Sheet(
+COLLECTIVES = TableSpec(
     "collectives",
     "Collectives and messages",
     (
         AXIS,
         OP,
-        Field("members", "members", integer),
-        Field("size", "size [B]", integer),
-        Field("count", "count", integer),
-        Field("seconds", "median [us]", microseconds),
-        Field("algbw", "algbw [B/s]", prefixed),
-        Field("busbw", "busbw [B/s]", prefixed),
-        Field("later", "waited for later", percent),
+        ColumnSpec("members", "members", integer),
+        ColumnSpec("size", "size [B]", integer),
+        ColumnSpec("count", "count", integer),
+        ColumnSpec("seconds", "median [us]", microseconds),
+        ColumnSpec("algbw", "algbw [B/s]", prefixed),
+        ColumnSpec("busbw", "busbw [B/s]", prefixed),
+        ColumnSpec("later", "waited for later", percent),
     ),
-    brief=12,
+    rows_shown=12,
 )
-TRAFFIC = Sheet(
+TRAFFIC = TableSpec(
     "traffic",
     "Bytes from rank to rank",
     (
         AXIS,
-        Field("sender", "sender", number),
-        Field("receiver", "receiver", number),
-        Field("bytes", "bytes [B]", prefixed),
+        ColumnSpec("sender", "sender", number),
+        ColumnSpec("receiver", "receiver", number),
+        ColumnSpec("bytes", "bytes [B]", prefixed),
     ),
-    brief=-1,
+    rows_shown=-1,
 )
-CROSSING = Sheet(
+CROSSING = TableSpec(
     "crossing",
     "Between hosts",
     (
         HOST,
-        Field("ranks", "ranks", integer),
-        Field("calls", "calls", count),
-        Field("bytes", "received [B]", prefixed),
-        Field("crossing", "from other hosts [B]", prefixed),
-        Field("on_cards", "on cards [B]", prefixed),
+        ColumnSpec("ranks", "ranks", integer),
+        ColumnSpec("calls", "calls", count),
+        ColumnSpec("bytes", "received [B]", prefixed),
+        ColumnSpec("crossing", "from other hosts [B]", prefixed),
+        ColumnSpec("on_cards", "on cards [B]", prefixed),
     ),
-    brief=8,
+    rows_shown=8,
 )
-CROSSING_PAIRS = Sheet(
+CROSSING_PAIRS = TableSpec(
     "crossing_pairs",
     "Bytes from host to host",
     (
-        Field("sender_host", "sender"),
-        Field("receiver_host", "receiver"),
-        Field("bytes", "bytes [B]", prefixed),
+        ColumnSpec("sender_host", "sender"),
+        ColumnSpec("receiver_host", "receiver"),
+        ColumnSpec("bytes", "bytes [B]", prefixed),
     ),
-    brief=-1,
+    rows_shown=-1,
 )
-PIPELINE = Sheet(
+PIPELINE = TableSpec(
     "pipeline",
     "Pipeline",
     (
         STAGE,
-        Field("ranks", "ranks", integer),
-        Field("passes", "passes", integer),
-        Field("forward_s", "F [ms]", milliseconds),
-        Field("backward_s", "BW [ms]", milliseconds),
-        Field("input_s", "B [ms]", milliseconds),
-        Field("weight_s", "W [ms]", milliseconds),
-        Field("idle_share", "idle", percent),
-        Field("idle_share_simulated", "idle, simulated", percent),
-        Field("in_flight", "in flight", integer),
-        Field("in_flight_simulated", "in flight, simulated", integer),
+        ColumnSpec("ranks", "ranks", integer),
+        ColumnSpec("passes", "passes", integer),
+        ColumnSpec("forward_s", "F [ms]", milliseconds),
+        ColumnSpec("backward_s", "BW [ms]", milliseconds),
+        ColumnSpec("input_s", "B [ms]", milliseconds),
+        ColumnSpec("weight_s", "W [ms]", milliseconds),
+        ColumnSpec("idle_share", "idle", percent),
+        ColumnSpec("idle_share_simulated", "idle, simulated", percent),
+        ColumnSpec("in_flight", "in flight", integer),
+        ColumnSpec("in_flight_simulated", "in flight, simulated", integer),
     ),
 )
-BUBBLE = Sheet(
+BUBBLE = TableSpec(
     "bubble",
     "Bubble",
     (
         STAGE,
-        Field("span_s", "all passes [ms]", milliseconds),
-        Field("idle_s", "idle [ms]", milliseconds),
-        Field("warmup_s", "warm-up [ms]", milliseconds),
-        Field("steady_s", "steady [ms]", milliseconds),
-        Field("drain_s", "drain [ms]", milliseconds),
+        ColumnSpec("span_s", "all passes [ms]", milliseconds),
+        ColumnSpec("idle_s", "idle [ms]", milliseconds),
+        ColumnSpec("warmup_s", "warm-up [ms]", milliseconds),
+        ColumnSpec("steady_s", "steady [ms]", milliseconds),
+        ColumnSpec("drain_s", "drain [ms]", milliseconds),
     ),
 )
-MEMORY = Sheet(
+MEMORY = TableSpec(
     "memory",
     "Memory",
     (
-        Field("kind", "kind"),
-        Field("peak", "highest peak [B]", prefixed),
+        ColumnSpec("kind", "kind"),
+        ColumnSpec("peak", "highest peak [B]", prefixed),
         RANK._replace(heading="on rank"),
     ),
 )
-MEMORY_RANKS = Sheet(
+MEMORY_RANKS = TableSpec(
     "memory_ranks",
     "Memory by rank",
     (
-        Field("rank", "rank", number),
-        *(Field(kind, f"{kind} [B]", prefixed) for kind in MEMORY_KIND),
+        ColumnSpec("rank", "rank", number),
+        *(ColumnSpec(kind, f"{kind} [B]", prefixed) for kind in MEMORY_KIND),
     ),
-    brief=-1,
+    rows_shown=-1,
 )
-PREDICTION = Sheet(
+PREDICTION = TableSpec(
     "prediction",
     "Prediction",
     (
-        Field("quantity", "quantity"),
+        ColumnSpec("quantity", "quantity"),
         STAGE,
         RANK,
-        Field("predicted", "predicted", prefixed),
-        Field("measured", "measured", prefixed),
-        Field("ratio", "predicted / measured", ratio),
+        ColumnSpec("predicted", "predicted", prefixed),
+        ColumnSpec("measured", "measured", prefixed),
+        ColumnSpec("ratio", "predicted / measured", ratio),
     ),
 )
-LOSS = Sheet(
+LOSS = TableSpec(
     "loss",
     "Loss",
     (
-        Field("step", "step", integer),
-        Field("loss", "loss [nat]", "{:.6f}".format),
-        Field("grad_norm", "norm of the gradient", "{:.4f}".format),
+        ColumnSpec("step", "step", integer),
+        ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
+        ColumnSpec("grad_norm", "norm of the gradient", "{:.4f}".format),
     ),
-    brief=-1,
+    rows_shown=-1,
 )
 
 OF_A_RUN = (

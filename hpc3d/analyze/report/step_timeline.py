@@ -52,7 +52,7 @@ class Timeline(NamedTuple):
 
     `events` are columns: `start` and `end` in ms from the first begin of the step on any rank,
     between them `until`, where the wait for the last arrival ends (`start` if there was none),
-    and `posted`, when a call was made; `rank`, `stream`, `kind` (a number in KINDS), `meeting` (a
+    and `posted`, when a call was made; `rank`, `stream`, `kind` (a number in KINDS), `instance` (a
     number that calls have in common which belong together, -1 for none), `by` (the rank that was
     waited for, -1 for none), and DETAILS.  `names` are {code: name} of those columns that hold
     codes.  `path` are the Segments of the critical path.
@@ -139,7 +139,7 @@ def _times(trace, calls, step, rows):
     place[calls.row] = np.arange(len(calls.row))
     mine = np.flatnonzero(place[rows] >= 0)
     call = place[rows[mine]]
-    until[mine], meeting[mine] = start[mine] + calls.wait[call], calls.meeting[call]
+    until[mine], meeting[mine] = start[mine] + calls.wait[call], calls.instance[call]
     by[mine] = np.where(calls.wait[call] > 0, calls.by[call], -1)
     first = _begin(trace, step)
     posted = trace.events["posted"][rows] + start - trace.events["t_start"][rows]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Field(NamedTuple):
+class ColumnSpec(NamedTuple):
     """A column that is shown: the key of the rows, the heading, and how to write a value."""
 
     key: str
@@ -29,18 +29,18 @@ class Field(NamedTuple):
         return "-" if value is None else self.write(value)
 
 
-class Sheet(NamedTuple):
+class TableSpec(NamedTuple):
     """A kind of table: the name of its files, its title and its columns.
 
-    `brief` is how many rows a terminal shows; 0 are all.
+    `rows_shown` is how many rows a terminal shows; 0 are all.
     """
 
     name: str
     title: str
     fields: tuple
-    brief: int = 0
+    rows_shown: int = 0
 
-    def known(self, rows: Sequence[dict[str, Any]]) -> list[Field]:
+    def known(self, rows: Sequence[dict[str, Any]]) -> list[ColumnSpec]:
         """The columns that have a value in any row."""
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
 
@@ -101,7 +101,7 @@ def in_markdown(text: str) -> str:
     return text.translate(MARKDOWN)
 
 
-def markdown(fields: Sequence[Field], rows: Sequence[dict[str, Any]]) -> str:
+def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
     """A table that reads well as plain text, too."""
     columns = [_column(field, [field.text(row) for row in rows]) for field in fields]
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns))
@@ -125,7 +125,7 @@ LATEX = str.maketrans(
 )
 
 
-def latex(fields: Sequence[Field], rows: Sequence[dict[str, Any]]) -> str:
+def latex(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
     """A tabular with the rules of the package booktabs."""
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
@@ -145,10 +145,10 @@ def in_csv(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-def write(sheet: Sheet, rows: Sequence[dict[str, Any]], folder: Path) -> None:
+def write(spec: TableSpec, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write a table as NAME.csv, NAME.md and NAME.tex."""
-    fields = sheet.known(rows)
-    name = folder / sheet.name
+    fields = spec.known(rows)
+    name = folder / spec.name
     name.with_suffix(".md").write_text(markdown(fields, rows) + "\n", encoding="utf-8")
     name.with_suffix(".tex").write_text(latex(fields, rows), encoding="utf-8")
     with name.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:

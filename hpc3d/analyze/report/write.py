@@ -50,14 +50,14 @@ def _draw(found, folder):
 def _write_tables(report, folder):
     """Every table that has rows, those of all runs in one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for sheet in OVER_RUNS:
-        if rows := report.tables[sheet.name]:
-            table_format.write(sheet, rows, folder)
-    for sheet in OF_A_RUN:
-        rows = [{"run": run.label} | row for run in report.runs for row in run.tables[sheet.name]]
+    for spec in OVER_RUNS:
+        if rows := report.tables[spec.name]:
+            table_format.write(spec, rows, folder)
+    for spec in OF_A_RUN:
+        rows = [{"run": run.label} | row for run in report.runs for row in run.tables[spec.name]]
         if rows:
             several = (RUN,) * (len(report.runs) > 1)
-            table_format.write(sheet._replace(fields=several + sheet.fields), rows, folder)
+            table_format.write(spec._replace(fields=several + spec.fields), rows, folder)
 
 
 def _pictures(report):

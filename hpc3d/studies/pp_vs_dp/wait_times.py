@@ -60,7 +60,7 @@ def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
     for run in runs:
         for row in calls(run):
             axis = run.axes[row["group"]]
-            until = 0 if row["op"] == SEND else last[meeting(run, row)]
+            until = 0 if row["op"] == SEND else last[call_instance(run, row)]
             start, length = int(row["t_start"]), int(row["dur"])
             wait = max(0, min(start + length, until) - start)
             waits[axis] += wait
@@ -78,12 +78,12 @@ def arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
     last = {}
     for run in runs:
         for row in calls(run):
-            key = meeting(run, row)
+            key = call_instance(run, row)
             last[key] = max(last.get(key, 0), int(row["posted"]))
     return last
 
 
-def meeting(run: StageRun, row: np.void) -> tuple:
+def call_instance(run: StageRun, row: np.void) -> tuple:
     """What a call is part of: the number of a collective, or a message and its two ends.
 
     Along the other axes a rank stands for all members.

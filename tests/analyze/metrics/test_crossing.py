@@ -5,7 +5,7 @@ import pytest
 from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import charts, figure_list
-from hpc3d.analyze.report.run_analysis import examine
+from hpc3d.analyze.report.run_analysis import analyze_run
 from tests.analyze.synthetic import by_hand, call
 
 GROUPS = [("x", (0, 1, 2, 3)), ("y", (0, 1)), ("z", (0, 2)), ("d", (1, 2, 3))]
@@ -102,7 +102,7 @@ def test_one_host_has_no_such_table(tmp_path):
 def test_it_is_in_the_report_with_a_picture(tmp_path):
     rows, steps = together("all_gather", 3000), {(rank, 0): (0, 1000) for rank in range(4)}
     with by_hand(tmp_path / "t.h5", rows, steps, GROUPS, HOSTS) as trace:
-        run = examine(trace)
+        run = analyze_run(trace)
     assert [row["host"] for row in run.tables["crossing"]] == ["a", "b"]
     (chart,) = [each.chart for each in figure_list.of_run(run) if each.name == "hosts"]
     assert isinstance(chart, charts.Bars) and chart.labels == ["a", "b"]

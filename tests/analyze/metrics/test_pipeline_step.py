@@ -8,7 +8,7 @@ from hpc3d.analyze.metrics.pipeline_step import (
     StepPasses,
     configuration,
     idle_shares,
-    observe,
+    pipeline_of_step,
     simulated,
 )
 from hpc3d.pipeline.instruction import Instruction, parse, whole
@@ -107,7 +107,7 @@ def test_an_ideal_clock_shows_what_other_steps_do_meanwhile(tmp_path):
     sizes = {"mesh__p": 3, "parallel__microbatches": 4}
     folder = trained(tmp_path / "run", 3, parallel__schedule="pipedream-2bw", **sizes)
     with opened(folder) as recorded:
-        rows, ((_, measured), (_, ideal)) = observe(recorded, 1)
+        rows, ((_, measured), (_, ideal)) = pipeline_of_step(recorded, 1)
     assert [row["passes"] for row in rows] == [8, 8, 8]
     assert min(span.start for row in measured for span in row) == 0
     assert {span.kind for row in ideal for span in row} == {"F", "BW"}
@@ -119,7 +119,7 @@ def test_an_ideal_clock_shows_what_other_steps_do_meanwhile(tmp_path):
 def test_microbatches_on_one_stage_are_observed_too(tmp_path):
     folder = trained(tmp_path / "run", 1, parallel__microbatches=3)
     with opened(folder) as recorded:
-        (row,), panels = observe(recorded, 2)
+        (row,), panels = pipeline_of_step(recorded, 2)
     assert (row["passes"], row["in_flight"], row["in_flight_simulated"]) == (6, 1, 1)
     assert row["idle_share_simulated"] == pytest.approx(0, abs=1e-9) and len(panels) == 2
 
@@ -127,7 +127,7 @@ def test_microbatches_on_one_stage_are_observed_too(tmp_path):
 def test_a_run_without_stages_and_microbatches_is_no_pipeline(tmp_path):
     folder = trained(tmp_path / "run", 2, mesh__x=2)
     with opened(folder) as recorded:
-        assert observe(recorded, 1) == ([], [])
+        assert pipeline_of_step(recorded, 1) == ([], [])
 
 
 def rows_of(*stages):

@@ -4,7 +4,7 @@ import pytest
 
 from hpc3d import trace
 from hpc3d.analyze.metrics.prediction import prediction_rows
-from hpc3d.analyze.report.run_analysis import examine
+from hpc3d.analyze.report.run_analysis import analyze_run
 from hpc3d.trace.annotations import write_prediction
 from tests.analyze.small import small
 
@@ -32,7 +32,7 @@ def path(tmp_path):
 def test_a_prediction_is_beside_its_measurement(path):
     with trace.open(path) as opened:
         rows = prediction_rows(opened)
-        shown = examine(opened).tables["prediction"]
+        shown = analyze_run(opened).tables["prediction"]
     assert shown == rows
     assert [tuple(row.values()) for row in rows] == [
         (quantity, stage, rank, value, measured and pytest.approx(measured), ratio)

@@ -5,7 +5,7 @@ import pytest
 from hpc3d.analyze.metrics.columns import cells
 from hpc3d.analyze.metrics.steady import Steady, averaged
 from hpc3d.analyze.metrics.step import slowest_seconds
-from hpc3d.analyze.report.run_analysis import examine
+from hpc3d.analyze.report.run_analysis import analyze_run
 from tests.analyze.synthetic import by_hand, row
 
 
@@ -43,7 +43,7 @@ def test_the_first_step_is_left_out_where_there_are_others(tmp_path, steps, kept
 
 def test_no_mean_of_a_report_has_it(tmp_path):
     with run_of(tmp_path / "t.h5", [0, 1, 2]) as trace:
-        found = examine(trace).tables
+        found = analyze_run(trace).tables
     assert (found["step"][0]["step_s_max"], found["step"][0]["steps"]) == (pytest.approx(0.01), 2)
     for name, key in (("time", "seconds"), ("ranks", "step_s"), ("layers", "seconds")):
         assert found[name][0][key] == pytest.approx(0.01), name
@@ -54,8 +54,8 @@ def test_no_mean_of_a_report_has_it(tmp_path):
 
 def test_the_first_step_can_be_drawn(tmp_path):
     with run_of(tmp_path / "t.h5", [0, 1, 2]) as trace:
-        assert examine(trace).step == 1
-        assert sum(each["seconds"] for each in examine(trace, step=0).tables["path"]) == (
+        assert analyze_run(trace).step == 1
+        assert sum(each["seconds"] for each in analyze_run(trace, step=0).tables["path"]) == (
             pytest.approx(0.09)
         )
 

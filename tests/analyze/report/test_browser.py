@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from hpc3d.analyze.report.run_analysis import compare, examine
+from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import KINDS
 from hpc3d.analyze.report.write import write
 from tests.analyze.naps import trained
@@ -27,7 +27,7 @@ def address(tmp_path_factory):
     """The page of a real pipeline of 2 stages on 4 ranks."""
     out = tmp_path_factory.mktemp("report")
     with trained(out / "run", 4, **PIPELINE) as trace:
-        write(compare([trace], [examine(trace)]), out)
+        write(compare([trace], [analyze_run(trace)]), out)
     return out / "report.html"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpc3d import trace
 from hpc3d.analyze.report import charts, figure_list, html
-from hpc3d.analyze.report.run_analysis import compare, examine
+from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_notes import MEANING
 from hpc3d.analyze.report.write import write
@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
     with h5py.File(out / "run" / "trace.h5", "r+") as file:  # the last update is between steps
         file["events/step"][np.flatnonzero(file["events/seq"][:] < 0)[-1]] = -1
     with trace.open(out / "run") as opened:
-        write(compare([opened], [examine(opened, peak=1e9)]), out)
+        write(compare([opened], [analyze_run(opened, peak=1e9)]), out)
     return out
 
 
@@ -77,7 +77,7 @@ def page(folder):
 
 def reported(opened, out):
     """The page of one trace."""
-    write(compare([opened], [examine(opened)]), out)
+    write(compare([opened], [analyze_run(opened)]), out)
     return (out / "report.html").read_text(encoding="utf-8")
 
 
@@ -105,12 +105,10 @@ def test_every_link_has_its_target(page):
 
 def test_the_page_has_every_table_and_what_it_means(page):
     text = Reader(page).text
-    for sheet in OF_A_RUN:
-        if sheet.brief >= 0:
-            assert re.search(rf"{re.escape(sheet.title)} \d+ rows? what it means", text), (
-                sheet.name
-            )
-        assert " ".join(html.prose(MEANING[sheet.name]).split()) in " ".join(page.split())
+    for spec in OF_A_RUN:
+        if spec.rows_shown >= 0:
+            assert re.search(rf"{re.escape(spec.title)} \d+ rows? what it means", text), spec.name
+        assert " ".join(html.prose(MEANING[spec.name]).split()) in " ".join(page.split())
     for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):
         assert word in text or word == "12.5%"
 
@@ -129,7 +127,7 @@ def test_the_page_has_every_picture_for_screen_and_paper(page, folder):
 
 def test_the_numbers_that_one_looks_for_first(tmp_path):
     with small(tmp_path / "trace.h5", config='name = "small"') as opened:
-        run = examine(opened, peak=1e12)
+        run = analyze_run(opened, peak=1e12)
         found = {title: (value, note) for title, value, note in html.cards(run)}
         assert run.missing == []
     assert found["step"] == ("10.00 ms", "10.00 to 10.00")
@@ -200,7 +198,7 @@ def test_a_trace_that_contradicts_itself_says_so(tmp_path):
 @pytest.mark.slow
 def test_a_page_of_several_runs_has_a_section_each(tmp_path):
     with small(tmp_path / "one.h5") as one, small(tmp_path / "two.h5", run_id="two") as two:
-        report = compare([one, two], [examine(each) for each in (one, two)])
+        report = compare([one, two], [analyze_run(each) for each in (one, two)])
         write(report, tmp_path)
     found = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert {"comparison", "run-1", "run-2"} <= {
@@ -214,7 +212,7 @@ def test_a_page_of_several_runs_has_a_section_each(tmp_path):
 
 def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
     with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as opened:
-        run = examine(opened)
+        run = analyze_run(opened)
         report = compare([opened], [run])
     (line,) = run.missing
     assert line.startswith("the time on the wall, for each rank counted its own CPU time")
@@ -247,7 +245,7 @@ def test_processor_time_is_not_compared(tmp_path):
     for place, configs in enumerate([(wall, processor), (wall, wall), (processor, processor)]):
         paths = [tmp_path / f"{place}-{number}.h5" for number in (1, 2)]
         traces = [small(path, config=config) for path, config in zip(paths, configs)]
-        report = compare(traces, [examine(each) for each in traces])
+        report = compare(traces, [analyze_run(each) for each in traces])
         compared = [bool(report.tables[name]) for name in ("scaling", "differences")]
         assert compared == [processor not in configs] * 2
         told = ["how runs scale and differ" in " ".join(run.missing) for run in report.runs]
@@ -257,7 +255,7 @@ def test_processor_time_is_not_compared(tmp_path):
 def test_processor_time_has_no_rates(tmp_path):
     config = '[trace]\nclock = "cpu"\n'
     with small(tmp_path / "trace.h5", config=config) as opened:
-        tables = examine(opened, peak=1e9).tables
+        tables = analyze_run(opened, peak=1e9).tables
     rates = [tables["step"][0]["tokens_per_s"]]
     rates += [tables["efficiency"][0][key] for key in ("recorded_flop_per_s", "mfu", "hfu")]
     assert rates == [None] * 4
@@ -269,7 +267,7 @@ def test_events_that_were_dropped_are_a_doubt(tmp_path):
     with h5py.File(tmp_path / "trace.h5", "r+") as file:
         file["ranks/dropped"][1] = 7
     with trace.open(tmp_path / "trace.h5") as opened:
-        (line,) = examine(opened).missing
+        (line,) = analyze_run(opened).missing
     assert line.startswith("events of rank 1: trust only the step, loss and memory tables")
 
 
@@ -279,14 +277,14 @@ def test_events_that_were_dropped_are_a_doubt(tmp_path):
 )
 def test_ranks_that_take_turns_are_told(tmp_path, cores, text):
     with small(tmp_path / "trace.h5", hosts=["a", "a"], cores=cores) as opened:
-        found = examine(opened).about.get("cores")
+        found = analyze_run(opened).about.get("cores")
     assert (found and found[: len(text)]) == text
     assert not text or ("turns" in found) == (cores == 1)
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path):
     with small(tmp_path / "trace.h5") as opened, pytest.raises(ValueError, match="step 5"):
-        examine(opened, step=5)
+        analyze_run(opened, step=5)
 
 
 def test_texts_become_paragraphs():

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from hpc3d import report
-from hpc3d.analyze.metrics.pipeline_step import StepPasses, configuration, observe, simulated
+from hpc3d.analyze.metrics.pipeline_step import (
+    StepPasses,
+    configuration,
+    pipeline_of_step,
+    simulated,
+)
 from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import median_step
 from hpc3d.analyze.report.gantt import gantt
@@ -120,7 +125,7 @@ TABLE = [
 
 def test_the_table_of_a_pipeline(hand):
     with opened(hand) as recorded:
-        rows, panels = observe(recorded, 1)
+        rows, panels = pipeline_of_step(recorded, 1)
     assert rows == [pytest.approx(row) for row in TABLE]
     assert [title for title, _ in panels] == [
         "measured: schedule 1f1b, step 1, idle 48.0%",
@@ -159,7 +164,7 @@ def test_a_schedule_that_is_gone_or_another_is_not_simulated(tmp_path, monkeypat
 
     def observed():
         with opened(run) as recorded:
-            return observe(recorded, 1)
+            return pipeline_of_step(recorded, 1)
 
     rows, panels = observed()
     assert rows == [pytest.approx(row) for row in TABLE] and len(panels) == 2
@@ -188,7 +193,7 @@ def test_steps_that_overlap_are_shown_where_they_do(tmp_path):
     steps, sizes = (0, 1, 2), SIZES | {"parallel__schedule": "pipedream-2bw"}
     run = by_hand(tmp_path / "run", events, steps, (50, 50, 50), **sizes)
     with opened(run) as recorded:
-        table, ((_, measured), _) = observe(recorded, 1)
+        table, ((_, measured), _) = pipeline_of_step(recorded, 1)
     found = [[(span.start * 1e3, span.end * 1e3, span.label) for span in row] for row in measured]
     assert found == [
         [pytest.approx(span) for span in row]
@@ -204,7 +209,7 @@ def test_steps_that_overlap_are_shown_where_they_do(tmp_path):
 def test_processor_time_makes_no_common_clock(tmp_path):
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, **SIZES, trace__clock="cpu")
     with opened(run) as recorded:
-        assert observe(recorded, 1) == ([], [])
+        assert pipeline_of_step(recorded, 1) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -304,7 +309,7 @@ def test_what_is_computed_again_belongs_to_the_backward_pass(tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_the_figure_has_both_panels_on_one_clock(hand):
     with opened(hand) as recorded:
-        _, panels = observe(recorded, 1)
+        _, panels = pipeline_of_step(recorded, 1)
     measured, ideal = gantt(panels).axes
     assert measured.get_title(loc="left").startswith("measured")
     assert ideal.get_title(loc="left").startswith("simulated")

@@ -5,12 +5,12 @@ import csv
 import pytest
 
 from hpc3d.analyze.report import table_format
-from hpc3d.analyze.report.table_format import Field, Sheet, latex, markdown
+from hpc3d.analyze.report.table_format import ColumnSpec, TableSpec, latex, markdown
 
 FIELDS = (
-    Field("name", "name"),
-    Field("seconds", "time [ms]", table_format.milliseconds),
-    Field("rank", "rank", table_format.number),
+    ColumnSpec("name", "name"),
+    ColumnSpec("seconds", "time [ms]", table_format.milliseconds),
+    ColumnSpec("rank", "rank", table_format.number),
 )
 ROWS = [
     {"name": "gemm", "seconds": 1.5, "rank": 3},
@@ -50,7 +50,7 @@ def test_latex_has_the_rules_of_booktabs_and_no_special_characters():
 
 
 def test_files_have_what_is_known(tmp_path):
-    table_format.write(Sheet("mine", "Mine", FIELDS, source), ROWS, tmp_path)
+    table_format.write(TableSpec("mine", "Mine", FIELDS, source), ROWS, tmp_path)
     with (tmp_path / "mine.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [
             ["name", "seconds", "rank"],
@@ -58,9 +58,9 @@ def test_files_have_what_is_known(tmp_path):
             ["50% of a_b | c", "", "-1"],
         ]
     unknown = [{**row, "seconds": None, "more": 1} for row in ROWS]
-    table_format.write(Sheet("mine", "Mine", FIELDS, source), [*ROWS, *unknown], tmp_path)
+    table_format.write(TableSpec("mine", "Mine", FIELDS, source), [*ROWS, *unknown], tmp_path)
     assert (tmp_path / "mine.csv").read_text().splitlines()[0] == "name,seconds,rank,more"
-    table_format.write(Sheet("mine", "Mine", FIELDS, source), unknown, tmp_path)
+    table_format.write(TableSpec("mine", "Mine", FIELDS, source), unknown, tmp_path)
     assert "time" not in (tmp_path / "mine.md").read_text()
 
 

@@ -8,11 +8,11 @@ from hpc3d.analyze.report.table_notes import MEANING
 
 
 def test_every_table_says_what_its_numbers_mean():
-    names = [sheet.name for sheet in (*OVER_RUNS, *OF_A_RUN)]
+    names = [spec.name for spec in (*OVER_RUNS, *OF_A_RUN)]
     assert len(names) == len(set(names))
-    for sheet in (*OVER_RUNS, *OF_A_RUN):
-        assert re.fullmatch(r"[a-z_]+", sheet.name)
-        text = MEANING[sheet.name]
+    for spec in (*OVER_RUNS, *OF_A_RUN):
+        assert re.fullmatch(r"[a-z_]+", spec.name)
+        text = MEANING[spec.name]
         named = {" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)}
-        assert named <= {field.heading for field in sheet.fields}, sheet.name
+        assert named <= {field.heading for field in spec.fields}, spec.name
     assert MEANING.keys() == {*names}
