@@ -99,9 +99,9 @@ def ranked(
     """What was found on so many ranks, and its Ranking."""
     from hpc3d.predict.planning.ranking import Ranking
     from hpc3d.predict.planning.search import Search
-    from hpc3d.predict.simulation.simulator import BYTES
+    from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
 
-    search = Search(config, ranks, config.model.vocabulary or BYTES, machine, memory)
+    search = Search(config, ranks, config.model.vocabulary or BYTE_VOCABULARY, machine, memory)
     found = search.run(top, most_costs(ranks))
     ranking = Ranking(search, found, machine, most_effort(ranks))
     ranking.widen()
@@ -115,7 +115,7 @@ def most_costs(ranks: int) -> int:
 
 
 def most_effort(ranks: int) -> int:
-    """What is simulated, in ms of hpc3d.predict.planning.ranking.effort."""
+    """What is simulated, in ms of hpc3d.predict.planning.ranking.simulation_cost."""
     return 3000 if ranks <= FEW else min(6000, 500 + 5 * ranks)
 
 
@@ -174,13 +174,14 @@ def plain(row: RankedLayout) -> dict[str, Any]:
 
 def nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
     """Which layout comes closest, and what would make it fit."""
-    from hpc3d.predict.planning.ranking import estimated, words
+    from hpc3d.predict.planning.ranking import estimated, shown_layout
 
     rows = ranking.known.values() or [estimated(each.best) for each in found.timed]
     row = min(rows, key=lambda row: row.peak)
     return (
-        f"no layout fits {gigabytes(memory)}: {words(row.config)} comes closest with {held(row)}; "
-        f"use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
+        f"no layout fits {gigabytes(memory)}: {shown_layout(row.config)} comes closest "
+        f"with {held(row)}; use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller model"
+        " or batch"
     )
 
 
@@ -232,12 +233,12 @@ def show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
 
 def line(row: RankedLayout) -> str:
     """The columns of a layout."""
-    from hpc3d.predict.planning.ranking import words
+    from hpc3d.predict.planning.ranking import shown_layout
 
     about = "" if row.simulated else "~"
     return (
         f"{about + duration(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
-        f"{row.communication:6.1%}  {row.axis:5s} {words(row.config)}".rstrip()
+        f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
     )
 
 
@@ -247,7 +248,7 @@ def over(row: RankedLayout, memory: float) -> str:
 
 def because(reason: str, row: RankedLayout) -> str:
     """What layouts lose by, and how much of it the nearest has."""
-    from hpc3d.predict.planning.ranking import words
+    from hpc3d.predict.planning.ranking import shown_layout
 
     kind, _, axis = reason.partition(" ")
     texts = {
@@ -257,7 +258,7 @@ def because(reason: str, row: RankedLayout) -> str:
         "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
         "axis": lambda: f"wait longer on axis {axis}: {duration(row.waits[axis])}",
     }
-    return f"{texts[kind]()}; ~{duration(row.seconds)} {words(row.config)}".rstrip()
+    return f"{texts[kind]()}; ~{duration(row.seconds)} {shown_layout(row.config)}".rstrip()
 
 
 def held(row: RankedLayout) -> str:

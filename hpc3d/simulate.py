@@ -81,7 +81,7 @@ def _step_parser():
 
 def _step(options, overrides):
     from hpc3d.predict.machine.machine_file import load
-    from hpc3d.predict.simulation.simulator import settled, simulate
+    from hpc3d.predict.simulation.simulator import load_resolved, simulate
     from hpc3d.predict.simulation.summary import summary
 
     folder = options.input if options.input.is_dir() else None
@@ -93,7 +93,7 @@ def _step(options, overrides):
     if options.out and options.out.exists():
         raise ValueError(f"--out {options.out} exists: name a new folder")
     source = folder / "config.toml" if folder else options.input
-    config = settled(source, overrides, options.ranks, of_run=folder is not None)
+    config = load_resolved(source, overrides, options.ranks, of_run=folder is not None)
     machine = load(options.machine)
     runs = simulate(config, config.model.vocabulary, machine)
     found = summary(runs, config, machine)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import hpc3d.trace
 from hpc3d.benchmarks import harness
 from hpc3d.predict.calibration.align_trace import works
-from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
+from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_wakeup
 from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.simulation.simulator import simulate
@@ -41,7 +41,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
         machine = machine_of(told, **this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
         timed = [(config_of(line, **how), min(steps_of(line, folder, how))) for line in free]
-        machine = awake(machine, timed)
+        machine = with_wakeup(machine, timed)
         with naming(out):
             out.write_text(dumps(machine))
         print(f"written to {out}")

@@ -54,7 +54,7 @@ def places(job: Job) -> Iterator[Finding]:
         here = [everyone[rank] for rank in ranks]
         yield from numbering(host, [where["local_rank"] for where in here])
         used = len(set().union(*(where["bound"] for where in here)))
-        yield from crowding(host, len(ranks), used, here[0]["cores"])
+        yield from oversubscription(host, len(ranks), used, here[0]["cores"])
 
 
 def place(job: Job) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
         yield Finding(WARN, "local ranks", text, remedy)
 
 
-def crowding(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
+def oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Whether ranks of a host wait for a core: `used` of its `cores`."""
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {count(used, 'core')} of {cores}"

@@ -10,7 +10,7 @@ from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.cuda import launch_table
 from hpc3d.ops.attention import attend
 from hpc3d.predict.simulation import abstract_gpu
-from hpc3d.predict.simulation.count import observe
+from hpc3d.predict.simulation.count import predict_on
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
@@ -72,7 +72,7 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     grid, told = config.mesh.grid(), Counts()
     for rank, peaks in zip(range(grid.size), measured, strict=True):
         mesh = abstract_mesh(grid.sizes, grid.coords(rank), abstract_gpu.pool_of(config, told))
-        predicted = observe(mesh, config, config.model.vocabulary).peak
+        predicted = predict_on(mesh, config, config.model.vocabulary).peak
         played = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
         kinds = peaks.keys() - played  # what the rules take, and Flash, is of no pool here
         assert {kind: predicted[kind] for kind in kinds} == {kind: peaks[kind] for kind in kinds}

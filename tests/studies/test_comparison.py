@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.predict.simulation.simulator import BYTES
+from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
 from hpc3d.studies.pp_vs_dp.comparison import slowed, why
 from tests.predict.fixed import MACHINE
 from tests.studies.small import APART, FLOAT, LAYERS, RANKS, SEQUENCE, small
@@ -13,7 +13,9 @@ def test_bytes_of_both_are_their_closed_forms(batch, less):
     hidden, tokens = 64, batch * SEQUENCE
     row = small(MACHINE, hidden, batch, 4)
     layer = 12 * hidden**2 + 13 * hidden
-    parameters = LAYERS * layer + (BYTES + SEQUENCE + 2) * hidden  # both norms and tables
+    parameters = (
+        LAYERS * layer + (BYTE_VOCABULARY + SEQUENCE + 2) * hidden
+    )  # both norms and tables
     assert row["pipeline_bytes"] == 2 * tokens * hidden * FLOAT
     assert row["data_bytes"] == 2 * (RANKS - 1) * parameters * FLOAT // RANKS
     assert row["boundary"] == 12 * LAYERS * hidden * (RANKS - 1) / RANKS == 2304

@@ -6,7 +6,7 @@ import pytest
 from hpc3d import trace
 from hpc3d.analyze.metrics.wait_states import calls_of, wait_rows
 from hpc3d.predict.simulation.write_trace import write_trace
-from hpc3d.studies.pp_vs_dp.experiment import settled, step
+from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 from hpc3d.studies.pp_vs_dp.wait_times import by_axis, waiting
 from tests.predict.fixed import MACHINE
 
@@ -14,7 +14,7 @@ from tests.predict.fixed import MACHINE
 def test_wait_and_transfer_are_those_of_the_trace_of_all_ranks(tmp_path):
     parallel = {"microbatches": 4, "layers_per_stage": (5, 2, 1), "scheme": "1d"}
     mesh = {"p": 3, "d": 2, "x": 2}
-    config = settled(MACHINE, mesh, 16, parallel, hidden=128, layers=8, sequence=16)
+    config = resolved_config(MACHINE, mesh, 16, parallel, hidden=128, layers=8, sequence=16)
     runs, _ = step(MACHINE, config)
     found = by_axis(runs)
     with trace.open(write_trace(tmp_path, runs, config, MACHINE)) as opened:

@@ -7,7 +7,7 @@ import pytest
 
 from hpc3d import limits, train
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.predict.simulation.simulator import settled, simulate
+from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from hpc3d.training.footprint import least, refuse_what_cannot_fit
 
 INPUTS = Path(__file__).parents[2] / "inputs"
@@ -34,7 +34,7 @@ def config_of(changes):
         for key, value in values.items()
         for word in (f"--{section}.{key}", str(value))
     ]
-    return settled(INPUTS / "gpt-3d-64.toml", words)
+    return load_resolved(INPUTS / "gpt-3d-64.toml", words)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

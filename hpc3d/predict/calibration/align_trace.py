@@ -18,7 +18,7 @@ from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import stored
 from hpc3d.pipeline.program import program_of
-from hpc3d.predict.simulation.count import Blanks
+from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.trace.schema import CATEGORY, OP
 from hpc3d.training.trainer import Trainer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 COMM = CATEGORY.index("comm")
-ASIDE = [CATEGORY.index(name) for name in ("copy", "io")]
+EXTRA = [CATEGORY.index(name) for name in ("copy", "io")]
 MESSAGES = ("send", "recv")
 SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
 TIMES = ("t_start", "dur", "posted")
@@ -68,46 +68,46 @@ class TimedWork(NamedTuple):
     """What a rank does between the ends of two rows: its Products and Kernels, the Call of the
     second row (None if that is no call), and the seconds that it takes."""
 
-    told: tuple
+    computed: tuple
     call: Call | None
     seconds: float
 
 
-class Told(CostMeter):
+class MeterLog(CostMeter):
     """All that the arrays of a rank record, in order."""
 
     def __init__(self) -> None:
-        self.list = []
+        self.entries = []
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
-        self.list.append(Product(m, n, k, dtype.name, batch))
+        self.entries.append(Product(m, n, k, dtype.name, batch))
 
     def kernel(self, name: str, nbytes: int) -> None:
-        self.list.append(TimedKernel(name, nbytes))
+        self.entries.append(TimedKernel(name, nbytes))
 
 
-class Script(NamedTuple):
+class ExpectedRows(NamedTuple):
     """The rows of a rank in a step of the steady state, and the Products and Kernels between the
     ends of each two of them; the last entry has those after all rows."""
 
     rows: np.recarray
-    told: list
+    computed: list
 
 
-def script_of(config: Config, coords: Mapping[str, int], program: Program) -> Script:
+def expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> ExpectedRows:
     """The Script of the rank at `coords` (axis -> coordinate)."""
-    told = Told()
-    mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(told))
-    ledger = MemoryRecorder(mesh.rank, lambda: len(told.list))
+    log = MeterLog()
+    mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
+    ledger = MemoryRecorder(mesh.rank, lambda: len(log.entries))
     vocabulary = config.model.vocabulary
-    trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=Blanks)
+    trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=ZeroBatches)
     trainer.step(0)
-    ledger.count, first = 0, len(told.list)
+    ledger.count, first = 0, len(log.entries)
     trainer.step(1)
     rows = ledger.rows()
-    rows = rows[~np.isin(rows["category"], ASIDE)]
-    ends = [first, *rows["t_start"] + rows["dur"], len(told.list)]
-    return Script(rows, [tuple(told.list[slice(*part)]) for part in pairwise(ends)])
+    rows = rows[~np.isin(rows["category"], EXTRA)]
+    ends = [first, *rows["t_start"] + rows["dur"], len(log.entries)]
+    return ExpectedRows(rows, [tuple(log.entries[slice(*part)]) for part in pairwise(ends)])
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
@@ -121,23 +121,23 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
     config = configuration(trace)
     program, grid, found = program_of(config), config.mesh.grid(), []
     for rank in range(grid.size):
-        script = script_of(config, grid.coords(rank), program)
+        expected = expected_rows(config, grid.coords(rank), program)
         rows, steps = rows_of(trace, rank), steps_of(trace, rank)[skip:]
-        times = [aligned(rows, script, *step) for step in steps]
+        times = [aligned(rows, expected, *step) for step in steps]
         if not times or any(each is None for each in times):
             raise ValueError(REMEDY.format(trace.path, rank))
-        calls = [*(call_of(trace, row) for row in script.rows), None]
-        for told, call, *spent in zip(script.told, calls, *np.median(times, 0).tolist()):
-            found += parts(told, call, *spent)
+        calls = [*(call_of(trace, row) for row in expected.rows), None]
+        for computed, call, *spent in zip(expected.computed, calls, *np.median(times, 0).tolist()):
+            found += parts(computed, call, *spent)
     return found
 
 
-def parts(told: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
+def parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
     """The TimedWork before a row and in it; what Python does before a call is part of this call,
     unless there is something else that it may be."""
-    if call is None or not told:
-        return [TimedWork(told, call, before + inside)]
-    return [TimedWork(told, None, before), TimedWork((), call, inside)]
+    if call is None or not computed:
+        return [TimedWork(computed, call, before + inside)]
+    return [TimedWork(computed, None, before), TimedWork((), call, inside)]
 
 
 def configuration(trace: Trace) -> Config:
@@ -166,7 +166,7 @@ def rows_of(trace: Trace, rank: int) -> np.recarray:
 
 
 def aligned(
-    rows: np.recarray, script: Script, step: int, begin: int, end: int
+    rows: np.recarray, expected: ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
     """Seconds before each row of a script, from the end of the row before, and in it, [2, rows];
     the end of the step is a row of no length.  None if the `rows` are others.
@@ -175,17 +175,17 @@ def aligned(
     call, although other rows may lie between the two.
     """
     rows = rows[rows.step == step]
-    aside = np.isin(rows.category, ASIDE)
-    aside, rows = rows[aside], rows[~aside]
-    same = len(rows) == len(script.rows)
-    if not same or any((rows[key] != script.rows[key]).any() for key in SAME):
+    extra = np.isin(rows.category, EXTRA)
+    extra, rows = rows[extra], rows[~extra]
+    same = len(rows) == len(expected.rows)
+    if not same or any((rows[key] != expected.rows[key]).any() for key in SAME):
         return None
     starts, inside = np.append(rows.t_start, end), np.append(rows.dur, 0)
     stops = starts + inside
     before = starts - np.append(begin, stops[:-1])
-    np.subtract.at(before, np.searchsorted(stops, aside.t_start, "right"), aside.dur)
+    np.subtract.at(before, np.searchsorted(stops, extra.t_start, "right"), extra.dur)
     early = np.flatnonzero((rows.category == COMM) & (rows.posted < rows.t_start))
-    made = dict(zip(aside.t_start.tolist(), aside.dur.tolist(), strict=True))
+    made = dict(zip(extra.t_start.tolist(), extra.dur.tolist(), strict=True))
     lengths = [made.get(posted, 0) for posted in rows.posted[early].tolist()]
     inside[early] += np.array(lengths, "i8")
     return np.array([before, inside]) * 1e-9

@@ -56,17 +56,19 @@ def rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
     """dtype -> Rates, from rows that are one product."""
     found = defaultdict(list)
     for work in works:
-        if work.call is None and len(work.told) == 1 and isinstance(work.told[0], Product):
-            found[work.told[0].dtype].append((work.told[0].flop, work.seconds))
+        if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
+            found[work.computed[0].dtype].append((work.computed[0].flop, work.seconds))
     rates = {}
     for dtype, points in found.items():
-        flop, seconds = knots(points)
+        flop, seconds = octave_means(points)
         rate = tuple(rounded(x / y) for x, y in zip(flop, seconds, strict=True))
         rates[dtype] = Rates(max(rate), flop, rate)
     return rates
 
 
-def knots(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def octave_means(
+    points: Sequence[tuple[float, float]],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Points (x, y) as two tuples: the means of those between 2^(i - 1/2) and 2^(i + 1/2) in x."""
     octaves = defaultdict(list)
     for x, y in points:
@@ -91,25 +93,25 @@ def kernels_of(
     rows = [work for work in works if work.call is None and kernels_in(work)]
     names = sorted({each.name for work in rows for each in kernels_in(work)})
     place = {name: number for number, name in enumerate(names, 1)}
-    told, spent = np.zeros((len(rows), 1 + len(names))), np.empty(len(rows))
+    counted, spent = np.zeros((len(rows), 1 + len(names))), np.empty(len(rows))
     for row, work in enumerate(rows):
         spent[row] = work.seconds - in_products(work, rates)
         for each in kernels_in(work):
-            told[row, [0, place[each.name]]] += 1, each.bytes
+            counted[row, [0, place[each.name]]] += 1, each.bytes
     weight = np.array([work.seconds for work in rows]) ** -0.5
-    launch, *per_byte = positive(told * weight[:, None], spent * weight)
+    launch, *per_byte = positive(counted * weight[:, None], spent * weight)
     rate = {name: rounded(1 / each) for name, each in zip(names, per_byte, strict=True) if each}
-    total = told[:, 1:].sum(0)
+    total = counted[:, 1:].sum(0)
     return rounded(launch), rate, rounded(total.sum() / (total @ per_byte))
 
 
 def kernels_in(work: TimedWork) -> list[TimedKernel]:
-    return [each for each in work.told if isinstance(each, TimedKernel)]
+    return [each for each in work.computed if isinstance(each, TimedKernel)]
 
 
 def in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
     """Seconds of the products in a row."""
-    products = [each for each in work.told if isinstance(each, Product)]
+    products = [each for each in work.computed if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 
 
@@ -132,7 +134,7 @@ def tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, 
             point = work.call.bytes, max(LEAST_S, work.seconds)
             found[work.call.op, work.call.members].append(point)
     return tuple(
-        CallTable(op, members, 0, "at once", *table(knots(points), bandwidth))
+        CallTable(op, members, 0, "at once", *table(octave_means(points), bandwidth))
         for (op, members), points in sorted(found.items())
     )
 
@@ -145,7 +147,7 @@ def table(found: tuple, bandwidth: float) -> tuple:
     return (bytes_, 2 * bytes_), (seconds, rounded(seconds + bytes_ / bandwidth))
 
 
-def awake(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
+def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
     """`machine` with the wakeup_s that steps took beyond the work of their ranks: the median over
     pairs (config, seconds) of runs in which each rank had a core.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from hpc3d.predict.simulation.simulator import settled
+from hpc3d.predict.simulation.simulator import load_resolved
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -68,4 +68,4 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 def config_of(line: str, **more: str) -> Config:
     """The Config of a line."""
     ranks, words = settings(line, **more)
-    return settled(None, words, ranks)
+    return load_resolved(None, words, ranks)

@@ -35,7 +35,7 @@ class Candidates:
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
         counts = [micros for micros in counts if 2 * micros >= mesh.p] or counts[-1:]
-        ways = savers(mesh)
+        ways = memory_options(mesh)
         for group in layouts.zeros(config, self.ranks):
             way = self.first_that_fits(config, counts[-1], group, ways, found)
             if way is not None:
@@ -45,7 +45,7 @@ class Candidates:
                 break
         fitting = [each for each in found if self.fits(each)]
         if not fitting:
-            group, way = layouts.zeros(config, self.ranks)[-1], savers(mesh)[-1]
+            group, way = layouts.zeros(config, self.ranks)[-1], memory_options(mesh)[-1]
             return [*found, *self.options(config, counts[-1], group, way)]
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
@@ -56,7 +56,7 @@ class Candidates:
         counts = layouts.microbatches(config, self.ranks)
         groups = layouts.zeros(config, self.ranks)
         for micros in sorted(counts, key=lambda count: abs(log(count / start))):
-            whole = self.options(config, micros, groups[0], layouts.SAVERS[0])
+            whole = self.options(config, micros, groups[0], layouts.MEMORY_OPTIONS[0])
             if min(map(floor, whole)) < limit():
                 for group, splits in product(groups, (False, True)):
                     yield [*self.needed(config, micros, group, splits, limit())]
@@ -66,7 +66,7 @@ class Candidates:
     ) -> Iterator[Estimate]:
         """Estimates with the ways to save memory that are needed and take less than `limit`."""
         sure = {}  # what fits in any case: schedule, chunks and ZeRO -> the ways
-        for way in savers(config.mesh):
+        for way in memory_options(config.mesh):
             quick = False
             for each in self.options(config, micros, group, way, splits):
                 parallel = each.config.parallel
@@ -155,7 +155,7 @@ def keeps_more(way: tuple[bool, str], other: tuple[bool, str]) -> bool:
     return way[0] >= other[0] and RECOMPUTE.index(way[1]) <= RECOMPUTE.index(other[1])
 
 
-def savers(mesh: MeshConfig) -> list[tuple[bool, str]]:
+def memory_options(mesh: MeshConfig) -> list[tuple[bool, str]]:
     """What backward may do again; without tensor axes there is nothing to gather again."""
     gathers = mesh.x * mesh.y * mesh.z > 1
-    return [saver for saver in layouts.SAVERS if saver[0] or gathers]
+    return [saver for saver in layouts.MEMORY_OPTIONS if saver[0] or gathers]

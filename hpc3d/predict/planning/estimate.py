@@ -21,23 +21,23 @@ from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.pass_costs import NOTHING, PassSeconds, Sample
+from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PassSeconds
 from hpc3d.predict.planning.peak import (
     StageWork,
     buckets,
     contents,
-    moving,
-    together,
+    stage_content,
     work_of,
+    working_bytes,
 )
-from hpc3d.predict.simulation.simulator import crowd_of
+from hpc3d.predict.simulation.simulator import core_sharing
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import MeshConfig
     from hpc3d.model.stage import Part
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.pass_costs import Pass
-    from hpc3d.predict.planning.peak import Content
+    from hpc3d.predict.planning.peak import StageContent
 
 TOKEN = 4  # bytes
 MESSAGES = ("message", "handled")  # costs for which the program is not run
@@ -82,7 +82,7 @@ class CostKey(NamedTuple):
     """What a `cost` depends on, so that it is found once: always on backend, type and scheme and
     on the places of the tensor axes; on the others where they are given.
 
-    `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `together`
+    `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content`
     whether one stage has both ends, and `times` how many layers an update is of; `data` and
     `pipeline` are the places of d and p.
     """
@@ -123,33 +123,40 @@ class Estimator:
     def estimate(self, config: Config) -> Estimate:
         """The Estimate of a settled `config` whose schedule is synchronous."""
         parallel, parts, chunks = config.parallel, self.parts(config), contents(config)
-        stages, micros = [together(each) for each in chunks], parallel.microbatches
+        stages, micros = [stage_content(each) for each in chunks], parallel.microbatches
         works = self.works(config, parts, stages)
         totals = totals_of(works, micros)
         sums, rest = self.update(config, stages[0])
         hidden = Counter(d=self.hidden(config, parts, stages[0], sums))
-        after = without(sums, hidden) + rest + self.world(config) + self.twin(config, stages)
+        after = (
+            without_hidden(sums, hidden)
+            + rest
+            + self.world(config)
+            + self.tied_exchange(config, stages)
+        )
         step = max(totals, key=lambda each: each.seconds) + after
         busy, idle = fmean(each.busy for each in totals) + after.busy, step.idle.total()
         alone = self.passes(config, parts, works) + after.seconds
-        share = self.stretch(config, parts, works, after, alone, busy, idle)
-        total, bubble = share * (alone - idle) + idle, share * (alone - step.seconds)
-        waits = Counter({a: share * s + (1 - share) * step.idle[a] for a, s in step.waits.items()})
+        slowdown = self.slowdown(config, parts, works, after, alone, busy, idle)
+        total, bubble = slowdown * (alone - idle) + idle, slowdown * (alone - step.seconds)
+        waits = Counter(
+            {a: slowdown * s + (1 - slowdown) * step.idle[a] for a, s in step.waits.items()}
+        )
         compute = total - bubble - waits.total()
         fullest = self.fullest(config, parts, chunks, sums.peak, rest.peak)
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def passes(
-        self, config: Config, parts: PartCosts, works: Sequence[StageWork], share: float = 1.0
+        self, config: Config, parts: PartCosts, works: Sequence[StageWork], slowdown: float = 1.0
     ) -> float:
         """Seconds of the passes of a step, where cores take so many times as long."""
         parallel = config.parallel
-        seconds = [[stretched(each, share) for each in work] for work in works]
+        seconds = [[slowed(each, slowdown) for each in work] for work in works]
         times = StageTimes(*zip(*seconds), self.message(config, parts.block))
         schedule = find(parallel.schedule)
         return schedule.seconds(parallel.microbatches, parallel.chunks, times)
 
-    def stretch(
+    def slowdown(
         self,
         config: Config,
         parts: PartCosts,
@@ -160,13 +167,13 @@ class Estimator:
         idle: float,
     ) -> float:
         """How much longer than `alone` everything takes but for what is `idle`."""
-        crowd, chain = crowd_of(config, self.machine), 0.0
-        if crowd.ranks == 1:
+        sharing, chain = core_sharing(config, self.machine), 0.0
+        if sharing.ranks == 1:
             return 1.0
-        if crowd.stage > 1:
-            slow = self.passes(config, parts, works, crowd.stage) + stretched(after, crowd.stage)
-            chain = (slow - alone) / (crowd.stage - 1)
-        return (crowd.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
+        if sharing.stage > 1:
+            slow = self.passes(config, parts, works, sharing.stage) + slowed(after, sharing.stage)
+            chain = (slow - alone) / (sharing.stage - 1)
+        return (sharing.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
     def works(self, config: Config, parts: PartCosts, stages: Any) -> list[StageWork]:
         """The StageWork of each stage on a microbatch, with what cores do for its
@@ -190,7 +197,7 @@ class Estimator:
 
     def sample(
         self, config: Config, zero: int, keep: bool = True, recompute: str = "none"
-    ) -> Sample:
+    ) -> LayerSample:
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
         both = mesh.p == 1 or find(parallel.schedule).turn
@@ -200,7 +207,7 @@ class Estimator:
         def make():
             changed = replace(parallel, zero=zero, keep_gathered=keep, recompute=recompute)
             layout = replace(config, parallel=changed)
-            return Sample(layout, self.vocabulary, self.machine, ends)
+            return LayerSample(layout, self.vocabulary, self.machine, ends)
 
         key = key_of(
             "sample",
@@ -326,7 +333,7 @@ class Estimator:
             seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
         )
 
-    def twin(self, config: Config, stages: Any) -> Pass:
+    def tied_exchange(self, config: Config, stages: Any) -> Pass:
         """The Pass in which the two copies of a tied table exchange their gradients."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
@@ -352,9 +359,9 @@ class Estimator:
         ahead = max(1.0, 2e6 * config.parallel.bucket_mb / layer)  # two buckets of values
         last, found = len(chunks) - 1, {}
         for number in {0, min(1, last), max(0, last - 1), last}:
-            held = self.held(config, together(chunks[number]))
+            held = self.held(config, stage_content(chunks[number]))
             times = held["gradient"] / layer
-            beside = moving(
+            working = working_bytes(
                 config,
                 parts,
                 chunks[number],
@@ -363,7 +370,7 @@ class Estimator:
                 sums=times * sums,
                 rest=min(times, ahead) * rest,
             )
-            found[number] = held + Counter(beside)
+            found[number] = held + Counter(working)
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
 
@@ -375,12 +382,12 @@ def messages_of(config: Config, number: int) -> int:
     return 2 * config.parallel.chunks - ends * (2 if find(config.parallel.schedule).turn else 1)
 
 
-def stretched(done: Pass, share: float) -> float:
+def slowed(done: Pass, slowdown: float) -> float:
     """Seconds of a Pass where its core takes so many times as long."""
-    if share == 1:
+    if slowdown == 1:
         return done.seconds
     idle = done.idle.total()
-    return share * (done.seconds - idle) + idle
+    return slowdown * (done.seconds - idle) + idle
 
 
 def totals_of(works: Sequence[StageWork], micros: int) -> list[Pass]:
@@ -391,7 +398,7 @@ def totals_of(works: Sequence[StageWork], micros: int) -> list[Pass]:
     return [known[id(work)] for work in works]
 
 
-def without(done: Pass, hidden: Counter) -> Pass:
+def without_hidden(done: Pass, hidden: Counter) -> Pass:
     """A Pass of which some seconds of calls, by axis, are hidden."""
     if not hidden.total():
         return done
@@ -414,6 +421,6 @@ def data_place(config: Config) -> tuple[str, int, int]:
     return next(place for place in strides(config.mesh) if place[0] == "d")
 
 
-def ends_of(content: Content) -> tuple[Part, ...]:
+def ends_of(content: StageContent) -> tuple[Part, ...]:
     """The ends of a model that a stage holds."""
     return tuple(part for part, here in zip((FIRST, LAST), content[1:]) if here)

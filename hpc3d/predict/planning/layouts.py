@@ -18,8 +18,8 @@ from hpc3d.model.families import block_weights
 from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.pass_costs import Sample
-from hpc3d.predict.simulation.simulator import crowding
+from hpc3d.predict.planning.pass_costs import LayerSample
+from hpc3d.predict.simulation.simulator import ranks_per_core
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -35,7 +35,7 @@ KINDS = {
     "3d": "3-D",
 }
 # What backward keeps instead of doing it again: (keep_gathered, recompute), fastest first.
-SAVERS = (
+MEMORY_OPTIONS = (
     (True, "none"),
     (False, "none"),
     (True, "selective"),
@@ -44,8 +44,8 @@ SAVERS = (
     (False, "full"),
 )
 ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
-SHORT = 2  # places with the same p and d that are looked at in any case
-LEAST = 0.7  # of what one layout computes or moves, another may do without
+SHORT = 2  # candidates with the same p and d that are looked at in any case
+BOUND_MARGIN = 0.7  # of what one layout computes or moves, another may do without
 
 
 class Candidate(NamedTuple):
@@ -122,14 +122,14 @@ def problems(config: Config, ranks: int) -> list[str]:
     return [*wrong_parts(config), *wrong_pipeline(config), *misfits(config, ranks)]
 
 
-def shortlists(places: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Of the places with the same p and d those with the shortest words, shortest first: some in
-    all, and one of every kind.  (lists, other places)."""
+def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
+    """Of the candidates with the same p and d those with the shortest words, shortest first: some
+    in all, and one of every kind.  (lists, other candidates)."""
     groups, others = {}, []
-    for place in sorted(places, key=lambda place: sum(place.moves.values())):
-        group = groups.setdefault((place.config.mesh.p, place.config.mesh.d), [])
-        known = place.kind in (each.kind for each in group)
-        (others if known and len(group) >= SHORT else group).append(place)
+    for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
+        group = groups.setdefault((candidate.config.mesh.p, candidate.config.mesh.d), [])
+        known = candidate.kind in (each.kind for each in group)
+        (others if known and len(group) >= SHORT else group).append(candidate)
     return [*groups.values()], others
 
 
@@ -141,23 +141,23 @@ class Bounds:
         model, rows = config.model, config.train.batch * config.model.sequence
         columns = block_weights(model) // model.hidden  # of all products of a block, as one
         whole = machine.product(rows, columns, model.hidden, config.train.dtype)
-        self.crowd = crowding(machine, ranks)
+        self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
-        self.launches = seconds(Sample(smallest(config), vocabulary, machine, ()), 1)
+        self.launches = seconds(LayerSample(smallest(config), vocabulary, machine, ()), 1)
         self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
 
     def near(self, stride: int) -> float:
         return self.machine.call("all_gather", 1e6, (0, stride))
 
-    def place(self, config: Config) -> Candidate:
+    def candidate(self, config: Config) -> Candidate:
         """The Candidate of a layout, the heaviest axes innermost if they gain by that."""
         volume = volumes(config)
-        place = self.moves(config, volume)
+        candidate = self.moves(config, volume)
         if self.placed and volume:
             turned = self.moves(heaviest_last(config, volume), volume)
-            if sum(turned.moves.values()) < sum(place.moves.values()):
+            if sum(turned.moves.values()) < sum(candidate.moves.values()):
                 return turned
-        return place
+        return candidate
 
     def calibrate(self, config: Config, parts: PartCosts, fixed: float) -> None:
         """Learn from the costs of a microbatch what a step computes on any layout, and what all
@@ -165,21 +165,23 @@ class Bounds:
         micros = config.parallel.microbatches * self.layers / config.mesh.p
         layer = parts.layer.forward + parts.layer.whole
         computed = micros * (layer.seconds - layer.waits.total() - self.launches)
-        self.ideal, self.fixed = max(self.ideal, LEAST * computed), fixed
+        self.ideal, self.fixed = max(self.ideal, BOUND_MARGIN * computed), fixed
 
-    def least(self, place: Candidate) -> float:
+    def least(self, candidate: Candidate) -> float:
         """Seconds that a step takes at least: what it computes, with the number of microbatches
         that is best between launches and bubble, and a part of its words, as some are hidden.
         Ranks that share a core take as long as one alone, or as the work of all of them."""
-        stages, micros, found = place.config.mesh.p, 1, []
+        stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
-        while micros <= place.config.train.batch:
+        while micros <= candidate.config.train.batch:
             busy = self.ideal + micros * self.launches * self.layers / stages
             found.append(busy * (1 + (stages - 1) / (micros * chunks)))
             micros *= 2
-        alone = min(found) + LEAST * sum(place.moves.values())
-        busy = self.ideal + self.launches * self.layers / stages + LEAST * place.work
-        return self.fixed + max(alone, self.crowd * busy if self.crowd > 1 else 0.0)
+        alone = min(found) + BOUND_MARGIN * sum(candidate.moves.values())
+        busy = self.ideal + self.launches * self.layers / stages + BOUND_MARGIN * candidate.work
+        return self.fixed + max(
+            alone, self.ranks_per_core * busy if self.ranks_per_core > 1 else 0.0
+        )
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
         """The Candidate of a layout, with two calls a product, four a layer."""
@@ -199,7 +201,7 @@ class Bounds:
         return Candidate(config, found, work)
 
 
-def seconds(sample: Sample, sequences: int) -> float:
+def seconds(sample: LayerSample, sequences: int) -> float:
     """Of a forward and a backward pass of a layer."""
     passes = sample.passes(LAYER, sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds

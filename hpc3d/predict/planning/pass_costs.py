@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 
-class Alone(NamedTuple):
+class SingleStage(NamedTuple):
     """The place of a stage that has no others around it."""
 
     rank: int = 0
@@ -97,7 +97,7 @@ class PassSeconds(NamedTuple):
         return PassSeconds(*(each * times for each in self))
 
 
-class Waits(Clock):
+class WaitClock(Clock):
     """A clock that adds up for whom it waits, the members of a group.
 
     `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
@@ -151,7 +151,7 @@ class Waits(Clock):
         return Pending(finish)
 
 
-class CarriedWaits(Waits, HostDrivenClock):
+class HostDrivenWaitClock(WaitClock, HostDrivenClock):
     """The same where no device moves blocks: what the rank does for a call is a part of it."""
 
     def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> int:
@@ -174,7 +174,7 @@ class CarriedWaits(Waits, HostDrivenClock):
         return Pending(finish)
 
 
-class Sample:
+class LayerSample:
     """One layer and both ends of a model, on the first rank of a mesh without data.
 
     Each has parameters of its own, as on stages of a pipeline, and ends that are on one stage
@@ -186,8 +186,8 @@ class Sample:
     ) -> None:
         self.config, grid = config, config.mesh.grid()
         self.spec = spec_of(config, vocabulary)
-        self.clock = (CarriedWaits if machine.cores else Waits)(machine)
-        self.mesh = representative(grid, pool_of(config, self.clock), Alone())
+        self.clock = (HostDrivenWaitClock if machine.cores else WaitClock)(machine)
+        self.mesh = representative(grid, pool_of(config, self.clock), SingleStage())
         self.pool = self.mesh.pool
         self.axes = {tuple(grid.ranks_along(axis, {})): axis for axis in grid.sizes}
         self.stages, self.held = {}, {(): Counter(self.pool.live)}

@@ -32,7 +32,7 @@ class StageWork(NamedTuple):
     weight: Pass
 
 
-class Content(NamedTuple):
+class StageContent(NamedTuple):
     """What a part of the model holds: so many layers, and which of the ends."""
 
     layers: int
@@ -40,16 +40,16 @@ class Content(NamedTuple):
     last: bool
 
 
-def contents(config: Config) -> list[tuple[Content, ...]]:
+def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """The Content of every chunk of every stage."""
     parallel, turn = config.parallel, find(config.parallel.schedule).turn
     return contents_of(Placement(config.mesh.p, parallel.chunks, turn), *config.layers())
 
 
 @cache
-def contents_of(place: Placement, *layers: tuple[int, ...]) -> list[tuple[Content, ...]]:
+def contents_of(place: Placement, *layers: tuple[int, ...]) -> list[tuple[StageContent, ...]]:
     parts = range(place.parts)
-    contents = [Content(len(layers[n]), n == 0, n == place.parts - 1) for n in parts]
+    contents = [StageContent(len(layers[n]), n == 0, n == place.parts - 1) for n in parts]
     return [
         tuple(contents[place.part(stage, chunk)] for chunk in range(place.chunks))
         for stage in range(place.stages)
@@ -61,14 +61,14 @@ def buckets(gradient: float, megabytes: float) -> int:
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
 
-def together(chunks: Sequence[Content]) -> Content:
+def stage_content(chunks: Sequence[StageContent]) -> StageContent:
     """The Content of a stage."""
     layers, first, last = zip(*chunks)
-    return Content(sum(layers), any(first), any(last))
+    return StageContent(sum(layers), any(first), any(last))
 
 
 @cache
-def work_of(parts: PartCosts, content: Content, split: bool) -> StageWork:
+def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
     """The StageWork of a Content on a microbatch, its backward pass in halves where it is
     `split`."""
     ends = [parts.first] * content.first, [parts.last] * content.last
@@ -77,10 +77,10 @@ def work_of(parts: PartCosts, content: Content, split: bool) -> StageWork:
     return StageWork(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
 
 
-def moving(
+def working_bytes(
     config: Config,
     parts: PartCosts,
-    chunks: Sequence[Content],
+    chunks: Sequence[StageContent],
     number: int,
     gradient: float,
     sums: int,
@@ -94,7 +94,7 @@ def moving(
     works = [work_of(parts, content, split) for content in chunks]
     blocks = parts.block * messages(stages, parallel.microbatches, number)
     moments = [*moments_of(config, number, works, blocks), (0, rest)]
-    layers = max(1, together(chunks).layers)
+    layers = max(1, stage_content(chunks).layers)
     layer = parts.layer.weight if split else parts.layer.whole
     posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0

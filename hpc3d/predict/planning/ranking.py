@@ -28,7 +28,7 @@ NAMED = {
     "cube": lambda config: kind(config) == "3-D" and is_cube(config.mesh),
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in CUBOIDS,
 }
-EACH = 2  # places that are timed for a name
+EACH = 2  # candidates that are timed for a name
 SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fastest
 NEW, KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
 
@@ -102,7 +102,7 @@ def simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout
     )
 
 
-def effort(config: Config) -> float:
+def simulation_cost(config: Config) -> float:
     """What it takes to simulate a layout, roughly in ms: its layers, its stages, its passes."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
@@ -149,13 +149,13 @@ class Ranking:
     def room(self, estimate: Estimate) -> float:
         """Bytes that an estimate may have to be simulated: it is to fit the surer, the less effort
         is left after it."""
-        left = (self.left - effort(estimate.config)) / self.most
+        left = (self.left - simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
 
     def run(self, estimate: Estimate) -> RankedLayout:
         """The RankedLayout of a layout by simulation."""
         config = estimate.config
-        self.left -= effort(config)
+        self.left -= simulation_cost(config)
         row = simulated(config, self.search.estimator.vocabulary, self.machine)
         self.known[config] = row
         self.ratios.setdefault(family(config), []).append(row.seconds / estimate.seconds)
@@ -169,8 +169,8 @@ class Ranking:
         return estimated(estimate)._replace(seconds=seconds)
 
     def row(self, each: TimedCandidate) -> RankedLayout:
-        """The RankedLayout of a place: the fastest of its layouts that were simulated and fit, or
-        that of an estimate; None if none fits."""
+        """The RankedLayout of a candidate: the fastest of its layouts that were simulated and fit,
+        or that of an estimate; None if none fits."""
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
         new = (one for one in each.offers if one.config not in self.known)
@@ -179,9 +179,9 @@ class Ranking:
         return quickest or next(map(self.corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
-        """The RankedLayout of a place, by simulation while there is effort left."""
+        """The RankedLayout of a candidate, by simulation while there is effort left."""
         row = self.row(each)
-        while row and not row.simulated and effort(row.config) <= self.left:
+        while row and not row.simulated and simulation_cost(row.config) <= self.left:
             self.run(self.offer(row.config))
             row = self.row(each)
         return row
@@ -201,19 +201,19 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Time some places of every name, too."""
+        """Time some candidates of every name, too."""
         for is_it in NAMED.values():
-            promising = sorted(self.places(is_it, mesh), key=self.search.bounds.least)[:EACH]
-            self.found.widen(promising, self.search.timed)
+            named = sorted(self.named_candidates(is_it, mesh), key=self.search.bounds.least)
+            self.found.widen(named[:EACH], self.search.timed)
 
-    def places(
+    def named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """The places that have a name, with the p and d of a mesh if one is given."""
+        """The candidates that have a name, with the p and d of a mesh if one is given."""
         found = self.found
-        for place in [*(each.place for each in found.timed), *found.left, *found.cut]:
-            if is_it(place.config) and (mesh is None or alike(place.config.mesh, mesh)):
-                yield place
+        for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
+            if is_it(candidate.config) and (mesh is None or alike(candidate.config.mesh, mesh)):
+                yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
         """Name -> the RankedLayout of the best layout of that name, with the p and d of a mesh if
@@ -224,8 +224,8 @@ class Ranking:
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
         """The best of what was timed, or of what was simulated, among those that have a name."""
-        chosen = {id(place) for place in self.places(is_it, mesh)}
-        timed = [each for each in self.found.timed if id(each.place) in chosen]
+        chosen = {id(candidate) for candidate in self.named_candidates(is_it, mesh)}
+        timed = [each for each in self.found.timed if id(each.candidate) in chosen]
         rows = [row for each in timed[:EACH] if (row := self.looked_at(each))]
         fitting = [row for row in rows if self.fits(row)]
         nearest = [estimated(self.nearest([each.best for each in timed]))] if timed else []
@@ -286,7 +286,7 @@ def layout(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def words(config: Config) -> str:
+def shown_layout(config: Config) -> str:
     """The same on a line, without sizes and counts of 1."""
     tables = layout(config)
     scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}

@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.predict.planning import layouts
-from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, savers, seconds_of
+from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, memory_options, seconds_of
 from hpc3d.predict.planning.estimate import Estimator
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
-REACH = 1.4  # times the fastest place: what others may gain by being looked into
+REACH = 1.4  # times the fastest candidate: what others may gain by being looked into
 COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
 
 
 class TimedCandidate(NamedTuple):
-    """What a place gives: of what may fit the memory the `offers`, fastest first; else what comes
-    closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
+    """What a candidate gives: of what may fit the memory the `offers`, fastest first; else what
+    comes closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
 
-    place: layouts.Candidate
+    candidate: layouts.Candidate
     offers: list
     fits: bool
     sure: float
@@ -42,9 +42,9 @@ class TimedCandidate(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found: `timed` places, fastest first and those that do not fit last; places
-    that were `cut`, since the least they take is too long, and `left` since enough was measured;
-    and how many layouts there are."""
+    """What a search found: `timed` candidates, fastest first and those that do not fit last;
+    candidates that were `cut`, since the least they take is too long, and `left` since enough was
+    measured; and how many layouts there are."""
 
     timed: list
     cut: list
@@ -53,15 +53,21 @@ class Found(NamedTuple):
 
     def widen(
         self,
-        places: Sequence[layouts.Candidate],
+        candidates: Sequence[layouts.Candidate],
         time: Callable[[layouts.Candidate], TimedCandidate],
     ) -> None:
-        """Add what `time` makes of those places that are not timed yet."""
-        new = [place for place in places if all(place is not each.place for each in self.timed)]
+        """Add what `time` makes of those candidates that are not timed yet."""
+        new = [
+            candidate
+            for candidate in candidates
+            if all(candidate is not each.candidate for each in self.timed)
+        ]
         self.timed.extend(map(time, new))
         self.sort()
         for others in (self.cut, self.left):
-            others[:] = [place for place in others if all(place is not each for each in new)]
+            others[:] = [
+                candidate for candidate in others if all(candidate is not each for each in new)
+            ]
 
     def sort(self) -> None:
         self.timed.sort(key=lambda each: (not each.fits, each.best.seconds))
@@ -81,33 +87,36 @@ class Search:
     def run(self, top: int, most: int) -> Found:
         """The Found of all layouts; no more than `most` costs are measured for it.
 
-        The place with the shortest words of each p and d is timed, then others where it was quick,
-        then the rest; at last the best are looked into.
+        The candidate with the shortest words of each p and d is timed, then others where it was
+        quick, then the rest; at last the best are looked into.
         Raises ValueError, with one line that says what to change, if the rules allow no layout.
         """
-        places = []
-        for place in self.places():
-            places.append(place)
-            p, last = place.config.mesh.p, min(self.ranks, self.base.model.layers)
-            log.info("%d sizes of a mesh, so far with p = %d of %d", len(places), p, last)
-        if not places:
+        candidates = []
+        for candidate in self.allowed_candidates():
+            candidates.append(candidate)
+            p, last = candidate.config.mesh.p, min(self.ranks, self.base.model.layers)
+            log.info("%d sizes of a mesh, so far with p = %d of %d", len(candidates), p, last)
+        if not candidates:
             raise ValueError(self.refusal())
-        self.calibrate(places)
-        groups, others = layouts.shortlists(places)
+        self.calibrate(candidates)
+        groups, others = layouts.shortlists(candidates)
         groups.sort(key=lambda group: self.bounds.least(group[0]))
-        found = Found([], [], [], sum(map(self.variants, places)))
+        found = Found([], [], [], sum(map(self.variants, candidates)))
         times = [self.consider(group[0], found, top, COARSE * most) for group in groups]
-        rest = [(time, place) for time, group in zip(times, groups) for place in group[1:]]
+        rest = [(time, candidate) for time, group in zip(times, groups) for candidate in group[1:]]
         rest.sort(key=lambda each: (each[0], self.bounds.least(each[1])))
-        for place in [*(place for _, place in rest), *sorted(others, key=self.bounds.least)]:
-            self.consider(place, found, top, COARSE * most)
+        for candidate in [
+            *(candidate for _, candidate in rest),
+            *sorted(others, key=self.bounds.least),
+        ]:
+            self.consider(candidate, found, top, COARSE * most)
         found.sort()
         self.refine(found, most)
         return found
 
     def refine(self, found: Found, most: int) -> None:
-        """Look for more in the places that may be among the best by it, in turn, as far as `most`
-        costs go."""
+        """Look for more in the candidates that may be among the best by it, in turn, as far as
+        `most` costs go."""
 
         def limit():
             return REACH * self.limit(found.timed, 1)
@@ -115,8 +124,8 @@ class Search:
         near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
         for turn in zip_longest(*(self.candidates.every(best, limit) for best in near)):
             for number, more in enumerate(turn):
-                place, offers, *_ = found.timed[number]
-                found.timed[number] = self.offered(place, [*offers, *(more or ())])
+                candidate, offers, *_ = found.timed[number]
+                found.timed[number] = self.offered(candidate, [*offers, *(more or ())])
             if self.spent(most):
                 break
         found.sort()
@@ -124,36 +133,36 @@ class Search:
     def spent(self, most: int) -> bool:
         return self.estimator.costs >= most
 
-    def consider(self, place: layouts.Candidate, found: Found, top: int, most: float) -> float:
-        """Time a place, if it may be among the best; the seconds of its step, if it fits."""
-        if self.bounds.least(place) > self.limit(found.timed, top):
-            found.cut.append(place)
+    def consider(self, candidate: layouts.Candidate, found: Found, top: int, most: float) -> float:
+        """Time a candidate, if it may be among the best; the seconds of its step, if it fits."""
+        if self.bounds.least(candidate) > self.limit(found.timed, top):
+            found.cut.append(candidate)
         elif self.spent(most) and found.timed:
-            found.left.append(place)
+            found.left.append(candidate)
         else:
             log.info("%d sizes of a mesh timed, %d cut", len(found.timed), len(found.cut))
-            found.timed.append(self.timed(place))
+            found.timed.append(self.timed(candidate))
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf
 
-    def calibrate(self, places: Sequence[layouts.Candidate]) -> None:
+    def calibrate(self, candidates: Sequence[layouts.Candidate]) -> None:
         """Tell the bounds what a layout computes that computes least beside its words."""
-        config = min(places, key=lambda place: sum(place.moves.values())).config
+        config = min(candidates, key=lambda candidate: sum(candidate.moves.values())).config
         fixed = self.estimator.world(config).seconds
         self.bounds.calibrate(config, self.estimator.parts(config), fixed)
 
     def limit(self, timed: Sequence[TimedCandidate], top: int) -> float:
-        """Seconds that a place must stay below to be among the best."""
+        """Seconds that a candidate must stay below to be among the best."""
         seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
-    def places(self) -> Iterator[layouts.Candidate]:
+    def allowed_candidates(self) -> Iterator[layouts.Candidate]:
         """The layouts that the rules allow, with their bounds."""
         model, train = self.base.model, self.base.train
         for mesh in layouts.meshes(self.ranks, model.layers, train.batch):
             config = layouts.with_mesh(self.base, *mesh)
             if not layouts.problems(config, self.ranks):
-                yield self.bounds.place(config)
+                yield self.bounds.candidate(config)
 
     def refusal(self) -> str:
         """Why there is no layout: what is wrong with the first one."""
@@ -162,24 +171,24 @@ class Search:
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
         return f"no layout of {self.ranks} ranks divides this model; the first one: {problem}"
 
-    def variants(self, place: layouts.Candidate) -> int:
-        """How many layouts have the sizes of a place."""
-        config, layers = place.config, self.base.model.layers
+    def variants(self, candidate: layouts.Candidate) -> int:
+        """How many layouts have the sizes of a candidate."""
+        config, layers = candidate.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
         ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
         orders = layouts.orders(config) if self.bounds.placed else 1
         zeros = sum(map(len, layouts.zeros(config, self.ranks)))
-        return ways * len(savers(config.mesh)) * zeros * orders
+        return ways * len(memory_options(config.mesh)) * zeros * orders
 
-    def timed(self, place: layouts.Candidate) -> TimedCandidate:
-        """The TimedCandidate of a place, as far as it takes to compare it with others."""
-        return self.offered(place, self.candidates.promising(place.config))
+    def timed(self, candidate: layouts.Candidate) -> TimedCandidate:
+        """The TimedCandidate of a candidate, as far as it takes to compare it with others."""
+        return self.offered(candidate, self.candidates.promising(candidate.config))
 
-    def offered(self, place: layouts.Candidate, found: Sequence[Estimate]) -> TimedCandidate:
-        """The TimedCandidate of a place with these estimates."""
+    def offered(self, candidate: layouts.Candidate, found: Sequence[Estimate]) -> TimedCandidate:
+        """The TimedCandidate of a candidate with these estimates."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:
-            return TimedCandidate(place, [min(found, key=lambda each: each.peak)], False, inf)
+            return TimedCandidate(candidate, [min(found, key=lambda each: each.peak)], False, inf)
         offers = sorted(near.values(), key=seconds_of)
         sure = (each.seconds for each in offers if self.candidates.fits(each, SURE))
-        return TimedCandidate(place, offers, True, next(sure, inf))
+        return TimedCandidate(candidate, offers, True, next(sure, inf))

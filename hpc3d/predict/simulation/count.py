@@ -40,7 +40,7 @@ class InMemory(Recorder):
         pass
 
 
-class Blanks(MicrobatchLoader):
+class ZeroBatches(MicrobatchLoader):
     """Batches of zeros: which tokens they are changes nothing here."""
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,17 +88,17 @@ def predict(
     the shapes.
     """
     mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
-    return observe(mesh, config, vocabulary, program)
+    return predict_on(mesh, config, vocabulary, program)
 
 
-def observe(
+def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
     """The Prediction of the rank of a mesh without data."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
-    trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=Blanks)
+    trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=ZeroBatches)
     for number in range(min(2, config.train.steps)):
         recorder.count = 0
         trainer.step(number)
@@ -112,7 +112,7 @@ def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
     all together, on threads."""
     grid, program = config.mesh.grid(), program_of(config)
     if any(split.own for split in config.splits().values()):
-        rank = partial(observe, config=config, vocabulary=vocabulary, program=program)
+        rank = partial(predict_on, config=config, vocabulary=vocabulary, program=program)
         return threads.run(grid.sizes, rank, partial(pool_of, config))
     places = map(grid.coords, range(grid.size))
     return [predict(config, vocabulary, coords, program) for coords in places]

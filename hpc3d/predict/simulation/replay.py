@@ -1,4 +1,4 @@
-"""Passes that are run once and played again.
+"""Passes that are run once and replayed.
 
 On arrays without data one microbatch is like the other: a pass takes the same time, makes the same
 calls and leaves the same memory.  So of thousands of them few are run: the first of its kind, and
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulated_clock import Clock
 
 
-class Take(NamedTuple):
+class RecordedPass(NamedTuple):
     """What a pass did: when it began, how long it took, was busy and waited for the wire [ns], its
     rows of the trace, the number of the first call in each group and how many follow, bytes by
     kind that it left behind and that it had at its peaks, against those before,
@@ -47,74 +47,74 @@ class Take(NamedTuple):
     brought: dict
 
 
-class Studio:
-    """Records passes of a rank and plays them: on its clock, its memory and its ledger."""
+class PassRecorder:
+    """Records passes of a rank and replays them: on its clock, its memory and its ledger."""
 
     def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
         self.mesh, self.ledger, self.clock = mesh, ledger, clock
         self.comms = {comm.group: comm for comm in mesh.comms.values()}
-        self.takes = {}
+        self.passes = {}
 
     @contextmanager
-    def take(self, kind: tuple[str, int, int], micro: Micro) -> Iterator[None]:
+    def record(self, kind: tuple[str, int, int], micro: Micro) -> Iterator[None]:
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
-        before, peak, first = Counter(pool.live), pool.peak, self.numbers()
+        before, peak, first = Counter(pool.live), pool.peak, self.sequence_numbers()
         pool.reset_peak()
         known = {*micro.carry.brought}
         yield
         live, high = differences(pool.live, before), differences(pool.peak, before)
         high["all"] = pool.peak["all"] - before.total()
         pool.peak = peak | pool.peak
-        if kind not in self.takes:
+        if kind not in self.passes:
             new = [key for key in micro.carry.brought if key not in known]
-            self.takes[kind] = Take(
+            self.passes[kind] = RecordedPass(
                 start=now,
                 length=self.clock.now - now,
                 busy=self.clock.busy - busy,
                 wired=self.clock.wired - wired,
                 rows=self.ledger.rows(count),
                 first=first,
-                calls=differences(self.numbers(), first),
+                calls=differences(self.sequence_numbers(), first),
                 live=live,
                 peak=high,
-                brought={key[-1]: blank(micro.carry.brought[key]) for key in new},
+                brought={key[-1]: placeholder(micro.carry.brought[key]) for key in new},
             )
 
     @contextmanager
-    def play(self, kind: tuple[str, int, int], micro: Micro, microbatch: int) -> Iterator[None]:
+    def replay(self, kind: tuple[str, int, int], micro: Micro, microbatch: int) -> Iterator[None]:
         """Do the same again; in this context arrays come and go that outlive the pass."""
-        take, pool, before = self.takes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
-        rows = self.again(take, microbatch)
-        self.clock.advance(take.length, take.busy, take.wired)
+        recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
+        rows = self.shifted_rows(recorded, microbatch)
+        self.clock.advance(recorded.length, recorded.busy, recorded.wired)
         self.ledger.add(rows, self.clock.now)
-        for group, count in take.calls.items():
+        for group, count in recorded.calls.items():
             self.comms[group].sequence["collective"] += count
         total = before.total()
-        for name, array in take.brought.items():
+        for name, array in recorded.brought.items():
             micro.bring(name, lambda _, array=array: array)
         yield
         changes = {
-            name: before[name] + take.live.get(name, 0) - pool.live[name] for name in pool.live
+            name: before[name] + recorded.live.get(name, 0) - pool.live[name] for name in pool.live
         }
         for name in sorted(changes, key=changes.get):  # what goes first: no peak on the way
             pool.count(name, changes[name])
-        high = {name: change + before[name] for name, change in take.peak.items()}
-        pool.peak |= Counter(high | {"all": total + take.peak["all"]})
+        high = {name: change + before[name] for name, change in recorded.peak.items()}
+        pool.peak |= Counter(high | {"all": total + recorded.peak["all"]})
 
-    def again(self, take: Take, microbatch: int) -> np.ndarray:
-        """The rows of a take as those of a microbatch that begins now."""
-        rows, now = take.rows.copy(), self.clock.now
+    def shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
+        """The rows of a pass as those of a microbatch that begins now."""
+        rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
-            rows[name] += now - take.start
+            rows[name] += now - recorded.start
         rows["microbatch"], rows["step"] = microbatch, self.ledger.step
-        for group in take.calls:
+        for group in recorded.calls:
             calls = (rows["group"] == group) & (rows["seq"] >= 0)
-            rows["seq"][calls] += self.numbers()[group] - take.first[group]
+            rows["seq"][calls] += self.sequence_numbers()[group] - recorded.first[group]
         return rows
 
-    def numbers(self) -> dict[int, int]:
+    def sequence_numbers(self) -> dict[int, int]:
         return {group: comm.sequence["collective"] for group, comm in self.comms.items()}
 
 
@@ -122,25 +122,25 @@ def differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int
     return {name: new[name] - old[name] for name in new if new[name] != old[name]}
 
 
-def blank(array: Any) -> np.ndarray:
+def placeholder(array: Any) -> np.ndarray:
     """An array of the host of the same shape and type, with the memory of one element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
-class Kept:
-    """What a played pass keeps: those of its arrays that a real one keeps, too."""
+class KeptArrays:
+    """What a replayed pass keeps: those of its arrays that a real one keeps, too."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
 
 
 class ReplayedStage:
-    """A `PipelineStage` whose passes are played, but for those of the microbatches in `run`."""
+    """A `PipelineStage` whose passes are replayed, but for those of the microbatches in `run`."""
 
     def __init__(
-        self, stage: PipelineStage, studio: Studio, chunk: int, run: Collection[int]
+        self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
     ) -> None:
-        self.stage, self.studio, self.chunk, self.run = stage, studio, chunk, run
+        self.stage, self.recorder, self.chunk, self.run = stage, recorder, chunk, run
         self.results = {}
 
     @property
@@ -155,21 +155,21 @@ class ReplayedStage:
 
     @property
     def microbatch(self) -> int:
-        return self.studio.ledger.microbatch
+        return self.recorder.ledger.microbatch
 
     def forward(self, x: Array | None, micro: Micro) -> tuple[Any, Any]:
         kind = self.kind("F", micro)
         if self.microbatch in self.run:
-            with self.studio.take(kind, micro):
+            with self.recorder.record(kind, micro):
                 y, saved = self.stage.forward(x, micro)
             held = leases(saved)
             kept = [getattr(array, "lease", None) in held for array in (x, y)]
-            self.results[kind] = sketch(y, x), kept
+            self.results[kind] = array_spec(y, x), kept
             return y, saved
         like, kept = self.results[kind]
-        with self.studio.play(kind, micro, self.microbatch):
-            y = self.drawn(like, x)
-        return y, Kept([array for array, holds in zip((x, y), kept) if holds])
+        with self.recorder.replay(kind, micro, self.microbatch):
+            y = self.new_array(like, x)
+        return y, KeptArrays([array for array, holds in zip((x, y), kept) if holds])
 
     def backward(
         self,
@@ -181,18 +181,18 @@ class ReplayedStage:
     ) -> Any:
         split = later is not at_once
         kind = self.kind("B" if split else "BW", micro)
-        if isinstance(saved, Kept):
+        if isinstance(saved, KeptArrays):
             like, holds = self.results[kind]
-            work = Kept([dy] * holds)
-            with self.studio.play(kind, micro, self.microbatch):
+            work = KeptArrays([dy] * holds)
+            with self.recorder.replay(kind, micro, self.microbatch):
                 saved.arrays.clear()
-                dx = self.drawn(like, dy)
+                dx = self.new_array(like, dy)
         else:
-            work = Later(self.studio.ledger) if split else at_once
-            with self.studio.take(kind, micro):
+            work = Later(self.recorder.ledger) if split else at_once
+            with self.recorder.record(kind, micro):
                 dx = self.stage.backward(dy, saved, micro, work, finished)
             held = leases([*work.work]) if split else ()
-            self.results[kind] = sketch(dx, dy), getattr(dy, "lease", None) in held
+            self.results[kind] = array_spec(dx, dy), getattr(dy, "lease", None) in held
         if split:
             later(self.weigh, micro, work)
         return dx
@@ -200,37 +200,37 @@ class ReplayedStage:
     def weigh(self, micro: Micro, work: Any) -> None:
         """The weights' gradients that a split backward pass left for later."""
         kind = self.kind("W", micro)
-        if isinstance(work, Kept):
-            with self.studio.play(kind, micro, self.microbatch):
+        if isinstance(work, KeptArrays):
+            with self.recorder.replay(kind, micro, self.microbatch):
                 work.arrays.clear()
         else:
-            with self.studio.take(kind, micro):
+            with self.recorder.record(kind, micro):
                 work.run()
 
-    def drawn(self, like: Any, given: Any) -> Any:
-        """A new array of a sketch, or the one that was given; what is not a sketch is the same
+    def new_array(self, like: Any, given: Any) -> Any:
+        """A new array of an ArraySpec, or the one that was given; anything else is the same
         again."""
-        if like is GIVEN:
+        if like is SAME_ARRAY:
             return given
-        return self.studio.mesh.empty(*like) if isinstance(like, Sketch) else like
+        return self.recorder.mesh.empty(*like) if isinstance(like, ArraySpec) else like
 
 
-class Sketch(NamedTuple):
+class ArraySpec(NamedTuple):
     shape: tuple
     dtype: np.dtype
     kind: str
 
 
-GIVEN = object()  # the result of a pass of a stage without layers: what came in
+SAME_ARRAY = object()  # the result of a pass of a stage without layers: what came in
 
 
-def sketch(array: Any, given: Any) -> Any:
+def array_spec(array: Any, given: Any) -> Any:
     """What it takes to make the like of an array, without its memory; other things as they are."""
     if not isinstance(array, AbstractArray):
         return array
     if isinstance(given, AbstractArray) and given.lease is array.lease:
-        return GIVEN
-    return Sketch(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
+        return SAME_ARRAY
+    return ArraySpec(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
 
 
 def leases(saved: Any) -> set[AbstractLease]:
@@ -242,7 +242,7 @@ def leases(saved: Any) -> set[AbstractLease]:
     return set()
 
 
-def to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
+def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
     """chunk -> the microbatches whose passes must be run: the first forward and the first backward
     of each of the `sizes` (of microbatches), and those in which gradients are summed."""
     found, run = set(), {}

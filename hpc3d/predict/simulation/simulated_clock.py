@@ -32,13 +32,13 @@ class Clock(CostMeter):
 
     `busy` is the part of them in which the rank computes, and `ends` is when the last collective
     of each queue ends: they follow each other, beside what it computes and beside those of the
-    other queue.  `share` is how much longer all that cores do takes where ranks share them.
+    other queue.  `slowdown` is how much longer all that cores do takes where ranks share them.
     """
 
     wired = 0
 
-    def __init__(self, machine: Machine, share: float = 1.0) -> None:
-        self.machine, self.share = machine, share
+    def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
+        self.machine, self.slowdown = machine, slowdown
         self.now = self.busy = 0
         self.ends = Counter()
 
@@ -54,7 +54,7 @@ class Clock(CostMeter):
         self.wired += wired
 
     def work(self, seconds: float) -> None:
-        length = nanoseconds(self.share * seconds)
+        length = nanoseconds(self.slowdown * seconds)
         self.now, self.busy = self.now + length, self.busy + length
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
@@ -75,7 +75,7 @@ class Clock(CostMeter):
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
-    def leave(self, nbytes: float, members: Sequence[int], last: int) -> int:
+    def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
         """When a message has left that is sent now, or at `last`, when the one before has."""
         return max(self.now, last) + self.call("send", nbytes, members)
 
@@ -102,21 +102,21 @@ class HostDrivenClock(Clock):
     at once, but those that wait for it have to wake up.
     """
 
-    def __init__(self, machine: Machine, share: float = 1.0) -> None:
-        super().__init__(machine, share)
+    def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
+        super().__init__(machine, slowdown)
         self.wired = self.since = self.done = 0
 
-    def wake(self, time: int) -> int:
+    def wake_up(self, time: int) -> int:
         """When a rank goes on that waits until `time`."""
-        return time + nanoseconds(self.share * self.machine.wakeup_s)
+        return time + nanoseconds(self.slowdown * self.machine.wakeup_s)
 
     def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
         work, wired = legs(self.machine, op, nbytes, members)
         self.work(work)
-        self.ends[queue] = self.carry(max(self.now, self.ends[queue]), wired)
-        return self.wake(self.ends[queue])
+        self.ends[queue] = self.card_done(max(self.now, self.ends[queue]), wired)
+        return self.wake_up(self.ends[queue])
 
-    def carry(self, ready: int, seconds: float) -> int:
+    def card_done(self, ready: int, seconds: float) -> int:
         """When the card has carried what is `ready` then and takes it so long.
 
         It is busy without a break from `since` on; the last call waits for it until `done`.
@@ -138,29 +138,29 @@ class HostDrivenClock(Clock):
 
         return Pending(finish)
 
-    def leave(self, nbytes: float, members: Sequence[int], last: int) -> int:
+    def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
         work, wired = legs(self.machine, "send", nbytes, members)
         self.work(work)
-        return self.carry(self.now, wired)
+        return self.card_done(self.now, wired)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         work, wired = legs(self.machine, "recv", nbytes, members)
         if arrival > self.now:
             self.wired += min(arrival - self.now, nanoseconds(wired))
-            self.now = self.wake(arrival)
+            self.now = self.wake_up(arrival)
         self.work(work)
 
 
-def clock_of(machine: Machine, share: float = 1.0) -> Clock:
-    """The Clock of a machine: Carried where its ranks have no devices."""
-    return (HostDrivenClock if machine.cores else Clock)(machine, share)
+def clock_of(machine: Machine, slowdown: float = 1.0) -> Clock:
+    """The Clock of a machine: HostDrivenClock where its ranks have no devices."""
+    return (HostDrivenClock if machine.cores else Clock)(machine, slowdown)
 
 
 def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-class PipelineTimed(AbstractCommunicator):
+class TimedCommunicator(AbstractCommunicator):
     """A communicator whose calls take the machine's time, in a `queue` of hpc3d.comm.mesh; all
     members call at the same time."""
 
@@ -196,7 +196,7 @@ class PipelineTimed(AbstractCommunicator):
         return self.timed("all_to_all", nbytes, super()._all_to_all(block))
 
 
-class Linked(PipelineTimed):
+class PipelineTimed(TimedCommunicator):
     """A communicator with members on several stages, of which `stages` (member -> stage) are run.
 
     `peers` is the communicator of the stages, on threads: it carries times.  A message leaves when
@@ -213,7 +213,7 @@ class Linked(PipelineTimed):
         stages: range | dict[int, int],
     ) -> None:
         super().__init__(rank, len(members), members, pool, queue_of("p"))
-        self.peers, self.stages, self.leaves = peers, stages, {}
+        self.peers, self.stages, self.sends_done = peers, stages, {}
 
     def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
         ends, now = self.clock.ends, np.array([self.clock.now])
@@ -222,8 +222,8 @@ class Linked(PipelineTimed):
         return super().timed(op, nbytes, pending)
 
     def _send(self, block, peer):
-        end = self.clock.leave(block.nbytes, self.pair(peer), self.leaves.get(peer, 0))
-        self.leaves[peer] = end
+        end = self.clock.send_done(block.nbytes, self.pair(peer), self.sends_done.get(peer, 0))
+        self.sends_done[peer] = end
         self.peers.send(np.array([end]), self.stages[peer])
         return self.clock.until(end, super()._send(block, peer))
 
@@ -248,12 +248,12 @@ def representative(grid: Grid, pool: Pool, peers: Any) -> Mesh:
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])
     comms = {
-        axis: PipelineTimed(0, size, grid.ranks_along(axis, coords), pool, queue_of(axis))
+        axis: TimedCommunicator(0, size, grid.ranks_along(axis, coords), pool, queue_of(axis))
         for axis, size in grid.sizes.items()
         if size > 1
     }
     if peers.size > 1:
-        comms["p"] = Linked(peers.rank, column, pool, peers, range(len(column)))
+        comms["p"] = PipelineTimed(peers.rank, column, pool, peers, range(len(column)))
     stages = {rank: stage for stage, rank in enumerate(column)}
-    world = Linked(column[peers.rank], range(grid.size), pool, peers, stages)
+    world = PipelineTimed(column[peers.rank], range(grid.size), pool, peers, stages)
     return Mesh(grid.sizes, coords, comms, world)

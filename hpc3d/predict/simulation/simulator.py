@@ -22,9 +22,9 @@ from hpc3d.config.load import load
 from hpc3d.config.rules import refuse, settle, unknown_values
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
-from hpc3d.predict.simulation.count import Blanks
+from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.predict.simulation.replay import ReplayedStage, Studio, to_run
+from hpc3d.predict.simulation.replay import PassRecorder, ReplayedStage, microbatches_to_run
 from hpc3d.predict.simulation.simulated_clock import clock_of, representative
 from hpc3d.training.trainer import Trainer
 
@@ -70,10 +70,10 @@ class StageRun(NamedTuple):
         return (end - start) / 1e9
 
 
-BYTES = 256  # tokens of the byte tokenizer
+BYTE_VOCABULARY = 256  # tokens of the byte tokenizer
 
 
-def settled(
+def load_resolved(
     path: Path | str | None,
     overrides: Sequence[str],
     ranks: int | None = None,
@@ -87,7 +87,7 @@ def settled(
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
     config = settle(config, ranks or mesh.grid().size)
-    vocabulary = config.model.vocabulary or BYTES
+    vocabulary = config.model.vocabulary or BYTE_VOCABULARY
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
 
 
@@ -108,13 +108,13 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     config = unrecorded(replace(config, train=steady))
     program = program_of(config)
 
-    def runs(share):
+    def runs(slowdown):
         def stage(mesh):
-            return run(mesh.comm("p"), config, vocabulary, program, clock_of(machine, share))
+            return run(mesh.comm("p"), config, vocabulary, program, clock_of(machine, slowdown))
 
         return threads.run({"p": config.mesh.p}, stage)
 
-    return shared(crowd_of(config, machine), runs)
+    return with_shared_cores(core_sharing(config, machine), runs)
 
 
 def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
@@ -122,10 +122,12 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
     bare = representative(config.mesh.grid(), pool_of(config, clock), peers)
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
-    trainer = Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, Blanks)
+    trainer = Trainer(
+        mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches
+    )
     logits = bytes_of_logits(trainer)
     if not program.asynchronous:
-        play(trainer, mesh, ledger, clock, program)
+        replay_passes(trainer, mesh, ledger, clock, program)
     for number in range(SECOND + 1):
         log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
         ledger.count, busy, wired = 0, clock.busy, clock.wired
@@ -165,27 +167,27 @@ def bytes_of_logits(trainer: Trainer) -> int:
     return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
-def play(
+def replay_passes(
     trainer: Trainer, mesh: Mesh, ledger: MemoryRecorder, clock: Clock, program: Program
 ) -> None:
     """Let the engine of a trainer run few of its passes and play the others."""
-    studio, train = Studio(mesh, ledger, clock), trainer.config.train
+    recorder, train = PassRecorder(mesh, ledger, clock), trainer.config.train
     count = trainer.config.parallel.microbatches
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
-    chosen = to_run(program.stages[mesh.coord("p")], sizes)
+    chosen = microbatches_to_run(program.stages[mesh.coord("p")], sizes)
     trainer.engine.stages = [
-        ReplayedStage(stage, studio, chunk, chosen[chunk])
+        ReplayedStage(stage, recorder, chunk, chosen[chunk])
         for chunk, stage in enumerate(trainer.engine.stages)
     ]
 
 
-def crowding(machine: Machine, ranks: int) -> float:
+def ranks_per_core(machine: Machine, ranks: int) -> float:
     """How many ranks of a node share each of its cores; 1 where each has its own device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
 
-class Crowd(NamedTuple):
+class CoreSharing(NamedTuple):
     """How many ranks share a core of a node: `ranks` in all and `stage` of one stage, where
     this has all of them; of these so many are in different groups between hosts, `lanes`."""
 
@@ -207,14 +209,14 @@ class Crowd(NamedTuple):
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
 
 
-def crowd_of(config: Config, machine: Machine) -> Crowd:
-    """The Crowd of a layout."""
+def core_sharing(config: Config, machine: Machine) -> CoreSharing:
+    """The CoreSharing of a layout."""
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
     stage = max(1.0, together / machine.cores) if machine.cores else 1.0
     lanes = min(stage, lanes_of(grid, together, here))
-    return Crowd(crowding(machine, grid.size), stage, lanes)
+    return CoreSharing(ranks_per_core(machine, grid.size), stage, lanes)
 
 
 def lanes_of(grid: Grid, together: int, here: range) -> int:
@@ -231,25 +233,27 @@ def lanes_of(grid: Grid, together: int, here: range) -> int:
     return lanes if crossing else 1
 
 
-def shared(crowd: Crowd, runs: Callable[[float], list[StageRun]]) -> list[StageRun]:
-    """The StageRuns where a Crowd shares a core; `runs` makes those of ranks whose cores
+def with_shared_cores(
+    sharing: CoreSharing, runs: Callable[[float], list[StageRun]]
+) -> list[StageRun]:
+    """The StageRuns where ranks share cores; `runs` makes those of ranks whose cores
     take so many times as long."""
     found = runs(1.0)
-    alone, busy = length(found), fmean(run.busy for run in found)
-    share = crowd.stage if crowd.stage > 1 else max(1.0, crowd.ranks * busy / alone)
-    if share == 1:
+    alone, busy = step_length(found), fmean(run.busy for run in found)
+    slowdown = sharing.stage if sharing.stage > 1 else max(1.0, sharing.ranks * busy / alone)
+    if slowdown == 1:
         return found
-    found = runs(share)
-    chain, wired = (length(found) - alone) / (share - 1), fmean(run.wired for run in found)
-    seconds = crowd.seconds(alone, chain, busy, wired)
+    found = runs(slowdown)
+    chain, wired = (step_length(found) - alone) / (slowdown - 1), fmean(run.wired for run in found)
+    seconds = sharing.seconds(alone, chain, busy, wired)
     for _ in range(ROUNDS):
-        if abs(length(found) - seconds) < NEAR * seconds:
+        if abs(step_length(found) - seconds) < NEAR * seconds:
             break
-        share += (seconds - length(found)) / chain
-        found = runs(share)
+        slowdown += (seconds - step_length(found)) / chain
+        found = runs(slowdown)
     return found
 
 
-def length(runs: Sequence[StageRun]) -> int:
+def step_length(runs: Sequence[StageRun]) -> int:
     """Nanoseconds of a step over all its stages."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

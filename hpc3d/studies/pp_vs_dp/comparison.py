@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.predict.machine.machine import ITEMSIZE
 from hpc3d.predict.simulation.summary import exposed, moved
-from hpc3d.studies.pp_vs_dp.experiment import dtype_of, settled, step
+from hpc3d.studies.pp_vs_dp.experiment import dtype_of, resolved_config, step
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
@@ -64,8 +64,8 @@ def race(
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     many = {"microbatches": microbatches}
-    stages, piped = step(machine, settled(machine, {"p": ranks}, batch, many, **model))
-    replicas, copied = step(machine, settled(machine, {"d": ranks}, batch, **model))
+    stages, piped = step(machine, resolved_config(machine, {"p": ranks}, batch, many, **model))
+    replicas, copied = step(machine, resolved_config(machine, {"d": ranks}, batch, **model))
     wide = 4 / ITEMSIZE[dtype_of(machine)]  # sums are of float32
     row = {
         "network": machine.name,

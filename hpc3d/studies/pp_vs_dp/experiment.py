@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.rules import settle
-from hpc3d.predict.simulation.simulator import BYTES, simulate
+from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY, simulate
 from hpc3d.predict.simulation.summary import summary
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def dtype_of(machine: Machine) -> str:
     return "float16" if "float16" in machine.gemm else "float32"
 
 
-def settled(
+def resolved_config(
     machine: Machine,
     mesh: dict[str, int],
     batch: int,
@@ -35,7 +35,9 @@ def settled(
             name="findings",
             mesh=MeshConfig(**{"x": 1, "y": 1, "z": 1} | mesh),
             parallel=ParallelConfig(**parallel or {}),
-            model=ModelConfig(**{"vocabulary": BYTES, "heads": max(1, hidden // 64)} | model),
+            model=ModelConfig(
+                **{"vocabulary": BYTE_VOCABULARY, "heads": max(1, hidden // 64)} | model
+            ),
             train=TrainConfig(batch=batch, dtype=dtype_of(machine)),
         ),
         prod(mesh.values()),

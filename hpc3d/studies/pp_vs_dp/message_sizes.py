@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.predict.simulation.summary import COMM
-from hpc3d.studies.pp_vs_dp.experiment import settled, step
+from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
@@ -77,7 +77,7 @@ def bucket_row(
     machine: Machine, size: float, overlap: bool, batch: int, model: Mapping[str, int]
 ) -> dict[str, Any]:
     parallel = {"bucket_mb": size, "overlap": overlap}
-    runs, found = step(machine, settled(machine, {"d": RANKS}, batch, parallel, **model))
+    runs, found = step(machine, resolved_config(machine, {"d": RANKS}, batch, parallel, **model))
     sums = calls(runs[0], "d")
     return {
         "overlap": overlap,
@@ -98,7 +98,7 @@ def tensor_row(
     """
     mesh, op = TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}
-    runs, found = step(machine, settled(machine, mesh, batch, parallel, **model))
+    runs, found = step(machine, resolved_config(machine, mesh, batch, parallel, **model))
     rows = calls(runs[0], *mesh)
     *_, inner = mesh.values()
     return {

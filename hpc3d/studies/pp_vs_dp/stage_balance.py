@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.studies.pp_vs_dp.experiment import settled, step
+from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
@@ -48,7 +48,7 @@ def memory(
     """The `summary` of a step in which a microbatch is one sequence."""
     parallel = {"microbatches": microbatches, "layers_per_stage": tuple(stages)}
     model = sizes | {"layers": sum(stages)}
-    config = settled(machine, {"p": len(stages)}, microbatches, parallel, **model)
+    config = resolved_config(machine, {"p": len(stages)}, microbatches, parallel, **model)
     return step(machine, config)[1]
 
 

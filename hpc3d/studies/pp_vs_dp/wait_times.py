@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.predict.simulation.summary import COMM
-from hpc3d.studies.pp_vs_dp.experiment import settled, step
+from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 from hpc3d.trace.schema import OP
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def waiting(
     rows = []
     for stages in uneven:
         parallel = {"microbatches": microbatches, "layers_per_stage": stages, "scheme": "1d"}
-        config = settled(machine, mesh, 2 * microbatches, parallel, **model)
+        config = resolved_config(machine, mesh, 2 * microbatches, parallel, **model)
         runs, found = step(machine, config)
         blocked = by_axis(runs)
         rows.append(

@@ -33,11 +33,11 @@ def test_a_real_run_is_aligned_and_all_of_its_time_is_work(tmp_path):
     mesh["mesh__transport"] = "mpi"
     folder = train(4, tmp_path, trace__clock="cpu", train__dtype="float32", **mesh, **sizes)
     with hpc3d.trace.open(folder) as trace:
-        told = works(trace)
+        computed = works(trace)
         last, io = trace.steps["step"] == 2, trace.events["category"] == CATEGORY.index("io")
         steps = trace.steps["t_end"][last].sum() - trace.steps["t_start"][last].sum()
         read = trace.events["dur"][io & (trace.events["step"] == 2)].sum()
-    assert sum(work.seconds for work in told) * 1e9 == pytest.approx(steps - read, abs=1e3)
-    assert {work.call.op for work in told if work.call} >= {"send", "recv", "all_reduce"}
-    assert min(work.seconds for work in told) >= 0
-    assert {table.members for table in machine_of(told, **FACTS).measured} == {2, 4}
+    assert sum(work.seconds for work in computed) * 1e9 == pytest.approx(steps - read, abs=1e3)
+    assert {work.call.op for work in computed if work.call} >= {"send", "recv", "all_reduce"}
+    assert min(work.seconds for work in computed) >= 0
+    assert {table.members for table in machine_of(computed, **FACTS).measured} == {2, 4}

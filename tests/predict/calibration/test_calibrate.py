@@ -8,7 +8,7 @@ import hpc3d.trace
 from hpc3d.comm import threads
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.calibration.align_trace import works
-from hpc3d.predict.calibration.calibrate import awake, machine_of, step_seconds
+from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_wakeup
 from hpc3d.predict.calibration.calibration_runs import config_of
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
@@ -65,11 +65,11 @@ def traced(folder, line, clock="cpu", said=None):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder, told = tmp_path_factory.mktemp("known"), []
+    folder, computed = tmp_path_factory.mktemp("known"), []
     for number, line in enumerate(RUNS):
         with traced(folder / str(number), line) as trace:
-            told += works(trace, skip=0)
-    return machine_of(told, **FACTS)
+            computed += works(trace, skip=0)
+    return machine_of(computed, **FACTS)
 
 
 def test_products_are_found_again(found):
@@ -105,8 +105,8 @@ def test_other_runs_are_predicted(found, line):
 def test_what_a_step_takes_beyond_its_work_is_waking_up(found):
     config = config_of(OTHERS[0])
     slow = step_seconds(simulate(config, 256, replace(found, wakeup_s=3e-4)))
-    assert awake(found, [(config, slow)]).wakeup_s == pytest.approx(3e-4, rel=0.01)
-    assert awake(found, [(config, 0.0)]).wakeup_s == 0.0
+    assert with_wakeup(found, [(config, slow)]).wakeup_s == pytest.approx(3e-4, rel=0.01)
+    assert with_wakeup(found, [(config, 0.0)]).wakeup_s == 0.0
 
 
 def test_the_file_of_a_found_machine_is_read_back(found, tmp_path):

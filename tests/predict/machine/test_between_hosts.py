@@ -13,7 +13,12 @@ from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
-from hpc3d.predict.simulation.simulator import Crowd, length, shared, simulate
+from hpc3d.predict.simulation.simulator import (
+    CoreSharing,
+    simulate,
+    step_length,
+    with_shared_cores,
+)
 from tests.predict.planning.test_search import ROOT, config_of, settled
 
 ALPHA, WIRE, LAUNCH, MEMORY, NEAR, NEAR_ALPHA = 1e-4, 25e6, 1e-6, 1e9, 2e9, 1e-5
@@ -169,7 +174,7 @@ def layout(line):
 
 
 def seconds(config, machine):
-    return length(simulate(config, 256, machine)) / 1e9
+    return step_length(simulate(config, 256, machine)) / 1e9
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -214,10 +219,10 @@ def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
         slow = replace(slow, links=(slow.links[0], replace(wire, alpha_s=1e-6)))
         (alone,) = simulate(config, 256, replace(slow, cores=4))
         (crowd,) = simulate(config, 256, slow)
-        assert length([alone]) == pytest.approx(alone.busy + alone.wired, rel=2e-3)
+        assert step_length([alone]) == pytest.approx(alone.busy + alone.wired, rel=2e-3)
         early = (1 - 1 / lanes) / 2 * min(4 * alone.busy, crowd.wired)
         wanted = 4 * alone.busy + crowd.wired - early
-        assert length([crowd]) == pytest.approx(wanted, rel=2e-2)
+        assert step_length([crowd]) == pytest.approx(wanted, rel=2e-2)
         assert 0 < crowd.wired <= alone.wired + 1
 
 
@@ -228,8 +233,8 @@ def test_stages_on_hosts_of_their_own_leave_their_cores_to_nobody():
     for machine, times in ((hosts(4), 4), (hosts(8, cores=2), 2)):
         machine = replace(machine, links=quick)
         alone = simulate(config, 256, replace(machine, cores=8))
-        taken = length(simulate(config, 256, machine))
-        assert taken == pytest.approx(times * length(alone), rel=0.07)
+        taken = step_length(simulate(config, 256, machine))
+        assert taken == pytest.approx(times * step_length(alone), rel=0.07)
 
 
 def test_more_of_the_wire_is_hidden_where_processors_are_slower():
@@ -248,7 +253,7 @@ def test_without_a_crowd_a_step_is_run_once():
         shares.append(share)
         return simulate(layout("d=8"), 256, hosts(4, cores=4))
 
-    shared(Crowd(1.0, 1.0, 1.0), runs)
+    with_shared_cores(CoreSharing(1.0, 1.0, 1.0), runs)
     assert shares == [1.0]
 
 

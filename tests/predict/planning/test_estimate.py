@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d.predict.planning.estimate import Estimator
-from hpc3d.predict.planning.peak import contents, together
+from hpc3d.predict.planning.peak import contents, stage_content
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import ALPHA, LAUNCH, LINE, MACHINE
 
@@ -22,6 +22,10 @@ TABLE, POSITIONS = 29 * 24 * 4, 3 * 24 * 4  # bytes of a gradient in float32
 )
 def test_two_copies_of_a_tied_table_exchange_their_gradients(line, messages):
     config = config_of(f"{line} dtype=float32")
-    seconds = Estimator(29, MACHINE).twin(config, [*map(together, contents(config))]).seconds
+    seconds = (
+        Estimator(29, MACHINE)
+        .tied_exchange(config, [*map(stage_content, contents(config))])
+        .seconds
+    )
     assert messages * (LAUNCH + ALPHA + TABLE / LINE) <= seconds
     assert seconds <= messages * (LAUNCH + ALPHA + (TABLE + POSITIONS) / LINE)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpc3d.predict.machine.machine import Link
-from hpc3d.predict.planning.ranking import Ranking, words
+from hpc3d.predict.planning.ranking import Ranking, shown_layout
 from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, search, settled, step
 
 
@@ -40,4 +40,4 @@ def test_layouts_have_names():
 
 def test_a_layout_in_words_is_that_of_the_input_file():
     line = "p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=zb-h1"
-    assert words(settled(f"{SMALL} {line}")) == line
+    assert shown_layout(settled(f"{SMALL} {line}")) == line

@@ -121,7 +121,7 @@ def small():
 def test_bounds_are_below_what_is_found(small):
     searched, found = small
     for each in found.timed:
-        assert searched.bounds.least(each.place) < each.best.seconds
+        assert searched.bounds.least(each.candidate) < each.best.seconds
 
 
 def test_a_bound_knows_the_bubble_of_chunks():
@@ -129,8 +129,8 @@ def test_a_bound_knows_the_bubble_of_chunks():
     line = "model.layers=16 model.hidden=1024 model.heads=8 model.sequence=512 train.batch=4 p=4"
     config = settled(f"{line} microbatches=4 schedule=interleaved chunks=4", 4)
     searched = Search(config, 4, 256, CLUSTER, 16 * GB)
-    searched.calibrate([searched.bounds.place(config)])
-    least, seconds = searched.bounds.least(searched.bounds.place(config)), step(config)[0]
+    searched.calibrate([searched.bounds.candidate(config)])
+    least, seconds = searched.bounds.least(searched.bounds.candidate(config)), step(config)[0]
     assert 0.65 * seconds < least < seconds
 
 
@@ -139,22 +139,22 @@ def test_a_bound_knows_the_bubble_of_chunks():
 
 def every_layout(searched, ways):
     """All layouts of a search, with some ways to save memory."""
-    for place in searched.places():
-        mesh = place.config.mesh
+    for candidate in searched.allowed_candidates():
+        mesh = candidate.config.mesh
         zeros = (0, 1) if mesh.d > 1 else (0,)
-        for micros, (keep, recompute) in product(layouts.microbatches(place.config, 8), ways):
+        for micros, (keep, recompute) in product(layouts.microbatches(candidate.config, 8), ways):
             for (name, chunks), zero in product(layouts.schedules(mesh.p, micros, 4), zeros):
                 changes = {"microbatches": micros, "schedule": name, "chunks": chunks}
                 changes |= {"zero": zero, "keep_gathered": keep, "recompute": recompute}
-                parallel = replace(place.config.parallel, **changes)
-                yield replace(place.config, parallel=parallel)
+                parallel = replace(candidate.config.parallel, **changes)
+                yield replace(candidate.config, parallel=parallel)
 
 
 @pytest.mark.parametrize(
     ("memory", "ways"),
     [
         (16 * GB, [(True, "none")]),
-        pytest.param(0.025 * GB, layouts.SAVERS, marks=pytest.mark.slow),
+        pytest.param(0.025 * GB, layouts.MEMORY_OPTIONS, marks=pytest.mark.slow),
     ],
 )
 def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways, small):
@@ -188,7 +188,9 @@ def test_with_less_memory_steps_take_longer():
 def test_zero_shares_out_what_does_not_fit_otherwise():
     line = "model.layers=8 model.hidden=512 model.heads=8 model.sequence=64 train.batch=8"
     searched = Search(config_of(line), 8, 256, CLUSTER, 16 * GB)
-    replicas = next(place for place in searched.places() if place.config.mesh.d == 8)
+    replicas = next(
+        candidate for candidate in searched.allowed_candidates() if candidate.config.mesh.d == 8
+    )
     zeros = []
     parameters = 4 * 8 * 12 * 512**2
     # Values and gradients take 2 of these, the optimiser's states 2 more.
@@ -204,7 +206,9 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
     line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=1024 train.batch=8"
     near = replace(CLUSTER, links=(Link(0, 1e-6, 1e12),))
     searched = Search(config_of(line), 8, 256, near, 16 * GB)
-    replicas = next(place for place in searched.places() if place.config.mesh.d == 8)
+    replicas = next(
+        candidate for candidate in searched.allowed_candidates() if candidate.config.mesh.d == 8
+    )
     (two,), (three,) = (
         [*searched.candidates.options(replicas.config, 1, (zero,), (True, "selective"))]
         for zero in (2, 3)

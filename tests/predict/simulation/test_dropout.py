@@ -11,7 +11,7 @@ from hpc3d.comm.threads import run
 from hpc3d.ops.attention import attend, attend_grad
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.predict.simulation.count import every_rank
-from hpc3d.predict.simulation.simulator import settled
+from hpc3d.predict.simulation.simulator import load_resolved
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, config_of
 from tests.runs import train, words
@@ -64,7 +64,7 @@ def test_peaks_on_real_ranks(tmp_path):
     layout = {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "parallel__recompute": "selective"}
     layout["model__dropout"] = 0.1
     folder = train(8, tmp_path, train__steps=2, **layout)
-    config = settled(None, words(tmp_path, **layout), 8)
+    config = load_resolved(None, words(tmp_path, **layout), 8)
     with trace.open(folder / "trace.h5") as opened:
         memory, names = opened.memory.columns(), opened.memory.labels("kind")
     second = memory["step"] == 1

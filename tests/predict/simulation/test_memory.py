@@ -4,7 +4,7 @@ import pytest
 
 from hpc3d import trace
 from hpc3d.predict.simulation.count import every_rank
-from hpc3d.predict.simulation.simulator import settled, simulate
+from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from tests.predict.fixed import MACHINE
 from tests.runs import train, words
 
@@ -40,7 +40,7 @@ FOUR = {"mesh__p": 2, "mesh__d": 2, "parallel__zero": 1, "parallel__microbatches
 def test_peaks_are_measured_ones(ranks, layout, tmp_path):
     """With shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
     folder = train(ranks, tmp_path, train__steps=2, **layout)
-    config = settled(None, words(tmp_path, **layout), ranks)
+    config = load_resolved(None, words(tmp_path, **layout), ranks)
     predicted = every_rank(config, config.model.vocabulary)
     with trace.open(folder / "trace.h5") as opened:
         memory, names = opened.memory.columns(), opened.memory.labels("kind")

@@ -6,14 +6,14 @@ import pytest
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.predict.simulation.replay import Studio
+from hpc3d.predict.simulation.replay import PassRecorder
 from hpc3d.predict.simulation.simulated_clock import Clock
 
 
 def studio():
     """One of a rank without peers, whose clock stands still."""
     mesh = SimpleNamespace(pool=Pool(), comms={})
-    return Studio(mesh, MemoryRecorder(0, lambda: 0), Clock(machine=None))
+    return PassRecorder(mesh, MemoryRecorder(0, lambda: 0), Clock(machine=None))
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_what_a_played_pass_frees_goes_before_what_it_takes(freed, taken):
     pool = stage.mesh.pool
     pool.count(taken, 0)  # neither the order in which kinds came nor that of their names matters
     held = [pool.empty((800,), "u1", freed) for _ in range(3)]
-    with stage.take("pass", micro):
+    with stage.record("pass", micro):
         held.pop()
         held.append(pool.empty((500,), "u1", taken))
     for number in (1, 2):  # without an array of their own: what a pass keeps is only counted
         pool.reset_peak()
-        with stage.play("pass", micro, number):
+        with stage.replay("pass", micro, number):
             pass
         assert (pool.live[freed], pool.live[taken]) == (800 * (2 - number), 500 * (1 + number))
         assert pool.peak["all"] == 800 * (3 - number) + 500 * number

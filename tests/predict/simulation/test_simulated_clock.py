@@ -20,8 +20,8 @@ class Done:
 def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
     """Three times as long with a third of a core is what it does itself, not what it waits."""
     taken = []
-    for share in (1.0, 3.0):
-        clock = HostDrivenClock(hosts(1), share)
+    for slowdown in (1.0, 3.0):
+        clock = HostDrivenClock(hosts(1), slowdown)
         clock.work(1e-3)
         call(clock).wait()
         taken.append((clock.now, clock.busy, clock.wired))
@@ -57,5 +57,5 @@ def test_looking_at_a_clock_does_not_change_it():
     before = dict(vars(clock)), dict(clock.ends)
     for _ in range(3):
         _ = clock.now, clock.busy, clock.wired
-        clock.wake(clock.now)
+        clock.wake_up(clock.now)
     assert (dict(vars(clock)), dict(clock.ends)) == before
