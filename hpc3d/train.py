@@ -241,7 +241,7 @@ def explain() -> None:
 
 def asked(job: Job, words: list[str]) -> Asked:
     """Rank 0: the Asked of the command line and the input file; ValueError for what is wrong."""
-    from hpc3d.checkpoints.resume import fitted, run_to_resume
+    from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, settle
@@ -250,7 +250,9 @@ def asked(job: Job, words: list[str]) -> Asked:
     given = words and not words[0].startswith("-")
     path = words.pop(0) if given else run and run / "config.toml"
     config = load.load(path, words, of_run=not given)
-    config = settle(fitted(config, job.size) if run else config, job.size, default=path is None)
+    config = settle(
+        with_free_mesh(config, job.size) if run else config, job.size, default=path is None
+    )
     refuse([*untrainable(config)])
     return Asked(config, run)
 
@@ -259,7 +261,7 @@ def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
     from hpc3d import shipped
-    from hpc3d.checkpoints.resume import continued, laid_out
+    from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
     from hpc3d.data.batches import Batches
     from hpc3d.data.token_file import open_tokens
@@ -287,7 +289,7 @@ def prepare(config: Config, run: Path | None) -> Opened:
         config, changed = continued(run, config)
         where = folder.reopen(run, load.to_toml(config))
     else:
-        config = laid_out(config)
+        config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)

@@ -36,7 +36,7 @@ OVERSUBSCRIBE = {
 }
 
 
-class Noise:
+class RandomBatches:
     """Batches of random tokens, for measurements that need no text."""
 
     def __init__(self, config: Config, vocabulary: int) -> None:
@@ -47,7 +47,7 @@ class Noise:
         return np.random.default_rng(step).integers(0, self.vocabulary, self.shape, np.int32)
 
 
-def in_turn(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
+def alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     """Seconds of every call, [function, round]; a first round is not counted."""
     times = np.empty((rounds + 1, len(functions)))
     for turn in times:
@@ -78,7 +78,7 @@ def serial_trainer(
     """A trainer on one rank, without MPI."""
     (mesh,), _ = meshes({})
     mesh = mesh.traced(recorder) if recorder else mesh
-    return Trainer(mesh, config, vocabulary, Noise(config, vocabulary))
+    return Trainer(mesh, config, vocabulary, RandomBatches(config, vocabulary))
 
 
 def steps_of(trainer: Trainer) -> Callable[[], Step]:
@@ -92,9 +92,9 @@ def against_torch(config: Config, rounds: int) -> dict[str, Any]:
     from hpc3d.benchmarks import torch_reference
 
     trainer = serial_trainer(config)
-    batch = Noise(config, 256).batch(0)
+    batch = RandomBatches(config, 256).batch(0)
     theirs = torch_reference.training_step(trainer.parameters, trainer.shape, config.train, *batch)
-    return ratios(*in_turn(rounds, steps_of(trainer), theirs))
+    return ratios(*alternate(rounds, steps_of(trainer), theirs))
 
 
 def tracing(config: Config, rounds: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def tracing(config: Config, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
         traced, plain = serial_trainer(config, recorder), serial_trainer(config)
-        result = ratios(*in_turn(rounds, steps_of(traced), steps_of(plain)))
+        result = ratios(*alternate(rounds, steps_of(traced), steps_of(plain)))
         events = recorder.count / (rounds + 1)
         start = time.perf_counter()
         for _ in range(10_000):
@@ -181,11 +181,11 @@ def times(recorded: Trace) -> dict[str, Any]:
     for name in np.unique(names[inside]):
         total = events["dur"][inside & (names == name)].sum() * 1e-9
         seconds[str(name)] = float(total / len(spans))
-    data = along(recorded, "d", len(spans))
+    data = calls_along(recorded, "d", len(spans))
     return {"step_s": float(np.median(spans)), "seconds": seconds, "data": data}
 
 
-def along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
+def calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
     """Seconds and bytes a rank and step, after the first, in calls along a mesh axis."""
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events

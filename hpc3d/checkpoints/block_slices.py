@@ -20,7 +20,7 @@ class BlockSlices(NamedTuple):
     def size(self) -> int:
         return max(0, self.bottom - self.top) * max(0, self.right - self.left)
 
-    def within(self, other: BlockSlices) -> BlockSlices:
+    def intersection(self, other: BlockSlices) -> BlockSlices:
         """The part that both have."""
         return BlockSlices(
             max(self.top, other.top),
@@ -29,7 +29,7 @@ class BlockSlices(NamedTuple):
             min(self.right, other.right),
         )
 
-    def of(self, outer: BlockSlices) -> tuple[slice, slice]:
+    def index_in(self, outer: BlockSlices) -> tuple[slice, slice]:
         """The index of this part in an array that has the rectangle `outer`."""
         rows = slice(self.top - outer.top, self.bottom - outer.top)
         return rows, slice(self.left - outer.left, self.right - outer.left)
@@ -66,9 +66,9 @@ def _rectangle(block, width, start, stop):
     )
 
 
-def uncovered(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
+def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
     """Why rectangles are not the parts of a whole, each element once; None if they are."""
-    if any(part.within(whole) != part for part in parts):
+    if any(part.intersection(whole) != part for part in parts):
         return f"a part lies outside of {whole.bottom} x {whole.right}"
     if twice := overlap(parts):
         return f"rows {twice.top} to {twice.bottom} lie in two files"
@@ -91,6 +91,6 @@ def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
             continue
         for other in across[max(0, place - 1) : place + 1]:
             if other.right > part.left and other.left < part.right:
-                return other.within(part)
+                return other.intersection(part)
         across.insert(place, part)
     return None

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.checkpoints.block_slices import uncovered, whole_of
+from hpc3d.checkpoints.block_slices import coverage_error, whole_of
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
@@ -171,5 +171,5 @@ def inconsistencies(opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
         yield f"its model has no {name}, {kind}"
     for name, kind in keys:
         parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
-        if fault := uncovered(parts, whole_of(shapes[name])):
+        if fault := coverage_error(parts, whole_of(shapes[name])):
             yield f"{name}, {kind}: {fault}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpc3d.training.optimizer import StateSpec
 
 
-class Beginning(NamedTuple):
+class InitialState(NamedTuple):
     """The state of a model that has made no step: what `Snapshot` is of a run, for one rank that
     holds all of it.  The arrays are made one after the other."""
 
@@ -36,14 +36,14 @@ class Beginning(NamedTuple):
     nbytes: int
 
 
-def state(
+def initial_state(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     read: Callable[[str], np.ndarray],
     specs: Sequence[StateSpec],
-) -> Beginning:
-    """The `Beginning` with values `read(name)` and an optimiser with the states `specs` that has
-    seen nothing."""
+) -> InitialState:
+    """The `InitialState` with values `read(name)` and an optimiser with the states `specs` that
+    has seen nothing."""
     states = {spec.name: np.dtype(spec.dtype or dtype) for spec in specs}
     pieces, offset = [], 0
     for name, shape in shapes.items():
@@ -57,7 +57,7 @@ def state(
             for each in states.values():
                 yield np.zeros(prod(shape), each)
 
-    return Beginning(pieces, arrays(), offset)
+    return InitialState(pieces, arrays(), offset)
 
 
 def begin(
@@ -73,14 +73,16 @@ def begin(
         raise ValueError(f"{run} exists: a run is never written over; name another folder")
     shapes, text = shapes_of(config.model), to_toml(config)
     header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}
-    with becoming(run) as folder:
+    with atomic_folder(run) as folder:
         write(folder / "config.toml", text)
         write(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
         shard = folder / "checkpoints" / "step-00000000.tmp"
         shard.mkdir(parents=True)
         dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
         specs = optimizer_of(config).STATES
-        write_shard(shard, 0, state(shapes, dtype, lambda name: read(name, config.model), specs))
+        write_shard(
+            shard, 0, initial_state(shapes, dtype, lambda name: read(name, config.model), specs)
+        )
         if damage := complete(shard, 1, header, keep=1):
             raise ValueError(damage)
     return shapes
@@ -92,7 +94,7 @@ def write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def becoming(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder with a temporary name, which it loses if the block succeeds; else it is removed."""
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)

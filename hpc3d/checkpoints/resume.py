@@ -43,7 +43,7 @@ def run_to_resume(words: list[str]) -> Path | None:
     raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
 
 
-def fitted(config: Config, ranks: int) -> Config:
+def with_free_mesh(config: Config, ranks: int) -> Config:
     """A stored configuration whose mesh gives way, where it is of another number of ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
@@ -63,8 +63,8 @@ def continued(run: Path, config: Config) -> tuple[Config, list[str]]:
     """
     done = check(run, config)
     begun = load(run / "config.toml", [], of_run=True).train if done else config.train
-    config = laid_out(config, begun)
-    return config, [*changes(run, config), *rates(begun, config.train, done)]
+    config = with_decay_steps(config, begun)
+    return config, [*changes(run, config), *rate_notes(begun, config.train, done)]
 
 
 def changes(run: Path, config: Config) -> list[str]:
@@ -85,7 +85,7 @@ def check(run: Path, config: Config) -> int:
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
-        if not (problem := attempt(lambda folder=folder: misfit(Checkpoint(folder), config))):
+        if not (problem := attempt(lambda folder=folder: mismatch(Checkpoint(folder), config))):
             break
         wrong.append(problem)
     else:
@@ -95,7 +95,7 @@ def check(run: Path, config: Config) -> int:
     return done
 
 
-def laid_out(config: Config, begun: TrainConfig | None = None) -> Config:
+def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config:
     """`config` with its `train.decay_steps` settled: where none are given those of the section
     [train] that a run has `begun` with, so that more steps do not raise the learning rate again.
     ValueError if the warm-up is longer than that now."""
@@ -105,7 +105,7 @@ def laid_out(config: Config, begun: TrainConfig | None = None) -> Config:
     return config
 
 
-def rates(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
+def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
     """Where the learning rate of a run that was `begun` with another section [train], and has
     `done` so many steps, does not just decay on: a line each."""
     if train.decay == "constant":
@@ -133,7 +133,7 @@ def resume(job: Job, run: Path, trainer: Trainer, say: Callable[[str], object]) 
     """
     opened, wrong = newest(job, run, trainer)
     problem = attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
-    if problems := agreed(job, problem):
+    if problems := problems_of_all(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
     trainer.scaling.restore(opened.header.get("loss_scale"))
@@ -164,9 +164,9 @@ def newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, li
             nonlocal opened
             opened = Checkpoint(folder)
             damage = opened.damage(job.rank, job.size)
-            return damage or (misfit(opened, trainer.config) if job.rank == 0 else None)
+            return damage or (mismatch(opened, trainer.config) if job.rank == 0 else None)
 
-        problems = agreed(job, attempt(look))
+        problems = problems_of_all(job, attempt(look))
         if not problems:
             return opened, wrong
         wrong += problems
@@ -181,12 +181,12 @@ def attempt(function: Callable[[], Any]) -> Any:
         return "; ".join(lines_of(error))
 
 
-def agreed(job: Job, problem: str | None) -> list[str]:
+def problems_of_all(job: Job, problem: str | None) -> list[str]:
     """The problems of all ranks, each once."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
-def misfit(opened: Checkpoint, config: Config) -> str | None:
+def mismatch(opened: Checkpoint, config: Config) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
     from hpc3d.checkpoints.inspect import config_of, inconsistencies, kinds_of, shapes_of
 

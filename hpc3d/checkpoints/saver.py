@@ -35,7 +35,7 @@ class Saver:
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
-        self.told = ""  # by the thread, of what it has written
+        self.report = ""  # by the thread, of what it has written
         self.exposed = 0.0  # seconds that the rank did not go on
 
     def after(self, number: int) -> None:
@@ -88,7 +88,7 @@ class Saver:
             damage = complete(folder, mesh.ranks, header, self.how.keep)
             size = sum(path.stat().st_size for path in final.iterdir())
             seconds = time.monotonic() - begin
-            self.told = (
+            self.report = (
                 damage or f"checkpoint {final.name}: {size / 1e6:.1f} MB in {seconds:.2f} s"
             )
 
@@ -100,6 +100,6 @@ class Saver:
         with self.trainer.mesh.trace.span("checkpoint", "none"):
             self.thread.join()
         self.exposed += time.monotonic() - begin
-        if self.told:
-            self.say(f"{self.told}, {self.exposed:.2f} s of it in the way of training")
-        self.thread, self.told = None, ""
+        if self.report:
+            self.say(f"{self.report}, {self.exposed:.2f} s of it in the way of training")
+        self.thread, self.report = None, ""

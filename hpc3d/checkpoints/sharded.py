@@ -30,7 +30,7 @@ from hpc3d.training.optimizer import MASTER
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.checkpoints.new_run import Beginning
+    from hpc3d.checkpoints.new_run import InitialState
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import FlatSlices, Parameter, Parameters
     from hpc3d.training.optimizer import Optimizer
@@ -94,7 +94,7 @@ def arrays(
 # Writing
 
 
-def write_shard(folder: Path, rank: int, snapshot: Snapshot | Beginning) -> None:
+def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> None:
     """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256.
 
     The second is a message to rank 0, which may give the folder its name as soon as it sees it:
@@ -154,7 +154,7 @@ def discard(folder: Path) -> None:
         folder.rmdir()
 
 
-def told(error: Any) -> Any:
+def describe_error(error: Any) -> Any:
     """An error in words, with the name of its file."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {why(error)}" if name else error
@@ -182,7 +182,9 @@ class Checkpoint:
             self._check_sizes()
             self.sources = self._sources()
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.folder} is no whole checkpoint: {told(error)}") from None
+            raise ValueError(
+                f"{self.folder} is no whole checkpoint: {describe_error(error)}"
+            ) from None
 
     def _check_sizes(self):
         for file in self.files:
@@ -227,10 +229,10 @@ class Checkpoint:
         """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""
         absent = np.ones(array.shape, bool)
         for elements, part in self.sources.get((name, kind), ()):
-            both = part.within(rectangle)
+            both = part.intersection(rectangle)
             if both.size:
-                array[both.of(rectangle)] = elements[both.of(part)]
-                absent[both.of(rectangle)] = False
+                array[both.index_in(rectangle)] = elements[both.index_in(part)]
+                absent[both.index_in(rectangle)] = False
         if missing := np.count_nonzero(absent):
             raise ValueError(
                 f"{self.folder} lacks {missing} of {rectangle.size} elements of {name}, {kind}: "

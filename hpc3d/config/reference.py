@@ -43,7 +43,7 @@ def manual(table: type = Config) -> str:
         for line in entry(item.name, item.default, types[item.name], texts[item.name])
     ]
     for key in sections:
-        lines += ["", *beside(f"[{key}]", types[key].__doc__), manual(types[key])]
+        lines += ["", *with_comment(f"[{key}]", types[key].__doc__), manual(types[key])]
     return "\n".join(lines)
 
 
@@ -74,12 +74,14 @@ def rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
 def entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
     """The lines of a key: with its default, and beside it the choices and what it means."""
     if value is None:
-        return beside(f"# {key} =", meaning)
+        return with_comment(f"# {key} =", meaning)
     choices = " | ".join(map(literal, get_args(kind)))
-    return beside(f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning)
+    return with_comment(
+        f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning
+    )
 
 
-def beside(words: Sequence[str], text: str) -> list[str]:
+def with_comment(words: Sequence[str], text: str) -> list[str]:
     """The lines of `text` as comments to the right of `words`."""
     first, *more = wrap(text, WIDTH - COLUMN - 2)
     return [f"{words:{COLUMN}}# {first}", *(" " * COLUMN + f"# {line}" for line in more)]

@@ -3,7 +3,7 @@
 from time import sleep
 
 from hpc3d import trace
-from hpc3d.benchmarks.harness import Noise
+from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder, Span
@@ -44,7 +44,7 @@ def trained(folder, ranks, nap=lambda recorder, name: 0, vocabulary=VOCABULARY, 
     def rank(mesh):
         top = {**header(config, mesh.rank, ranks), "host": f"node{mesh.rank}"}
         recorder = Sleepy(folder, top, nap=nap)
-        batches = Noise(config, vocabulary) if mesh.rank == 0 else None
+        batches = RandomBatches(config, vocabulary) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, vocabulary, batches)
         for number in range(config.train.steps):
             trainer.step(number)

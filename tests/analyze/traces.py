@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 
 from hpc3d import trace
-from hpc3d.benchmarks.harness import Noise
+from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
 from hpc3d.config.load import load, to_toml
 from hpc3d.config.rules import settle
@@ -61,7 +61,7 @@ def trained(folder, ranks, **values):
 
     def rank(mesh):
         recorder = Recorder(folder, header(config, mesh.rank, ranks))
-        batches = Noise(config, 17) if mesh.rank == 0 else None
+        batches = RandomBatches(config, 17) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, 17, batches)
         for number in range(config.train.steps):
             trainer.step(number)

@@ -122,7 +122,7 @@ def kill(*_):
 def at_write(number, act, within="/checkpoints/"):
     """From now on `act(path)` is called before the `number`-th time that this process makes,
     opens, syncs (path None), renames or removes a file in order to write, of those opened ones
-    whose path has `within` in it; the list of all paths.  For a process that is to end."""
+    whose path has `intersection` in it; the list of all paths.  For a process that is to end."""
     paths, lock, fsync = [], threading.Lock(), os.fsync
 
     def point(path):

@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpc3d.checkpoints.block_slices import BlockSlices, overlap, rectangles, uncovered, whole_of
+from hpc3d.checkpoints.block_slices import (
+    BlockSlices,
+    coverage_error,
+    overlap,
+    rectangles,
+    whole_of,
+)
 
 WHOLE = BlockSlices(0, 5, 0, 6)
 HALF = BlockSlices(0, 3, 0, 6)
@@ -42,7 +48,7 @@ def times(parts):
 
 @given(cut().flatmap(st.permutations))
 def test_what_was_cut_is_covered(parts):
-    assert uncovered(parts, WHOLE) is None
+    assert coverage_error(parts, WHOLE) is None
 
 
 @given(cut(), st.lists(rectangle(), max_size=3), st.data())
@@ -51,16 +57,16 @@ def test_parts_cover_if_every_element_is_there_once(parts, more, data):
     kept = parts[: data.draw(st.integers(0, len(parts)))] if data else parts
     parts = kept + more
     whole = times([WHOLE])
-    assert (uncovered(parts, WHOLE) is None) == (times(parts) == whole).all()
+    assert (coverage_error(parts, WHOLE) is None) == (times(parts) == whole).all()
     assert (overlap(parts) is None) == (times(parts) <= 1).all()
 
 
 def test_it_says_what_is_missing():
-    assert uncovered([HALF], WHOLE).startswith("12 of 30 ")
-    assert uncovered([], WHOLE).startswith("30 of 30 ")
+    assert coverage_error([HALF], WHOLE).startswith("12 of 30 ")
+    assert coverage_error([], WHOLE).startswith("30 of 30 ")
     twice = [WHOLE, BlockSlices(1, 3, 2, 4)]
-    assert uncovered(twice, WHOLE).startswith("rows 1 to 3 ")
-    assert " 5 x 6" in uncovered([BlockSlices(0, 5, 0, 7)], WHOLE)
+    assert coverage_error(twice, WHOLE).startswith("rows 1 to 3 ")
+    assert " 5 x 6" in coverage_error([BlockSlices(0, 5, 0, 7)], WHOLE)
 
 
 def test_a_vector_is_one_row():
@@ -73,7 +79,7 @@ def test_rectangles_have_the_elements_of_a_stretch_in_order(rows, width, start, 
     block = BlockSlices(2, 2 + rows, 3, 3 + width)
     whole = np.arange(rows * width).reshape(rows, width)
     parts = rectangles(block, start, start + length)
-    found = [whole[part.of(block)].ravel() for part in parts]
+    found = [whole[part.index_in(block)].ravel() for part in parts]
     expected = whole.ravel()[start : start + length]
     assert len(parts) <= 3
     np.testing.assert_array_equal(np.concatenate([[], *found]), expected)

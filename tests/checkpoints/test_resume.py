@@ -3,7 +3,7 @@ another number of ranks."""
 
 import pytest
 
-from hpc3d.checkpoints.resume import fitted, misfit, run_to_resume
+from hpc3d.checkpoints.resume import mismatch, run_to_resume, with_free_mesh
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.config.rules import settle
 from tests.checkpoints.lives import LAYOUTS, live, losses
@@ -18,7 +18,7 @@ PIPED = (
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
     """4 of them, on half and on twice the ranks: the cuboid within gives way."""
-    config = settle(fitted(config_of(PIPED), ranks), ranks)
+    config = settle(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (2, 2, ranks // 4)
     assert (parallel.schedule, parallel.chunks, parallel.zero) == ("interleaved", 2, 1)
@@ -28,7 +28,7 @@ def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_else_the_ranks_are_one_cuboid(ranks):
     """Fewer ranks than stages and replicas, of which they are a divisor or none; or more."""
-    config = settle(fitted(config_of(PIPED), ranks), ranks)
+    config = settle(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (1, 1, ranks)
     assert (parallel.schedule, parallel.zero, parallel.layers_per_stage) == ("none", 0, None)
@@ -36,8 +36,8 @@ def test_else_the_ranks_are_one_cuboid(ranks):
 
 def test_on_as_many_ranks_nothing_gives_way():
     config = config_of(PIPED)
-    assert fitted(config, 8) is config
-    assert fitted(config_of("p=2 x=1 y=1 z=1 schedule=1f1b"), 2).mesh.p == 2
+    assert with_free_mesh(config, 8) is config
+    assert with_free_mesh(config_of("p=2 x=1 y=1 z=1 schedule=1f1b"), 2).mesh.p == 2
 
 
 @pytest.mark.parametrize("name", ["run", "lr=0.1", "lr=0.1=x", "--odd"])
@@ -88,5 +88,5 @@ def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     if not moments:
         opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
-    found = misfit(opened, config_of(f"{LAYOUTS['serial']} {change}"))
+    found = mismatch(opened, config_of(f"{LAYOUTS['serial']} {change}"))
     assert found is None if line is None else line in found

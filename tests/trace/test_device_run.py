@@ -16,7 +16,7 @@ from hpc3d.analyze.metrics.step import step_row, time_rows
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report.step_timeline import lanes, timeline
 from hpc3d.arrays.pool import Pool
-from hpc3d.benchmarks.harness import Noise
+from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import Mesh
@@ -99,7 +99,7 @@ def ran(folder, ranks, **values):
         comms = {axis: Played(comm, device) for axis, comm in mesh.comms.items()}
         mesh = Mesh(mesh.sizes, mesh.coords, comms, mesh.world)
         recorder = Playing(folder, header(config, mesh.rank, ranks), device, device.timing)
-        batches = Noise(config, 17) if mesh.rank == 0 else None
+        batches = RandomBatches(config, 17) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, 17, batches)
         shares = [trainer.step(number).communication for number in range(config.train.steps)]
         recorder.flush()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.benchmarks.harness import Noise
+from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
 from hpc3d.trace import merge as merging
 from hpc3d.trace.checks_per_rank import violations
@@ -44,7 +44,7 @@ def attempt(folder, first, last, created=5, clock=time.monotonic_ns, layout=PIPE
     def rank(mesh):
         top = {**header(config, mesh.rank, RANKS), "created_utc": CREATED.format(created)}
         recorder = Recorder(folder, top | changes, clock=clock)
-        batches = Noise(config, 17) if mesh.rank == 0 else None
+        batches = RandomBatches(config, 17) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, 17, batches)
         for number in range(first, last):
             trainer.step(number)

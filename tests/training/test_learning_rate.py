@@ -5,7 +5,7 @@ from math import cos, pi
 
 import pytest
 
-from hpc3d.checkpoints.resume import laid_out, rates
+from hpc3d.checkpoints.resume import rate_notes, with_decay_steps
 from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.training.optimizer import learning_rate
 
@@ -44,7 +44,7 @@ def test_it_decays_over_more_steps_than_there_are():
 
 
 def test_a_run_of_the_warm_up_only_decays_at_once_when_it_is_extended():
-    config = laid_out(replace(Config(), train=replace(TRAIN, steps=1)))
+    config = with_decay_steps(replace(Config(), train=replace(TRAIN, steps=1)))
     assert config.train.decay_steps == 2
     extended = replace(config.train, steps=4)
     assert curve(extended, 4) == pytest.approx([0.5, 1, 0.1, 0.1])
@@ -62,12 +62,12 @@ def test_a_run_of_the_warm_up_only_decays_at_once_when_it_is_extended():
     ],
 )
 def test_the_steps_of_the_decay_are_settled_when_a_run_begins(asked, begun, steps):
-    assert laid_out(replace(Config(), train=asked), begun).train.decay_steps == steps
+    assert with_decay_steps(replace(Config(), train=asked), begun).train.decay_steps == steps
 
 
 def test_a_warm_up_beyond_the_decay_is_refused():
     with pytest.raises(ValueError, match=r"^train.decay_steps = 6: .* train.warmup = 7$"):
-        laid_out(replace(Config(), train=replace(TRAIN, warmup=7)), TRAIN)
+        with_decay_steps(replace(Config(), train=replace(TRAIN, warmup=7)), TRAIN)
 
 
 STAYS = (
@@ -94,4 +94,4 @@ AGAIN = (
     ],
 )
 def test_what_the_learning_rate_does_in_a_run_that_goes_on(begun, train, done, lines):
-    assert [*rates(begun, train, done)] == lines
+    assert [*rate_notes(begun, train, done)] == lines

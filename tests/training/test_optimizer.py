@@ -8,7 +8,7 @@ import pytest
 
 from hpc3d.checkpoints import new_run
 from hpc3d.checkpoints.inspect import kinds_of, problems
-from hpc3d.checkpoints.resume import misfit
+from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, complete, restore, write_shard
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import TrainConfig
@@ -143,7 +143,7 @@ def test_states_go_from_one_layout_to_another_through_a_checkpoint(tmp_path):
     assert kinds_of(opened) == ("value", "velocity", "longest")
     assert problems(opened.folder) == []
     config = config_of(alone(ZERO_1))
-    assert misfit(opened, config) is None
+    assert mismatch(opened, config) is None
 
     def rank(mesh):
         trained, other = trainer_of(mesh, config), trainer_of(mesh, config)
@@ -160,7 +160,7 @@ def test_states_go_from_one_layout_to_another_through_a_checkpoint(tmp_path):
 def test_a_checkpoint_without_the_states_of_an_optimiser_is_not_its_own(tmp_path):
     config = config_of(ZERO_1)
     other = replace(config, train=replace(config.train, optimizer="adamw"))
-    assert "first and second" in misfit(checkpoint(ZERO_1, tmp_path), other)
+    assert "first and second" in mismatch(checkpoint(ZERO_1, tmp_path), other)
 
 
 def test_a_state_that_differs_between_replicas_is_named():
@@ -182,7 +182,9 @@ def test_a_state_that_differs_between_replicas_is_named():
 
 def test_a_new_run_begins_with_the_states_of_its_optimiser():
     specs = RowNorm.STATES
-    begun = new_run.state({"w": (3, 2)}, np.dtype("float64"), lambda _: np.ones((3, 2)), specs)
+    begun = new_run.initial_state(
+        {"w": (3, 2)}, np.dtype("float64"), lambda _: np.ones((3, 2)), specs
+    )
     found = [(piece.kind, piece.dtype, piece.offset) for piece in begun.pieces]
     assert found == [("value", "<f8", 0), ("velocity", "<f8", 48), ("longest", "<f4", 96)]
     assert [array.nbytes for array in begun.arrays] == [48, 48, 24] and begun.nbytes == 120
