@@ -167,13 +167,13 @@ def steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
         run.watchdog.step(number)
         if number % config.trace.sync_every == 0:
             trainer.mesh.trace.synchronise()
-        step = trainer.step(number, stop.wish)
+        step = trainer.step(number, stop.request)
         log.step(step)
         if line := spikes.see(step.loss):
             log.say(line)
         replicas.after(number)
         run.saver.after(number)
-        if step.wish and number + 1 < config.train.steps:
+        if step.stop_request and number + 1 < config.train.steps:
             stop_early(plan, run, step)
             return number + 1
     if spikes.count:
@@ -185,7 +185,7 @@ def stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop_request import reason
 
-    run.log.say(f"stopped after step {step.number}, for {reason(step.wish)}")
+    run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(

@@ -105,10 +105,10 @@ def main(fault, rank, file, *words):
         Path(file).write_text(str(time.time()))
         act(*arguments)
 
-    def faulty(self, number, wish):
+    def faulty(self, number, stop_request):
         if number == 2 and self.mesh.rank == int(rank):
             where(noted)(self)
-        return step(self, number, wish)
+        return step(self, number, stop_request)
 
     step, loop.Trainer.step = loop.Trainer.step, faulty
     if fault in SUDDEN:  # the launcher may leave no time: have segments of all steps

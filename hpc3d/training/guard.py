@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SHOWN = 10  # lines about what is wrong
 
 
-class Find(NamedTuple):
+class GuardFinding(NamedTuple):
     """A line, and how near it is to the cause: the smallest number is the nearest."""
 
     order: int
@@ -37,7 +37,7 @@ class Find(NamedTuple):
 class GuardError(Exception):
     """A number is wrong on some rank; `found` are the finds of this one."""
 
-    def __init__(self, found: list[Find]) -> None:
+    def __init__(self, found: list[GuardFinding]) -> None:
         super().__init__(f"{len(found)} found on this rank")
         self.found = found
 
@@ -62,55 +62,57 @@ def guarded(mesh: Mesh, guard: GuardConfig) -> Mesh:
     return mesh.guarded(AbftChecker(mesh.rank, every))
 
 
-def lines(wrong: GuardError, found: Sequence[Sequence[Find]]) -> list[str]:
+def lines(wrong: GuardError, found: Sequence[Sequence[GuardFinding]]) -> list[str]:
     """What to say of the findings of all ranks, one list per rank: those nearest to the cause
     first."""
-    finds = sorted((find for here in found for find in here), key=lambda find: find.order)
-    shown = [find.line for find in finds[:SHOWN]]
-    more = len(finds) - len(shown)
-    head = f"{wrong.what}: {len(finds)} found"
+    findings = sorted(
+        (finding for here in found for finding in here), key=lambda finding: finding.order
+    )
+    shown = [finding.line for finding in findings[:SHOWN]]
+    more = len(findings) - len(shown)
+    head = f"{wrong.what}: {len(findings)} found"
     return [head, *shown, *([f"and {more} more"] if more else [])]
 
 
-def stop(mesh: Mesh, found: list[Find], kind: type[GuardError] = Corrupt) -> None:
+def stop(mesh: Mesh, found: list[GuardFinding], kind: type[GuardError] = Corrupt) -> None:
     """Raise `kind` on all ranks, each find in the trace of its rank."""
-    for find in found:
-        mesh.trace.mark(f"guard: {find.line}")
+    for finding in found:
+        mesh.trace.mark(f"guard: {finding.line}")
     raise kind(found)
 
 
-def anywhere(mesh: Mesh, count: int) -> bool:
+def on_any_rank(mesh: Mesh, count: int) -> bool:
     """Whether a rank counts something."""
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
 
 def refuse(trainer: Trainer) -> None:
     """Raise what explains a loss or norm that is not finite, or a note that is wrong."""
-    mesh, corrupt = trainer.mesh, [Find(0, line) for line in trainer.mesh.guard.found]
-    if anywhere(mesh, len(corrupt)):
+    mesh, corrupt = trainer.mesh, [GuardFinding(0, line) for line in trainer.mesh.guard.found]
+    if on_any_rank(mesh, len(corrupt)):
         stop(mesh, corrupt)
     stop(mesh, not_finite(trainer), NotFinite)
 
 
-def not_finite(trainer: Trainer) -> list[Find]:
+def not_finite(trainer: Trainer) -> list[GuardFinding]:
     """Finds of what is not finite on this rank, nearest to the cause first: its parameters, else
     its share of the loss and, of the last unit in the model that has any, its gradients."""
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
-    values = [item for item in trainer.parameters if bad(item.value)]
+    values = [item for item in trainer.parameters if count_not_finite(item.value)]
     if values:
-        return [Find(0, where + described(item, item.value, "value")) for item in values]
+        return [GuardFinding(0, where + described(item, item.value, "value")) for item in values]
     found = []
-    if not np.isfinite(trainer.share):
-        found.append(Find(1, f"{where}its share of the loss is {trainer.share}"))
-    grads = [item for item in trainer.parameters if bad(item.grad)]
+    if not np.isfinite(trainer.local_loss):
+        found.append(GuardFinding(1, f"{where}its share of the loss is {trainer.local_loss}"))
+    grads = [item for item in trainer.parameters if count_not_finite(item.grad)]
     last = max(map(depth, grads), default=None)
     found += [
-        Find(2 + FAR - last, where + described(item, item.grad, "gradient"))
+        GuardFinding(2 + FAR - last, where + described(item, item.grad, "gradient"))
         for item in grads
         if depth(item) == last
     ]
     if not found and not np.isfinite(trainer.squares):
-        found.append(Find(2 + 2 * FAR, f"{where}the squares of its gradients overflow"))
+        found.append(GuardFinding(2 + 2 * FAR, f"{where}the squares of its gradients overflow"))
     return found
 
 
@@ -123,7 +125,7 @@ def depth(item: Parameter) -> int:
     return int(words[1]) if words[0] == "layers" else FAR if words[0] == "head" else -1
 
 
-def bad(block: Array) -> int:
+def count_not_finite(block: Array) -> int:
     """How many elements are not finite."""
     return block.size - int(np.isfinite(on_host(block)).sum())
 
@@ -132,7 +134,9 @@ def described(item: Parameter, block: Array, kind: str) -> str:
     """A parameter's layer and name, and how many of its elements are not finite."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
-    return f"{place}: {bad(block)} of {block.size} elements of its {kind} are not finite"
+    return (
+        f"{place}: {count_not_finite(block)} of {block.size} elements of its {kind} are not finite"
+    )
 
 
 class ReplicaCheck:
@@ -149,9 +153,9 @@ class ReplicaCheck:
             return
         with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
-        found = [find for axis in self.axes for find in self.along(axis, number, copies)]
-        found += [] if self.trainer.alone else self.twins(number, copies)
-        if anywhere(self.mesh, len(found)):
+        found = [finding for axis in self.axes for finding in self.along(axis, number, copies)]
+        found += [] if self.trainer.alone else self.tied_copies(number, copies)
+        if on_any_rank(self.mesh, len(found)):
             stop(self.mesh, found)
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
@@ -181,7 +185,7 @@ class ReplicaCheck:
 
     def along(
         self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
-    ) -> Iterator[Find]:
+    ) -> Iterator[GuardFinding]:
         """Finds about the copies along an axis; each is said by one rank of a group."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
@@ -190,11 +194,11 @@ class ReplicaCheck:
         hashes = self.gathered(comm, [copies[key][1] for key in keys])
         differ = (hashes != hashes[0]).any(0) if comm.rank == 0 else []
         for place in np.flatnonzero(differ):
-            yield self.find(keys[place], number, axis, comm.members, hashes[:, place].tolist())
+            yield self.finding(keys[place], number, axis, comm.members, hashes[:, place].tolist())
 
-    def twins(
+    def tied_copies(
         self, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
-    ) -> Iterator[Find]:
+    ) -> Iterator[GuardFinding]:
         """Finds about a tied table, of which two pipeline stages have a copy."""
         comm = self.mesh.comm("p")
         pair = [item for item in self.trainer.parameters if item.twin is not None]
@@ -204,21 +208,21 @@ class ReplicaCheck:
             here, there = hashes[comm.rank], hashes[item.twin]
             if here != there and comm.rank < item.twin:
                 members = comm.members[comm.rank], comm.members[item.twin]
-                yield self.find((item.name, "value"), number, "p", members, [here, there])
+                yield self.finding((item.name, "value"), number, "p", members, [here, there])
 
     def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:
         """The hashes of all members, a row each, on the host."""
         mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
         return to_host(comm.all_gather(mine).wait())
 
-    def find(
+    def finding(
         self,
         key: tuple[str, str],
         number: int,
         axis: str,
         members: Sequence[int],
         hashes: Sequence[int],
-    ) -> Find:
+    ) -> GuardFinding:
         """Which of the members have another hash than most of them."""
         (common, votes), *_ = Counter(hashes).most_common(1)
         ranks = " ".join(map(str, members))
@@ -227,7 +231,7 @@ class ReplicaCheck:
         name, kind = key
         thing = "parameter" if kind == "value" else f"optimiser state {kind} of"
         what = f"{thing} {name}: the copies of ranks {ranks} along {axis} differ"
-        return Find(0, f"{who}: step {number}, {what}")
+        return GuardFinding(0, f"{who}: step {number}, {what}")
 
 
 FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB

@@ -18,36 +18,36 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.program import Program
 
 
-class Carrier:
+class DeviceCache:
     """Brings numbers of microbatches to where the model's arrays are: `carry` of a Micro."""
 
     def __init__(self, pool: Pool) -> None:
-        self.pool, self.brought = pool, {}
+        self.pool, self.arrays = pool, {}
 
     def __call__(self, micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
         key = micro.step, micro.first, name
-        if key not in self.brought:
-            self.brought[key] = self.pool.bring(make(micro))
-        return self.brought[key]
+        if key not in self.arrays:
+            self.arrays[key] = self.pool.bring(make(micro))
+        return self.arrays[key]
 
     def begin(self, number: int, micros: Iterable[Micro]) -> None:
         """Forget what was brought for steps before `number`."""
-        self.brought = {key: what for key, what in self.brought.items() if key[0] >= number}
+        self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
 
-class Standing(Carrier):
+class PersistentDeviceCache(DeviceCache):
     """The same into arrays that keep their place from step to step: those of a step are filled
     when it begins."""
 
     def __call__(self, micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
         key = micro.first, name
-        if key not in self.brought:
-            self.brought[key] = self.pool.bring(make(micro)), make
-        return self.brought[key][0]
+        if key not in self.arrays:
+            self.arrays[key] = self.pool.bring(make(micro)), make
+        return self.arrays[key][0]
 
     def begin(self, number: int, micros: Iterable[Micro]) -> None:
         here = {micro.first: micro for micro in micros}
-        for (first, _), (array, make) in self.brought.items():
+        for (first, _), (array, make) in self.arrays.items():
             self.pool.refill(array, make(here[first]))
 
 
@@ -67,7 +67,7 @@ class MicrobatchLoader:
         self.asynchronous, self.ahead = program.asynchronous, program.ahead
         self.last = config.train.steps - 1
         recorded = config.train.cuda_graph and mesh.pool.on_device
-        self.carrier = (Standing if recorded else Carrier)(mesh.pool)
+        self.cache = (PersistentDeviceCache if recorded else DeviceCache)(mesh.pool)
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Micro]:
@@ -79,14 +79,14 @@ class MicrobatchLoader:
         for step in range(number, last + 1):
             if step not in self.valid:
                 self.add(step, factor)
-        self.carrier.begin(number, self.micros.values())
+        self.cache.begin(number, self.micros.values())
         return self.micros
 
     def add(self, step: int, factor: float) -> None:
         tokens, targets = self.batch(step)
         self.valid[step] = valid_tokens(targets)
         first = step * self.count if self.asynchronous else 0
-        cut = microbatches(step, tokens, targets, self.count, self.alone, self.carrier)
+        cut = microbatches(step, tokens, targets, self.count, self.alone, self.cache)
         scaled = (micro._replace(scale=factor * micro.scale) for micro in cut)
         self.micros.update(enumerate(scaled, first))
 

@@ -27,7 +27,7 @@ class Stop:
         self.end = job.started + 60 * minutes if minutes else float("inf")
         job.stops = True
 
-    def wish(self) -> int:
+    def request(self) -> int:
         """0 to go on; else the number of a signal, MINUTES or FILE."""
         if told := [number for number in self.job.signals if number in self.signals]:
             return told[0]
@@ -38,7 +38,7 @@ class Stop:
         return FILE if self.file.exists() else 0
 
 
-def reason(wish: int) -> str:
+def reason(request: int) -> str:
     """A request in words."""
     words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
-    return words.get(wish) or f"{signal.Signals(wish).name} came"
+    return words.get(request) or f"{signal.Signals(request).name} came"

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What a step came to: `loss` per token, times in seconds, `communication` a share of the
-    step, `peak` the bytes of arrays on the fullest rank, `wish` the stop request, max over
-    ranks."""
+    step, `peak` the bytes of arrays on the fullest rank, `stop_request` its maximum over ranks."""
 
     number: int
     loss: float
@@ -43,7 +42,7 @@ class Step(NamedTuple):
     seconds: float
     communication: float
     peak: int
-    wish: int
+    stop_request: int
 
 
 class Trainer:
@@ -84,7 +83,7 @@ class Trainer:
         self.groups = program.steps(mesh.coord("p"))
         self.replay = replay_of(self, train.cuda_graph)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
-        self.share = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
+        self.local_loss = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def parts(self, placement: Placement) -> tuple[list[Part], int | None]:
@@ -96,10 +95,11 @@ class Trainer:
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
-    def step(self, number: int, wish: Callable[[], int] = int) -> Step:
+    def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
         """Step `number`: forward and backward of its microbatches, reductions over ranks, update.
 
-        `wish()` is why this rank asks the run to stop after the step: a number, 0 to go on.
+        `stop_request()` is why this rank asks the run to stop after the step: a number, 0 to go
+        on.
         """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
@@ -110,12 +110,14 @@ class Trainer:
         run = self.replay.run if self.replay else self.engine.run
         run(next(self.groups), micros)
         if self.alone:
-            self.share = self.engine.losses.pop(number, 0.0)
+            self.local_loss = self.engine.losses.pop(number, 0.0)
             with trace.scope(phase="optimizer"):
                 self.total()
         self.mesh.pool.synchronize()
         seconds = self.clock() - start
-        share, peak, wish = self.worst(trace.communication / 1e9 / seconds, wish())
+        share, peak, stop_request = self.reduce_step_stats(
+            trace.communication / 1e9 / seconds, stop_request()
+        )
         self.mesh.guard.end()
         spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
         forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
@@ -123,22 +125,22 @@ class Trainer:
         trace.end_step(
             self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward, self.skipped
         )
-        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, wish)
+        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, stop_request)
 
     def update(self) -> None:
         """Sum the gradients, clip them to the global norm, update and start new ones."""
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
             squares = self.parameters.sum_of_squares()
-        share = 0.0 if self.alone else self.engine.losses.pop(self.number, 0.0)
+        local_loss = 0.0 if self.alone else self.engine.losses.pop(self.number, 0.0)
         if self.replay:
-            self.replay.close(share, squares)
-        self.update_by(share, squares)
+            self.replay.close(local_loss, squares)
+        self.update_by(local_loss, squares)
 
-    def update_by(self, share: float, squares: float) -> None:
+    def update_by(self, local_loss: float, squares: float) -> None:
         """Update, with this rank's parts of the summed loss and of the squared norm; where a
         gradient of a scaled loss overflows, all ranks leave that update out."""
-        self.share, self.squares = share, squares
+        self.local_loss, self.squares = local_loss, squares
         scale, clip = 1 / self.scaling.factor, self.config.train.clip
         if not self.alone:
             self.total()
@@ -156,8 +158,8 @@ class Trainer:
         All ranks see the same sums, so all of them stop or none.  A rank that has found something
         wrong makes them not finite.  Of a scaled loss the gradient alone may be that.
         """
-        self.share, self.squares = value_of(self.share), value_of(self.squares)
-        mine = np.array([self.share, self.squares])
+        self.local_loss, self.squares = value_of(self.local_loss), value_of(self.squares)
+        mine = np.array([self.local_loss, self.squares])
         if self.mesh.guard.compare():
             mine[:] = np.nan
         loss, squares = self.mesh.world.all_reduce(mine).wait()
@@ -169,13 +171,13 @@ class Trainer:
         if not self.skipped:
             self.scaling.good()
 
-    def worst(self, communication: float, wish: int) -> tuple[float, int, int]:
+    def reduce_step_stats(self, communication: float, stop_request: int) -> tuple[float, int, int]:
         """The mean share of communication, the highest peak of array bytes, the largest request to
         stop."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
-        most = np.array([self.mesh.pool.peak["all"], wish], np.float64)
-        peak, wish = self.mesh.world.all_reduce(most, "max").wait()
-        return float(share), int(peak), int(wish)
+        most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
+        peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()
+        return float(share), int(peak), int(stop_request)
 
 
 def spec_of(config: Config, vocabulary: int) -> ModelSpec:

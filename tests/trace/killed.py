@@ -20,13 +20,13 @@ def main(where, rank, *words):
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def step(self, number, *wish, original=trainer.Trainer.step):
+    def step(self, number, *stop_request, original=trainer.Trainer.step):
         if number == STEP and self.mesh.rank == int(rank):
             if where == "in a step":
                 self.engine.update = kill
             else:
                 segment.os.replace = lambda *_: kill()
-        return original(self, number, *wish)
+        return original(self, number, *stop_request)
 
     trainer.Trainer.step = step
     recorder.Recorder = functools.partial(recorder.Recorder, every_s=0)  # a segment a step

@@ -16,8 +16,8 @@ from hpc3d.trace.schema import CATEGORY, EVENTS, record_type
 from hpc3d.training.guard import (
     SHOWN,
     Corrupt,
-    Find,
     GuardError,
+    GuardFinding,
     LossSpikes,
     NotFinite,
     ReplicaCheck,
@@ -322,7 +322,7 @@ def test_every_find_is_a_marker_in_the_trace():
     def rank(mesh):
         recorder = Recorder(None, {"rank": mesh.rank}, 16, clock=lambda: 7)
         with pytest.raises(Corrupt):
-            stop(mesh.traced(recorder), [Find(0, "this")] * mesh.rank)
+            stop(mesh.traced(recorder), [GuardFinding(0, "this")] * mesh.rank)
         return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count), recorder.strings
 
     for number, (events, names) in enumerate(run({"x": 3}, rank)):
@@ -333,12 +333,12 @@ def test_every_find_is_a_marker_in_the_trace():
 
 
 def test_few_lines_are_shown_and_those_near_the_cause_first():
-    found = [[Find(rank % 3, f"rank {rank}")] for rank in range(30)]
+    found = [[GuardFinding(rank % 3, f"rank {rank}")] for rank in range(30)]
     head, *said, rest = lines(Corrupt([]), found)
     assert head == "corrupted: 30 found"
     assert said == [f"rank {rank}" for rank in range(0, 30, 3)][:SHOWN]
     assert " 20 " in rest
-    assert lines(NotFinite([]), [[], [Find(0, "this")]])[1:] == ["this"]
+    assert lines(NotFinite([]), [[], [GuardFinding(0, "this")]])[1:] == ["this"]
     assert (Corrupt.code, NotFinite.code) == (CHECK_FAILED, NOT_FINITE)
 
 

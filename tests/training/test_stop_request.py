@@ -88,17 +88,17 @@ class Job:
 
 
 def test_a_rank_wishes_what_it_sees(tmp_path):
-    assert Stop(Job(), tmp_path, "USR1", 0).wish() == 0
-    assert Stop(Job(), tmp_path, "USR1", 1e-9).wish() == MINUTES
-    assert Stop(Job(1), tmp_path, "USR1", 1e-9).wish() == 0
+    assert Stop(Job(), tmp_path, "USR1", 0).request() == 0
+    assert Stop(Job(), tmp_path, "USR1", 1e-9).request() == MINUTES
+    assert Stop(Job(1), tmp_path, "USR1", 1e-9).request() == 0
     told = Job(1, [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-    assert Stop(told, tmp_path, "USR2", 0).wish() == signal.SIGUSR2 and told.stops
-    assert Stop(Job(1, [signal.SIGUSR1]), tmp_path, "USR2", 0).wish() == 0
+    assert Stop(told, tmp_path, "USR2", 0).request() == signal.SIGUSR2 and told.stops
+    assert Stop(Job(1, [signal.SIGUSR1]), tmp_path, "USR2", 0).request() == 0
     (tmp_path / "STOP").touch()
-    assert Stop(Job(), tmp_path, "USR1", 0).wish() == FILE
-    assert Stop(Job(1), tmp_path, "USR1", 0).wish() == 0
+    assert Stop(Job(), tmp_path, "USR1", 0).request() == FILE
+    assert Stop(Job(1), tmp_path, "USR1", 0).request() == 0
 
 
-@pytest.mark.parametrize("wish", [signal.SIGTERM, MINUTES, FILE])
-def test_every_wish_has_a_reason(wish):
-    assert reason(wish)
+@pytest.mark.parametrize("stop_request", [signal.SIGTERM, MINUTES, FILE])
+def test_every_request_has_a_reason(stop_request):
+    assert reason(stop_request)

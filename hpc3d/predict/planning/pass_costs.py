@@ -23,7 +23,7 @@ from hpc3d.model.stage import LAYER, Micro, build
 from hpc3d.pipeline.engine import Later
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
-from hpc3d.training.microbatch_loader import Carrier
+from hpc3d.training.microbatch_loader import DeviceCache
 from hpc3d.training.optimizer import optimizer_of
 from hpc3d.training.trainer import spec_of
 
@@ -213,7 +213,7 @@ class LayerSample:
         for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
         zeros = np.broadcast_to(zeros, (sequences, self.spec.sizes.sequence))
-        micro = Micro(0, 0, zeros, zeros, 1.0, Carrier(self.pool))
+        micro = Micro(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
         forward, saved = self.forward(stage, micro, part)
         whole = self.backward(stage, micro, part, saved, at_once)
         if not halves:

@@ -62,13 +62,13 @@ class PassRecorder:
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, peak, first = Counter(pool.live), pool.peak, self.sequence_numbers()
         pool.reset_peak()
-        known = {*micro.carry.brought}
+        known = {*micro.carry.arrays}
         yield
         live, high = differences(pool.live, before), differences(pool.peak, before)
         high["all"] = pool.peak["all"] - before.total()
         pool.peak = peak | pool.peak
         if kind not in self.passes:
-            new = [key for key in micro.carry.brought if key not in known]
+            new = [key for key in micro.carry.arrays if key not in known]
             self.passes[kind] = RecordedPass(
                 start=now,
                 length=self.clock.now - now,
@@ -79,7 +79,7 @@ class PassRecorder:
                 calls=differences(self.sequence_numbers(), first),
                 live=live,
                 peak=high,
-                brought={key[-1]: placeholder(micro.carry.brought[key]) for key in new},
+                brought={key[-1]: placeholder(micro.carry.arrays[key]) for key in new},
             )
 
     @contextmanager
