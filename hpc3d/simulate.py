@@ -19,7 +19,7 @@ from hpc3d.extras import need
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import SCHEDULES, find, streams
+from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
 from hpc3d.plain import plain
 
@@ -204,7 +204,7 @@ def _schedule(options):
     _refuse_large(options)
     if options.png:
         need("--png", "matplotlib")
-    passes, placement = streams(
+    passes, placement = instruction_streams(
         options.name, options.stages, options.microbatches, options.chunks, options.steps
     )
     if options.csv:

@@ -20,7 +20,7 @@ from hpc3d.partition.downsets import Chain, Downsets
 from hpc3d.partition.max_load import lightest, table
 from hpc3d.partition.stages import Limits
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
 MOST_STEPS = 20_000  # that are run on the clock, of one schedule and number of stages
@@ -60,7 +60,7 @@ class _Search:
     def __init__(self, cuts, limits, schedule, stages):
         self.cuts, self.limits, self.schedule, self.stages = cuts, limits, schedule, stages
         self.micros = limits.microbatches
-        self.passes, self.placement = streams(schedule, stages, self.micros)
+        self.passes, self.placement = instruction_streams(schedule, stages, self.micros)
         self.in_flight = [in_flight(stream).activations for stream in self.passes]
         self.rest, self.left, self.best = None, MOST_STEPS, None
 

@@ -40,7 +40,7 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
     """Write a synchronous schedule as a file that `from_csv` reads."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerows([[TURN]] if placement.turn else [])
+        writer.writerows([[TURN]] if placement.v_shaped else [])
         writer.writerows(streams)
 
 

@@ -83,7 +83,7 @@ class Engine:
         self.micros: Mapping[int, Micro] = {}
         # By microbatch and chunk; messages by kind before that, those that are sent by channel.
         self.saved: dict[tuple[int, int], Any] = {}
-        self.postponed: dict[tuple[int, int], Later] = {}
+        self.deferred: dict[tuple[int, int], Later] = {}
         self.inbox: dict[tuple[str, int, int], Pending] = {}
         self.outbox: dict[tuple[str, int, int], Array] = {}
         self.sent: dict[tuple[int, str], Pending] = {}
@@ -134,7 +134,7 @@ class Engine:
         if self.placement.last(self.stage, chunk):
             self.losses[micro.step] += y
         else:
-            self.hand_over("F", key, y)
+            self.deliver("F", key, y)
 
     def backward(self, instruction: Instruction, later: Callable[..., None] = at_once) -> None:
         """The gradient of the stage's input, and those of its weights where `later` lets them."""
@@ -144,14 +144,14 @@ class Engine:
         saved = self.saved.pop(key)
         dx = self.stages[chunk].backward(dy, saved, self.micros[mb], later, self.finished)
         if not self.placement.first(self.stage, chunk):
-            self.hand_over("B", key, dx)
+            self.deliver("B", key, dx)
 
     def backward_input(self, instruction: Instruction) -> None:
-        later = self.postponed[instruction[1:]] = Later(self.mesh.trace)
+        later = self.deferred[instruction[1:]] = Later(self.mesh.trace)
         self.backward(instruction, later)
 
     def backward_weight(self, instruction: Instruction) -> None:
-        self.postponed.pop(instruction[1:]).run()
+        self.deferred.pop(instruction[1:]).run()
 
     def finished(self, unit: str) -> None:
         """The gradient of a part of the model is whole if this backward pass is the last."""
@@ -166,7 +166,7 @@ class Engine:
     def step(self, _: Instruction) -> None:
         self.update()
 
-    def hand_over(self, kind: str, key: tuple[int, int], block: Array) -> None:
+    def deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
         """Keep a block for its Send; or for its use, where the next part is on this stage."""
         here = self.placement.part(self.stage, key[1])
         stage, chunk = self.placement.place(here + (1 if kind == "F" else -1))

@@ -50,7 +50,7 @@ def parse(text: str) -> Instruction:
     return Instruction(op, int(mb or -1), int(chunk or 0))
 
 
-def numbered(pattern: Iterable[str]) -> Iterator[Instruction]:
+def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
     """A stream from its pattern of letters: F, B, W of chunk 0, small letters for chunk 1.
 
     Each letter takes its microbatches in order: "FFBFB" is F0 F1 B0 F2 B1.
@@ -79,28 +79,29 @@ class Placement(NamedTuple):
 
         stage 0: 0 4    1: 1 5    2: 2 6    3: 3 7        (stages=4, chunks=2)
 
-    or with `turn`, of two chunks, down and back up, so that stage 0 has both ends of the model:
+    or with `v_shaped`, of two chunks, down and back up, so that stage 0 has both ends of the
+    model:
 
         stage 0: 0 7    1: 1 6    2: 2 5    3: 3 4
     """
 
     stages: int
     chunks: int
-    turn: bool = False
+    v_shaped: bool = False
 
     @property
     def parts(self) -> int:
         return self.stages * self.chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        if self.turn and chunk == 1:
+        if self.v_shaped and chunk == 1:
             return self.parts - 1 - stage
         return chunk * self.stages + stage
 
     def place(self, part: int) -> tuple[int, int]:
         """The (stage, chunk) of a part."""
         chunk, stage = divmod(part, self.stages)
-        return (self.parts - 1 - part if self.turn and chunk == 1 else stage), chunk
+        return (self.parts - 1 - part if self.v_shaped and chunk == 1 else stage), chunk
 
     def first(self, stage: int, chunk: int) -> bool:
         return self.part(stage, chunk) == 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
 from hpc3d.pipeline.passes import check, lower
-from hpc3d.pipeline.schedule import find, streams
+from hpc3d.pipeline.schedule import find, instruction_streams
 
 if TYPE_CHECKING:
     from hpc3d.pipeline.passes import Group
@@ -56,7 +56,7 @@ def program_of(config: Any) -> Program:
     schedule = find(parallel.schedule)
     asynchronous, alone = schedule.asynchronous, schedule.update_per_microbatch
     steps = config.train.steps if asynchronous else 1
-    compute, placement = streams(
+    compute, placement = instruction_streams(
         parallel.schedule, stages, parallel.microbatches, parallel.chunks, steps
     )
     ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0

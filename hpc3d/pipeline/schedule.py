@@ -23,7 +23,7 @@ from hpc3d.pipeline.closed_forms import (
     late_weights,
     of_chunks,
 )
-from hpc3d.pipeline.instruction import Instruction, Placement, numbered
+from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
@@ -37,7 +37,7 @@ def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
     Gradients accumulate, and the activations of one microbatch are in flight.
     """
-    return numbered("FB" * micros)
+    return from_pattern("FB" * micros)
 
 
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -57,7 +57,7 @@ def one_f_one_b(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     (p-1)(t_f + t_b), but only min(m, p-i) activations are in flight.
     """
     warmup = min(stages - 1 - stage, micros)
-    return numbered("F" * warmup + "FB" * (micros - warmup) + "B" * warmup)
+    return from_pattern("F" * warmup + "FB" * (micros - warmup) + "B" * warmup)
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[Instruction]:
@@ -141,8 +141,8 @@ class Schedule(NamedTuple):
 
     `generate` makes the stream of a stage from (stage, stages, micros), and from the number of
     chunks where `chunks` is None, which allows any.  Where it is `asynchronous` one stream runs
-    through all training steps, whose number `generate` also takes.  `turn` is that of `Placement`.
-    `rule` gives a line against (name, stages, micros), or None.
+    through all training steps, whose number `generate` also takes.  `v_shaped` is that of
+    `Placement`.  `rule` gives a line against (name, stages, micros), or None.
 
     `splits_backward`: its streams have W.  `weights` are what a stage does with older weights, and
     `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all`: the activations of
@@ -154,7 +154,7 @@ class Schedule(NamedTuple):
     generate: Callable[..., Iterator[Instruction]]
     chunks: int | None = 1
     asynchronous: bool = False
-    turn: bool = False
+    v_shaped: bool = False
     rule: Callable[[str, int, int], str | None] = _anything
     splits_backward: bool = False
     weights: type[InPlace] = InPlace
@@ -194,7 +194,7 @@ class Schedule(NamedTuple):
         """That time on the timeline, where rounds after the first few take as long as the last of
         them."""
         stages = len(times.forward)
-        placement = Placement(stages, chunks, self.turn)
+        placement = Placement(stages, chunks, self.v_shaped)
         by_stage = [Cost(*each, times.message).share(chunks) for each in zip(*times[:3])]
         costs = [by_stage[placement.place(part)[0]] for part in range(placement.parts)]
 
@@ -218,7 +218,9 @@ SCHEDULES = {
         ),
         Schedule("zb-h1", zb_h1, splits_backward=True, closed_form=partial(late_weights, 1)),
         Schedule("zb-h2", zb_h2, splits_backward=True, closed_form=partial(late_weights, 2)),
-        Schedule("zb-v", zb_v, chunks=2, turn=True, splits_backward=True, closed_form=down_and_up),
+        Schedule(
+            "zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True, closed_form=down_and_up
+        ),
         Schedule(
             "pipedream", pipedream, asynchronous=True, weights=Stashed, update_per_microbatch=True
         ),
@@ -274,13 +276,13 @@ def _from_table(name, table):
         name,
         generate,
         table.placement.chunks,
-        turn=table.placement.turn,
+        v_shaped=table.placement.v_shaped,
         rule=rule,
         splits_backward=any(each.op == "W" for stream in table.streams for each in stream),
     )
 
 
-def streams(
+def instruction_streams(
     name: str, stages: int, micros: int, chunks: int = 1, steps: int = 1
 ) -> tuple[list[list[Instruction]], Placement]:
     """The stream of each stage, and where the parts of the model lie.
@@ -296,5 +298,5 @@ def streams(
         problem = f"steps = {steps}: schedule {name} is one step, which is run again; use 1"
     if problem:
         raise ValueError(problem)
-    placement = Placement(stages, chunks, schedule.turn)
+    placement = Placement(stages, chunks, schedule.v_shaped)
     return [schedule.stream(stage, placement, micros, steps) for stage in range(stages)], placement

@@ -4,7 +4,7 @@ from inspect import getdoc
 
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import SCHEDULES, Schedule, streams
+from hpc3d.pipeline.schedule import SCHEDULES, Schedule, instruction_streams
 from hpc3d.pipeline.timeline import Cost, bubble, timeline
 
 HEAD = """\
@@ -61,7 +61,7 @@ def _section(schedule: Schedule) -> str:
     """Text, diagram and numbers of a schedule; the text is that of its function."""
     stages, micros, steps = _sizes(schedule)
     chunks = schedule.chunks or 2
-    passes, placement = streams(schedule.name, stages, micros, chunks, steps)
+    passes, placement = instruction_streams(schedule.name, stages, micros, chunks, steps)
     rows = timeline(passes, placement, Cost(1, 1, 1))
     peaks = [in_flight(stream) for stream in passes]
     activations, kept = (" ".join(map(str, numbers)) for numbers in zip(*peaks))

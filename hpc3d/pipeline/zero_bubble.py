@@ -7,7 +7,7 @@ i from 0, T_F, T_B, T_W the times of the passes.
 
 from collections.abc import Iterator
 
-from hpc3d.pipeline.instruction import Instruction, numbered
+from hpc3d.pipeline.instruction import Instruction, from_pattern
 
 
 def zb_h1(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -45,7 +45,7 @@ def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     pattern = "F" * (2 * below - 1) + "fF" * stage + "fbw" * below
     pattern += "FBWfbw" * steady + "BWfbw" * (below - 1)
     pattern += "Bb" * stage + "BW" * below + "w" * stage + "W" * stage
-    return (instruction for instruction in numbered(pattern) if instruction.mb < micros)
+    return (instruction for instruction in from_pattern(pattern) if instruction.mb < micros)
 
 
 def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
@@ -54,4 +54,4 @@ def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
     pattern = "F" * warmup
     for done in range(micros):
         pattern += "F" * (warmup + done < micros) + "B" + "W" * (done >= lag)
-    return numbered(pattern + "W" * min(lag, micros))
+    return from_pattern(pattern + "W" * min(lag, micros))

@@ -26,7 +26,7 @@ import numpy as np
 from hpc3d.extras import need
 from hpc3d.model.families import ModelSizes
 from hpc3d.model.stage import FIRST, LAST, LAYER
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.plain import why
 from hpc3d.predict.machine.machine import Machine
@@ -245,7 +245,7 @@ class Steps:
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
     """Seconds of many steps at once: passes[stage, forward or backward, step], message[step]."""
-    schedule, placement = streams("1f1b", len(passes), micros)
+    schedule, placement = instruction_streams("1f1b", len(passes), micros)
     rows = timeline(schedule, placement, Cost(1, 1, 1))
     order = sorted((row[0], stage, row[2]) for stage in range(len(rows)) for row in rows[stage])
     clock, ends = [np.zeros_like(message)] * len(passes), {}

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 from hpc3d.partition.stages import Limits, held, load
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
 LOADS = (8, 11, 2, 1, 18, 5, 4, 11)
@@ -101,7 +101,7 @@ def seconds(graph, downsets, limits, schedule):
         times = graph.total("forward", members), graph.total("backward", members)
         costs.append(Cost(*times, 0.0, limits.seconds(crossing)))
     name = schedule if downsets[1:] else "none"
-    return makespan(timeline(*streams(name, len(costs), limits.microbatches), costs))
+    return makespan(timeline(*instruction_streams(name, len(costs), limits.microbatches), costs))
 
 
 def quickest_of_all(graph, limits, schedule):
@@ -109,7 +109,7 @@ def quickest_of_all(graph, limits, schedule):
     found = []
     for count in range(1, min(limits.ranks, len(graph)) + 1):
         name = schedule if count > 1 else "none"
-        passes, _ = streams(name, count, limits.microbatches)
+        passes, _ = instruction_streams(name, count, limits.microbatches)
         flights = [in_flight(stream).activations for stream in passes]
         for downsets in partitions(graph, count):
             if fits(graph, stages_of(downsets), limits, flights):

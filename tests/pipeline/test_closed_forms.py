@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from hpc3d.pipeline.closed_forms import StageTimes
-from hpc3d.pipeline.schedule import find, streams
+from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
 
@@ -29,7 +29,7 @@ def test_the_makespan_is_that_of_the_timeline(name, chunks, tolerance):
         micros = max(1, int(rounds * stages))
         if find(name).forbids(stages, micros, chunks):
             continue
-        passes, placement = streams(name, stages, micros, chunks)
+        passes, placement = instruction_streams(name, stages, micros, chunks)
         exact = makespan(timeline(passes, placement, Cost(*cost, message)))
         forward, backward, weight = cost
         if not find(name).splits_backward:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hpc3d.pipeline.csv_schedule import from_csv, to_csv
 from hpc3d.pipeline.instruction import Placement
-from hpc3d.pipeline.schedule import SCHEDULES, find, streams
+from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
 
 CELLS = st.sampled_from(["F0", "B0", "W0", "BW0", "F1", "B1", "1F0", "1B0", "F3"]) | st.text(
     max_size=4
@@ -28,9 +28,12 @@ def test_any_file_is_read_or_refused_in_a_line(tmp_path_factory, rows, comma):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h2", "zb-v"])
 def test_a_schedule_survives_its_file(tmp_path, name):
     chunks = SCHEDULES[name].chunks or 2
-    written, placement = streams(name, 3, 7, chunks)
+    written, placement = instruction_streams(name, 3, 7, chunks)
     to_csv(tmp_path / "schedule.csv", written, placement)
-    assert streams(f"csv:{tmp_path / 'schedule.csv'}", 3, 7, chunks) == (written, placement)
+    assert instruction_streams(f"csv:{tmp_path / 'schedule.csv'}", 3, 7, chunks) == (
+        written,
+        placement,
+    )
 
 
 def csv_file(folder, rows):

@@ -1,14 +1,14 @@
 """The drawn diagram is the test: small ones here, all of them in docs/schedules.md."""
 
 from hpc3d.pipeline.draw import draw
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
 EQUAL = Cost(1, 1, 1)
 
 
 def drawn(*sizes, cost=EQUAL, steps=1, **how):
-    return draw(timeline(*streams(*sizes, steps=steps), cost), **how).splitlines()
+    return draw(timeline(*instruction_streams(*sizes, steps=steps), cost), **how).splitlines()
 
 
 def test_1f1b():

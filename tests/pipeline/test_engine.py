@@ -4,7 +4,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.strided import strided
 
@@ -55,7 +55,10 @@ def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
     parallel, stages = config.parallel, config.mesh.p
     steps = 3 if parallel.schedule.startswith("pipedream") else 1
     sizes = stages, parallel.microbatches, parallel.chunks, steps
-    expected = [in_flight(stream).activations for stream in streams(parallel.schedule, *sizes)[0]]
+    expected = [
+        in_flight(stream).activations
+        for stream in instruction_streams(parallel.schedule, *sizes)[0]
+    ]
     assert peaks == [peak for peak in expected for _ in range(config.mesh.d)]
 
 

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, numbered, parse
+from hpc3d.pipeline.instruction import (
+    COMPUTE,
+    MESSAGES,
+    Instruction,
+    Placement,
+    from_pattern,
+    parse,
+)
 
 instructions = st.one_of(
     st.builds(
@@ -27,7 +34,7 @@ def test_an_instruction_is_read_as_it_is_written(instruction):
 
 
 def test_instructions_as_text():
-    assert [str(i) for i in numbered("FFBfw")] == ["F0", "F1", "B0", "1F0", "1W0"]
+    assert [str(i) for i in from_pattern("FFBfw")] == ["F0", "F1", "B0", "1F0", "1W0"]
     assert parse("0F3") == parse("F3") == ("F", 3, 0)
     assert parse("12RecvB3") == ("RecvB", 3, 12)
     assert str(Instruction("Reduce", chunk=1)) == "1Reduce"
@@ -41,10 +48,10 @@ def test_nonsense_is_no_instruction(nonsense):
         parse(nonsense)
 
 
-@pytest.mark.parametrize(("turn", "v"), [(False, 1), (False, 3), (True, 2)])
+@pytest.mark.parametrize(("v_shaped", "v"), [(False, 1), (False, 3), (True, 2)])
 @pytest.mark.parametrize("p", [1, 2, 5])
-def test_places_of_parts(p, v, turn):
-    placement = Placement(p, v, turn)
+def test_places_of_parts(p, v, v_shaped):
+    placement = Placement(p, v, v_shaped)
     places = [placement.place(part) for part in range(placement.parts)]
     assert sorted(places) == [(stage, chunk) for stage in range(p) for chunk in range(v)]
     assert [placement.part(*place) for place in places] == list(range(p * v))
@@ -61,7 +68,7 @@ def test_places_of_parts(p, v, turn):
 
 
 def test_the_turn_of_a_v():
-    placement = Placement(4, 2, turn=True)
+    placement = Placement(4, 2, v_shaped=True)
     assert [placement.part(stage, 1) for stage in range(4)] == [7, 6, 5, 4]
     assert placement.first(0, 0)
     assert placement.last(0, 1)

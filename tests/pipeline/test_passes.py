@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, parse, whole
 from hpc3d.pipeline.passes import add_reductions, check, lower
-from hpc3d.pipeline.schedule import SCHEDULES, streams
+from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 
 
 def text(programs):
@@ -24,7 +24,7 @@ def programs(*texts):
 
 
 def lowered(name, p, m, v=1, steps=1, overlap=True):
-    return lower(*streams(name, p, m, v, steps), overlap)
+    return lower(*instruction_streams(name, p, m, v, steps), overlap)
 
 
 def test_1f1b_with_its_messages():
@@ -77,14 +77,14 @@ def test_every_schedule_keeps_the_contract(name, most):
     mine = [*cases(name, *most)]
     assert len(mine) >= 12
     for p, m, v, steps in mine:
-        passes, placement = streams(name, p, m, v, steps)
+        passes, placement = instruction_streams(name, p, m, v, steps)
         check(lower(passes, placement, overlap=m % 2 == 0), placement, m * steps)
 
 
 @given(st.sampled_from([*SCHEDULES]), *map(st.integers, [1] * 4, [12, 40, 4, 3]), st.booleans())
 def test_any_sizes_keep_it_or_are_refused(name, p, m, v, steps, overlap):
     try:
-        passes, placement = streams(name, p, m, v, steps)
+        passes, placement = instruction_streams(name, p, m, v, steps)
     except ValueError as error:
         assert " = " in str(error) and len(str(error).splitlines()) == 1
     else:
@@ -93,7 +93,7 @@ def test_any_sizes_keep_it_or_are_refused(name, p, m, v, steps, overlap):
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_lowering_keeps_the_order_of_passes_and_fuses_all_between_two(name, v):
-    passes, placement = streams(name, 4, 8, v)
+    passes, placement = instruction_streams(name, 4, 8, v)
     for stream, groups in zip(passes, lower(passes, placement)):
         first = [group[0] for group in groups]
         assert [one for one in first if one.op in COMPUTE] == list(whole(stream))
@@ -162,7 +162,7 @@ def test_a_send_without_its_receive():
 
 def test_sends_that_block_need_their_group():
     """1F1B whose messages are posted one by one deadlocks where the fused one does not."""
-    passes, placement = streams("1f1b", 2, 4)
+    passes, placement = instruction_streams("1f1b", 2, 4)
     fused = lower(passes, placement)
     check(fused, placement, 4)
     alone = [[(one,) for group in groups for one in reversed(group)] for groups in fused]
@@ -171,7 +171,7 @@ def test_sends_that_block_need_their_group():
 
 
 def test_the_turn_of_a_v_hands_over_in_order():
-    turn = Placement(1, 2, turn=True)
+    turn = Placement(1, 2, v_shaped=True)
     check(programs("F0 1F0 1BW0 BW0"), turn, 1)
     with pytest.raises(ValueError, match="stage 0: 1F0 before F0"):
         check(programs("1F0 F0 1BW0 BW0"), turn, 1)

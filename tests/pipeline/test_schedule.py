@@ -6,7 +6,7 @@ import pytest
 
 from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import SCHEDULES, find, streams
+from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import InPlace
 
@@ -14,7 +14,7 @@ SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 5, 8, 13, 16)]
 
 
 def text(name, *sizes, **steps):
-    return [" ".join(map(str, stream)) for stream in streams(name, *sizes, **steps)[0]]
+    return [" ".join(map(str, stream)) for stream in instruction_streams(name, *sizes, **steps)[0]]
 
 
 def test_schedules_as_they_are_written_in_papers():
@@ -54,10 +54,10 @@ def updates_before(stream):
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_weights_are_stale_by_a_known_number_of_updates(stages):
-    for stage, stream in enumerate(streams("pipedream", stages, 6, steps=3)[0]):
+    for stage, stream in enumerate(instruction_streams("pipedream", stages, 6, steps=3)[0]):
         late = stages - 1 - stage
         assert updates_before(stream) == {mb: max(0, mb - late) for mb in range(18)}
-    for stream in streams("pipedream-2bw", stages, 6, steps=3)[0]:
+    for stream in instruction_streams("pipedream-2bw", stages, 6, steps=3)[0]:
         behind = {mb // 6 - updates for mb, updates in updates_before(stream).items()}
         assert behind <= {0, 1}
         assert [i.op for i in stream].count("Step") == 3
@@ -66,14 +66,14 @@ def test_weights_are_stale_by_a_known_number_of_updates(stages):
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_activations_in_flight(p, m):
     peaks = {
-        name: [in_flight(stream) for stream in streams(name, p, m)[0]]
+        name: [in_flight(stream) for stream in instruction_streams(name, p, m)[0]]
         for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "pipedream")
     }
     assert peaks["gpipe"] == [(m, 0)] * p
     assert peaks["1f1b"] == peaks["pipedream"] == [(min(m, p - i), 0) for i in range(p)]
     assert peaks["zb-h1"] == [(min(m, p - i), min(m, i + 1)) for i in range(p)]
     assert peaks["zb-h2"] == [(min(m, 2 * (p - i) - 1), min(m, 2 * i + 1)) for i in range(p)]
-    back = [in_flight(stream).activations for stream in streams("zb-v", p, m, 2)[0]]
+    back = [in_flight(stream).activations for stream in instruction_streams("zb-v", p, m, 2)[0]]
     assert max(back) == min(2 * m, 2 * p)
 
 
@@ -81,7 +81,7 @@ def test_activations_in_flight(p, m):
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_warm_up_of_interleaved(p, m, v):
     group = -(-m // (m // p))
-    for stage, stream in enumerate(streams("interleaved", p, m, v)[0]):
+    for stage, stream in enumerate(instruction_streams("interleaved", p, m, v)[0]):
         warmup = [i.op for i in stream].index("B") - 1
         assert warmup == min(2 * (p - 1 - stage) + (v - 1) * group, m * v - 1)
         peak = min(2 * (p - 1 - stage) + (v - 1) * group + 1, m * v)
@@ -96,7 +96,7 @@ def test_every_pass_once(name):
         if schedule.forbids(p, m, chunks):
             continue
         every = {(mb, chunk) for mb in range(m) for chunk in range(chunks)}
-        for stream in streams(name, p, m, chunks)[0]:
+        for stream in instruction_streams(name, p, m, chunks)[0]:
             for op in "FBW":
                 found = [tuple(i[1:]) for i in stream if i.op == op]
                 assert len(found) == len(set(found))
@@ -117,12 +117,12 @@ def test_every_pass_once(name):
 )
 def test_sizes_that_are_forbidden(name, sizes, line):
     with pytest.raises(ValueError, match=f"^{line}$"):
-        streams(name, *sizes)
+        instruction_streams(name, *sizes)
 
 
 def test_a_synchronous_schedule_is_one_step():
     with pytest.raises(ValueError, match=r"steps = 2: schedule 1f1b .* 1"):
-        streams("1f1b", 2, 4, steps=2)
+        instruction_streams("1f1b", 2, 4, steps=2)
 
 
 def test_an_unknown_schedule():
@@ -135,7 +135,7 @@ def test_a_record_says_what_its_streams_do(name):
     schedule, stages = SCHEDULES[name], 1 if name == "none" else 4
 
     def stage_0(micros):
-        return streams(name, stages, micros, schedule.chunks or 2)[0][0]
+        return instruction_streams(name, stages, micros, schedule.chunks or 2)[0][0]
 
     few, many = stage_0(5 * stages), stage_0(8 * stages)
     count = Counter(one.op for one in few)
@@ -153,7 +153,7 @@ SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asyn
 @pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name != "none"])
 def test_without_a_closed_form_the_time_is_that_of_the_timeline(name, micros):
     chunks = SCHEDULES[name].chunks or 2
-    passes, placement = streams(name, 4, micros, chunks)
+    passes, placement = instruction_streams(name, 4, micros, chunks)
     stages = [Cost(*each, UNEVEN.message).share(chunks) for each in zip(*UNEVEN[:3])]
     costs = [stages[placement.place(part)[0]] for part in range(placement.parts)]
     exact = makespan(timeline(passes, placement, costs))
@@ -163,4 +163,4 @@ def test_without_a_closed_form_the_time_is_that_of_the_timeline(name, micros):
 
 def test_stages_may_take_different_times():
     costs = [Cost(1, 2, 0), Cost(1, 2, 0), Cost(2, 4, 0)]
-    assert makespan(timeline(*streams("gpipe", 3, 10), costs)) == 10 * 6 + 2 * 3
+    assert makespan(timeline(*instruction_streams("gpipe", 3, 10), costs)) == 10 * 6 + 2 * 3

@@ -4,7 +4,7 @@ import pytest
 
 from hpc3d.pipeline.instruction import Placement, parse
 from hpc3d.pipeline.passes import lower
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
 
 # Zero Bubble, arXiv:2401.10241: times of table 6 [ms], bubble rates of table 5.
@@ -23,7 +23,7 @@ EQUAL = Cost(1, 1, 1)
 
 
 def run(name, p, m, v=1, cost=EQUAL, **steps):
-    return timeline(*streams(name, p, m, v, **steps), cost)
+    return timeline(*instruction_streams(name, p, m, v, **steps), cost)
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
@@ -112,7 +112,7 @@ def test_a_pass_before_its_own_input():
 def test_every_part_has_its_time_and_every_border_its_messages():
     """Two stages of two chunks; borders take longer down the model."""
     costs = [Cost(2.0**part, 3.0**part, 0.0, 0.1 * 2**part) for part in range(4)]
-    passes, placement = streams("interleaved", 2, 2, 2)
+    passes, placement = instruction_streams("interleaved", 2, 2, 2)
     rows = timeline(passes, placement, costs)
     spans = {
         (op[0], placement.part(stage, chunk), mb): (start, end)

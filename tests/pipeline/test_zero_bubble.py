@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from tests.pipeline.test_schedule import text
 
 
@@ -28,7 +28,7 @@ def test_zero_bubble_schedules():
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
 def test_inputs_of_w_before_a_b(p):
     for name, lag in (("zb-h1", 1), ("zb-h2", 2)):
-        for stage, stream in enumerate(streams(name, p, 32)[0]):
+        for stage, stream in enumerate(instruction_streams(name, p, 32)[0]):
             done = Counter()
             waiting = []
             for op, *_ in stream:

@@ -21,7 +21,7 @@ from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import SCHEDULES, streams
+from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.trace.trace_config import one_time
 
@@ -226,7 +226,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     # The first stage is p-1 microbatches ahead of the last one: less than p steps.
     steps = min(config.train.steps, step + 1 + stages) if runs_on(config) else 1
     try:
-        passes, placement = streams(
+        passes, placement = instruction_streams(
             parallel.schedule or "", stages, parallel.microbatches, parallel.chunks, steps
         )
         cost = _mean_cost(rows, parallel.chunks)

@@ -200,7 +200,7 @@ class Estimator:
     ) -> LayerSample:
         """The Sample of a layout with other values."""
         mesh, parallel = config.mesh, config.parallel
-        both = mesh.p == 1 or find(parallel.schedule).turn
+        both = mesh.p == 1 or find(parallel.schedule).v_shaped
         ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
         ends = ends if recompute == "none" else ()  # which do nothing again
 
@@ -379,7 +379,9 @@ def messages_of(config: Config, number: int) -> int:
     """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
     around at the last stage and end at the first."""
     ends = (number == 0) + (number == config.mesh.p - 1)
-    return 2 * config.parallel.chunks - ends * (2 if find(config.parallel.schedule).turn else 1)
+    return 2 * config.parallel.chunks - ends * (
+        2 if find(config.parallel.schedule).v_shaped else 1
+    )
 
 
 def slowed(done: Pass, slowdown: float) -> float:

@@ -42,8 +42,8 @@ class StageContent(NamedTuple):
 
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """The Content of every chunk of every stage."""
-    parallel, turn = config.parallel, find(config.parallel.schedule).turn
-    return contents_of(Placement(config.mesh.p, parallel.chunks, turn), *config.layers())
+    parallel, v_shaped = config.parallel, find(config.parallel.schedule).v_shaped
+    return contents_of(Placement(config.mesh.p, parallel.chunks, v_shaped), *config.layers())
 
 
 @cache
@@ -131,7 +131,7 @@ def flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> lis
     schedule = find(name)
     # More microbatches than fill the pipeline twice change nothing.
     micros = micros if schedule.keeps_all else min(micros, 4 * stages)
-    stream = schedule.stream(stage, Placement(stages, chunks, schedule.turn), micros, 1)
+    stream = schedule.stream(stage, Placement(stages, chunks, schedule.v_shaped), micros, 1)
     live, kept, found = [0] * chunks, [0] * chunks, {}
     for op, _, chunk in whole(stream):
         found.setdefault((op, chunk), set()).add((*live, *kept))

@@ -5,7 +5,7 @@ import pytest
 from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.pipeline_step import StepPasses
 from hpc3d.pipeline.instruction import parse
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from tests.analyze.naps import trained
 
@@ -14,7 +14,7 @@ NAP = 0.15  # long beside what a busy machine adds
 
 
 def rows_of(name, stages, micros, chunks=1, cost=(TF, TB, 0.0)):
-    return timeline(*streams(name, stages, micros, chunks), Cost(*cost))
+    return timeline(*instruction_streams(name, stages, micros, chunks), Cost(*cost))
 
 
 def parts(rows):

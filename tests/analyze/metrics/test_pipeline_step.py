@@ -13,7 +13,7 @@ from hpc3d.analyze.metrics.pipeline_step import (
 )
 from hpc3d.pipeline.instruction import Instruction, parse, whole
 from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from tests.analyze.traces import STEPS, config_of, opened, trained
 from tests.strided import strided
 
@@ -50,7 +50,7 @@ def run(request, tmp_path_factory):
         parallel__chunks=chunks,
     )
     with opened(folder) as recorded:
-        return StepPasses(recorded), *streams(name, stages, micros, chunks), along_x
+        return StepPasses(recorded), *instruction_streams(name, stages, micros, chunks), along_x
 
 
 def test_a_stage_is_seen_to_run_its_stream(run):
@@ -89,7 +89,7 @@ def test_in_flight_are_as_many_as_the_schedule_says(run):
 def test_an_asynchronous_schedule_runs_on_from_step_to_step(tmp_path, stages, micros):
     sizes = {"mesh__p": stages, "parallel__microbatches": micros}
     folder = trained(tmp_path / "run", stages, parallel__schedule="pipedream-2bw", **sizes)
-    given, _ = streams("pipedream-2bw", stages, micros, steps=STEPS)
+    given, _ = instruction_streams("pipedream-2bw", stages, micros, steps=STEPS)
     with opened(folder) as recorded:
         passes, config = StepPasses(recorded), configuration(recorded)
     steps = [passes.measured(step) for step in range(STEPS)]

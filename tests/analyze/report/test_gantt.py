@@ -6,7 +6,7 @@ import pytest
 from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.analyze.report.gantt import draw_gantt, gantt
 from hpc3d.analyze.report.plot_matplotlib import COLOURS
-from hpc3d.pipeline.schedule import streams
+from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
 MEASURED = [
@@ -68,7 +68,7 @@ def test_panels_share_a_clock_and_one_legend():
 
 
 def small():
-    return timeline(*streams("pipedream", 2, 2), Cost(1, 1, 1))
+    return timeline(*instruction_streams("pipedream", 2, 2), Cost(1, 1, 1))
 
 
 def test_the_file_is_a_picture(tmp_path):
