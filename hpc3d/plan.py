@@ -188,13 +188,13 @@ def nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
 def apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
     """Write the input file `path` with the mesh and the parallelism that were planned."""
     from hpc3d.config.load import load, to_toml
-    from hpc3d.config.rules import settle
+    from hpc3d.config.rules import resolve
     from hpc3d.trace.segment import naming
 
     config = replace(config, mesh=planned.mesh, parallel=planned.parallel)
     with naming(path):
         Path(path).write_text(to_toml(config), encoding="utf-8")
-    settle(load(path, []), ranks)
+    resolve(load(path, []), ranks)
 
 
 def show(

@@ -244,15 +244,14 @@ def asked(job: Job, words: list[str]) -> Asked:
     from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
-    from hpc3d.config.rules import refuse, settle
+    from hpc3d.config.rules import refuse, resolve
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
     path = words.pop(0) if given else run and run / "config.toml"
     config = load.load(path, words, of_run=not given)
-    config = settle(
-        with_free_mesh(config, job.size) if run else config, job.size, default=path is None
-    )
+    config = with_free_mesh(config, job.size) if run else config
+    config = resolve(config, job.size, default=path is None)
     refuse([*untrainable(config)])
     return Asked(config, run)
 

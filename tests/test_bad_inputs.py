@@ -19,7 +19,7 @@ from hpc3d import plan, prepare, report, simulate, train
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.file import REMEDY
 from tests.elided import elided
@@ -169,7 +169,7 @@ VALUES = st.one_of(
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=4), st.sampled_from([1, 2, 8, 12]))
 def test_any_options_are_taken_or_refused(options, ranks):
     try:
-        config = settle(load(None, [f"--{key}={value}" for key, value in options]), ranks, True)
+        config = resolve(load(None, [f"--{key}={value}" for key, value in options]), ranks, True)
     except ValueError as error:
         assert said_well(str(error).splitlines()), str(error)
     else:

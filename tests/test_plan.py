@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.plan import main
 from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.machine.machine_file import load as load_machine
@@ -96,7 +96,7 @@ def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
     found = planned(
         capsys, *SMALL, "--model.layers", "4", "--memory", "30MB", "--apply", str(path)
     )
-    config = settle(load(path, []), 8)
+    config = resolve(load(path, []), 8)
     original = load(INPUTS / "gpt-3d-8.toml", ["--model.layers", "4"])
     assert (config.model, config.train, config.name) == (
         original.model,

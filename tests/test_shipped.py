@@ -11,7 +11,7 @@ import pytest
 import hpc3d
 from hpc3d import train
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.machine import machine_file
 from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
 
@@ -28,7 +28,7 @@ def ranks(config):
 def test_each_keeps_the_rules_on_its_own_mesh(path):
     config = load(path, [])
     assert config.name == path.stem
-    settle(config, ranks(config))
+    resolve(config, ranks(config))
 
 
 def test_a_pipeline_and_replicas_train_the_same():

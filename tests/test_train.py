@@ -13,7 +13,7 @@ import pytest
 import hpc3d.trace
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.tensor.split import SCHEMES
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
@@ -135,7 +135,7 @@ def test_a_run_folder_says_what_was_run(run):
     config = load(path / "config.toml", [])
     settled = {"model__vocabulary": 256, "data__tokenizer": "byte", "train__decay_steps": 3}
     asked = words(path.parent, name="four", train__steps=3, **settled)
-    assert config == settle(load(None, asked), RANKS)
+    assert config == resolve(load(None, asked), RANKS)
     assert "--train.steps 3" in (path / "command.txt").read_text()
     assert (path / "train.log").read_text() == stdout
     position = json.loads((path / "position.json").read_text())

@@ -99,9 +99,9 @@ def serial_configs() -> dict[str, Config]:
     """The shapes of gpt-serial.toml, and those with hidden 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
-    from hpc3d.config.rules import settle
+    from hpc3d.config.rules import resolve
 
-    config = settle(load(shipped("gpt-serial.toml"), []), 1)
+    config = resolve(load(shipped("gpt-serial.toml"), []), 1)
     wide = harness.with_sizes(config, hidden=512, layers=4, batch=128)
     return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
 

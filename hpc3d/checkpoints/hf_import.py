@@ -29,7 +29,7 @@ from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import override, validate
-from hpc3d.config.rules import refuse, settle
+from hpc3d.config.rules import refuse, resolve
 from hpc3d.model.families import GPT2
 
 if TYPE_CHECKING:
@@ -239,6 +239,6 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
         shorter = key == "sequence" and asked < known
         if asked != known and key != "dropout" and not shorter:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
-    settle(config, config.mesh.grid().size)
+    resolve(config, config.mesh.grid().size)
     refuse([*untrainable(config)])
     return config

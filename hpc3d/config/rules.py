@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
 
 
-def settle(config: Config, ranks: int, default: bool = False) -> Config:
+def resolve(config: Config, ranks: int, default: bool = False) -> Config:
     """`config` with its mesh settled for `ranks`; a `default` model may grow to fit them.
 
     Raises ValueError with one line for every rule that is broken, each with key and remedy.
@@ -34,9 +34,9 @@ def settle(config: Config, ranks: int, default: bool = False) -> Config:
     config = with_schedule(config)
     refuse([*wrong_parts(config), *wrong_pipeline(config)])
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
-        config = grown(config, ranks)
+        config = enlarged_default(config, ranks)
     config = with_cuboid(config, ranks)
-    refuse(misfits(config, ranks))
+    refuse(violations(config, ranks))
     return config
 
 
@@ -53,7 +53,7 @@ def with_schedule(config: Config) -> Config:
     return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
 
 
-def misfits(config: Config, ranks: int) -> list[str]:
+def violations(config: Config, ranks: int) -> list[str]:
     return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
 
 
@@ -287,7 +287,7 @@ def with_cuboid(config: Config, ranks: int) -> Config:
         return replace(config, mesh=replace(config.mesh, **sizes))
     if ranks == others:
         return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
-    best = min(cuboids(config, ranks // others), key=words, default=None)
+    best = min(cuboids(config, ranks // others), key=received_elements, default=None)
     if best is None:
         raise ValueError(
             f"mesh: no cuboid of {ranks // others} ranks divides this model under "
@@ -308,11 +308,11 @@ def cuboids(config: Config, ranks: int) -> Iterator[Config]:
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
             found = replace(config, mesh=mesh)
-            if not misfits(found, mesh.grid().size):
+            if not violations(found, mesh.grid().size):
                 yield found
 
 
-def words(config: Config) -> float:
+def received_elements(config: Config) -> float:
     """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
     split, sizes = config.splits()["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
@@ -327,7 +327,7 @@ def words(config: Config) -> float:
     return total / (m * n * k)
 
 
-def grown(config: Config, ranks: int) -> Config:
+def enlarged_default(config: Config, ranks: int) -> Config:
     """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
     try:
         with_cuboid(config, ranks)

@@ -24,7 +24,7 @@ from hpc3d.config.input_file import (
     ParallelConfig,
     TrainConfig,
 )
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
@@ -137,7 +137,7 @@ def config_of(row: PublishedStep) -> Config:
         model=ModelConfig(layers=row.layers, hidden=row.hidden, heads=row.heads, **sizes),
         train=TrainConfig(batch=row.batch, dtype="float16"),
     )
-    return settle(config, row.ranks)
+    return resolve(config, row.ranks)
 
 
 def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str, Any]]:

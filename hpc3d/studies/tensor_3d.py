@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.shipped import shipped
@@ -73,7 +73,7 @@ def spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...]) 
     """The Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not divide."""
     mesh = MeshConfig(**dict(zip("xyz", grid, strict=True)))
     config = replace(config, mesh=mesh, parallel=replace(config.parallel, scheme=scheme))
-    (run,) = simulate(settle(config, RANKS), BLOCKS["vocabulary"], machine)
+    (run,) = simulate(resolve(config, RANKS), BLOCKS["vocabulary"], machine)
     step = dict(zip((column.name for column in STEPS), run.step, strict=True))
     return Spent(step["forward_s"] + step["backward_s"], run.peak["all"])
 

@@ -7,7 +7,7 @@ from hpc3d import trace
 from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
 from hpc3d.config.load import load, to_toml
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.pipeline.instruction import parse
 from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
@@ -29,7 +29,7 @@ TINY = {
 def config_of(ranks, **values):
     given = {key.replace("__", "."): value for key, value in values.items()}
     words = [str(word) for key, value in (TINY | given).items() for word in (f"--{key}", value)]
-    return settle(load(None, words), ranks)
+    return resolve(load(None, words), ranks)
 
 
 def header(config, rank, ranks):

@@ -5,7 +5,7 @@ import pytest
 
 from hpc3d.checkpoints.resume import mismatch, run_to_resume, with_free_mesh
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from tests.checkpoints.lives import LAYOUTS, live, losses
 from tests.pipeline.mixes import config_of
 
@@ -18,7 +18,7 @@ PIPED = (
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
     """4 of them, on half and on twice the ranks: the cuboid within gives way."""
-    config = settle(with_free_mesh(config_of(PIPED), ranks), ranks)
+    config = resolve(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (2, 2, ranks // 4)
     assert (parallel.schedule, parallel.chunks, parallel.zero) == ("interleaved", 2, 1)
@@ -28,7 +28,7 @@ def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_else_the_ranks_are_one_cuboid(ranks):
     """Fewer ranks than stages and replicas, of which they are a divisor or none; or more."""
-    config = settle(with_free_mesh(config_of(PIPED), ranks), ranks)
+    config = resolve(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (1, 1, ranks)
     assert (parallel.schedule, parallel.zero, parallel.layers_per_stage) == ("none", 0, None)

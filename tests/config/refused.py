@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 
 
 def problems(*options, ranks=8, text="", folder=None):
@@ -13,5 +13,5 @@ def problems(*options, ranks=8, text="", folder=None):
         path = folder / "input.toml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as refused:
-        settle(load(path, options), ranks)
+        resolve(load(path, options), ranks)
     return str(refused.value).splitlines()

@@ -8,7 +8,7 @@ import pytest
 from hpc3d.config import backend_rules
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from tests.config.refused import problems
 from tests.elided import elided
 
@@ -40,13 +40,13 @@ def test_what_a_backend_has_not_is_refused(words, line):
 
 def test_numbers_of_16_bits_are_for_gpus_and_simulations():
     for dtype in ("float16", "bfloat16"):
-        config = settle(load(None, ["--train.dtype", dtype]), 1, default=True)
+        config = resolve(load(None, ["--train.dtype", dtype]), 1, default=True)
         (said,) = untrainable(config)
         assert re.match(elided(f"train.dtype = {dtype}: ... float32"), said)
         assert np.dtype(dtype).itemsize == 2  # which NumPy knows by ml_dtypes
     assert not [
         *untrainable(
-            settle(load(None, ["--train.backend", "cupy", "--train.dtype", dtype]), 1, True)
+            resolve(load(None, ["--train.backend", "cupy", "--train.dtype", dtype]), 1, True)
         )
     ]
 

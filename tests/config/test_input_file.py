@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from tests.config.refused import problems
 from tests.elided import elided
 
@@ -33,5 +33,5 @@ def test_a_wrong_type_is_refused(option, value, line):
 
 
 def test_the_shipped_input_is_a_cube():
-    config = settle(load(SHIPPED, []), 64)
+    config = resolve(load(SHIPPED, []), 64)
     assert config.mesh.sizes() == {"p": 1, "d": 1, "c": 1, "e": 1, "x": 4, "y": 4, "z": 4}

@@ -7,7 +7,7 @@ import pytest
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
-from hpc3d.config.rules import misfits, settle, words
+from hpc3d.config.rules import received_elements, resolve, violations
 from tests.config.refused import problems
 from tests.elided import elided
 
@@ -78,7 +78,7 @@ EDGES = {
     ("key", "good", "bad"), [(key, *pair) for key, pairs in EDGES.items() for pair in pairs]
 )
 def test_a_range_ends_where_it_says(key, good, bad):
-    settle(load(None, [f"--{key}", good]), 1)
+    resolve(load(None, [f"--{key}", good]), 1)
     (said,) = problems(f"--{key}", bad)
     assert said.startswith(f"{key} = ")
 
@@ -240,7 +240,7 @@ def test_a_stage_of_less_than_no_layers_is_refused():
 
 def test_an_asynchronous_run_has_a_longest():
     how = "--mesh.p 2 --parallel.schedule pipedream-2bw --parallel.microbatches 2 --train.steps"
-    settle(load(None, [*how.split(), "12500"]), 2)
+    resolve(load(None, [*how.split(), "12500"]), 2)
     (said,) = problems(*how.split(), "12501", ranks=2)
     assert said.startswith("train.steps = 12501: schedule pipedream-2bw") and "12500" in said
 
@@ -248,7 +248,7 @@ def test_an_asynchronous_run_has_a_longest():
 def test_chunks_are_what_the_schedule_wants():
     def chunks(schedule, *more):
         how = ["--model.layers", "8", "--mesh.p", "2", "--parallel.microbatches", "2", *more]
-        return settle(load(None, [*how, "--parallel.schedule", schedule]), 2).parallel.chunks
+        return resolve(load(None, [*how, "--parallel.schedule", schedule]), 2).parallel.chunks
 
     assert [chunks(name) for name in ("1f1b", "zb-v", "interleaved")] == [1, 2, 2]
     assert chunks("interleaved", "--parallel.chunks", "4") == 4
@@ -256,7 +256,7 @@ def test_chunks_are_what_the_schedule_wants():
 
 def test_the_schedule_is_1f1b_on_several_stages():
     sizes = ["--model.layers", "3", "--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]
-    one, two = (settle(load(None, [*sizes, "--mesh.p", str(p)]), p) for p in (1, 2))
+    one, two = (resolve(load(None, [*sizes, "--mesh.p", str(p)]), p) for p in (1, 2))
     assert (one.parallel.schedule, two.parallel.schedule) == ("none", "1f1b")
     assert two.layers() == [range(1), range(1, 3)]
 
@@ -301,24 +301,24 @@ def test_a_split_of_letters_is_checked(letters, line):
 
 
 def test_a_split_of_letters_is_taken():
-    config = settle(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
+    config = resolve(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
     assert config.splits()["dense"].m == "x"
     assert config.mesh.sizes()["x"] == 8
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])
 def test_the_default_model_settles_on_any_number_of_ranks(ranks):
-    config = settle(load(None, []), ranks, default=True)
+    config = resolve(load(None, []), ranks, default=True)
     assert prod(config.mesh.sizes().values()) == ranks
     assert config.model.hidden % config.model.heads == 0
-    assert not misfits(config, ranks)
+    assert not violations(config, ranks)
 
 
 def test_a_default_that_the_user_changed_does_not_grow():
     changed = load(None, ["--model.hidden", "128"])
     with pytest.raises(ValueError, match=r"mesh: .* 7 ranks"):
-        settle(changed, 7, default=True)
-    assert settle(load(None, []), 64, default=True).model == Config().model
+        resolve(changed, 7, default=True)
+    assert resolve(load(None, []), 64, default=True).model == Config().model
 
 
 def test_the_best_cuboid_moves_the_fewest_words():
@@ -338,9 +338,11 @@ def test_the_best_cuboid_moves_the_fewest_words():
         return total / (m * n * k)
 
     def on(x, y, z):
-        return settle(load(None, sized({"--mesh.x": x, "--mesh.y": y, "--mesh.z": z})), x * y * z)
+        return resolve(load(None, sized({"--mesh.x": x, "--mesh.y": y, "--mesh.z": z})), x * y * z)
 
-    best = settle(load(None, sized({})), 8)
+    best = resolve(load(None, sized({})), 8)
     cuboids = [on(x, y, 8 // (x * y)) for x in (1, 2, 4, 8) for y in (1, 2, 4, 8) if x * y <= 8]
     assert by_hand(best) == min(map(by_hand, cuboids)) < max(map(by_hand, cuboids))
-    assert [words(config) for config in cuboids] == pytest.approx(list(map(by_hand, cuboids)))
+    assert [received_elements(config) for config in cuboids] == pytest.approx(
+        list(map(by_hand, cuboids))
+    )

@@ -9,7 +9,7 @@ from hpc3d.arrays.pool import Pool, to_host
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.input_file import Config
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.training.trainer import Trainer
 
 SECTIONS = "mesh", "parallel", "model", "train"
@@ -22,7 +22,7 @@ def config_of(backend, **values):
         section = next(s for s in SECTIONS if key in keys_of(getattr(config, s)))
         changed = replace(getattr(config, section), **{key: value})
         config = replace(config, **{section: changed})
-    return settle(config, prod(config.mesh.sizes().values()))
+    return resolve(config, prod(config.mesh.sizes().values()))
 
 
 def keys_of(section):

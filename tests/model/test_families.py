@@ -8,7 +8,7 @@ import pytest
 from hpc3d.analyze.metrics.mfu import efficiency_row, model_flops
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.input_file import Config
-from hpc3d.config.rules import words
+from hpc3d.config.rules import received_elements
 from hpc3d.model import families
 from hpc3d.model.families import GPT2, ModelSizes, ModelSpec, block_products, block_weights
 from hpc3d.model.parameters import Parameters
@@ -95,7 +95,9 @@ def test_words_volumes_and_memory_ask_the_products(factor):
     config = replace(Config(), model=model_of(Config()))
     halves = replace(config, mesh=replace(config.mesh, x=2, y=1, z=1))
     weights = (4 + 2 * factor) * HIDDEN**2
-    assert words(halves) == weights / 2  # a rank of m receives the other half of the weights
+    assert (
+        received_elements(halves) == weights / 2
+    )  # a rank of m receives the other half of the weights
     replicas = replace(config, mesh=replace(config.mesh, d=2, x=1, y=1, z=1))
     assert volumes(replicas)["d"] == weights * config.model.layers
     alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))

@@ -12,7 +12,7 @@ import torch
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizer import AdamW, learning_rate
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
@@ -23,7 +23,7 @@ class Model:
 
     def __init__(self, config):
         torch.set_num_threads(1)
-        alone = settle(replace(config, mesh=MeshConfig(), parallel=ParallelConfig()), 1)
+        alone = resolve(replace(config, mesh=MeshConfig(), parallel=ParallelConfig()), 1)
         (trainer,) = run({}, lambda mesh: trainer_of(mesh, alone))
         self.train, self.shape, self.batches = config.train, trainer.shape, Tokens(config)
         self.newest = torch_reference.weights_of(trainer.parameters)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.comm.threads import run
 from hpc3d.config.load import known_keys, load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.trainer import Trainer
 
@@ -118,7 +118,7 @@ def config_of(line):
     values = {**SMALL, **words_of(line)}
     options = [str(word) for key, value in values.items() for word in (f"--{KEYS[key]}", value)]
     config = load(None, options)
-    return settle(config, prod(config.mesh.sizes().values()))
+    return resolve(config, prod(config.mesh.sizes().values()))
 
 
 def ranks(line):

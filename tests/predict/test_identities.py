@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.simulation.count import predict
 from hpc3d.trace.schema import CATEGORY, PHASE
 from tests.pipeline.mixes import KEYS
@@ -25,7 +25,7 @@ def rank_of(stage=0, **words):
     """The Prediction of the first rank of a pipeline stage, of `last word of a key`=value."""
     options = [str(part) for key, value in words.items() for part in (f"--{KEYS[key]}", value)]
     config = load(None, options)
-    config = settle(config, prod(config.mesh.sizes().values()))
+    config = resolve(config, prod(config.mesh.sizes().values()))
     coords = dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}
     return predict(config, config.model.vocabulary, coords)
 

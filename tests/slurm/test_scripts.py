@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from tests.mpi import ROOT
 from tests.runs import wait_for
 
@@ -70,7 +70,7 @@ def settled(words):
     """The ranks and the configuration of `launch -n RANKS python -m hpc3d.train INPUT ...`."""
     _, _, ranks, _, _, verb, path, *rest = words
     assert verb == "hpc3d.train"
-    return int(ranks), settle(load(ROOT / path, rest), int(ranks))
+    return int(ranks), resolve(load(ROOT / path, rest), int(ranks))
 
 
 def work(config):
@@ -108,7 +108,7 @@ def test_a_job_on_gpus_has_the_ranks_of_its_input(count, site):
     nodes, here, gpus = (int(asked[k]) for k in ("nodes", "ntasks-per-node", "gpus-per-node"))
     assert nodes * here == int(asked["ntasks"]) == count
     assert here == gpus
-    config = settle(load(ROOT / path, []), count)
+    config = resolve(load(ROOT / path, []), count)
     assert config.train.backend == "cupy"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.config.input_file import MeshConfig
-from hpc3d.config.rules import divisors, misfits, words, wrong_parts, wrong_pipeline
+from hpc3d.config.rules import divisors, received_elements, violations, wrong_parts, wrong_pipeline
 from hpc3d.limits import MOST_PASSES
 from hpc3d.model.families import block_weights
 from hpc3d.model.stage import LAYER
@@ -119,7 +119,7 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 def problems(config: Config, ranks: int) -> list[str]:
     """The rules that a layout breaks."""
-    return [*wrong_parts(config), *wrong_pipeline(config), *misfits(config, ranks)]
+    return [*wrong_parts(config), *wrong_pipeline(config), *violations(config, ranks)]
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
@@ -224,7 +224,7 @@ def volumes(config: Config) -> dict[str, float]:
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size = getattr(mesh, axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * mesh.p * layers * words(alone) * size / tensor
+        found[axis] = 2 * mesh.p * layers * received_elements(alone) * size / tensor
     if mesh.d > 1:
         found["d"] = 2 * (1 - 1 / mesh.d) * block_weights(model) * layers / tensor
     if mesh.p > 1:
@@ -264,7 +264,7 @@ def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     the same passes."""
     if config.mesh.d == 1:
         return ((0,),)
-    return tuple(group for group in ZEROS if not misfits(with_zero(config, group[0]), ranks))
+    return tuple(group for group in ZEROS if not violations(with_zero(config, group[0]), ranks))
 
 
 def with_zero(config: Config, zero: int) -> Config:
@@ -285,6 +285,6 @@ def microbatches(config: Config, ranks: int) -> list[int]:
     allowed = divisors(config.train.batch // config.mesh.d)
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
         parallel = replace(config.parallel, microbatches=most)
-        if not misfits(replace(config, parallel=parallel), ranks):
+        if not violations(replace(config, parallel=parallel), ranks):
             return divisors(most)
     return []

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc3d.comm import threads
 from hpc3d.config.load import load
-from hpc3d.config.rules import refuse, settle, unknown_values
+from hpc3d.config.rules import refuse, resolve, unknown_values
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
@@ -86,7 +86,7 @@ def load_resolved(
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
-    config = settle(config, ranks or mesh.grid().size)
+    config = resolve(config, ranks or mesh.grid().size)
     vocabulary = config.model.vocabulary or BYTE_VOCABULARY
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
 

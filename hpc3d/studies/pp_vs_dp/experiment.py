@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY, simulate
 from hpc3d.predict.simulation.summary import summary
 
@@ -30,7 +30,7 @@ def resolved_config(
 ) -> Config:
     """The Config of an experiment, with heads of 64."""
     hidden = model["hidden"]
-    return settle(
+    return resolve(
         Config(
             name="findings",
             mesh=MeshConfig(**{"x": 1, "y": 1, "z": 1} | mesh),

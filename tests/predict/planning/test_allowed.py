@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.simulation.count import predict
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
@@ -31,7 +31,7 @@ def test_what_the_rules_allow_runs(scheme, mesh, hidden, sequence, batch, zero):
     options = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
     ranks = mesh["d"] * mesh["x"] * mesh["y"] * mesh["z"]
     try:
-        config = settle(load(None, options), ranks)
+        config = resolve(load(None, options), ranks)
     except ValueError:
         return
     last = {axis: size - 1 for axis, size in config.mesh.sizes().items()}

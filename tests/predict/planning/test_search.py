@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts
@@ -45,7 +45,7 @@ def config_of(line):
 def settled(line, ranks=8):
     config = config_of(line)
     sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz"}
-    return settle(replace(config, mesh=replace(config.mesh, **sizes)), ranks)
+    return resolve(replace(config, mesh=replace(config.mesh, **sizes)), ranks)
 
 
 def step(config, machine=CLUSTER, vocabulary=256):

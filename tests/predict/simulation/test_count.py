@@ -5,7 +5,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.config.load import load
-from hpc3d.config.rules import settle
+from hpc3d.config.rules import resolve
 from hpc3d.predict.simulation import count
 from hpc3d.predict.simulation.count import Prediction, every_rank, predict
 from hpc3d.trace.recorder import Recorder
@@ -100,7 +100,7 @@ def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():
         "--model.vocabulary 51200 --train.batch 1024 --parallel.microbatches 64 "
         "--mesh.p 8 --mesh.x 2 --mesh.y 8 --mesh.z 8 --parallel.schedule 1f1b"
     )
-    config = settle(load(None, words.split()), 1024)
+    config = resolve(load(None, words.split()), 1024)
     middle = dict.fromkeys(config.mesh.sizes(), 0) | {"p": 3}
     found = predict(config, 51200, middle)
     # 12 of 96 layers: 12 h^2 on 128 ranks, and 13 h of vectors on 8 each.
