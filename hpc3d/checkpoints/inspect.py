@@ -16,7 +16,7 @@ from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values, wrong_parts
 from hpc3d.model.families import ModelSpec, family_of
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import Part, build
+from hpc3d.model.stage import LayerRange, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import state_kinds
@@ -76,7 +76,7 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """{name: global shape} of the parameters of a model, in the order of the forward pass."""
     mesh = Mesh({}, {}, {}, Self())
     parameters = Parameters(mesh, "float32")
-    whole = Part(range(model.layers), True, True)
+    whole = LayerRange(range(model.layers), True, True)
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     build(mesh, parameters, ModelSpec(family, sizes, {"dense": Split()}), [whole])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.families import ModelSpec
     from hpc3d.model.parameters import Parameters
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
 
 
 class BlockSaved(NamedTuple):
@@ -30,7 +30,7 @@ class BlockSaved(NamedTuple):
     proj_linear: Saved
     norm2: NormSaved
     up_linear: Saved
-    slope: Array
+    gelu_saved: Array
     down_linear: Saved
 
 
@@ -77,29 +77,29 @@ class Block:
         alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = model.fused_gelu and alone
 
-    def forward(self, x: Array, micro: Micro) -> tuple[Array, BlockSaved | BlockInput]:
-        """The block of Y and what `backward` needs: with "full", what `again` needs."""
-        y, saved = self.run(x, micro)
+    def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
+        """The block of Y and what `backward` needs: with "full", what `recomputed` needs."""
+        y, saved = self.forward_saving(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
-    def again(self, kept: BlockInput, micro: Micro) -> BlockSaved:
+    def recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
         """What the forward pass did not keep: it runs once more, with the weights it had."""
         newest = self.parameters.value
-        self.parameters.show(kept.weights)
+        self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):
-            _, saved = self.run(kept.x, micro)
-        self.parameters.show(newest)
+            _, saved = self.forward_saving(kept.x, micro)
+        self.parameters.use(newest)
         return saved
 
-    def run(self, x: Array, micro: Micro) -> tuple[Array, BlockSaved]:
+    def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
         """The block of Y and what the backward pass works with."""
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
-        x, saved_proj = self.join(x, self.proj, a, self.drop1, micro)
+        x, saved_proj = self.add_residual(x, self.proj, a, self.drop1, micro)
         n2, saved_n2 = self.norm2.forward(x)
-        g, saved_up, slope = self.rise(n2)
-        y, saved_down = self.join(x, self.down, g, self.drop2, micro)
+        g, saved_up, gelu_saved = self.up_gelu(n2)
+        y, saved_down = self.add_residual(x, self.down, g, self.drop2, micro)
         return y, BlockSaved(
             norm1=saved_n1,
             qkv_linear=saved_qkv,
@@ -107,26 +107,34 @@ class Block:
             proj_linear=saved_proj,
             norm2=saved_n2,
             up_linear=saved_up,
-            slope=slope,
+            gelu_saved=gelu_saved,
             down_linear=saved_down,
         )
 
     def backward(
-        self, dy: Array, saved: BlockSaved | BlockInput, micro: Micro, later: Callable[..., None]
+        self,
+        dy: Array,
+        saved: BlockSaved | BlockInput,
+        micro: Microbatch,
+        defer: Callable[..., None],
     ) -> Array:
         if isinstance(saved, BlockInput):
-            saved = self.again(saved, micro)
-        dh = self.fall(self.drop(self.drop2, dy, micro), saved.down_linear, saved.slope, later)
-        dy = self.norm2.backward(
-            self.up.backward(dh, saved.up_linear, later), saved.norm2, residual=dy
+            saved = self.recomputed(saved, micro)
+        dh = self.down_gelu_grad(
+            self.apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.gelu_saved, defer
         )
-        da = self.proj.backward(self.drop(self.drop1, dy, micro), saved.proj_linear, later)
+        dy = self.norm2.backward(
+            self.up.backward(dh, saved.up_linear, defer), saved.norm2, residual=dy
+        )
+        da = self.proj.backward(
+            self.apply_dropout(self.drop1, dy, micro), saved.proj_linear, defer
+        )
         dqkv = self.attention.backward(da, saved.attention, micro)
         return self.norm1.backward(
-            self.qkv.backward(dqkv, saved.qkv_linear, later), saved.norm1, residual=dy
+            self.qkv.backward(dqkv, saved.qkv_linear, defer), saved.norm1, residual=dy
         )
 
-    def rise(self, n: Array) -> tuple[Array, Saved, Array]:
+    def up_gelu(self, n: Array) -> tuple[Array, Saved, Array]:
         """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
         what it was made of."""
         if self.fused_gelu:
@@ -135,24 +143,26 @@ class Block:
         with self.mesh.trace.span("gelu"):
             return self.gelu(h, self.mesh.empty(h.shape, h.dtype)), saved, h
 
-    def fall(self, dy: Array, saved: Saved, slope: Array, later: Callable[..., None]) -> Array:
+    def down_gelu_grad(
+        self, dy: Array, saved: Saved, gelu_saved: Array, defer: Callable[..., None]
+    ) -> Array:
         """The gradient of up's result from that of down's."""
         if self.fused_gelu:
-            return self.down.backward(dy, saved, later, gelu_at=slope)
-        dg = self.down.backward(dy, saved, later)
+            return self.down.backward(dy, saved, defer, gelu_at=gelu_saved)
+        dg = self.down.backward(dy, saved, defer)
         with self.mesh.trace.span("gelu"):
-            return gelu_grad(slope, dg)
+            return gelu_grad(gelu_saved, dg)
 
-    def join(
-        self, x: Array, linear: Linear, a: Array, dropout: Dropout, micro: Micro
+    def add_residual(
+        self, x: Array, linear: Linear, a: Array, dropout: Dropout, micro: Microbatch
     ) -> tuple[Array, Saved]:
         """x + dropout(linear(a)), and what backward needs of linear."""
         if linear.matmul.y_is_complete and not dropout.rate:
             return linear.forward(a, residual=x)
         y, saved = linear.forward(a)
-        y = self.drop(dropout, y, micro)
+        y = self.apply_dropout(dropout, y, micro)
         with self.mesh.trace.span("residual"):
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
-    def drop(self, dropout: Dropout, x: Array, micro: Micro) -> Array:
+    def apply_dropout(self, dropout: Dropout, x: Array, micro: Microbatch) -> Array:
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.families import ModelSpec
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
 
 
 class AttentionSaved(NamedTuple):
@@ -34,14 +34,14 @@ class CoreAttention:
         self.selective = spec.recompute == "selective"
         self.dropout = Dropout(mesh, name, spec.splits["dense"].y, self.sizes.dropout, spec.seed)
 
-    def forward(self, qkv: Array, micro: Micro) -> tuple[Array, AttentionSaved]:
+    def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""
         how = self._how(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
             out, p = attend(qkv, *how)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
-    def backward(self, dout: Array, saved: AttentionSaved, micro: Micro) -> Array:
+    def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
         """The gradient of [q|k|v] from that of the output."""
         qkv, p, how = *saved, self._how(micro)
         if self.selective:
@@ -49,7 +49,7 @@ class CoreAttention:
         with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
             return attend_grad(dout, qkv, p, *how)
 
-    def recompute(self, qkv: Array, micro: Micro) -> Any:
+    def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """The probabilities once more: half of the work."""
         trace, half, how = self.mesh.trace, self._flops(qkv) // 2, self._how(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):

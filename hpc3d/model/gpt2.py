@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.model.families import ModelSpec
     from hpc3d.model.layers import EmbeddingSaved
     from hpc3d.model.parameters import Parameter, Parameters
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
     from hpc3d.tensor.matmul import SavedForWeight
 
 
@@ -62,7 +62,7 @@ class Embeddings:
         self.layout = split.x
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
 
-    def forward(self, micro: Micro) -> tuple[Array, EmbeddingSaved]:
+    def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         x, saved = self.lookup.forward(micro)
         with self.mesh.trace.span("embedding", "lookup"):
             out = self.mesh.empty(x.shape, x.dtype)
@@ -70,18 +70,18 @@ class Embeddings:
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
     def backward(
-        self, dx: Array, saved: EmbeddingSaved, micro: Micro, later: Callable[..., None]
+        self, dx: Array, saved: EmbeddingSaved, micro: Microbatch, defer: Callable[..., None]
     ) -> None:
         dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
-        later(self.weigh, dx, saved, micro)
+        defer(self.weight_grad, dx, saved, micro)
 
-    def weigh(self, dx: Array, saved: EmbeddingSaved, micro: Micro) -> None:
+    def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
         with self.mesh.trace.span("embedding", "lookup"):
             first, period = self.first(micro), self.shape.sequence
             self.position.grad += sum_repeated(dx, first, period)
         self.lookup.backward(dx, saved, micro)
 
-    def first(self, micro: Micro) -> int:
+    def first(self, micro: Microbatch) -> int:
         """The position in its sequence of the first token of this rank's rows."""
         shape = micro.sequences * self.shape.sequence, self.shape.hidden
         return self.layout.slices(shape, self.mesh)[0].start % self.shape.sequence
@@ -111,30 +111,30 @@ class Head:
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
-    def forward(self, x: Array, micro: Micro) -> tuple[Any, HeadSaved]:
+    def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved]:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         if not writeable(logits):
             logits, shared = self.mesh.empty(logits.shape, logits.dtype), logits
             logits[...] = shared
-        targets = micro.bring("head.targets", self.targets)
+        targets = micro.cached("head.targets", self.targets)
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         saved = HeadSaved(saved_norm, saved_product, saved_loss)
         return loss if self.counts() else 0.0, saved
 
-    def targets(self, micro: Micro) -> np.ndarray:
+    def targets(self, micro: Microbatch) -> np.ndarray:
         """Those of this rank's rows."""
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
-    def backward(self, micro: Micro, saved: HeadSaved, later: Callable[..., None]) -> Array:
+    def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
         """The gradient of X, of the summed loss times its factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
-        later(self.weigh, rest)
+        defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
-    def weigh(self, rest: SavedForWeight) -> None:
+    def weight_grad(self, rest: SavedForWeight) -> None:
         if self.matmul.dw_is_complete:
             self.matmul.add_w(rest, self.table.grad)
             return

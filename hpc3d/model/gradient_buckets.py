@@ -33,11 +33,15 @@ class Buckets:
         self.parameters, self.mesh = parameters, parameters.mesh
         summed = [item for item in parameters if item.partial]
         parted = [item for item in parameters if parameters.shared_out(item)]
-        self.sums = [self.bucket(Sum, OwnerSum, each) for each in filled(parameters, summed, size)]
-        self.gathers = [
-            self.bucket(Gather, OwnerGather, each) for each in filled(parameters, parted, size)
+        self.sums = [
+            self.bucket(GradientBucket, OwnerSum, each)
+            for each in make_buckets(parameters, summed, size)
         ]
-        self.twins = [item for item in parameters if item.twin is not None]
+        self.gathers = [
+            self.bucket(ValueBucket, OwnerGather, each)
+            for each in make_buckets(parameters, parted, size)
+        ]
+        self.tied = [item for item in parameters if item.tied_peer is not None]
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
@@ -48,16 +52,16 @@ class Buckets:
         """Start a new step with gradients of zero."""
         self.parameters.grad.fill(0)
         self.left = {bucket: {item.unit for item in bucket.items} for bucket in self.sums}
-        self.posted: list[Sum] = []
+        self.posted: list[GradientBucket] = []
 
     def finished(self, unit: str) -> None:
         """Post the buckets that waited for `unit` only."""
-        for bucket in [b for b, units in self.left.items() if not b.late]:
+        for bucket in [b for b, units in self.left.items() if not b.posted_last]:
             self.left[bucket].discard(unit)
             if not self.left[bucket]:
                 self.post(bucket)
 
-    def post(self, bucket: Sum) -> None:
+    def post(self, bucket: GradientBucket) -> None:
         del self.left[bucket]
         bucket.post()
         self.posted.append(bucket)
@@ -71,17 +75,17 @@ class Buckets:
             self.post(bucket)
         for bucket in self.posted:
             bucket.wait()
-        for item in self.twins:
-            self.add_twin(item)
+        for item in self.tied:
+            self.reduce_tied(item)
 
-    def add_twin(self, item: Parameter) -> None:
+    def reduce_tied(self, item: Parameter) -> None:
         """Add the gradient of the other copy of a tied table.
 
         Through `world`, between the hosts, so that no message of the schedule can be taken for
         it.
         """
         mine = self.parameters.grad[self.parameters.places[item].own_grad]
-        peer = self.mesh.comm("p").members[item.twin]  # type: ignore[index]  # it has one
+        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # it has one
         sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
         sent.wait()
@@ -117,18 +121,18 @@ class Bucket:
         return self.columns[-1].stop
 
 
-class Sum(Bucket):
+class GradientBucket(Bucket):
     """A bucket of gradients, summed over the axes where they are partial, the data axis last.
 
     The reduction over the first axis is in flight from `post` on; those over others, of vectors
-    only, begin when it is waited for.  Where a tensor axis is the first, all that is `late`:
-    posted early, it would stand before what the pass and other stages wait for.
+    only, begin when it is waited for.  Where a tensor axis is the first, all that is
+    `posted_last`: posted early, it would stand before what the pass and other stages wait for.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         super().__init__(parameters, items)
         self.axes = items[0].partial
-        self.late = items[0].late or self.axes[0] != DATA
+        self.posted_last = items[0].completed_last or self.axes[0] != DATA
         self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
 
     def post(self) -> None:
@@ -163,7 +167,7 @@ class Sum(Bucket):
             self.parameters.grad[place.own_grad] = total[0, columns]
 
 
-class Gather(Bucket):
+class ValueBucket(Bucket):
     """A bucket of values, of which each replica has updated its own part."""
 
     def post(self) -> None:
@@ -178,7 +182,7 @@ class Gather(Bucket):
         self.pending = None
 
 
-class OwnerSum(Sum):
+class OwnerSum(GradientBucket):
     """Whole matrices: their sum over the data axis is left to the replica that updates them."""
 
     @property
@@ -213,14 +217,16 @@ class OwnerGather(Bucket):
         self.pending = None
 
 
-def filled(
+def make_buckets(
     parameters: Parameters, items: Sequence[Parameter], size: int
 ) -> Iterator[list[Parameter]]:
     """Lists of neighbours that are summed alike, and updated by the same replicas, each as long as
     it stays within `size` bytes."""
     places, itemsize = parameters.places, parameters.wide.itemsize
     owners = parameters.owners
-    for _, alike in groupby(items, lambda item: (item.late, item.partial, owners.get(item))):
+    for _, alike in groupby(
+        items, lambda item: (item.completed_last, item.partial, owners.get(item))
+    ):
         bucket: list[Parameter] = []
         held = 0
         for item in alike:

@@ -1,8 +1,8 @@
-"""Layers: `forward(x)` returns y and what `backward(dy, saved, later)` needs of it.
+"""Layers: `forward(x)` returns y and what `backward(dy, saved, defer)` needs of it.
 
 A layer holds parameters and its axes, and nothing of a pass, so it may be used twice, in parallel
 branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`: those of
-matrices by a call that is handed to `later`, which makes it at once or when their turn comes.
+matrices by a call that is handed to `defer`, which makes it at once or when their turn comes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, Parameters
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
     from hpc3d.tensor.matmul import Saved, SavedForWeight
     from hpc3d.tensor.split import Split
 
@@ -43,8 +43,8 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
     return (*layout[0], *layout.owned)
 
 
-def at_once(function: Callable[..., object], *arguments: Any) -> None:
-    """The `later` of a backward pass that leaves nothing for later."""
+def immediately(function: Callable[..., object], *arguments: Any) -> None:
+    """The `defer` of a backward pass that leaves nothing for later."""
     function(*arguments)
 
 
@@ -89,13 +89,13 @@ class Linear:
         return y, saved, h
 
     def backward(
-        self, dy: Array, saved: Saved, later: Callable[..., None] = at_once, **epilogue: Any
+        self, dy: Array, saved: Saved, defer: Callable[..., None] = immediately, **epilogue: Any
     ) -> Array:
         dx, rest = self.matmul.backward_input(saved, dy, **epilogue)
-        later(self.weigh, dy, rest)
+        defer(self.weight_grad, dy, rest)
         return dx.wait()
 
-    def weigh(self, dy: Array, rest: SavedForWeight) -> None:
+    def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
         """The gradients of weight and bias."""
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
             self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
@@ -185,7 +185,7 @@ class Dropout:
         self.mesh, self.name, self.layout = mesh, name, layout
         self.rate, self.seed = rate, seed
 
-    def mask(self, micro: Micro, rows: int, columns: int) -> Mask | None:
+    def mask(self, micro: Microbatch, rows: int, columns: int) -> Mask | None:
         """That of this rank's block of a tensor with `rows` rows a sequence; None at rate 0."""
         if not self.rate:
             return None
@@ -193,13 +193,13 @@ class Dropout:
         here, block = self.layout.slices(shape, self.mesh)
         before = micro.first * rows
         where = range(before + here.start, before + here.stop)
-        key = micro.bring(self.name, self.key)
+        key = micro.cached(self.name, self.key)
         return Mask(key, self.rate, where, range(block.start, block.stop), columns)
 
-    def key(self, micro: Micro) -> np.ndarray:
+    def key(self, micro: Microbatch) -> np.ndarray:
         return philox_key((self.seed, self.name, micro.step))
 
-    def apply(self, x: Array, micro: Micro, rows: int, columns: int) -> Array:
+    def apply(self, x: Array, micro: Microbatch, rows: int, columns: int) -> Array:
         """x times the factors; the same for a gradient."""
         mask = self.mask(micro, rows, columns)
         if mask is None:
@@ -225,29 +225,29 @@ class Embedding:
         self.mesh, self.table, self.split = mesh, table, split
         self.matmul = Matmul(mesh, split)
 
-    def index(self, micro: Micro) -> np.ndarray:
+    def index(self, micro: Microbatch) -> np.ndarray:
         """The row of this rank's working block of the table for each of its working rows."""
         tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
         axes = self.split.k.split()
         first = self.mesh.index(axes) * (self.table.shape[0] // self.mesh.count(axes))
         return tokens.reshape(-1).astype(np.int64) - first
 
-    def order(self, micro: Micro) -> np.ndarray:
+    def order(self, micro: Microbatch) -> np.ndarray:
         """Its numbers by row of the table."""
         return np.argsort(self.index(micro), kind="stable")
 
-    def forward(self, micro: Micro) -> tuple[Array, EmbeddingSaved]:
+    def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         """Y, and what backward needs."""
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
-        index = micro.bring("embedding.index", self.index)
+        index = micro.cached("embedding.index", self.index)
         with self.mesh.trace.span("embedding", "lookup"):
             partial = gather_rows(table, index)
         saved = EmbeddingSaved(index, table.shape)
         return self.matmul.reduce(partial, self.split.y, k).wait(), saved
 
-    def backward(self, dy: Array, saved: EmbeddingSaved, micro: Micro) -> None:
-        order = micro.bring("embedding.order", self.order)
+    def backward(self, dy: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
+        order = micro.cached("embedding.order", self.order)
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         dy = self.matmul.gather(dy, self.split.y, k).wait()
         with self.mesh.trace.span("embedding", "lookup"):

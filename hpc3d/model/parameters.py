@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class Parameter:
     """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
 
-    `twin` is the pipeline stage that holds the other copy of a tied table; the gradient of a
-    `late` one, such as that, is complete only when the step ends.
+    `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
+    `completed_last` one, such as that, is complete only when the step ends.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Parameter:
     decay: bool = False
     rows: int | None = None  # rows that are drawn; the padding below them starts at 0
     grad_layout: Layout | None = None
-    twin: int | None = None
-    late: bool = False
+    tied_peer: int | None = None
+    completed_last: bool = False
     value: Any = field(default=None, repr=False)
     grad: Any = field(default=None, repr=False)
 
@@ -153,18 +153,18 @@ class Parameters:
         decay, so that an update is a few stretches.
         """
         self.items.reverse()
-        self.items.sort(key=lambda item: (item.late, item.partial, not item.decay))
+        self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         matrices = [item for item in self.items if self.whole_matrices and len(item.shape) == 2]
-        self.owners = self.deal([item for item in matrices if self.whole(item)])
+        self.owners = self.deal([item for item in matrices if self.stored_whole(item)])
         values = grads = states = 0
         for item in self.items:
-            place = self.place(item, values, grads, states)
+            place = self.slices_of(item, values, grads, states)
             values, grads, states = place.value.stop, place.grad.stop, place.state.stop
             self.places[item] = place
         self.value = self.mesh.zeros((values,), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
         self.states = states
-        self.point()
+        self.bind()
         for item in self.items:
             item.start(seed, self.mesh)
         whole = {*matrices}
@@ -178,7 +178,7 @@ class Parameters:
         of all, so that its copies on two stages go to the same replica.
         """
         owners, load = {}, [0] * self.parts
-        ordered = sorted(matrices, key=lambda item: (item.twin is None, -prod(item.shape)))
+        ordered = sorted(matrices, key=lambda item: (item.tied_peer is None, -prod(item.shape)))
         for item in ordered if self.parts > 1 else ():
             owners[item] = load.index(min(load))
             load[owners[item]] += prod(item.shape)
@@ -195,25 +195,25 @@ class Parameters:
         shape = layout.block(item.shape, self.mesh)
         return WholeMatrix(place.own_value, place.own_grad, place.state, item, layout, shape)
 
-    def place(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
+    def slices_of(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
         """The place of a parameter behind those that take up the first `values`, ... elements."""
         value = prod(item.layout.block(item.shape, self.mesh))
         grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
         own = min(value, grad)
         if item in self.owners:
             own *= self.updates(item)
-        elif self.whole(item):
+        elif self.stored_whole(item):
             own = -(-own // self.parts)
             value = grad = own * self.parts
         return FlatSlices(
             slice(values, values + value),
             slice(grads, grads + grad),
-            self.own(values, value, own),
-            self.own(grads, grad, own),
+            self.shard(values, value, own),
+            self.shard(grads, grad, own),
             slice(states, states + own),
         )
 
-    def whole(self, item: Parameter) -> bool:
+    def stored_whole(self, item: Parameter) -> bool:
         """Whether every replica stores all of value and gradient."""
         layouts = (item.layout, item.grad_layout or item.layout)
         return all(layout.dim_of(DATA) is None for layout in layouts)
@@ -223,29 +223,29 @@ class Parameters:
         place = self.places[item]
         return item in self.owners or place.own_value != place.value
 
-    def own(self, start: int, size: int, own: int) -> slice:
+    def shard(self, start: int, size: int, own: int) -> slice:
         """This rank's `own` elements of the `size` from `start` on."""
         start += self.mesh.coord(DATA) * own if own < size else 0
         return slice(start, start + own)
 
-    def point(self) -> None:
+    def bind(self) -> None:
         """Let the parameters show the flat arrays."""
         for item, place in self.places.items():
             item.value = view(self.value, place.value, item.layout.block(item.shape, self.mesh))
             layout = item.grad_layout or item.layout
             item.grad = view(self.grad, place.grad, layout.block(item.shape, self.mesh))
 
-    def renew(self) -> None:
+    def copy_on_write(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
         old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
         self.value[...] = old
-        self.point()
+        self.bind()
 
-    def show(self, value: Array) -> None:
+    def use(self, value: Array) -> None:
         """Let the parameters show the flat array `value`."""
         if value is not self.value:
             self.value = value
-            self.point()
+            self.bind()
 
     def sum_of_squares(self) -> Any:
         """The sum of this rank's share of the gradient's squares, each parameter counted once."""
@@ -257,7 +257,7 @@ class Parameters:
         layout = item.grad_layout or item.layout
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
         sharded |= {DATA} if self.parts > 1 else set()
-        first = item.twin is None or self.mesh.coord("p") < item.twin
+        first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 
 

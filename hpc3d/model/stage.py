@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.model.gpt2 import add_table
-from hpc3d.model.layers import at_once
+from hpc3d.model.layers import immediately
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.layout import Layout
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters
 
 
-def at_hand(micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
+def without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
     """How a microbatch brings numbers to arrays of the host: they are there."""
     return make(micro)
 
 
-class Micro(NamedTuple):
+class Microbatch(NamedTuple):
     """A microbatch: tokens and targets [sequences, T], the same on all ranks.
 
     `first` is the number of its first sequence in the batch of training step `step`; the gradient
-    is that of its summed loss times `scale`.  `carry` brings numbers of the host to where the
+    is that of its summed loss times `scale`.  `cache` brings numbers of the host to where the
     model's arrays are.
     """
 
@@ -41,19 +41,19 @@ class Micro(NamedTuple):
     tokens: np.ndarray
     targets: np.ndarray
     scale: float
-    carry: Callable = at_hand
+    cache: Callable = without_cache
 
     @property
     def sequences(self) -> int:
         return len(self.tokens)
 
-    def bring(self, name: str, make: Callable[[Micro], Any]) -> Any:
+    def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
         """`make(micro)`, where the model's arrays are; it is the same under the same name."""
-        return self.carry(self, name, make)
+        return self.cache(self, name, make)
 
     def factor(self) -> Any:
         """`scale` there."""
-        return self.bring("scale", lambda micro: micro.scale)
+        return self.cached("scale", lambda micro: micro.scale)
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
         """This rank's sequences, for rows that lie as in `layout`."""
@@ -67,8 +67,8 @@ def microbatches(
     targets: np.ndarray,
     count: int,
     alone: bool = False,
-    carry: Callable[..., Any] = at_hand,
-) -> Iterator[Micro]:
+    cache: Callable[..., Any] = without_cache,
+) -> Iterator[Microbatch]:
     """A batch [sequences, T] cut into `count` microbatches.
 
     The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
@@ -79,7 +79,7 @@ def microbatches(
     for first, stop in pairwise(ends):
         part = slice(first, stop)
         valid = valid_tokens(targets[part]) if alone else whole
-        yield Micro(step, first, tokens[part], targets[part], 1 / valid, carry)
+        yield Microbatch(step, first, tokens[part], targets[part], 1 / valid, cache)
 
 
 def valid_tokens(targets: np.ndarray) -> int:
@@ -90,7 +90,7 @@ def ignore(unit: str) -> None:
     """The `finished` of a backward pass that nobody waits for."""
 
 
-class Part(NamedTuple):
+class LayerRange(NamedTuple):
     """Which blocks of the model, with which of its ends."""
 
     layers: range
@@ -99,28 +99,28 @@ class Part(NamedTuple):
 
 
 # A model taken apart: one block, and its ends without any.
-FIRST = Part(range(0), first=True, last=False)
-LAYER = Part(range(1), first=False, last=False)
-LAST = Part(range(0), first=False, last=True)
+FIRST = LayerRange(range(0), first=True, last=False)
+LAYER = LayerRange(range(1), first=False, last=False)
+LAST = LayerRange(range(0), first=False, last=True)
 
 
 def build(
     mesh: Mesh,
     parameters: Parameters,
     spec: ModelSpec,
-    parts: Sequence[Part],
-    twin: int | None = None,
+    parts: Sequence[LayerRange],
+    tied_peer: int | None = None,
 ) -> list[Stage]:
     """The stages of this rank by a `ModelSpec`, one a part, their parameters added to
     `parameters`.
 
     A rank with the first part has the token table, as has, of a tied model, one with the last;
-    `twin` is the pipeline stage of the other where these are two.
+    `tied_peer` is the pipeline stage of the other where these are two.
     """
     table, tied = None, spec.sizes.tied
     if any(part.first or (part.last and tied) for part in parts):
-        late = tied and (twin is not None or len(parts) > 1)
-        how = {"twin": twin if tied else None, "late": late}
+        completed_last = tied and (tied_peer is not None or len(parts) > 1)
+        how = {"tied_peer": tied_peer if tied else None, "completed_last": completed_last}
         table = add_table(mesh, parameters, spec, "embedding.token", **how)
     return [Stage(mesh, parameters, spec, part, table) for part in parts]
 
@@ -133,7 +133,7 @@ class Stage:
         mesh: Mesh,
         parameters: Parameters,
         spec: ModelSpec,
-        part: Part,
+        part: LayerRange,
         table: Parameter | None,
     ) -> None:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
@@ -146,7 +146,7 @@ class Stage:
                 table = add_table(mesh, parameters, spec, "head.table")
             self.head = spec.family.last(mesh, parameters, spec, table)
 
-    def forward(self, x: Array | None, micro: Micro) -> tuple[Any, list[Any]]:
+    def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
         """Y, or of the last part this rank's share of the summed loss; and what backward needs.
 
         Parts with the embeddings take no x.
@@ -170,25 +170,25 @@ class Stage:
         self,
         dy: Array | None,
         saved: list[Any],
-        micro: Micro,
-        later: Callable[..., None] = at_once,
+        micro: Microbatch,
+        defer: Callable[..., None] = immediately,
         finished: Callable[[str], None] = ignore,
     ) -> Array | None:
-        """The gradient of x; that of matrices goes through `later`, which then calls
+        """The gradient of x; that of matrices goes through `defer`, which then calls
         `finished(unit)` for every part of the model that is through.  Empties `saved`.
 
         Parts with the head take no dy.
         """
         if self.head:
-            dy = self.head.backward(micro, saved.pop(), later)
-            later(finished, self.head.name)
+            dy = self.head.backward(micro, saved.pop(), defer)
+            defer(finished, self.head.name)
         for block in reversed(self.blocks):
             with self.mesh.trace.scope(layer=block.number):
-                dy = block.backward(dy, saved.pop(), micro, later)
-            later(finished, block.name)
+                dy = block.backward(dy, saved.pop(), micro, defer)
+            defer(finished, block.name)
         if self.embeddings:
-            dy = self.embeddings.backward(dy, saved.pop(), micro, later)
-            later(finished, self.embeddings.name)
+            dy = self.embeddings.backward(dy, saved.pop(), micro, defer)
+            defer(finished, self.embeddings.name)
         return dy
 
     @property

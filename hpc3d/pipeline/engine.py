@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.comm.communicator import ready
-from hpc3d.model.layers import at_once
+from hpc3d.model.layers import immediately
 from hpc3d.pipeline.instruction import MESSAGES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh, MeshRecorder
     from hpc3d.model.gradient_buckets import Buckets
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
     from hpc3d.pipeline.instruction import Instruction, Placement
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
@@ -42,7 +42,7 @@ PHASE = {
 }
 
 
-class Later:
+class DeferredWeightGrads:
     """Weight gradients that wait for their W, each with the layer that it belongs to."""
 
     def __init__(self, trace: MeshRecorder) -> None:
@@ -80,10 +80,10 @@ class Engine:
         self.mesh, self.stages, self.placement = mesh, stages, placement
         self.buckets, self.weights, self.update, self.clock = buckets, weights, update, clock
         self.stage, self.dtype = mesh.coord("p"), buckets.parameters.dtype
-        self.micros: Mapping[int, Micro] = {}
+        self.micros: Mapping[int, Microbatch] = {}
         # By microbatch and chunk; messages by kind before that, those that are sent by channel.
         self.saved: dict[tuple[int, int], Any] = {}
-        self.deferred: dict[tuple[int, int], Later] = {}
+        self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
         self.inbox: dict[tuple[str, int, int], Pending] = {}
         self.outbox: dict[tuple[str, int, int], Array] = {}
         self.sent: dict[tuple[int, str], Pending] = {}
@@ -103,8 +103,9 @@ class Engine:
             "Step": self.step,
         }
 
-    def run(self, groups: Iterable[Group], micros: Mapping[int, Micro]) -> None:
-        """Execute groups of instructions; `micros` maps the number of a microbatch to a Micro."""
+    def run(self, groups: Iterable[Group], micros: Mapping[int, Microbatch]) -> None:
+        """Execute groups of instructions; `micros` maps the number of a microbatch to a
+        Microbatch."""
         self.micros, trace = micros, self.mesh.trace
         self.seconds.clear()
         for group in groups:
@@ -136,19 +137,19 @@ class Engine:
         else:
             self.deliver("F", key, y)
 
-    def backward(self, instruction: Instruction, later: Callable[..., None] = at_once) -> None:
-        """The gradient of the stage's input, and those of its weights where `later` lets them."""
+    def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
+        """The gradient of the stage's input, and those of its weights where `defer` lets them."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()
         saved = self.saved.pop(key)
-        dx = self.stages[chunk].backward(dy, saved, self.micros[mb], later, self.finished)
+        dx = self.stages[chunk].backward(dy, saved, self.micros[mb], defer, self.finished)
         if not self.placement.first(self.stage, chunk):
             self.deliver("B", key, dx)
 
     def backward_input(self, instruction: Instruction) -> None:
-        later = self.deferred[instruction[1:]] = Later(self.mesh.trace)
-        self.backward(instruction, later)
+        defer = self.deferred[instruction[1:]] = DeferredWeightGrads(self.mesh.trace)
+        self.backward(instruction, defer)
 
     def backward_weight(self, instruction: Instruction) -> None:
         self.deferred.pop(instruction[1:]).run()

@@ -27,7 +27,7 @@ class PipelineStage(Protocol):
         and of its gradient, of a microbatch of so many sequences."""
 
     def forward(self, x: Any, micro: Any) -> tuple[Any, Any]:
-        """Y, and what `backward` needs of this microbatch (`model.stage.Micro`).
+        """Y, and what `backward` needs of this microbatch (`model.stage.Microbatch`).
 
         x is a block, to read and not to write into; None for the model's first part, which reads
         `micro.tokens`.  Y is the block for the next part; the last part returns this rank's share
@@ -39,7 +39,7 @@ class PipelineStage(Protocol):
         dy: Any,
         saved: Any,
         micro: Any,
-        later: Callable[..., None],
+        defer: Callable[..., None],
         finished: Callable[[str], None],
     ) -> Any:
         """The gradient of x, of the summed loss times `micro.scale`; None of the first part.
@@ -47,6 +47,6 @@ class PipelineStage(Protocol):
         dy is the gradient of Y, None for the last part.  `saved` is that of this microbatch's
         forward pass; it is used once, and nothing of it may be held on to but by calls that wait.
         The gradients of weights are added to those of the parameters by calls
-        `later(function, *arguments)`, which makes them at once, or in their order when W comes;
-        after those of each of `units` comes `later(finished, unit)`.
+        `defer(function, *arguments)`, which makes them at once, or in their order when W comes;
+        after those of each of `units` comes `defer(finished, unit)`.
         """

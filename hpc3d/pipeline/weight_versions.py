@@ -32,7 +32,7 @@ class Stashed(InPlace):
     """
 
     def before_update(self) -> None:
-        self.parameters.renew()
+        self.parameters.copy_on_write()
 
 
 class DoubleBuffered(InPlace):
@@ -46,11 +46,11 @@ class DoubleBuffered(InPlace):
         self.updates, self.versions = 0, {0: parameters.value}
 
     def before_forward(self, generation: int) -> None:
-        self.parameters.show(self.versions[max(0, generation - 1)])
+        self.parameters.use(self.versions[max(0, generation - 1)])
 
     def before_update(self) -> None:
-        self.parameters.show(self.versions[self.updates])
+        self.parameters.use(self.versions[self.updates])
         self.versions.pop(self.updates - 1, None)
-        self.parameters.renew()
+        self.parameters.copy_on_write()
         self.updates += 1
         self.versions[self.updates] = self.parameters.value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc3d.cuda.graph import CudaGraph
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
     from hpc3d.pipeline.passes import Group
     from hpc3d.training.trainer import Trainer
 
@@ -29,7 +29,7 @@ class GraphedStep:
         self.warm = self.recording = self.done = False
         self.results, self.peak = (), Counter()
 
-    def run(self, groups: Sequence[Group], micros: Mapping[int, Micro]) -> None:
+    def run(self, groups: Sequence[Group], micros: Mapping[int, Microbatch]) -> None:
         """All passes of a step, and its update."""
         trainer = self.trainer
         if self.done:

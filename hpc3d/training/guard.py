@@ -160,12 +160,12 @@ class ReplicaCheck:
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
         """(name, kind) -> the axes along which this rank's block has copies, and its hash; of
-        those blocks only that have some, or a twin."""
+        those blocks only that have some, or a tied copy."""
         factors = self.mesh.pool.bring(odd_numbers(FACTORS))
         return {
             (item.name, kind): (axes, hash_of(block, factors))
             for item, kind, axes, block in self.blocks()
-            if axes or item.twin is not None
+            if axes or item.tied_peer is not None
         }
 
     def blocks(self) -> Iterator[tuple[Parameter, str, set[str], Array]]:
@@ -201,13 +201,13 @@ class ReplicaCheck:
     ) -> Iterator[GuardFinding]:
         """Finds about a tied table, of which two pipeline stages have a copy."""
         comm = self.mesh.comm("p")
-        pair = [item for item in self.trainer.parameters if item.twin is not None]
+        pair = [item for item in self.trainer.parameters if item.tied_peer is not None]
         mine = [copies[item.name, "value"][1] for item in pair] or [0]
         hashes = self.gathered(comm, mine)[:, 0].tolist()
         for item in pair:
-            here, there = hashes[comm.rank], hashes[item.twin]
-            if here != there and comm.rank < item.twin:
-                members = comm.members[comm.rank], comm.members[item.twin]
+            here, there = hashes[comm.rank], hashes[item.tied_peer]
+            if here != there and comm.rank < item.tied_peer:
+                members = comm.members[comm.rank], comm.members[item.tied_peer]
                 yield self.finding((item.name, "value"), number, "p", members, [here, there])
 
     def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:

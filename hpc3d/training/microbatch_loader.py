@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
     from hpc3d.pipeline.program import Program
 
 
 class DeviceCache:
-    """Brings numbers of microbatches to where the model's arrays are: `carry` of a Micro."""
+    """Brings numbers of microbatches to where the model's arrays are: `cache` of a Microbatch."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.arrays = pool, {}
 
-    def __call__(self, micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
+    def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
         key = micro.step, micro.first, name
         if key not in self.arrays:
             self.arrays[key] = self.pool.bring(make(micro))
         return self.arrays[key]
 
-    def begin(self, number: int, micros: Iterable[Micro]) -> None:
+    def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
         """Forget what was brought for steps before `number`."""
         self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
@@ -39,13 +39,13 @@ class PersistentDeviceCache(DeviceCache):
     """The same into arrays that keep their place from step to step: those of a step are filled
     when it begins."""
 
-    def __call__(self, micro: Micro, name: str, make: Callable[[Micro], Any]) -> Any:
+    def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
         key = micro.first, name
         if key not in self.arrays:
             self.arrays[key] = self.pool.bring(make(micro)), make
         return self.arrays[key][0]
 
-    def begin(self, number: int, micros: Iterable[Micro]) -> None:
+    def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
         here = {micro.first: micro for micro in micros}
         for (first, _), (array, make) in self.arrays.items():
             self.pool.refill(array, make(here[first]))
@@ -70,8 +70,9 @@ class MicrobatchLoader:
         self.cache = (PersistentDeviceCache if recorded else DeviceCache)(mesh.pool)
         self.micros, self.valid = {}, {}
 
-    def fetch(self, number: int, factor: float = 1.0) -> dict[int, Micro]:
-        """number -> Micro for all that are needed in step `number`, of the loss times `factor`."""
+    def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:
+        """number -> Microbatch for all that are needed in step `number`, of the loss times
+        `factor`."""
         last = min(number + self.ahead, self.last) if self.asynchronous else number
         for old in [place for place, micro in self.micros.items() if micro.step < number]:
             del self.micros[old]

@@ -13,7 +13,7 @@ from hpc3d.arrays.pool import value_of
 from hpc3d.model.families import ModelSpec, family_of
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import Part, build
+from hpc3d.model.stage import LayerRange, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.program import program_of
 from hpc3d.training import guard
@@ -86,12 +86,12 @@ class Trainer:
         self.local_loss = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
-    def parts(self, placement: Placement) -> tuple[list[Part], int | None]:
+    def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """The parts of the model on this rank, one per chunk, and the pipeline stage of the other
         end where this rank has one and they are two."""
         stage, layers = self.mesh.coord("p"), self.config.layers()
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
-        parts = [Part(layers[i], i == 0, i == placement.parts - 1) for i in here]
+        parts = [LayerRange(layers[i], i == 0, i == placement.parts - 1) for i in here]
         ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 

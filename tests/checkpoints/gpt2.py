@@ -11,7 +11,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
 from hpc3d.model.families import GPT2
-from hpc3d.model.stage import Micro
+from hpc3d.model.stage import Microbatch
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import SGD
 from tests.model.whole import Model
@@ -65,7 +65,7 @@ def model_of(folder):
 def logits(folder, tokens):
     """Those of a checkpoint's model, [sequences, T, vocabulary]."""
     stage = model_of(folder).stage
-    micro = Micro(0, 0, tokens, tokens, 1.0)
+    micro = Microbatch(0, 0, tokens, tokens, 1.0)
     x, _ = stage.embeddings.forward(micro)
     for block in stage.blocks:
         x, _ = block.forward(x, micro)

@@ -13,7 +13,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
 from hpc3d.model.families import GPT2, ModelSizes, ModelSpec
 from hpc3d.model.parameters import Parameters
-from hpc3d.pipeline.engine import Later
+from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.tensor.split import SCHEMES
 from tests.mpi import checked
 from tests.pipeline.mixes import config_of, cover, ranks, same, train, trainer_of
@@ -141,13 +141,13 @@ def test_between_b_and_w_only_the_operands_of_dw_are_kept(recompute):
 
     def rank(mesh):
         block, shape = block_on(mesh, recompute=recompute)
-        later = Later(mesh.trace)
+        defer = DeferredWeightGrads(mesh.trace)
         saved = block.forward(mesh.zeros(shape, "float64"), None)[1]
         dy = mesh.zeros(shape, "float64")
-        block.backward(dy, saved, None, later)
+        block.backward(dy, saved, None, defer)
         del saved, dy
         between = live(mesh)
-        later.run()
+        defer.run()
         return between, live(mesh)
 
     assert run({}, rank) == [(16 * N, 0)]

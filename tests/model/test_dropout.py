@@ -7,7 +7,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.model.layers import Dropout
-from hpc3d.model.stage import Micro
+from hpc3d.model.stage import Microbatch
 from hpc3d.ops import rows
 from hpc3d.ops.attention import attend, attend_grad
 from hpc3d.ops.random import Mask, keep_mask, philox_key
@@ -20,7 +20,7 @@ LAYOUT = Layout("x", "y")
 
 def micro(first, sequences, step=2):
     tokens = np.zeros((sequences, 3), np.int32)
-    return Micro(step, first, tokens, tokens, 1.0)
+    return Microbatch(step, first, tokens, tokens, 1.0)
 
 
 def whole(sequences, dtype):

@@ -78,13 +78,13 @@ def test_a_bucket_holds_neighbours_up_to_its_size(size, expected, zero):
 
 def test_what_is_not_summed_alike_is_not_in_one_bucket():
     def add(parameters):
-        parameters.add("embedding.w", (10,), Layout(""), partial=("d",), late=True)
+        parameters.add("embedding.w", (10,), Layout(""), partial=("d",), completed_last=True)
         parameters.add("layers.0.w", (10,), Layout("d"))
         parameters.add("layers.1.x", (10,), Layout(""), partial=("x", "d"))
         parameters.add("layers.1.y", (10,), Layout(""), partial=("d",))
 
     buckets, _ = diary(add, 1e6)
-    assert [(bucket.late, bucket.axes) for bucket in buckets.sums] == [
+    assert [(bucket.posted_last, bucket.axes) for bucket in buckets.sums] == [
         (False, ("d",)),
         (True, ("x", "d")),
         (True, ("d",)),
@@ -120,7 +120,7 @@ def test_what_nobody_finished_is_summed_at_the_end():
 
 def test_a_late_table_waits_for_the_end_of_the_step():
     def add(parameters):
-        parameters.add("embedding.token", (8,), Layout(""), partial=("d",), late=True)
+        parameters.add("embedding.token", (8,), Layout(""), partial=("d",), completed_last=True)
         parameters.add("embedding.position", (6,), Layout(""), partial=("d",))
 
     buckets, lines = diary(add, 1e6)
@@ -195,7 +195,7 @@ def test_the_copies_of_a_table_get_the_sum_of_both(zero):
     def rank(mesh):
         parameters, stage = Parameters(mesh, "float64", zero), mesh.coord("p")
         if stage != 1:
-            how = {"twin": 2 - stage, "late": True, "partial": ("d",)}
+            how = {"tied_peer": 2 - stage, "completed_last": True, "partial": ("d",)}
             parameters.add("embedding.token", (3, 2), Layout("", ""), **how)
         parameters.allocate(1)
         buckets = Buckets(parameters, 1e6)

@@ -99,7 +99,7 @@ def test_values_and_padding_of_all_replicas_start_alike():
 
 def test_parameters_that_are_summed_alike_lie_together_last_first_and_the_late_at_the_end():
     def add(parameters):
-        parameters.add("table", (4, 2), WHOLE, late=True, **SUMMED)
+        parameters.add("table", (4, 2), WHOLE, completed_last=True, **SUMMED)
         for number in range(2):
             parameters.add(f"layers.{number}.w", (4, 2), WHOLE)
             parameters.add(f"layers.{number}.b", (2,), Layout(""), **SUMMED)
@@ -159,7 +159,7 @@ def test_matrices_of_zero_3_are_updated_in_one_piece():
 
 
 def matrices_and_a_vector(parameters):
-    parameters.add("table", (2, 3), WHOLE, twin=1, late=True, **SUMMED)
+    parameters.add("table", (2, 3), WHOLE, tied_peer=1, completed_last=True, **SUMMED)
     for name, rows in (("a", 5), ("b", 4), ("c", 3)):
         parameters.add(name, (rows, 2), WHOLE, decay=True, **SUMMED)
     parameters.add("v", (4,), Layout(""), **SUMMED)
@@ -210,7 +210,9 @@ def test_each_square_counts_once_over_all_ranks(zero):
         grad = Layout("d" if zero > 1 else "", "x")
         parameters.add("w", (6, 4), rows, grad_layout=grad)
         parameters.add("b", (8,), Layout(""), partial=("d", "x"))
-        parameters.add("table", (4, 2), WHOLE, twin=1 - mesh.coord("p"), late=True, **SUMMED)
+        parameters.add(
+            "table", (4, 2), WHOLE, tied_peer=1 - mesh.coord("p"), completed_last=True, **SUMMED
+        )
         parameters.allocate(1)
         for item in parameters:
             item.grad[...] = 1
@@ -224,9 +226,9 @@ def test_old_values_stay_with_those_who_keep_them():
     parameters = replica(1, 0, 0, two_vectors)
     old = parameters.value
     kept = {item.name: item.value for item in parameters}
-    parameters.renew()
+    parameters.copy_on_write()
     parameters.value += 7
     assert (kept["a"] == 0).all() and (kept["b"] == 1).all()
     assert {item.name: item.value[0] for item in parameters} == {"a": 7, "b": 8}
-    parameters.show(old)
+    parameters.use(old)
     assert all(np.shares_memory(item.value, old) for item in parameters)

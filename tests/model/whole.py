@@ -5,7 +5,7 @@ import numpy as np
 from hpc3d.model.families import GPT2, ModelSpec
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import Part, build, microbatches
+from hpc3d.model.stage import LayerRange, build, microbatches
 
 
 class Model:
@@ -14,7 +14,7 @@ class Model:
     def __init__(self, mesh, shape, split, dtype="float64", seed=5, zero=0):
         self.mesh = mesh
         self.parameters = Parameters(mesh, dtype, zero)
-        part = Part(range(shape.layers), True, True)
+        part = LayerRange(range(shape.layers), True, True)
         (self.stage,) = build(
             mesh, self.parameters, ModelSpec(GPT2, shape, {"dense": split}, seed=seed), [part]
         )

@@ -55,7 +55,7 @@ class Sound:
     def forward(self, x, micro):
         return x, None
 
-    def backward(self, dy, saved, micro, later, finished=None, more=0):
+    def backward(self, dy, saved, micro, defer, finished=None, more=0):
         return dy
 
 
@@ -72,7 +72,7 @@ def test_a_stage_that_lacks_a_member_is_found(name):
 
 PLANTED = {
     "forward": lambda self, micro, x: (x, None),
-    "backward": lambda self, dy, saved, micro, later: dy,
+    "backward": lambda self, dy, saved, micro, defer: dy,
     "block_of": lambda self, sequences, features: (sequences, features),
     "units": lambda self: [],
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d.model.families import GPT2, ModelSizes
-from hpc3d.model.stage import Part
+from hpc3d.model.stage import LayerRange
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.studies.machine_queries import work_of
 from hpc3d.studies.vtrain import PARTS, ProfileFactors, one_f_one_b
@@ -15,7 +15,7 @@ from hpc3d.trace.schema import CATEGORY, PHASE
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import MACHINE
 
-BLOCK = Part(range(1), first=False, last=False)
+BLOCK = LayerRange(range(1), first=False, last=False)
 HALF = np.dtype(np.float16)
 
 

@@ -10,7 +10,7 @@ import torch
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, TrainConfig
-from hpc3d.model.stage import Part, build
+from hpc3d.model.stage import LayerRange, build
 from hpc3d.training.optimizer import learning_rate
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, trained_of, trainer_of
@@ -160,9 +160,9 @@ def test_stages_are_those_that_the_factory_makes():
     asked = {}
 
     def rank(mesh):
-        def factory(mesh, parameters, spec, parts, twin):
-            asked[mesh.coord("p")] = parts, twin
-            made.extend(build(mesh, parameters, spec, parts, twin))
+        def factory(mesh, parameters, spec, parts, tied_peer):
+            asked[mesh.coord("p")] = parts, tied_peer
+            made.extend(build(mesh, parameters, spec, parts, tied_peer))
             return made
 
         made = []
@@ -170,7 +170,7 @@ def test_stages_are_those_that_the_factory_makes():
         return trainer.engine.stages is made
 
     assert all(run(config.mesh.sizes(), rank))
-    first, last = Part(range(2), True, False), Part(range(2, 4), False, True)
+    first, last = LayerRange(range(2), True, False), LayerRange(range(2, 4), False, True)
     assert asked == {0: ([first], 1), 1: ([last], 0)}
 
 

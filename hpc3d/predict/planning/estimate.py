@@ -34,7 +34,7 @@ from hpc3d.predict.simulation.simulator import core_sharing
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import MeshConfig
-    from hpc3d.model.stage import Part
+    from hpc3d.model.stage import LayerRange
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.pass_costs import Pass
     from hpc3d.predict.planning.peak import StageContent
@@ -423,6 +423,6 @@ def data_place(config: Config) -> tuple[str, int, int]:
     return next(place for place in strides(config.mesh) if place[0] == "d")
 
 
-def ends_of(content: StageContent) -> tuple[Part, ...]:
+def ends_of(content: StageContent) -> tuple[LayerRange, ...]:
     """The ends of a model that a stage holds."""
     return tuple(part for part, here in zip((FIRST, LAST), content[1:]) if here)

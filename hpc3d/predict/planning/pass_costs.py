@@ -17,10 +17,10 @@ import numpy as np
 
 from hpc3d.comm.communicator import Pending
 from hpc3d.model.gradient_buckets import Buckets
-from hpc3d.model.layers import at_once
+from hpc3d.model.layers import immediately
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import LAYER, Micro, build
-from hpc3d.pipeline.engine import Later
+from hpc3d.model.stage import LAYER, Microbatch, build
+from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import DeviceCache
@@ -30,7 +30,7 @@ from hpc3d.training.trainer import spec_of
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.config.input_file import Config
-    from hpc3d.model.stage import Part
+    from hpc3d.model.stage import LayerRange
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.machine.machine import Machine
 
@@ -182,7 +182,11 @@ class LayerSample:
     """
 
     def __init__(
-        self, config: Config, vocabulary: int, machine: Machine, ends: Iterable[tuple[Part, ...]]
+        self,
+        config: Config,
+        vocabulary: int,
+        machine: Machine,
+        ends: Iterable[tuple[LayerRange, ...]],
     ) -> None:
         self.config, grid = config, config.mesh.grid()
         self.spec = spec_of(config, vocabulary)
@@ -195,7 +199,7 @@ class LayerSample:
         for parts in ends:
             self.add(*parts)
 
-    def add(self, *parts: Part) -> tuple[Parameters, Any]:
+    def add(self, *parts: LayerRange) -> tuple[Parameters, Any]:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
@@ -208,23 +212,25 @@ class LayerSample:
         self.stages |= dict(zip(parts, stages))
         return parameters, optimizer
 
-    def passes(self, part: Part, sequences: int, halves: bool) -> PassSeconds:
+    def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
         for."""
         stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
         zeros = np.broadcast_to(zeros, (sequences, self.spec.sizes.sequence))
-        micro = Micro(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
+        micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
         forward, saved = self.forward(stage, micro, part)
-        whole = self.backward(stage, micro, part, saved, at_once)
+        whole = self.backward(stage, micro, part, saved, immediately)
         if not halves:
             return PassSeconds(forward, whole, NOTHING, NOTHING)
         _, saved = self.forward(stage, micro, part)
-        later = Later(self.mesh.trace)
-        backward = self.backward(stage, micro, part, saved, later)
-        _, weight = self.measured(later.run)
+        defer = DeferredWeightGrads(self.mesh.trace)
+        backward = self.backward(stage, micro, part, saved, defer)
+        _, weight = self.measured(defer.run)
         return PassSeconds(forward, whole, backward, weight)
 
-    def forward(self, stage: PipelineStage, micro: Micro, part: Part) -> tuple[Pass, Any]:
+    def forward(
+        self, stage: PipelineStage, micro: Microbatch, part: LayerRange
+    ) -> tuple[Pass, Any]:
         """The Pass, and what backward needs."""
         before = self.pool.live.total()
         x = None if part.first else self.block(stage, micro)
@@ -236,20 +242,20 @@ class LayerSample:
     def backward(
         self,
         stage: PipelineStage,
-        micro: Micro,
-        part: Part,
+        micro: Microbatch,
+        part: LayerRange,
         saved: Any,
-        later: Callable[..., None],
+        defer: Callable[..., None],
     ) -> Pass:
-        """The Pass; what it leaves is what `later` keeps."""
+        """The Pass; what it leaves is what `defer` keeps."""
         dy = None if part.last else self.block(stage, micro)
         before = self.pool.live.total() - getattr(dy, "nbytes", 0)
-        dx, done = self.measured(partial(stage.backward, dy, saved, micro, later))
+        dx, done = self.measured(partial(stage.backward, dy, saved, micro, defer))
         del dy
         left = self.pool.live.total() - before - getattr(dx, "nbytes", 0)
         return done._replace(left=left)
 
-    def block(self, stage: PipelineStage, micro: Micro) -> Array:
+    def block(self, stage: PipelineStage, micro: Microbatch) -> Array:
         return self.mesh.empty(stage.block_of(micro.sequences), self.config.train.dtype)
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray
-from hpc3d.model.layers import at_once
-from hpc3d.pipeline.engine import Later
+from hpc3d.model.layers import immediately
+from hpc3d.pipeline.engine import DeferredWeightGrads
 
 if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractLease
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.stage import Micro
+    from hpc3d.model.stage import Microbatch
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
@@ -56,19 +56,19 @@ class PassRecorder:
         self.passes = {}
 
     @contextmanager
-    def record(self, kind: tuple[str, int, int], micro: Micro) -> Iterator[None]:
+    def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, peak, first = Counter(pool.live), pool.peak, self.sequence_numbers()
         pool.reset_peak()
-        known = {*micro.carry.arrays}
+        known = {*micro.cache.arrays}
         yield
         live, high = differences(pool.live, before), differences(pool.peak, before)
         high["all"] = pool.peak["all"] - before.total()
         pool.peak = peak | pool.peak
         if kind not in self.passes:
-            new = [key for key in micro.carry.arrays if key not in known]
+            new = [key for key in micro.cache.arrays if key not in known]
             self.passes[kind] = RecordedPass(
                 start=now,
                 length=self.clock.now - now,
@@ -79,11 +79,13 @@ class PassRecorder:
                 calls=differences(self.sequence_numbers(), first),
                 live=live,
                 peak=high,
-                brought={key[-1]: placeholder(micro.carry.arrays[key]) for key in new},
+                brought={key[-1]: placeholder(micro.cache.arrays[key]) for key in new},
             )
 
     @contextmanager
-    def replay(self, kind: tuple[str, int, int], micro: Micro, microbatch: int) -> Iterator[None]:
+    def replay(
+        self, kind: tuple[str, int, int], micro: Microbatch, microbatch: int
+    ) -> Iterator[None]:
         """Do the same again; in this context arrays come and go that outlive the pass."""
         recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         rows = self.shifted_rows(recorded, microbatch)
@@ -93,7 +95,7 @@ class PassRecorder:
             self.comms[group].sequence["collective"] += count
         total = before.total()
         for name, array in recorded.brought.items():
-            micro.bring(name, lambda _, array=array: array)
+            micro.cached(name, lambda _, array=array: array)
         yield
         changes = {
             name: before[name] + recorded.live.get(name, 0) - pool.live[name] for name in pool.live
@@ -150,14 +152,14 @@ class ReplayedStage:
     def block_of(self, sequences: int) -> tuple[int, ...]:
         return self.stage.block_of(sequences)
 
-    def kind(self, name: str, micro: Micro) -> tuple[str, int, int]:
+    def kind(self, name: str, micro: Microbatch) -> tuple[str, int, int]:
         return name, self.chunk, micro.sequences
 
     @property
     def microbatch(self) -> int:
         return self.recorder.ledger.microbatch
 
-    def forward(self, x: Array | None, micro: Micro) -> tuple[Any, Any]:
+    def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, Any]:
         kind = self.kind("F", micro)
         if self.microbatch in self.run:
             with self.recorder.record(kind, micro):
@@ -175,11 +177,11 @@ class ReplayedStage:
         self,
         dy: Array | None,
         saved: Any,
-        micro: Micro,
-        later: Callable[..., None],
+        micro: Microbatch,
+        defer: Callable[..., None],
         finished: Callable[[str], None],
     ) -> Any:
-        split = later is not at_once
+        split = defer is not immediately
         kind = self.kind("B" if split else "BW", micro)
         if isinstance(saved, KeptArrays):
             like, holds = self.results[kind]
@@ -188,16 +190,16 @@ class ReplayedStage:
                 saved.arrays.clear()
                 dx = self.new_array(like, dy)
         else:
-            work = Later(self.recorder.ledger) if split else at_once
+            work = DeferredWeightGrads(self.recorder.ledger) if split else immediately
             with self.recorder.record(kind, micro):
                 dx = self.stage.backward(dy, saved, micro, work, finished)
             held = leases([*work.work]) if split else ()
             self.results[kind] = array_spec(dx, dy), getattr(dy, "lease", None) in held
         if split:
-            later(self.weigh, micro, work)
+            defer(self.weight_grad, micro, work)
         return dx
 
-    def weigh(self, micro: Micro, work: Any) -> None:
+    def weight_grad(self, micro: Microbatch, work: Any) -> None:
         """The weights' gradients that a split backward pass left for later."""
         kind = self.kind("W", micro)
         if isinstance(work, KeptArrays):

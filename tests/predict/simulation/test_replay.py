@@ -22,7 +22,7 @@ def studio():
 def test_what_a_played_pass_frees_goes_before_what_it_takes(freed, taken):
     """800 bytes go, then 500 come: in none of three passes are there more than when it began,
     though the two together would be."""
-    stage, micro = studio(), SimpleNamespace(carry=SimpleNamespace(arrays={}))
+    stage, micro = studio(), SimpleNamespace(cache=SimpleNamespace(arrays={}))
     pool = stage.mesh.pool
     pool.count(taken, 0)  # neither the order in which kinds came nor that of their names matters
     held = [pool.empty((800,), "u1", freed) for _ in range(3)]
