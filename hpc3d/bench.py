@@ -40,28 +40,28 @@ from hpc3d.runtime import environment, launch
 if TYPE_CHECKING:
     from argparse import Namespace
 
-MODULES = {
+_MODULES = {
     "benchmarks.overheads": ("overhead", "step", "trace", "overlap", "schemes"),
     "benchmarks.guards": ("guards",),
     "benchmarks.calls": ("calls",),
     "benchmarks.calibration": ("calibrate",),
     "studies.reproductions": ("findings", "published", "speedups", "vtrain"),
 }
-BENCHMARKS = {name: module for module, names in MODULES.items() for name in names}
-SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
+_BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}
+_SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.names == ["calls"]:
-        return launch.run("bench", lambda job: benchmark("calls")(job, options))
-    if SINGLE & {*options.names}:  # before NumPy is loaded
+        return launch.run("bench", lambda job: _benchmark("calls")(job, options))
+    if _SINGLE & {*options.names}:  # before NumPy is loaded
         os.environ |= dict.fromkeys(environment.THREAD_VARIABLES, "1")
-    return run("bench", lambda: measure(options))
+    return run("bench", lambda: _measure(options))
 
 
-def measure(options: Namespace) -> None:
-    found = {name: benchmark(name)(options) for name in options.names}
+def _measure(options: Namespace) -> None:
+    found = {name: _benchmark(name)(options) for name in options.names}
     if options.json:
         print(json.dumps(found))
 
@@ -69,7 +69,7 @@ def measure(options: Namespace) -> None:
 def _parser():
     parser = Parser("bench", __doc__)
     add = parser.add_argument
-    add("names", nargs="+", action=Names, choices=BENCHMARKS, metavar="NAME")
+    add("names", nargs="+", action=Names, choices=_BENCHMARKS, metavar="NAME")
     add("--rounds", type=positive, default=0, metavar="N", help="pairs (default: a few)")
     add("--out", default="results", metavar="DIR", help="folder of the figures")
     add("--machine", metavar="NAME|FILE", help="what predicts, or the file that calibrate writes")
@@ -88,9 +88,9 @@ class Names(argparse.Action):
         options.names = names
 
 
-def benchmark(name: str) -> Callable[..., Any]:
+def _benchmark(name: str) -> Callable[..., Any]:
     """The function of a benchmark, whose module is loaded only now."""
-    return getattr(import_module(f"hpc3d.{BENCHMARKS[name]}"), name)
+    return getattr(import_module(f"hpc3d.{_BENCHMARKS[name]}"), name)
 
 
 if __name__ == "__main__":

@@ -27,18 +27,20 @@ from hpc3d.runtime.exit_codes import CHECK_FAILED
 if TYPE_CHECKING:
     from argparse import Namespace
 
-EXITS = "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
+_EXITS = (
+    "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit code is 2 for bad input, 3 for damage."""
-    words, settings = parted(sys.argv[1:] if argv is None else argv)
-    options = parser().parse_args(words)
-    return run("checkpoint", lambda: act(options, settings))
+    words, settings = _parted(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(words)
+    return run("checkpoint", lambda: _act(options, settings))
 
 
-def act(options: Namespace, settings: Sequence[str]) -> int:
-    if settings and options.work is not begin:
+def _act(options: Namespace, settings: Sequence[str]) -> int:
+    if settings and options.work is not _begin:
         raise ValueError(f"{settings[0]}: settings are for import; see --help")
     found = options.work(options, settings)
     if options.json:
@@ -46,7 +48,7 @@ def act(options: Namespace, settings: Sequence[str]) -> int:
     return 0 if found.get("whole", True) else CHECK_FAILED
 
 
-def parted(words: Iterable[str]) -> tuple[list[str], list[str]]:
+def _parted(words: Iterable[str]) -> tuple[list[str], list[str]]:
     """The command line without its `--section.key value`, and those."""
     ours, settings, words = [], [], iter(words)
     for word in words:
@@ -58,8 +60,8 @@ def parted(words: Iterable[str]) -> tuple[list[str], list[str]]:
     return ours, settings
 
 
-def parser() -> Parser:
-    command = Parser("checkpoint", __doc__, EXITS)
+def _parser() -> Parser:
+    command = Parser("checkpoint", __doc__, _EXITS)
     verbs = command.add_subparsers(
         required=True,
         metavar="show|verify|export|import",
@@ -67,7 +69,7 @@ def parser() -> Parser:
     )
 
     def verb(name, work, text, source="RUN_DIR|CHECKPOINT", output=None, **how):
-        one = verbs.add_parser(name, help=text, description=text, epilog=EXITS, **how)
+        one = verbs.add_parser(name, help=text, description=text, epilog=_EXITS, **how)
         one.set_defaults(work=work)
         one.add_argument("source", type=Path, metavar=source)
         if output:
@@ -89,7 +91,7 @@ def parser() -> Parser:
         "layout.  Settings of the run, such as --data.path, are given as to train."
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--json]"
-    verb("import", begin, text, source=files, output="RUN_DIR", usage=usage)
+    verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)
     return command
 
 
@@ -102,16 +104,16 @@ def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     newest = latest(folders[0].parent)
     if folders == [options.source]:
         found = [about(Checkpoint(options.source))]
-        print(plain(line_of(found[0], newest)))
-        print_tensors(found[0])
+        print(plain(_line_of(found[0], newest)))
+        _print_tensors(found[0])
     else:
-        found = [about_or_problem(folder) for folder in folders]
+        found = [_about_or_problem(folder) for folder in folders]
         for one in found:
-            print(plain(line_of(one, newest)))
+            print(plain(_line_of(one, newest)))
     return {"latest": newest, "checkpoints": found}
 
 
-def about_or_problem(folder: Path) -> dict[str, Any]:
+def _about_or_problem(folder: Path) -> dict[str, Any]:
     from hpc3d.checkpoints.inspect import about
     from hpc3d.checkpoints.sharded import Checkpoint
 
@@ -121,7 +123,7 @@ def about_or_problem(folder: Path) -> dict[str, Any]:
         return {"folder": str(folder), "problem": str(problem)}
 
 
-def line_of(found: Mapping[str, Any], newest: str | None) -> str:
+def _line_of(found: Mapping[str, Any], newest: str | None) -> str:
     """Name, date, layout and size of a checkpoint, or what is wrong with it."""
     name = Path(found["folder"]).name
     if "problem" in found:
@@ -136,7 +138,7 @@ def line_of(found: Mapping[str, Any], newest: str | None) -> str:
     return f"{name}  {found['written_utc']}  {layout}; {size} in {files}{mark}"
 
 
-def print_tensors(found: Mapping[str, Any]) -> None:
+def _print_tensors(found: Mapping[str, Any]) -> None:
     """The tensors of a checkpoint, those that all layers have alike in one row."""
 
     def row(tensor):
@@ -189,7 +191,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
+def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Make a run of the weights of others."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured

@@ -15,8 +15,8 @@ from hpc3d.patience import patience
 from hpc3d.plain import lines_of, plain, plain_streams
 from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED
 
-UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
+_UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     abbreviations, and says in one line what is wrong."""
 
     def __init__(
-        self, verb: str, description: str | None, epilog: str = EXITS, **how: Any
+        self, verb: str, description: str | None, epilog: str = _EXITS, **how: Any
     ) -> None:
         super().__init__(
             f"python -m hpc3d.{verb}",
@@ -81,9 +81,9 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 def _bytes(text, bare):
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([A-Za-z]*)", text)
-    units = UNITS | {"": bare}
+    units = _UNITS | {"": bare}
     if not number or number[2] not in units or not float(number[1]):
-        known = ", ".join(UNITS)
+        known = ", ".join(_UNITS)
         raise argparse.ArgumentTypeError(f"{text:.40}: must be a size like 80GB (units: {known})")
     return float(number[1]) * units[number[2]]
 

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.clock import Clocks
 
-EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
-STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
-JSON = """\
+_EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
+_STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
+_JSON = """\
 print one JSON object on the last line: verdict (the worst one), findings (verdict, subject, text,
 remedy, printed)"""
 # What a launcher prints where it cannot start ranks, and what to do.
-SAID = {
+_SAID = {
     "as root": f"export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1, or be another user",
     "not enough slots": "mpirun --oversubscribe; in a job, ask for more tasks",
     "cannot load MPI library": mpi_library.INSTALL,
@@ -50,57 +50,57 @@ SAID = {
     "listener thread failed to start": "remove ompi.*, left by killed jobs, in TMPDIR or /tmp",
     "PMI": "the mpirun that belongs to the library; in Slurm: srun --mpi=list",
 }
-BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
-SHOWN = 8  # lines of what was printed
-CLOCKS_APART = 1  # s
-UNLOCKED = """\
+_BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
+_SHOWN = 8  # lines of what was printed
+_CLOCKS_APART = 1  # s
+_UNLOCKED = """\
 where it is about locks: export HDF5_USE_FILE_LOCKING=FALSE; about a filter: install h5py again,
 with pip's own wheel"""
-HANGS = """\
+_HANGS = """\
 an interface that hosts cannot use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE (MPICH)
 or a host name that has no address: getent hosts $(hostname)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print; the exit code is 3 where something FAILs."""
-    options = parsed(argv)
-    if not started():
-        return run("doctor", lambda: conclude(told(alone(options)), options))
+    options = _parsed(argv)
+    if not _started():
+        return run("doctor", lambda: _conclude(told(_alone(options)), options))
     environment.set_environment()
     meant = environment.number_in(environment.WORLD_RANKS, default=1)
     mpi = mpi_library.found()
     if mpi is None or mpi_library.started_by_other_mpi(mpi) or mpi_library.world() == 1 < meant:
         if environment.number_in(environment.OWN_RANK, default=0):
             return 0  # a launcher that sees a failure ends the others, before the first has spoken
-        return conclude(told(lonely(options, meant)), options)
-    unmet(options)
-    return launch.run("doctor", lambda job: meet(job, options))
+        return _conclude(told(_lonely(options, meant)), options)
+    _unmet(options)
+    return launch.run("doctor", lambda job: _meet(job, options))
 
 
-def unmet(options: Namespace) -> None:
+def _unmet(options: Namespace) -> None:
     """End the job if its ranks do not reach each other, which rank 0 says."""
     from hpc3d.diagnose import meeting
 
     if found := meeting.meet():
-        meeting.end(conclude(told([found]), options))
+        meeting.end(_conclude(told([found]), options))
 
 
-def parsed(argv: Sequence[str] | None) -> Namespace:
+def _parsed(argv: Sequence[str] | None) -> Namespace:
     """The options of the command line."""
-    parser = Parser("doctor", __doc__, EXITS)
+    parser = Parser("doctor", __doc__, _EXITS)
     add = parser.add_argument
     add("--out", type=Path, default="results", metavar="DIR", help="of runs (default: results)")
     add("--together", action="store_true", help="under a launcher: what ranks find together only")
     wait = "of waiting for what it starts (default: 60)"
-    add("--timeout", type=seconds, default=60, metavar="SECONDS", help=wait)
-    add("--json", action="store_true", help=JSON)
+    add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=wait)
+    add("--json", action="store_true", help=_JSON)
     options = parser.parse_args(argv)
-    if options.together and not started():
+    if options.together and not _started():
         parser.error("--together is for ranks: mpirun -np N python -m hpc3d.doctor --together")
     return options
 
 
-def seconds(text: str) -> float:
+def _seconds(text: str) -> float:
     """A positive number of them."""
     value = float(text)
     if not 0 < value < 3600:
@@ -108,10 +108,10 @@ def seconds(text: str) -> float:
     return value
 
 
-def started() -> bool:
+def _started() -> bool:
     """Whether a launcher started this process; a shell or a batch script in a job did not."""
     step = environment.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
-    return step > 1 or any(name in os.environ for name in STARTED)
+    return step > 1 or any(name in os.environ for name in _STARTED)
 
 
 def told(findings: Iterable[Finding]) -> list[Finding]:
@@ -123,7 +123,7 @@ def told(findings: Iterable[Finding]) -> list[Finding]:
     return found
 
 
-def conclude(found: Sequence[Finding], options: Namespace) -> int:
+def _conclude(found: Sequence[Finding], options: Namespace) -> int:
     """Print what it comes to; the exit code."""
     verdicts = [finding.verdict for finding in found]
     counts = {verdict: verdicts.count(verdict) for verdict in (FAIL, WARN, OK)}
@@ -135,9 +135,9 @@ def conclude(found: Sequence[Finding], options: Namespace) -> int:
     return CHECK_FAILED if counts[FAIL] else 0
 
 
-def alone(options: Namespace) -> Iterator[Finding]:
+def _alone(options: Namespace) -> Iterator[Finding]:
     """What one process finds, and two ranks that it starts."""
-    yield from local(options)
+    yield from _local(options)
     mpi, launcher = mpi_library.found(), mpi_library.on_path()
     if mpi is None:
         return
@@ -153,7 +153,7 @@ def alone(options: Namespace) -> Iterator[Finding]:
         )
 
 
-def local(options: Namespace) -> Iterator[Finding]:
+def _local(options: Namespace) -> Iterator[Finding]:
     """What one process finds by itself."""
     ranks = environment.number_in(environment.LOCAL_RANKS, default=1)
     most = max(ranks, environment.cores_of_node())
@@ -190,10 +190,12 @@ def hdf5(folder: Path) -> Iterator[Finding]:
             with open_file(path) as file:
                 right = np.array_equal(file["clock/samples/t_local"], rows["t_local"])
     except (OSError, ValueError) as error:
-        yield Finding(FAIL, "HDF5", f"{folder}: {error}".partition("\n")[0], UNLOCKED)
+        yield Finding(FAIL, "HDF5", f"{folder}: {error}".partition("\n")[0], _UNLOCKED)
         return
     text = f"a compressed table was written and read in {folder}"
-    yield Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", UNLOCKED)
+    yield (
+        Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", _UNLOCKED)
+    )
 
 
 def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
@@ -213,26 +215,26 @@ def not_started(code: int | None, printed: str, timeout: float) -> Finding:
     """Why two ranks did not come to an end: what was printed, and what helps."""
     said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
-        text, remedy = f"nothing more within {timeout:g} s", HANGS
+        text, remedy = f"nothing more within {timeout:g} s", _HANGS
     else:
         text = f"mpirun -np 2 ended with exit code {code}"
-        remedy = next((SAID[words] for words in SAID if words in printed), BY_HAND)
-    return Finding(FAIL, "2 ranks", text, remedy, tuple(said[-SHOWN:]))
+        remedy = next((_SAID[words] for words in _SAID if words in printed), _BY_HAND)
+    return Finding(FAIL, "2 ranks", text, remedy, tuple(said[-_SHOWN:]))
 
 
-def lonely(options: Namespace, meant: int) -> Iterator[Finding]:
+def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
     """What a process finds that is alone, though a launcher started `meant` of them."""
     if not options.together:
-        yield from local(options)
+        yield from _local(options)
     mpi = mpi_library.found()
     yield from [mpi_library.why_singletons(meant, mpi)] if mpi else mpi_library.library()
 
 
-def meet(job: Job, options: Namespace) -> NoReturn:
+def _meet(job: Job, options: Namespace) -> NoReturn:
     """End with the same exit code on all ranks, of which rank 0 prints what they find."""
     findings = together(job, options)
     found = told(findings) if job.rank == 0 else list(findings)
-    raise JobExit(job.comm.bcast(conclude(found, options) if job.rank == 0 else None))
+    raise JobExit(job.comm.bcast(_conclude(found, options) if job.rank == 0 else None))
 
 
 def together(job: Job, options: Namespace) -> Iterator[Finding]:
@@ -240,7 +242,7 @@ def together(job: Job, options: Namespace) -> Iterator[Finding]:
     from hpc3d.diagnose import job_checks
 
     if job.rank == 0 and not options.together:
-        yield from local(options)
+        yield from _local(options)
     job.barrier()
     launch.watch(options.timeout)
     yield from job_checks.places(job)
@@ -268,7 +270,7 @@ def clocks(job: Job) -> Iterator[Finding]:
     compared = Clocks(world, nodes, time.time_ns)
     ahead = apart(compared, job.gather(compared.synchronise()))
     text = f"of {len(ahead)} hosts at most {max(map(abs, ahead)):.3g} s from rank 0's"
-    if max(map(abs, ahead)) < CLOCKS_APART:
+    if max(map(abs, ahead)) < _CLOCKS_APART:
         yield Finding(OK, "clocks", text)
     else:
         remedy = "let chrony or ntpd set them; traces are right all the same"

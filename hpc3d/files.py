@@ -11,13 +11,13 @@ from typing import Any
 
 from hpc3d.plain import told
 
-MOST_TEXT = 2**20  # bytes of an input file or of a machine
+_MOST_TEXT = 2**20  # bytes of an input file or of a machine
 MOST_JSON = 2**25  # bytes of a config.json, or of an index of weights
 MOST_SCHEDULE = 2**24  # bytes of a schedule as a CSV file
 MOST_PARTS = 100  # of a key a.b.c: the time to parse one goes with their square
 
 
-def read(path: Path | str, most: int = MOST_TEXT, remedy: str = "name a file") -> bytes:
+def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") -> bytes:
     """The bytes of a regular file.
 
     ValueError, in one line, for what is not a file, cannot be read or is larger than `most` bytes.
@@ -40,8 +40,8 @@ def toml(text: str) -> dict[str, Any]:
     """The tree of tables of a text in TOML; ValueError if it is not TOML, or too large."""
     import tomllib  # which ranks need not load
 
-    if len(text) > MOST_TEXT:
-        raise ValueError(f"{len(text)} characters; at most {MOST_TEXT} are read")
+    if len(text) > _MOST_TEXT:
+        raise ValueError(f"{len(text)} characters; at most {_MOST_TEXT} are read")
     if any(part.count(".") > MOST_PARTS for part in re.split("[=,\n]", text)):
         raise ValueError(f"a key of more than {MOST_PARTS} parts")
     try:

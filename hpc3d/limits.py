@@ -16,7 +16,7 @@ INT32 = 2**31 - 1  # of the columns of a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # forward passes of a schedule that is laid out at once
-MOST_ELEMENTS = 2**56  # of one array of all ranks together: its bytes are counted in int64
+_MOST_ELEMENTS = 2**56  # of one array of all ranks together: its bytes are counted in int64
 MOST_COUNT = 2**53  # steps, updates or sequences of a run: sums of them stay within int64
 MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -48,7 +48,7 @@ def out_of_bounds(config: Any) -> Iterator[str]:
     for key, (least, most) in SIZES.items():
         value = attrgetter(key)(config)
         if value is not None and not least <= value <= most:
-            yield out_of_range(key, value, least, most)
+            yield _out_of_range(key, value, least, most)
 
 
 def too_large(config: Any, products: Iterable[Any]) -> Iterator[str]:
@@ -69,8 +69,8 @@ def too_large(config: Any, products: Iterable[Any]) -> Iterator[str]:
         "sequence": rows * widest,
     }
     for name, count in arrays.items():
-        if count > MOST_ELEMENTS:
-            yield f"{name} = {count}: at most {MOST_ELEMENTS} elements; lower one of them"
+        if count > _MOST_ELEMENTS:
+            yield f"{name} = {count}: at most {_MOST_ELEMENTS} elements; lower one of them"
 
 
 def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
@@ -83,7 +83,7 @@ def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
         )
 
 
-def out_of_range(key: str, value: float, least: int, most: int) -> str:
+def _out_of_range(key: str, value: float, least: int, most: int) -> str:
     """The line against a number that is not within its bounds."""
     found = f"{key} = {shown(value)}: must be at least {least}"
     return found if value < least else f"{found} and at most {most}"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FIRST, EVERY = 10, 30  # seconds of silence before the first line and between others
+FIRST, _EVERY = 10, 30  # seconds of silence before the first line and between others
 
 
 class Newest(logging.Handler):
@@ -40,7 +40,7 @@ def patience(name: str, first: float | None = None) -> Iterator[None]:
     def speak():
         wait = FIRST if first is None else first
         while not over.wait(wait):
-            passed, wait = time.monotonic() - begin, EVERY
+            passed, wait = time.monotonic() - begin, _EVERY
             print(f"hpc3d.{name}: {passed:.0f} s: {newest.text()}", file=sys.stderr, flush=True)
 
     threading.Thread(target=speak, daemon=True).start()

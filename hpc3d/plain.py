@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
-MEMORY = (
+_MEMORY = (
     "out of memory ({}): give less, or a machine with more memory (python -m hpc3d.plan finds "
     "what fits)"
 )
-SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 class Problems(ValueError):
@@ -41,7 +41,7 @@ def plain(text: str) -> str:
 
 def escape(letter: str) -> str:
     code = ord(letter)
-    return SHORT.get(letter) or (f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}")
+    return _SHORT.get(letter) or (f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}")
 
 
 def plain_lines(text: str) -> str:
@@ -68,7 +68,7 @@ def lines_of(error: BaseException) -> list[str]:
     if isinstance(error, OSError):
         return [plain(told(error))]
     if isinstance(error, MemoryError):
-        return [plain(MEMORY.format(error))]
+        return [plain(_MEMORY.format(error))]
     return [plain(str(error) or type(error).__name__)]
 
 

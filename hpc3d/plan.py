@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.ranking import RankedLayout, Ranking
     from hpc3d.predict.planning.search import Found
 
-MACHINE = "machines/h100.toml"
-TOP = 10  # layouts that are shown
-FEW = 16  # ranks whose layouts are looked into one and all
-JSON = """\
+_MACHINE = "machines/h100.toml"
+_TOP = 10  # layouts that are shown
+_FEW = 16  # ranks whose layouts are looked into one and all
+_JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied; a layout has layout (tables of the input file), step_time_s, simulated, bubble,
 communication, axis, waits_s, peak_bytes, stage, memory"""
@@ -43,11 +43,11 @@ communication, axis, waits_s, peak_bytes, stage, memory"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
-    options, overrides = parser().parse_known_args(argv)
+    options, overrides = _parser().parse_known_args(argv)
     return run("plan", lambda: plan(options, overrides))
 
 
-def parser() -> Parser:
+def _parser() -> Parser:
     parser = Parser(
         "plan",
         __doc__,
@@ -59,9 +59,9 @@ def parser() -> Parser:
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
     add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
-    add("--top", type=positive, default=TOP, metavar="K", help="layouts that are shown (10)")
+    add("--top", type=positive, default=_TOP, metavar="K", help="layouts that are shown (10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
-    add("--json", action="store_true", help=JSON)
+    add("--json", action="store_true", help=_JSON)
     return parser
 
 
@@ -73,24 +73,24 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 
     config, ranks = load(options.input, overrides), options.ranks
     refuse([*unknown_values(config), *not_there_yet(config)])
-    machine = machine_file.load(options.machine or shipped(MACHINE))
+    machine = machine_file.load(options.machine or shipped(_MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
-    top = max(options.top, TOP)  # what is found first does not depend on how much is shown
+    top = max(options.top, _TOP)  # what is found first does not depend on how much is shown
     found, ranking = ranked(config, ranks, machine, memory, top)
     best = ranking.best(top)[: options.top]
     if not best:
-        raise ValueError(nothing_fits(found, ranking, memory))
-    named = {"any p and d": ranking.named(), here(config.mesh): ranking.named(config.mesh)}
+        raise ValueError(_nothing_fits(found, ranking, memory))
+    named = {"any p and d": ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
     if options.apply:
-        apply(options.apply, config, best[0].config, ranks)
-    print(f"{ranks} ranks of {machine.name}, {gigabytes(memory)} each\n")
+        _apply(options.apply, config, best[0].config, ranks)
+    print(f"{ranks} ranks of {machine.name}, {_gigabytes(memory)} each\n")
     show(best, named, losers, memory)
-    show_search(found, ranking, options.apply)
+    _show_search(found, ranking, options.apply)
     about = {"machine": machine.name, "ranks": ranks, "memory_bytes": memory}
     rest = {"searched": searched(found, ranking), "applied": options.apply}
     if options.json:
-        print(json.dumps(about | told(best, named, losers) | rest))
+        print(json.dumps(about | _told(best, named, losers) | rest))
 
 
 def ranked(
@@ -102,43 +102,43 @@ def ranked(
     from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
 
     search = Search(config, ranks, config.model.vocabulary or BYTE_VOCABULARY, machine, memory)
-    found = search.run(top, most_costs(ranks))
-    ranking = Ranking(search, found, machine, most_effort(ranks))
+    found = search.run(top, _most_costs(ranks))
+    ranking = Ranking(search, found, machine, _most_effort(ranks))
     ranking.widen()
     ranking.widen(config.mesh)
     return found, ranking
 
 
-def most_costs(ranks: int) -> int:
+def _most_costs(ranks: int) -> int:
     """How many costs are measured, some 3 ms each."""
-    return 2500 if ranks <= FEW else min(1300, 200 + 2 * ranks)
+    return 2500 if ranks <= _FEW else min(1300, 200 + 2 * ranks)
 
 
-def most_effort(ranks: int) -> int:
+def _most_effort(ranks: int) -> int:
     """What is simulated, in ms of hpc3d.predict.planning.ranking.simulation_cost."""
-    return 3000 if ranks <= FEW else min(6000, 500 + 5 * ranks)
+    return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)
 
 
-def told(
+def _told(
     best: Sequence[RankedLayout],
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
     """The rows as plain values."""
     return {
-        "layouts": [plain(row) for row in best],
+        "layouts": [_plain(row) for row in best],
         "named": {
-            where: {name: row and plain(row) for name, row in rows.items()}
+            where: {name: row and _plain(row) for name, row in rows.items()}
             for where, rows in named.items()
         },
         "losers": [
-            {"reason": reason, "count": count, "nearest": plain(nearest)}
+            {"reason": reason, "count": count, "nearest": _plain(nearest)}
             for reason, count, nearest in losers
         ],
     }
 
 
-def here(mesh: MeshConfig) -> str:
+def _here(mesh: MeshConfig) -> str:
     return f"p={mesh.p} d={mesh.d} as in the input"
 
 
@@ -154,7 +154,7 @@ def searched(found: Found, ranking: Ranking) -> dict[str, int]:
     }
 
 
-def plain(row: RankedLayout) -> dict[str, Any]:
+def _plain(row: RankedLayout) -> dict[str, Any]:
     """A row as plain values for `--json`."""
     from hpc3d.predict.planning.ranking import layout
 
@@ -172,20 +172,20 @@ def plain(row: RankedLayout) -> dict[str, Any]:
     }
 
 
-def nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
+def _nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
     """Which layout comes closest, and what would make it fit."""
     from hpc3d.predict.planning.ranking import estimated, shown_layout
 
     rows = ranking.known.values() or [estimated(each.best) for each in found.timed]
     row = min(rows, key=lambda row: row.peak)
     return (
-        f"no layout fits {gigabytes(memory)}: {shown_layout(row.config)} comes closest "
-        f"with {held(row)}; use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller model"
-        " or batch"
+        f"no layout fits {_gigabytes(memory)}: {shown_layout(row.config)} comes closest "
+        f"with {_held(row)}; use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller"
+        " model or batch"
     )
 
 
-def apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
+def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
     """Write the input file `path` with the mesh and the parallelism that were planned."""
     from hpc3d.config.load import load, to_toml
     from hpc3d.config.rules import resolve
@@ -211,13 +211,13 @@ def show(
         print(f"\nThe best by name, with {where}:")
         for name, row in rows.items():
             print(f"{name}:")
-            print(f"    {line(row)}{over(row, memory)}" if row else "    none")
+            print(f"    {line(row)}{_over(row, memory)}" if row else "    none")
     print("\nWhy others lose, and the nearest of them:")
     for reason, count, nearest in losers:
-        print(f"{count:5d} {because(reason, nearest)}")
+        print(f"{count:5d} {_because(reason, nearest)}")
 
 
-def show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
+def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     """Print what was looked at."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} were cut: what they take at least is longer")
@@ -237,42 +237,42 @@ def line(row: RankedLayout) -> str:
 
     about = "" if row.simulated else "~"
     return (
-        f"{about + duration(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
+        f"{about + _duration(row.seconds):>10s} {_gigabytes(row.peak):>9s} {row.bubble:6.1%} "
         f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
     )
 
 
-def over(row: RankedLayout, memory: float) -> str:
-    return f": does not fit, {held(row)}" if row.peak > memory else ""
+def _over(row: RankedLayout, memory: float) -> str:
+    return f": does not fit, {_held(row)}" if row.peak > memory else ""
 
 
-def because(reason: str, row: RankedLayout) -> str:
+def _because(reason: str, row: RankedLayout) -> str:
     """What layouts lose by, and how much of it the nearest has."""
     from hpc3d.predict.planning.ranking import shown_layout
 
     kind, _, axis = reason.partition(" ")
     texts = {
-        "memory": lambda: f"do not fit: {held(row)}",
+        "memory": lambda: f"do not fit: {_held(row)}",
         "bubble": lambda: f"idle longer in the pipeline: {row.bubble:.1%} of a step",
         "compute": lambda: "compute longer: smaller products, or a larger update",
         "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
-        "axis": lambda: f"wait longer on axis {axis}: {duration(row.waits[axis])}",
+        "axis": lambda: f"wait longer on axis {axis}: {_duration(row.waits[axis])}",
     }
-    return f"{texts[kind]()}; ~{duration(row.seconds)} {shown_layout(row.config)}".rstrip()
+    return f"{texts[kind]()}; ~{_duration(row.seconds)} {shown_layout(row.config)}".rstrip()
 
 
-def held(row: RankedLayout) -> str:
+def _held(row: RankedLayout) -> str:
     """The peak of a layout by kind, the largest first."""
     kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
-    return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
+    parts = ", ".join(f"{kind} {_gigabytes(size)}" for kind, size in kinds)
+    return f"{_gigabytes(row.peak)} on stage {row.stage} ({parts})"
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
-def gigabytes(nbytes: float) -> str:
+def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 

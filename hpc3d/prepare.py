@@ -18,24 +18,24 @@ from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, t
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
-BPE_VOCABULARY = 8192
+_BPE_VOCABULARY = 8192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; return 0 good, 2 bad input, 3 a failed check."""
-    arguments = parser().parse_args(argv)
-    return run("prepare", lambda: work(arguments))
+    arguments = _parser().parse_args(argv)
+    return run("prepare", lambda: _work(arguments))
 
 
-def work(arguments: argparse.Namespace) -> int:
+def _work(arguments: argparse.Namespace) -> int:
     """Check or prepare.  The key `data.path` is the input file's, not this verb's."""
     try:
-        return check(arguments) if arguments.verify else prepare(arguments)
+        return _check(arguments) if arguments.verify else prepare(arguments)
     except ValueError as error:
-        raise ValueError(without_key(error)) from error
+        raise ValueError(_without_key(error)) from error
 
 
-def parser() -> Parser:
+def _parser() -> Parser:
     """The command line."""
     parser = Parser(
         "prepare",
@@ -50,8 +50,8 @@ def parser() -> Parser:
         "--vocabulary",
         type=int,
         metavar="N",
-        help=f"number of ids that bpe learns from the texts (default: {BPE_VOCABULARY}); byte has "
-        f"{ByteTokenizer.vocabulary}",
+        help=f"number of ids that bpe learns from the texts (default: {_BPE_VOCABULARY}); byte "
+        f"has {ByteTokenizer.vocabulary}",
     )
     add("--force", action="store_true", help="replace FILE.h5 where it exists")
     add("--verify", type=Path, metavar="FILE.h5", help="check a token file against its SHA-256")
@@ -62,16 +62,16 @@ def parser() -> Parser:
 def prepare(arguments: argparse.Namespace) -> int:
     """Write the token file and print what it holds."""
     start = time.perf_counter()
-    output = new_file(arguments)
+    output = _new_file(arguments)
     texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
-    tokenizer = make_tokenizer(arguments, texts)
+    tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
-    write_tokens(output, texts, tokenizer, progress(size))
-    describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
+    write_tokens(output, texts, tokenizer, _progress(size))
+    _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
     return 0
 
 
-def check(arguments: argparse.Namespace) -> int:
+def _check(arguments: argparse.Namespace) -> int:
     """Read a token file as a whole and print what it holds."""
     if arguments.texts or arguments.output:
         raise ValueError("--verify takes a token file and neither TEXT nor -o")
@@ -81,13 +81,13 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         verify(arguments.verify)
     except ValueError as error:
-        complain("prepare", [without_key(error)])
+        complain("prepare", [_without_key(error)])
         return CHECK_FAILED
-    describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
+    _describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
 
-def new_file(arguments: argparse.Namespace) -> Path:
+def _new_file(arguments: argparse.Namespace) -> Path:
     """Return the name of the token file; ValueError where it must not be written."""
     output = arguments.output
     if not arguments.texts or output is None:
@@ -101,12 +101,12 @@ def new_file(arguments: argparse.Namespace) -> Path:
     return output
 
 
-def make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
+def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer asked for; bpe is trained on `texts`."""
     if arguments.tokenizer == "bpe":
         asked = arguments.vocabulary
         training = (piece for text in texts for piece in pieces(text))
-        return train_bpe(training, BPE_VOCABULARY if asked is None else asked)
+        return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
@@ -115,7 +115,7 @@ def make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Toke
     return ByteTokenizer()
 
 
-def progress(size: int) -> Callable[[int], None]:
+def _progress(size: int) -> Callable[[int], None]:
     """Return what shows, on a terminal only, how much of `size` bytes is done."""
     done = 0
 
@@ -128,7 +128,7 @@ def progress(size: int) -> Callable[[int], None]:
     return report if sys.stderr.isatty() else lambda piece: None
 
 
-def describe(path: Path, as_json: bool, **results: float) -> None:
+def _describe(path: Path, as_json: bool, **results: float) -> None:
     """Print what a token file holds, and `results`."""
     with TokenFile(path) as tokens:
         held = {
@@ -140,17 +140,17 @@ def describe(path: Path, as_json: bool, **results: float) -> None:
             "sha256": tokens.sha256,
         }
     for name, value in (held | results).items():
-        print(plain(f"{name:12}{readable(value)}"))
+        print(plain(f"{name:12}{_readable(value)}"))
     if as_json:
         print(json.dumps(held | results))
 
 
-def readable(value: str | float) -> str:
+def _readable(value: str | float) -> str:
     """Group the digits of a count, round a time."""
     return value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00")
 
 
-def without_key(error: ValueError) -> str:
+def _without_key(error: ValueError) -> str:
     return str(error).removeprefix("data.path: ")
 
 

@@ -29,7 +29,7 @@ def use_new_names(tree: dict[str, Any]) -> list[str]:
     for section, table in tree.items():
         if isinstance(table, dict):
             notices += rename_keys(table, KEYS.get(section, {}), f"{section}.")
-            notices += rename_values(table, VALUES.get(section, {}), f"{section}.")
+            notices += _rename_values(table, VALUES.get(section, {}), f"{section}.")
     return notices
 
 
@@ -38,12 +38,12 @@ def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "
     each key.  ValueError as above."""
     found = [(old, new) for old, new in names.items() if old in table]
     for old, new in found:
-        refuse_both(prefix + old, prefix + new, table=[prefix + key for key in table])
+        _refuse_both(prefix + old, prefix + new, table=[prefix + key for key in table])
         table[new] = table.pop(old)
     return [f"{prefix}{old} is now called {prefix}{new}" for old, new in found]
 
 
-def rename_values(
+def _rename_values(
     table: dict[str, Any], names: Mapping[str, Mapping[str, str]], prefix: str
 ) -> list[str]:
     """Rename values of one table in place, {key: {old: new}}; the notices."""
@@ -66,13 +66,13 @@ def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
         section, _, key = old.partition(".")
         new = f"{section}.{KEYS[section][key]}" if key in KEYS.get(section, {}) else old
         if new != old:
-            refuse_both(old, new, keys)
+            _refuse_both(old, new, keys)
             notices.append(f"{old} is now called {new}")
         new_names.append(new)
     return new_names, notices
 
 
-def refuse_both(old: str, new: str, table: Collection[str]) -> None:
+def _refuse_both(old: str, new: str, table: Collection[str]) -> None:
     if new in table:
         raise ValueError(f"{old}: the old name of {new}, which is given too; leave {old} out")
 

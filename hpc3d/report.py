@@ -26,7 +26,7 @@ from hpc3d.plain import plain, why
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
 axis and operation, who waited for whom, the critical path, memory by kind, and the loss; of a
 pipeline also what each stage did. Several runs are also compared with each other.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser():
-    parser = Parser("report", DESCRIPTION)
+    parser = Parser("report", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="a run, or its trace")
     add(

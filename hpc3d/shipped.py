@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-INPUTS = "inputs"
+_INPUTS = "inputs"
 
 
 class Kind(NamedTuple):
@@ -37,31 +37,31 @@ def find(word: str, kind: Kind) -> Path:
     Names are those of the files in inputs/ of the current folder, then of those that are shipped.
     A path that exists wins.  ValueError, with the names, where there is no such file.
     """
-    known = names(kind)
-    for path in (word, f"{word}.toml", known.get(name_of(word, kind), "")):
+    known = _names(kind)
+    for path in (word, f"{word}.toml", known.get(_name_of(word, kind), "")):
         if os.path.exists(path) and not os.path.isdir(path):
             return Path(path)
-    raise ValueError(unknown(word, kind, known))
+    raise ValueError(_unknown(word, kind, known))
 
 
-def names(kind: Kind) -> dict[str, Path]:
+def _names(kind: Kind) -> dict[str, Path]:
     """{name: path} of the files of a kind."""
-    folders = shipped(kind.folder), Path(INPUTS, kind.folder)
+    folders = shipped(kind.folder), Path(_INPUTS, kind.folder)
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
-def name_of(word: Path | str, kind: Kind) -> str:
+def _name_of(word: Path | str, kind: Kind) -> str:
     """`word` without what says where shipped files of a kind lie."""
     name = str(Path(word)).removesuffix(".toml")
-    for folder in Path(INPUTS, kind.folder).parts:
+    for folder in Path(_INPUTS, kind.folder).parts:
         name = name.removeprefix(f"{folder}/")
     return name
 
 
-def unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
+def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
     """What is wrong with a `word` that names no file of a kind, and what it may stand for."""
     wrong = "is a folder" if os.path.isdir(word) else f"there is no such {kind.title}"
-    near = get_close_matches(name_of(word, kind), known, 1)
+    near = get_close_matches(_name_of(word, kind), known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{word}: {wrong}; {hint}name a file, or one of {', '.join(sorted(known))}"
 
@@ -69,7 +69,7 @@ def unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
 def text(word: Path | str) -> Path | str:
     """`word`, a path, or the path of what is shipped by this name, as inputs/corpus is."""
     parts = Path(word).parts
-    name = Path(*parts[parts[:1] == (INPUTS,) :])
+    name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)
     known = ".." not in parts and os.path.exists(there)
     return there if known and not os.path.exists(word) else word
@@ -78,5 +78,5 @@ def text(word: Path | str) -> Path | str:
 def place(name: str, kind: Kind) -> Path:
     """Where a file of a kind that the program makes is found by `name`: in inputs/ if the current
     folder has that, else there itself."""
-    folder = Path(INPUTS, kind.folder)
+    folder = Path(_INPUTS, kind.folder)
     return (folder if folder.is_dir() else Path()) / f"{name}.toml"

@@ -23,7 +23,7 @@ from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
 from hpc3d.plain import plain
 
-STEP = """\
+_STEP = """\
 Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
 each pipeline stage, and a clock that goes on by what the machine needs for every product, kernel
 and call. Any number of ranks: none of the machine's is needed.
@@ -36,7 +36,7 @@ the prediction is written into the trace of this run, and its report shows both.
 Values of the input file can be given as options (--mesh.x 4). `python -m hpc3d.simulate schedule
 --help` is about schedules by themselves."""
 
-SCHEDULE = """\
+_SCHEDULE = """\
 Run a pipeline schedule on a clock: each stage starts a pass when the one before it has ended and
 its input has come; messages take --comm and never wait for each other.
 
@@ -45,14 +45,14 @@ part for the weights; small letters are chunk 1), the makespan, the bubble as Ze
 (arXiv:2401.10241) defines it, and for each stage the peak number of microbatches in flight, and of
 those whose W is still to come."""
 
-MOST_PASSES = 1_000_000
-SHORTEST, LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
+_MOST_PASSES = 1_000_000
+_SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
 
-SCHEDULE_JSON = """\
+_SCHEDULE_JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
 makespan [s], bubble, in_flight and weight_inputs of each stage"""
 
-STEP_JSON = """\
+_STEP_JSON = """\
 print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_s, bubble,
 communication (share of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
 bytes (axis, operation: calls and bytes that a rank of stage 0 receives)"""
@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _step_parser():
-    parser = Parser("simulate", STEP)
+    parser = Parser("simulate", _STEP)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
     add("--machine", required=True, metavar="NAME|FILE", help="of inputs/machines, as h100")
     add("--ranks", type=number_of_ranks, metavar="N", help="(default: the product of [mesh])")
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
-    add("--json", action="store_true", help=STEP_JSON)
+    add("--json", action="store_true", help=_STEP_JSON)
     return parser
 
 
@@ -152,7 +152,7 @@ def _print_memory(memory):
 
 
 def _schedule_parser():
-    parser = Parser("simulate schedule", SCHEDULE)
+    parser = Parser("simulate schedule", _SCHEDULE)
     _add_options(parser.add_argument)
     return parser
 
@@ -174,10 +174,10 @@ def _add_options(add):
     add("--steps", type=_size, default=1, metavar="N", help="training steps, if asynchronous (1)")
     add("--png", metavar="FILE", help="draw the diagram in colours")
     add("--csv", metavar="FILE", help="write the schedule as a file for --name csv:FILE")
-    add("--json", action="store_true", help=SCHEDULE_JSON)
+    add("--json", action="store_true", help=_SCHEDULE_JSON)
 
 
-_size = whole(0, MOST_PASSES)  # what is too small for a schedule is refused by that
+_size = whole(0, _MOST_PASSES)  # what is too small for a schedule is refused by that
 
 
 def _time(what):
@@ -189,8 +189,8 @@ def _seconds(text):
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (value == 0 or SHORTEST <= value <= LONGEST):
-        bounds = f"{SHORTEST:g} to {LONGEST:g}"
+    if not (value == 0 or _SHORTEST <= value <= _LONGEST):
+        bounds = f"{_SHORTEST:g} to {_LONGEST:g}"
         raise argparse.ArgumentTypeError(f"{text:.40}: must be 0 or more seconds, of {bounds}")
     return value
 
@@ -223,10 +223,10 @@ def _schedule(options):
 
 def _refuse_large(options):
     sizes = options.stages, options.microbatches, options.chunks, options.steps
-    if min(sizes) > 0 and math.prod(sizes) > MOST_PASSES:
+    if min(sizes) > 0 and math.prod(sizes) > _MOST_PASSES:
         raise ValueError(
             f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes: "
-            f"at most {MOST_PASSES} are simulated"
+            f"at most {_MOST_PASSES} are simulated"
         )
 
 

@@ -90,24 +90,24 @@ def train(job: Job, words: list[str]) -> None:
     refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
     opened = job.on_root(lambda: prepare(config, resumed))
     plan = job.from_root(lambda: opened.plan)
-    program = job.scatter_from_root(lambda: programs(plan.config, opened.program))
+    program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
     from hpc3d.training.guard import GuardError
     from hpc3d.training.stop_request import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
     batches = opened.batches if opened else None
-    run = begin(job, plan, program, batches, ours._replace(homes=homes))
+    run = _begin(job, plan, program, batches, ours._replace(homes=homes))
     try:
-        done = steps(plan, run, stop)
+        done = _steps(plan, run, stop)
     except GuardError as wrong:
-        give_up(job, plan, run, wrong)
-    end(job, plan, run, done)
+        _give_up(job, plan, run, wrong)
+    _end(job, plan, run, done)
     if done < config.train.steps:
         raise JobExit(STOPPED if run.saver.saved == done else FAILED)
 
 
-class RunningJob(NamedTuple):
+class _RunningJob(NamedTuple):
     """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
 
     trainer: Trainer
@@ -118,10 +118,10 @@ class RunningJob(NamedTuple):
     start: int
 
 
-def begin(
+def _begin(
     job: Job, plan: RunPlan, program: Program, batches: Batches | None, hardware: Hardware
-) -> RunningJob:
-    """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
+) -> _RunningJob:
+    """The _RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.training.guard import guarded
@@ -150,11 +150,11 @@ def begin(
         from hpc3d.checkpoints.resume import resume
 
         start = resume(job, plan.folder, trainer, log.say)
-    saver = saver_of(job, plan, trainer, batches, log)
-    return RunningJob(trainer, saver, watchdog, log, batches, start)
+    saver = _saver_of(job, plan, trainer, batches, log)
+    return _RunningJob(trainer, saver, watchdog, log, batches, start)
 
 
-def steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
+def _steps(plan: RunPlan, run: _RunningJob, stop: Stop) -> int:
     """Make the steps, until the last one or a request to stop; how many are done."""
     from hpc3d.training.guard import LossSpikes, ReplicaCheck
 
@@ -174,14 +174,14 @@ def steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
         replicas.after(number)
         run.saver.after(number)
         if step.stop_request and number + 1 < config.train.steps:
-            stop_early(plan, run, step)
+            _stop_early(plan, run, step)
             return number + 1
     if spikes.count:
         log.say(f"{spikes.count} loss spikes in all")
     return config.train.steps
 
 
-def stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
+def _stop_early(plan: RunPlan, run: _RunningJob, step: Step) -> None:
     """Save what can be saved, and say why there is no further step."""
     from hpc3d.training.stop_request import reason
 
@@ -195,12 +195,12 @@ def stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     )
 
 
-def end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
+def _end(job: Job, plan: RunPlan, run: _RunningJob, done: int) -> None:
     """After the last step: everything on disk, one trace of all ranks."""
     run.watchdog.stop()  # the last save may take its time
     run.saver.wait()
     run.trainer.mesh.trace.synchronise()
-    save_position(plan, run.batches, done)
+    _save_position(plan, run.batches, done)
     launch.finish(job)
     job.barrier()
     if job.rank == 0 and plan.config.trace.enabled:
@@ -213,7 +213,7 @@ def end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     job.barrier()
 
 
-def give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoReturn:
+def _give_up(job: Job, plan: RunPlan, run: _RunningJob, wrong: GuardError) -> NoReturn:
     """All ranks: end the job because of a wrong number, saying once what is known of it."""
     from hpc3d.training.guard import lines
 
@@ -295,7 +295,7 @@ def prepare(config: Config, run: Path | None) -> Opened:
     return Opened(plan, batches, program, lock)
 
 
-def saver_of(
+def _saver_of(
     job: Job, plan: RunPlan, trainer: Trainer, batches: Batches | None, log: Log
 ) -> Saver:
     """What saves the run; if it does so by itself, what that takes is said first."""
@@ -314,13 +314,13 @@ def saver_of(
     return Saver(plan.folder, trainer, how, header, log.say)
 
 
-def programs(config: Config, program: Program) -> list[Program]:
+def _programs(config: Config, program: Program) -> list[Program]:
     """Rank 0: what each rank runs, the part of its pipeline stage."""
     grid = config.mesh.grid()
     return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
-def save_position(plan: RunPlan, batches: Batches | None, done: int) -> None:
+def _save_position(plan: RunPlan, batches: Batches | None, done: int) -> None:
     """Rank 0: where in the data the run ended, for one that goes on from here."""
     from hpc3d.training.run_folder import write_text
 

@@ -116,7 +116,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, key: Any) -> AbstractArray:
-        return self.view(indexed(self.shape, key if isinstance(key, tuple) else (key,)))
+        return self.view(_indexed(self.shape, key if isinstance(key, tuple) else (key,)))
 
     def __setitem__(self, key: Any, value: object) -> None:
         self[key].made_by("copy", *of_shapes([value]))
@@ -147,10 +147,10 @@ class AbstractArray(NDArrayOperatorsMixin):
         self.made_by("fill")
 
     def sum(self, axis: int | None = None, dtype: DTypeLike | None = None) -> AbstractArray:
-        return self.like(reduced(self.shape, axis), dtype).made_by("reduction", self)
+        return self.like(_reduced(self.shape, axis), dtype).made_by("reduction", self)
 
     def max(self, axis: int | None = None, initial: object = None) -> AbstractArray:
-        return self.like(reduced(self.shape, axis)).made_by("reduction", self)
+        return self.like(_reduced(self.shape, axis)).made_by("reduction", self)
 
     mean = sum
 
@@ -161,30 +161,30 @@ class AbstractArray(NDArrayOperatorsMixin):
         if out is not None:
             return out[0].made_by(ufunc.__name__, *of_shapes(inputs))
         dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
-        dtype = bool if compares(ufunc) else dtype
-        shape = reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
+        dtype = bool if _compares(ufunc) else dtype
+        shape = _reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
         return self.like(shape, dtype).made_by(ufunc.__name__, *of_shapes(inputs))
 
     def multiplied(
         self, a: tuple[int, ...], b: tuple[int, ...], out: tuple[AbstractArray, ...] | None
     ) -> AbstractArray:
         """The product of arrays of the shapes a and b."""
-        shape = product(a, b)
+        shape = _product(a, b)
         rows = a[-2] if len(a) > 1 else 1
         columns = b[-1] if len(b) > 1 else 1
         self.meter.product(rows, columns, a[-1], self.dtype, prod(shape) // (rows * columns))
         return self.like(shape) if out is None else out[0]
 
     def __array_function__(self, function, types, arguments, options):
-        return FUNCTIONS[function](*arguments, **options)
+        return _FUNCTIONS[function](*arguments, **options)
 
 
-def compares(ufunc: np.ufunc) -> bool:
+def _compares(ufunc: np.ufunc) -> bool:
     """Whether what comes out is true or false."""
     return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)
 
 
-def indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
+def _indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
     """The shape of an array of `shape` at a key of slices, integers, None and Ellipsis."""
     if Ellipsis in key:
         place = key.index(Ellipsis)
@@ -201,11 +201,11 @@ def indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
     return (*found, *sizes)
 
 
-def reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     return () if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
-def product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+def _product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a matrix product, as `np.matmul` has it."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(f"no product of {a} and {b}")
@@ -213,18 +213,18 @@ def product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return (*np.broadcast_shapes(a[:-2], b[:-2]), *rows, *columns)
 
 
-def concatenated(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
+def _concatenated(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
     sizes = [sum(block.shape[axis] for block in blocks)]
     shape = (*blocks[0].shape[:axis], *sizes, *blocks[0].shape[axis + 1 :])
     return blocks[0].like(shape).made_by("copy", *blocks)
 
 
-def stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
+def _stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
     shape = blocks[0].shape
     return blocks[0].like((*shape[:axis], len(blocks), *shape[axis:])).made_by("copy", *blocks)
 
 
-def dot(a: AbstractArray, b: AbstractArray) -> float:
+def _dot(a: AbstractArray, b: AbstractArray) -> float:
     """0, of two vectors."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
@@ -234,12 +234,12 @@ def of_shapes(arrays: Iterable[object]) -> list[AbstractArray]:
     return [array for array in arrays if isinstance(array, AbstractArray)]
 
 
-FUNCTIONS = {
-    np.concatenate: concatenated,
-    np.stack: stacked,
+_FUNCTIONS = {
+    np.concatenate: _concatenated,
+    np.stack: _stacked,
     np.empty_like: lambda like, **_: like.like(like.shape),
     np.zeros_like: lambda like, **_: like.like(like.shape).made_by("fill"),
-    np.dot: dot,
+    np.dot: _dot,
     np.shape: lambda a: a.shape,
 }
 

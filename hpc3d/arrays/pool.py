@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "workspace")
+_KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "workspace")
 
 
 @composite
@@ -106,7 +106,7 @@ class Pool:
             self.count(kind, -nbytes)
             self.free[size].append(memory)
 
-        lease = Lease(memory, tuple(shape), nameable(dtype), give_back)
+        lease = Lease(memory, tuple(shape), _nameable(dtype), give_back)
         return np.asarray(lease).view(dtype)
 
     def memory(self, size: int) -> np.ndarray:
@@ -137,7 +137,7 @@ class Pool:
         self.peak["all"] = self.live.total()
 
 
-def nameable(dtype: np.dtype) -> np.dtype:
+def _nameable(dtype: np.dtype) -> np.dtype:
     """A type of the same size that NumPy's interface has a name for: bfloat16 has none."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 

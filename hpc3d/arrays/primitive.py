@@ -38,10 +38,10 @@ class Primitive:
         PRIMITIVES.append(self)
 
     def __call__(self, first: Any, *rest: Any, **named: Any) -> Any:
-        rule = self.chosen.get(type(first)) or self.choose(type(first))
+        rule = self.chosen.get(type(first)) or self._choose(type(first))
         return rule(first, *rest, **named)
 
-    def choose(self, kind: type) -> Rule:
+    def _choose(self, kind: type) -> Rule:
         """The rule for arrays of a type, from now on."""
         backend = BACKENDS.get(kind)
         rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy

@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-NAME = "this-machine"
-RANKS, ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
+_NAME = "this-machine"
+_RANKS, _ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
-    how, out = {"transport": options.transport}, Path(options.machine or place(NAME, MACHINE))
+    how, out = {"transport": options.transport}, Path(options.machine or place(_NAME, MACHINE))
     if not out.parent.is_dir():
         raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
     with tempfile.TemporaryDirectory() as folder:
-        told = [work for line in CALIBRATE for work in works_of(line, folder, how)]
-        machine = machine_of(told, **this_machine(options.transport))
+        told = [work for line in CALIBRATE for work in _works_of(line, folder, how)]
+        machine = machine_of(told, **_this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
-        timed = [(config_of(line, **how), min(steps_of(line, folder, how))) for line in free]
+        timed = [(config_of(line, **how), min(_steps_of(line, folder, how))) for line in free]
         machine = with_wakeup(machine, timed)
         with naming(out):
             out.write_text(dumps(machine))
         print(f"written to {out}")
-        rows = [*check(machine, folder, how, options.rounds or 1)] if options.check else []
+        rows = [*_check(machine, folder, how, options.rounds or 1)] if options.check else []
     return {"machine": str(out), "check": rows}
 
 
-def check(
+def _check(
     machine: Machine, folder: str, how: dict[str, str], repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Steps of other runs than those that calibrate, measured and predicted; a row each."""
@@ -57,7 +57,7 @@ def check(
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
     for line in CHECK:
         config = config_of(line, **how)
-        measured = median(time for _ in range(repeats) for time in steps_of(line, folder, how))
+        measured = median(time for _ in range(repeats) for time in _steps_of(line, folder, how))
         predicted = step_seconds(simulate(config, config.model.vocabulary, machine))
         errors.append(predicted / measured - 1)
         times = f"{measured * 1e3:7.1f} ms {predicted * 1e3:7.1f} ms"
@@ -67,40 +67,40 @@ def check(
     print(f"error: {median(sizes):.1%} in the median, {max(sizes):.1%} at worst")
 
 
-def works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
+def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
     """What the ranks of a run spent their CPU time on."""
     print(f"calibrate: {line}", flush=True)
-    with trained(line, folder, {**how, "clock": "cpu"}) as trace:
+    with _trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 
 
-def steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
+def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
     """Seconds of the steps of a run on the wall, without the first two."""
-    with trained(line, folder, how) as trace:
+    with _trained(line, folder, how) as trace:
         mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
         return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
 
 
-def trained(line: str, folder: str, how: dict[str, str]) -> Trace:
+def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:
     """The trace of a run as a line of hpc3d.predict.calibration.calibration_runs has it."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
-def this_machine(transport: str) -> dict[str, Any]:
+def _this_machine(transport: str) -> dict[str, Any]:
     """What a Machine says of itself, but for its times; its ranks have one thread each."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "name": NAME,
-        "source": f"python -m hpc3d.bench calibrate on {date.today()}: {processor()}, {cores} "
+        "name": _NAME,
+        "source": f"python -m hpc3d.bench calibrate on {date.today()}: {_processor()}, {cores} "
         f"cores, one thread a rank, mesh.transport {transport}",
-        "ranks_per_node": ONE_NODE,
+        "ranks_per_node": _ONE_NODE,
         "cores": cores,
-        "memory_gb": round(memory / RANKS / 1e9, 3),
+        "memory_gb": round(memory / _RANKS / 1e9, 3),
     }
 
 
-def processor() -> str:
+def _processor() -> str:
     """The name of the CPU, where the system knows it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator, Pending
     from hpc3d.runtime.job import Job
 
-SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # of what is gathered, scattered, summed
-OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a block goes round
-HEAD = ("op", "members", "bytes", "ours ms", "MPI's ms", "bound ms")
-KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
-ROUNDS = 5
-MESSAGE = 1 << 22  # bytes of the message that tells the rate
+_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # of what is gathered, scattered, summed
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a block goes round
+_HEAD = ("op", "members", "bytes", "ours ms", "MPI's ms", "bound ms")
+_KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
+_ROUNDS = 5
+_MESSAGE = 1 << 22  # bytes of the message that tells the rate
 
 
 def calls(job: Job, options: Namespace) -> None:
@@ -37,26 +37,26 @@ def calls(job: Job, options: Namespace) -> None:
     ours, mpi = (build({"x": job.size}, transport=way).comm("x") for way in ("auto", "mpi"))
     mpi.long = inf
     hosts = len(set(job.gather(job.place()["host"])))
-    rate = rate_of(job, mpi) if hosts > 1 else inf
+    rate = _rate_of(job, mpi) if hosts > 1 else inf
     rows = []
-    say(job, HEAD)
-    for op, times in OPS.items():
-        for size in SIZES:
-            pair = seconds(job, op, size, (ours, mpi), options.rounds or ROUNDS)
+    _say(job, _HEAD)
+    for op, times in _OPS.items():
+        for size in _SIZES:
+            pair = _seconds(job, op, size, (ours, mpi), options.rounds or _ROUNDS)
             bound = times * size * (hosts - 1) / hosts / rate
             rows.append((op, job.size, size, *pair, bound))
-            say(job, [1e3 * cell if isinstance(cell, float) else cell for cell in rows[-1]])
+            _say(job, [1e3 * cell if isinstance(cell, float) else cell for cell in rows[-1]])
     if options.json and job.rank == 0:
-        print(json.dumps({"calls": [dict(zip(KEYS, row, strict=True)) for row in rows]}))
+        print(json.dumps({"calls": [dict(zip(_KEYS, row, strict=True)) for row in rows]}))
 
 
-def say(job: Job, row: Sequence[object]) -> None:
+def _say(job: Job, row: Sequence[object]) -> None:
     if job.rank == 0:
         cells = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row]
         print("{:15}{:>8}{:>10}{:>10}{:>10}{:>10}".format(*cells), flush=True)
 
 
-def seconds(
+def _seconds(
     job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
 ) -> list[float]:
     """Medians of the calls of communicators in turn, each as its slowest rank sees it."""
@@ -64,11 +64,13 @@ def seconds(
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)
     spent = []
     for _ in range(rounds + 1):
-        spent.append([duration(job, lambda comm=comm: getattr(comm, op)(block)) for comm in comms])
+        spent.append(
+            [_duration(job, lambda comm=comm: getattr(comm, op)(block)) for comm in comms]
+        )
     return [median(times) for times in zip(*job.comm.bcast(spent[1:]), strict=True)]
 
 
-def duration(job: Job, call: Callable[[], Pending]) -> float:
+def _duration(job: Job, call: Callable[[], Pending]) -> float:
     """Seconds until the slowest rank has what `call()` gives."""
     job.comm.Barrier()
     start = time.perf_counter()
@@ -76,17 +78,17 @@ def duration(job: Job, call: Callable[[], Pending]) -> float:
     return max(job.gather(time.perf_counter() - start))
 
 
-def rate_of(job: Job, comm: Communicator) -> float:
+def _rate_of(job: Job, comm: Communicator) -> float:
     """Bytes per second from the first rank to the last, at best."""
     last, spent = job.size - 1, []
-    message, answer = np.ones(MESSAGE, np.uint8), np.ones(1, np.uint8)
+    message, answer = np.ones(_MESSAGE, np.uint8), np.ones(1, np.uint8)
     for _ in range(3):
         start = time.perf_counter()
         if job.rank == 0:
             comm.send(message, last).wait()
             comm.recv((1,), np.uint8, last).wait()
         elif job.rank == last:
-            comm.recv((MESSAGE,), np.uint8, 0).wait()
+            comm.recv((_MESSAGE,), np.uint8, 0).wait()
             comm.send(answer, 0).wait()
         spent.append(time.perf_counter() - start)
-    return job.comm.bcast(MESSAGE / min(spent))
+    return job.comm.bcast(_MESSAGE / min(spent))

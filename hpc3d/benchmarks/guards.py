@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
     from hpc3d.trace.reader import Trace
 
-RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
-SHARE = 0.03  # of a step that guards may take
-EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every has it
+_RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
+_SHARE = 0.03  # of a step that guards may take
+_EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every has it
 
 
 def guards(options: Namespace) -> dict[str, Any]:
     """CPU time, of all ranks together."""
     results = {}
-    for ranks, name in RUNS.items():
-        found = results[f"{name}, {ranks} ranks"] = measured(ranks, name, options.rounds or 10)
+    for ranks, name in _RUNS.items():
+        found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)
         step, low, high = found["theirs_s"], found["ratio_min"], found["ratio_max"]
         cost, replicas = found["ratio"] - 1, found["replicas_s"]
-        every = max(1, ceil(cost / SHARE))
+        every = max(1, ceil(cost / _SHARE))
         print(f"{name}, {ranks} ranks: {step:.2f} s of CPU time a step")
         print(f"    with products and messages checked {1 + cost:.3f} ({low:.3f} to {high:.3f})")
         print(f"    guard.abft_every = {every}: {cost / every:.1%} of a step")
-        print(f"    guard.replicas_every = {EVERY}: {replicas / EVERY / step:.2%} of a step")
+        print(f"    guard.replicas_every = {_EVERY}: {replicas / _EVERY / step:.2%} of a step")
     return results
 
 
-def measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
+def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
     """The ratio of steps with checks to neighbours without, and what hashes of replicas take."""
 
     from hpc3d import trace
@@ -46,17 +46,17 @@ def measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         done = harness.run(ranks, [str(shipped(name)), *how], folder, steps=2 * rounds + 2)
         with trace.open(done["folder"] / "trace.h5") as recorded:
-            steps, replicas = seconds_of_steps(recorded), seconds_of_replicas(recorded)
+            steps, replicas = _seconds_of_steps(recorded), _seconds_of_replicas(recorded)
     return {**harness.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}
 
 
-def seconds_of_steps(recorded: Trace) -> Any:
+def _seconds_of_steps(recorded: Trace) -> Any:
     """Seconds of all ranks together, a step."""
     steps = recorded.steps
     return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
 
 
-def seconds_of_replicas(recorded: Trace) -> float:
+def _seconds_of_replicas(recorded: Trace) -> float:
     """Seconds of all ranks together that the hashes of a comparison of replicas take."""
     names, events = np.array(recorded.strings), recorded.events
     here = names[events["name"]] == "hashes of replicas"

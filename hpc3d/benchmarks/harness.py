@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.training.trainer import Step
 
-OVERSUBSCRIBE = {
+_OVERSUBSCRIBE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -47,7 +47,7 @@ class RandomBatches:
         return np.random.default_rng(step).integers(0, self.vocabulary, self.shape, np.int32)
 
 
-def alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
+def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     """Seconds of every call, [function, round]; a first round is not counted."""
     times = np.empty((rounds + 1, len(functions)))
     for turn in times:
@@ -72,7 +72,7 @@ def ratios(
     }
 
 
-def serial_trainer(
+def _serial_trainer(
     config: Config, recorder: Recorder | None = None, vocabulary: int = 256
 ) -> Trainer:
     """A trainer on one rank, without MPI."""
@@ -81,7 +81,7 @@ def serial_trainer(
     return Trainer(mesh, config, vocabulary, RandomBatches(config, vocabulary))
 
 
-def steps_of(trainer: Trainer) -> Callable[[], Step]:
+def _steps_of(trainer: Trainer) -> Callable[[], Step]:
     """A function that makes the next step of `trainer`."""
     numbers = iter(range(sys.maxsize))
     return lambda: trainer.step(next(numbers))
@@ -91,18 +91,18 @@ def against_torch(config: Config, rounds: int) -> dict[str, Any]:
     """Our training step and that of torch, eager, in one process with one thread each."""
     from hpc3d.benchmarks import torch_reference
 
-    trainer = serial_trainer(config)
+    trainer = _serial_trainer(config)
     batch = RandomBatches(config, 256).batch(0)
     theirs = torch_reference.training_step(trainer.parameters, trainer.shape, config.train, *batch)
-    return ratios(*alternate(rounds, steps_of(trainer), theirs))
+    return ratios(*_alternate(rounds, _steps_of(trainer), theirs))
 
 
 def tracing(config: Config, rounds: int) -> dict[str, Any]:
     """A step on one rank with and without a recorder, and what an event costs by itself."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
-        traced, plain = serial_trainer(config, recorder), serial_trainer(config)
-        result = ratios(*alternate(rounds, steps_of(traced), steps_of(plain)))
+        traced, plain = _serial_trainer(config, recorder), _serial_trainer(config)
+        result = ratios(*_alternate(rounds, _steps_of(traced), _steps_of(plain)))
         events = recorder.count / (rounds + 1)
         start = time.perf_counter()
         for _ in range(10_000):
@@ -153,7 +153,7 @@ def run(ranks: int, arguments: Sequence[str], folder: str, steps: int = 4) -> di
     cores = str(len(os.sched_getaffinity(0)))
     settings = {
         **os.environ,
-        **OVERSUBSCRIBE,
+        **_OVERSUBSCRIBE,
         **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
     }
     with tempfile.TemporaryFile("w+") as errors:
@@ -168,10 +168,10 @@ def run(ranks: int, arguments: Sequence[str], folder: str, steps: int = 4) -> di
             raise Problems([f"{' '.join(command)} failed:", *errors.read().splitlines()])
     where = Path(line.removeprefix("run kept in ").strip())
     with trace.open(where / "trace.h5") as recorded:
-        return {"first_s": first, "folder": where, **times(recorded)}
+        return {"first_s": first, "folder": where, **_times(recorded)}
 
 
-def times(recorded: Trace) -> dict[str, Any]:
+def _times(recorded: Trace) -> dict[str, Any]:
     """The median of the steps after the first, and seconds a step summed over ranks, by op."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
@@ -181,11 +181,11 @@ def times(recorded: Trace) -> dict[str, Any]:
     for name in np.unique(names[inside]):
         total = events["dur"][inside & (names == name)].sum() * 1e-9
         seconds[str(name)] = float(total / len(spans))
-    data = calls_along(recorded, "d", len(spans))
+    data = _calls_along(recorded, "d", len(spans))
     return {"step_s": float(np.median(spans)), "seconds": seconds, "data": data}
 
 
-def calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
+def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
     """Seconds and bytes a rank and step, after the first, in calls along a mesh axis."""
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events

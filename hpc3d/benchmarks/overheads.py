@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
     from hpc3d.config.input_file import Config
 
-HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
-CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
-OVERHEAD = {
-    "hidden 512, 4 layers, 8,192 tokens, 4 x 4 x 4": HIDDEN_512,
-    "hidden 512, 4 layers, 8,192 tokens, 16 x 4 x 1": [*HIDDEN_512, *CUBOID],
+_HIDDEN_512 = ["--model.hidden", "512", "--model.layers", "4", "--train.batch", "128"]
+_CUBOID = ["--mesh.x", "16", "--mesh.y", "4", "--mesh.z", "1"]
+_OVERHEAD = {
+    "hidden 512, 4 layers, 8,192 tokens, 4 x 4 x 4": _HIDDEN_512,
+    "hidden 512, 4 layers, 8,192 tokens, 16 x 4 x 1": [*_HIDDEN_512, *_CUBOID],
     "gpt-3d-64.toml, 4 x 4 x 4": [],
 }
-REPLICAS = ["--mesh.d", "2", "--parallel.bucket_mb", "1", "--train.batch", "32"]
-OVERLAP = {
-    "2 replicas, MPI": [*REPLICAS, "--mesh.transport", "mpi"],
-    "2 replicas, shared memory": REPLICAS,
+_REPLICAS = ["--mesh.d", "2", "--parallel.bucket_mb", "1", "--train.batch", "32"]
+_OVERLAP = {
+    "2 replicas, MPI": [*_REPLICAS, "--mesh.transport", "mpi"],
+    "2 replicas, shared memory": _REPLICAS,
 }
-SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
+_SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
 
 
 def overhead(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     results = {}
-    for label, sizes in OVERHEAD.items():
+    for label, sizes in _OVERHEAD.items():
         path = str(shipped("gpt-3d-64.toml"))
         found = results[label] = harness.overhead(path, sizes, 64, options.rounds or 3)
-        print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {pair(found)}")
+        print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {_pair(found)}")
         print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
         print("    CPU seconds per step, all ranks together     64 ranks  one rank")
         ours, serial = found["processor"], found["processor_serial"]
@@ -50,20 +50,20 @@ def step(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     results = {}
-    for label, config in serial_configs().items():
+    for label, config in _serial_configs().items():
         found = results[label] = harness.against_torch(config, options.rounds or 5)
-        print(f"{label}: hpc3d {found['ours_s']:.2f} s a step, torch eager {pair(found)}")
+        print(f"{label}: hpc3d {found['ours_s']:.2f} s a step, torch eager {_pair(found)}")
     return results
 
 
 def trace(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
-    config = serial_configs()["gpt-serial.toml"]
+    config = _serial_configs()["gpt-serial.toml"]
     small = harness.with_sizes(config, batch=24)
     found = harness.tracing(small, options.rounds or 20)
     share = found["events"] * found["event_us"] / (found["theirs_s"] * 1e6)
-    print(f"traced {found['ours_s']:.3f} s a step, not traced {pair(found)}")
+    print(f"traced {found['ours_s']:.3f} s a step, not traced {_pair(found)}")
     print(f"{found['events']:.0f} events of {found['event_us']:.2f} us: {share:.2%} of a step")
     return {**found, "share": share}
 
@@ -72,7 +72,7 @@ def overlap(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     results = {}
-    for label, sizes in OVERLAP.items():
+    for label, sizes in _OVERLAP.items():
         path = str(shipped("gpt-dp-vs-pp.toml"))
         found = results[label] = harness.overlap(path, sizes, 2, options.rounds or 7)
         times = (
@@ -87,7 +87,7 @@ def schemes(options: Namespace) -> dict[str, Any]:
     from hpc3d.benchmarks import harness
 
     folders = []
-    for name in SCHEMES:
+    for name in _SCHEMES:
         done = harness.run(64, [str(shipped(f"{name}.toml"))], options.out, steps=20)
         folders.append(str(done["folder"]))
     report = [sys.executable, "-m", "hpc3d.report", *folders]
@@ -95,7 +95,7 @@ def schemes(options: Namespace) -> dict[str, Any]:
     return {"runs": folders}
 
 
-def serial_configs() -> dict[str, Config]:
+def _serial_configs() -> dict[str, Config]:
     """The shapes of gpt-serial.toml, and those with hidden 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
@@ -106,7 +106,7 @@ def serial_configs() -> dict[str, Config]:
     return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
 
 
-def pair(found: Mapping[str, float]) -> str:
+def _pair(found: Mapping[str, float]) -> str:
     """The other side of a pair and the ratio."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

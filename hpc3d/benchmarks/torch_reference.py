@@ -29,7 +29,7 @@ def norm(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.
     return functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
 
 
-def attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+def _attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     """Causal attention on [B, T, heads*3*D]."""
     batch, sequence, columns = qkv.shape
     parts = qkv.view(batch, sequence, heads, 3, columns // (3 * heads))
@@ -38,12 +38,12 @@ def attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     return out.transpose(1, 2).reshape(batch, sequence, columns // 3)
 
 
-def block(
+def _block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
     gelu = "tanh" if shape.gelu == "tanh" else "none"
     qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x))
-    x = x + linear(weights, f"{name}.proj", attention(qkv, shape.heads))
+    x = x + linear(weights, f"{name}.proj", _attention(qkv, shape.heads))
     h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x))
     return x + linear(weights, f"{name}.down", functional.gelu(h, approximate=gelu))
 
@@ -55,7 +55,7 @@ def loss(
     table = weights["embedding.token"]
     x = table[tokens] + weights["embedding.position"]
     for number in range(shape.layers):
-        x = block(weights, f"layers.{number}", x, shape)
+        x = _block(weights, f"layers.{number}", x, shape)
     head = table if shape.tied else weights["head.table"]
     logits = norm(weights, "head.norm", x) @ head[: shape.vocabulary].T
     return functional.cross_entropy(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-LARGEST = 4 << 20  # bytes that are written to find out
-FILES = 2  # that a rank writes into a checkpoint
+_LARGEST = 4 << 20  # bytes that are written to find out
+_FILES = 2  # that a rank writes into a checkpoint
 
 
 class Probe(NamedTuple):
@@ -45,7 +45,7 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
     found = problem = None
     if [other for other, _ in ranks].index(host) == job.rank:
         try:
-            found = probe(folder, host, min(LARGEST, sum(size for _, size in ranks)))
+            found = probe(folder, host, min(_LARGEST, sum(size for _, size in ranks)))
         except OSError as error:
             problem = f"{host} cannot write to {folder}, where it is to save: {why(error)}"
     probes, problems = zip(*job.gather((found, problem)), strict=True)
@@ -62,13 +62,13 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
 def probe(folder: Path, host: str, size: int) -> Probe:
     """Write a small and a large file into a folder, have them on disk, and remove them."""
     path, block = folder / f"probe-{host}", np.random.default_rng(0).bytes(size)
-    small, large = timed(partial(written, path, block[:1])), timed(partial(written, path, block))
+    small, large = timed(partial(_written, path, block[:1])), timed(partial(_written, path, block))
     digest = timed(partial(hashlib.sha256, block))
     path.unlink()
     return Probe(small, max(0.0, large - small) / size, digest / size)
 
 
-def written(path: Path, block: bytes) -> None:
+def _written(path: Path, block: bytes) -> None:
     with replacing(path) as temporary:
         temporary.write_bytes(block)
 
@@ -88,7 +88,7 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
     count, held = Counter(host for host, _ in ranks), Counter()
     for host, size in ranks:
         held[host] += size
-    written = FILES * max(count.values()) * slowest.file
+    written = _FILES * max(count.values()) * slowest.file
     written += max(held.values()) * (slowest.write + slowest.digest)
     return written + sum(held.values()) * slowest.digest
 

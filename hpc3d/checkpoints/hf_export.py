@@ -59,7 +59,7 @@ def exchanged(columns: np.ndarray, groups: tuple[int, int]) -> np.ndarray:
     return parts.swapaxes(-3, -2).reshape(columns.shape)
 
 
-def written_by(target: Path) -> list[Path]:
+def _written_by(target: Path) -> list[Path]:
     """The files that `export` writes, the weights first; ValueError if there is no place."""
     if target.suffix == ".safetensors":
         return [target]
@@ -70,7 +70,7 @@ def written_by(target: Path) -> list[Path]:
 
 def refuse_to_replace(target: Path) -> None:
     """ValueError if `export` would write over a file."""
-    for path in written_by(target):
+    for path in _written_by(target):
         if path.exists():
             raise ValueError(f"{path} exists: name another place, or replace it with --force")
 
@@ -79,22 +79,22 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
     where `target` ends in .safetensors, as that file alone; their shapes by GPT-2's names.
     """
-    weights, *settings = written_by(target)
+    weights, *settings = _written_by(target)
     shapes, model = shapes_in(opened), config_of(opened).model
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     arrays = {
-        GPT2.names.full_name_of(name): value_of(opened, name, shape, dtype, model)
+        GPT2.names.full_name_of(name): _value_of(opened, name, shape, dtype, model)
         for name, shape in shapes.items()
     }
     weights.parent.mkdir(parents=True, exist_ok=True)
     safetensors.write(weights, arrays)
     for path in settings:
         with replacing(path) as temporary:
-            temporary.write_text(json.dumps(settings_of(model, dtype), indent=2) + "\n")
+            temporary.write_text(json.dumps(_settings_of(model, dtype), indent=2) + "\n")
     return {name: array.shape for name, array in arrays.items()}
 
 
-def value_of(
+def _value_of(
     opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype, model: ModelConfig
 ) -> np.ndarray:
     """The whole of a parameter, as GPT-2 has it."""
@@ -103,7 +103,7 @@ def value_of(
     return exchanged(value, (model.heads, 3)) if ".qkv." in name else value
 
 
-def settings_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
+def _settings_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of a model.  Its tokenizer, and so the ids of its text's ends, are unknown
     to `transformers`."""
     return {

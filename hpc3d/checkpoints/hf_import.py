@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from hpc3d.checkpoints.safetensors import Entry
     from hpc3d.config.input_file import Config
 
-NAMES = GPT2.names
-TABLE, POSITIONS, HEAD = map(
-    NAMES.name_of, ("embedding.token", "embedding.position", "head.table")
+_NAMES = GPT2.names
+_TABLE, _POSITIONS, _HEAD = map(
+    _NAMES.name_of, ("embedding.token", "embedding.position", "head.table")
 )
-FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of older versions: no parameters
-ACTIVATIONS = {
+_FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
+_MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of older versions: no parameters
+_ACTIVATIONS = {
     **{theirs: ours for ours, theirs in GELU.items()},
     "gelu_pytorch_tanh": "tanh",
     "gelu_fast": "tanh",
@@ -53,20 +53,20 @@ ACTIVATIONS = {
 class Pretrained:
     """The model in a folder or a file.
 
-    `model` has the keys of the section [model] that are known of it, `undecided` those that must
+    `model` has the keys of the section [model] that are known of it, `_undecided` those that must
     be given, each with the reason.  ValueError, in one line, if it cannot be trained here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.places = places(weight_files(self.path))
+        self.places = _places(_weight_files(self.path))
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
-        settings = read_json(told) if told.exists() else {}
+        settings = _read_json(told) if told.exists() else {}
         try:
-            self.model = measured(self.entries) | told_by(settings)
+            self.model = _measured(self.entries) | told_by(settings)
             self.model["tied"] = self.tied(settings)
-            self.undecided = undecided(settings, self.model)
-            check(self.entries, settings, self.model)
+            self.undecided = _undecided(settings, self.model)
+            _check(self.entries, settings, self.model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -86,32 +86,33 @@ class Pretrained:
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
         """Whether the head is the token table; a copy of that is dropped."""
-        same = HEAD not in self.places or np.array_equal(self.read(HEAD), self.read(TABLE))
+        same = _HEAD not in self.places or np.array_equal(self.read(_HEAD), self.read(_TABLE))
         tied = settings.get("tie_word_embeddings", True if settings else same)
         if tied and not same:
             raise ValueError(
-                f"{HEAD} is not {TABLE}, but {CONFIG} ties them: set tie_word_embeddings to false"
+                f"{_HEAD} is not {_TABLE}, but {CONFIG} ties them: set tie_word_embeddings to"
+                " false"
             )
         if tied:
-            self.places.pop(HEAD, None)
+            self.places.pop(_HEAD, None)
         return tied
 
     def parameter(self, ours: str, model: ModelConfig) -> np.ndarray:
         """A parameter by our name, as the `ModelConfig` that was made of this wants it."""
-        value = self.read(NAMES.name_of(ours))
+        value = self.read(_NAMES.name_of(ours))
         if ours == "embedding.position":
             return value[: model.sequence]
         return exchanged(value, (3, model.heads)) if ".qkv." in ours else value
 
 
-def weight_files(path: Path) -> list[Weights]:
+def _weight_files(path: Path) -> list[Weights]:
     """The files with the weights of a folder; or that one file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
     if (path / INDEX).exists() and not (path / WEIGHTS).exists():
-        names = read_json(path / INDEX).get("weight_map")
+        names = _read_json(path / INDEX).get("weight_map")
         names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []
-        if not names or not all(map(FILE.fullmatch, names)):
+        if not names or not all(map(_FILE.fullmatch, names)):
             raise ValueError(f"{path / INDEX}: its weight_map does not name files beside it")
         return [Weights(path / name) for name in names]
     file = path / WEIGHTS if path.is_dir() else path
@@ -123,20 +124,20 @@ def weight_files(path: Path) -> list[Weights]:
     return [Weights(file)]
 
 
-def places(files: Sequence[Weights]) -> dict[str, tuple[Weights, str]]:
+def _places(files: Sequence[Weights]) -> dict[str, tuple[Weights, str]]:
     """{GPT-2's name without prefix: (file, name in it)} of all arrays but masks."""
     found = {}
     for file in files:
         for stored in file.entries:
-            name = stored.removeprefix(NAMES.prefix)
+            name = stored.removeprefix(_NAMES.prefix)
             if name in found:
                 raise ValueError(f"{file.path}: {name!r} is there twice")
-            if not MASKS.fullmatch(name):
+            if not _MASKS.fullmatch(name):
                 found[name] = file, stored
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError if a file has none."""
     try:
         found = json.loads(files.read(path, files.MOST_JSON))
@@ -147,16 +148,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def measured(entries: Mapping[str, Entry]) -> dict[str, int]:
+def _measured(entries: Mapping[str, Entry]) -> dict[str, int]:
     """The sizes of a model, from the shapes of its arrays."""
-    for name in (TABLE, POSITIONS):
+    for name in (_TABLE, _POSITIONS):
         if name not in entries or len(entries[name].shape) != 2:
             raise ValueError(f"it has no matrix {name}: it is no GPT-2")
-    vocabulary, hidden = entries[TABLE].shape
+    vocabulary, hidden = entries[_TABLE].shape
     return {
         "layers": len({name.split(".")[1] for name in entries if name.startswith("h.")}),
         "hidden": hidden,
-        "sequence": entries[POSITIONS].shape[0],
+        "sequence": entries[_POSITIONS].shape[0],
         "vocabulary": vocabulary,
     }
 
@@ -164,38 +165,38 @@ def measured(entries: Mapping[str, Entry]) -> dict[str, int]:
 def told_by(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json tells of a model besides its sizes; ValueError for what is not here."""
     name = str(settings.get("activation_function", GELU["tanh"]))
-    if name not in ACTIVATIONS:
+    if name not in _ACTIVATIONS:
         raise ValueError(
-            f"{CONFIG}: activation_function = {name!r}: known here: {', '.join(ACTIVATIONS)}"
+            f"{CONFIG}: activation_function = {name!r}: known here: {', '.join(_ACTIVATIONS)}"
         )
     for key, value in FIXED.items():
         if settings.get(key, value) != value:
             raise ValueError(f"{CONFIG}: {key} = {settings[key]!r}: here it can be {value!r} only")
     heads = settings.get("n_head", settings.get("num_attention_heads"))
-    rates = dropouts(settings)
+    rates = _dropouts(settings)
     return {
-        "gelu": ACTIVATIONS[name],
+        "gelu": _ACTIVATIONS[name],
         **({} if heads is None else {"heads": heads}),
         **({"dropout": rates[0]} if rates and rates == rates[:1] * len(rates) else {}),
     }
 
 
-def dropouts(settings: Mapping[str, Any]) -> list[float]:
+def _dropouts(settings: Mapping[str, Any]) -> list[float]:
     return [settings[key] for key in DROPOUTS if key in settings]
 
 
-def undecided(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, str]:
+def _undecided(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, str]:
     """The keys of [model] that a user must give, each with the reason."""
     reasons = {}
     if "heads" not in model:
         reasons["heads"] = f"there is no {CONFIG} that tells n_head"
-    if dropouts(settings) and "dropout" not in model:
+    if _dropouts(settings) and "dropout" not in model:
         rates = ", ".join(f"{key} = {settings[key]!r}" for key in DROPOUTS if key in settings)
         reasons["dropout"] = f"{CONFIG} has {rates}, and there is one rate here"
     return reasons
 
 
-def check(
+def _check(
     entries: Mapping[str, Entry], settings: Mapping[str, Any], model: Mapping[str, Any]
 ) -> None:
     """ValueError where config.json says other sizes, or the arrays are not those of a GPT-2."""
@@ -206,18 +207,18 @@ def check(
         raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
     sizes = {key: model[key] for key in SIZES.values()}
     shapes = shapes_of(ModelConfig(**sizes, tied=bool(model["tied"])))
-    shapes = {NAMES.name_of(ours): shape for ours, shape in shapes.items()}
+    shapes = {_NAMES.name_of(ours): shape for ours, shape in shapes.items()}
     if lacking := [name for name in shapes if name not in entries]:
-        raise ValueError(f"it lacks {listed(lacking)}")
+        raise ValueError(f"it lacks {_listed(lacking)}")
     if surplus := [name for name in entries if name not in shapes]:
-        raise ValueError(f"{listed(surplus)}: no part of a GPT-2")
+        raise ValueError(f"{_listed(surplus)}: no part of a GPT-2")
     for name, shape in shapes.items():
         if entries[name].shape != shape:
             found = list(entries[name].shape)
             raise ValueError(f"{name} is {found}: it should be {list(shape)}")
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest

@@ -18,40 +18,40 @@ from hpc3d.limits import MOST_COUNT
 from hpc3d.training.optimizer import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
-BFLOAT16 = "bfloat16"  # NumPy has no letter for it
-FLOATS = {"<f2": 2, BFLOAT16: 2, "<f4": 4, "<f8": 8}  # types of elements, and their bytes
-SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
-NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
-DIGEST = re.compile(r"[0-9a-f]{64}")
-LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
-MOST = 1 << 62  # of any number of a file
+_BFLOAT16 = "bfloat16"  # NumPy has no letter for it
+_FLOATS = {"<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # types of elements, and their bytes
+_SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
+_MOST = 1 << 62  # of any number of a file
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the files that a manifest lists; OSError or ValueError for what is wrong."""
     path = folder / "manifest.json"
     size = path.stat().st_size
-    require(path.is_file(), "its manifest is no file")
-    require(size <= LARGEST, f"its manifest has {size} bytes")
+    _require(path.is_file(), "its manifest is no file")
+    _require(size <= _LARGEST, f"its manifest has {size} bytes")
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise ValueError("its manifest is no JSON") from None
-    require(isinstance(header, dict), "its manifest is no JSON object")
+    _require(isinstance(header, dict), "its manifest is no JSON object")
     files = header.pop("files", None)
-    check_header(header)
-    check_files(files)
+    _check_header(header)
+    _check_files(files)
     return header, files
 
 
 def name_of(dtype: np.dtype) -> str:
     """What a manifest calls a type."""
-    return BFLOAT16 if dtype.name == BFLOAT16 else dtype.str
+    return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 
 def type_of(name: str) -> np.dtype:
     """The type that a manifest calls so; ValueError with the remedy where it is not installed."""
-    if name == BFLOAT16:
+    if name == _BFLOAT16:
         try:
             import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
         except ImportError:
@@ -59,59 +59,59 @@ def type_of(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-def require(sound: object, problem: str) -> None:
+def _require(sound: object, problem: str) -> None:
     if not sound:
         raise ValueError(problem)
 
 
-def number(value: object, most: int = MOST) -> bool:
+def _number(value: object, most: int = _MOST) -> bool:
     """Whether it is a whole number, neither negative nor beyond what a file can have."""
     return type(value) is int and 0 <= value < most
 
 
-def check_header(header: Any) -> None:
+def _check_header(header: Any) -> None:
     version = header.get("version")
-    known = header.get("format") == FORMAT and number(version) and version <= VERSION
-    require(known, "its manifest is not one that this hpc3d reads")
+    known = header.get("format") == FORMAT and _number(version) and version <= VERSION
+    _require(known, "its manifest is not one that this hpc3d reads")
     for key in ("step", "updates"):
-        known = number(header.get(key), MOST_COUNT)
-        require(known, f"its manifest has no number {key} below {MOST_COUNT}")
+        known = _number(header.get(key), MOST_COUNT)
+        _require(known, f"its manifest has no number {key} below {MOST_COUNT}")
     position = header.get("position") or {}
-    require(isinstance(position, dict), "its manifest has an invalid position")
+    _require(isinstance(position, dict), "its manifest has an invalid position")
     for key in position:
-        known = number(position[key], MOST_COUNT)
-        require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
+        known = _number(position[key], MOST_COUNT)
+        _require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
 
 
-def check_files(files: Any) -> None:
-    require(isinstance(files, list), "its manifest lists no files")
-    require(all(isinstance(file, dict) for file in files), "its manifest lists no files")
+def _check_files(files: Any) -> None:
+    _require(isinstance(files, list), "its manifest lists no files")
+    _require(all(isinstance(file, dict) for file in files), "its manifest lists no files")
     names = set()
     for file in files:
         name = file.get("file")
-        sound = isinstance(name, str) and SHARD.fullmatch(name)
-        require(sound, f"{name!r:.60} is no name of a file of it")
-        require(name not in names, f"{name} is listed twice")
+        sound = isinstance(name, str) and _SHARD.fullmatch(name)
+        _require(sound, f"{name!r:.60} is no name of a file of it")
+        _require(name not in names, f"{name} is listed twice")
         names.add(name)
-        check_file(file)
+        _check_file(file)
 
 
-def check_file(file: Any) -> None:
+def _check_file(file: Any) -> None:
     """One file: a sound size and digest, and pieces that lie in it."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
-    require(number(file.get("bytes")), f"{name} has no size")
-    require(isinstance(digest, str) and DIGEST.fullmatch(digest), f"{name} has no SHA-256")
-    require(isinstance(pieces, list), f"{name} has no pieces")
+    _require(_number(file.get("bytes")), f"{name} has no size")
+    _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no SHA-256")
+    _require(isinstance(pieces, list), f"{name} has no pieces")
     kinds = {"value", *state_kinds()}
     for piece in pieces:
-        sound = isinstance(piece, list) and len(piece) == 5 and sound_piece(*piece, kinds)
-        require(sound, f"{name} has an invalid piece")
+        sound = isinstance(piece, list) and len(piece) == 5 and _sound_piece(*piece, kinds)
+        _require(sound, f"{name} has an invalid piece")
         *_, dtype, offset, rectangles = piece
-        end = offset + FLOATS[dtype] * sum(map(area, rectangles))
-        require(end <= file["bytes"], f"{name} has a piece beyond its end")
+        end = offset + _FLOATS[dtype] * sum(map(_area, rectangles))
+        _require(end <= file["bytes"], f"{name} has a piece beyond its end")
 
 
-def sound_piece(
+def _sound_piece(
     name: object,
     kind: object,
     dtype: object,
@@ -121,24 +121,24 @@ def sound_piece(
 ) -> bool:
     return (
         isinstance(name, str)
-        and NAME.fullmatch(name)
+        and _NAME.fullmatch(name)
         and isinstance(kind, str)
         and kind in kinds
         and isinstance(dtype, str)
-        and dtype in FLOATS
-        and number(offset)
+        and dtype in _FLOATS
+        and _number(offset)
         and isinstance(rectangles, list)
-        and all(map(sound_rectangle, rectangles))
+        and all(map(_sound_rectangle, rectangles))
     )
 
 
-def sound_rectangle(edges: Any) -> bool:
+def _sound_rectangle(edges: Any) -> bool:
     """Whether it is [top, bottom, left, right]."""
-    if not (isinstance(edges, list) and len(edges) == 4 and all(map(number, edges))):
+    if not (isinstance(edges, list) and len(edges) == 4 and all(map(_number, edges))):
         return False
     return edges[0] <= edges[1] and edges[2] <= edges[3]
 
 
-def area(edges: Sequence[int]) -> int:
+def _area(edges: Sequence[int]) -> int:
     top, bottom, left, right = edges
     return (bottom - top) * (right - left)

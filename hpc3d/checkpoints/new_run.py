@@ -73,9 +73,9 @@ def begin(
         raise ValueError(f"{run} exists: a run is never written over; name another folder")
     shapes, text = shapes_of(config.model), to_toml(config)
     header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}
-    with atomic_folder(run) as folder:
-        write(folder / "config.toml", text)
-        write(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
+    with _atomic_folder(run) as folder:
+        _write(folder / "config.toml", text)
+        _write(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
         shard = folder / "checkpoints" / "step-00000000.tmp"
         shard.mkdir(parents=True)
         dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
@@ -88,13 +88,13 @@ def begin(
     return shapes
 
 
-def write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def _atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder with a temporary name, which it loses if the block succeeds; else it is removed."""
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)

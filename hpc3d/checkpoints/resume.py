@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-OF_ANOTHER = "it is of another model or optimiser"
-NOTHING = "{}: no checkpoint to resume from; train anew"
+_OF_ANOTHER = "it is of another model or optimiser"
+_NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
@@ -61,7 +61,7 @@ def continued(run: Path, config: Config) -> tuple[Config, list[str]]:
 
     ValueError, before anything is changed, if it cannot go on.
     """
-    done = check(run, config)
+    done = _check(run, config)
     begun = load(run / "config.toml", [], of_run=True).train if done else config.train
     config = with_decay_steps(config, begun)
     return config, [*changes(run, config), *rate_notes(begun, config.train, done)]
@@ -77,7 +77,7 @@ def changes(run: Path, config: Config) -> list[str]:
     ]
 
 
-def check(run: Path, config: Config) -> int:
+def _check(run: Path, config: Config) -> int:
     """How many steps are done, of the newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
@@ -85,11 +85,11 @@ def check(run: Path, config: Config) -> int:
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
-        if not (problem := attempt(lambda folder=folder: mismatch(Checkpoint(folder), config))):
+        if not (problem := _attempt(lambda folder=folder: mismatch(Checkpoint(folder), config))):
             break
         wrong.append(problem)
     else:
-        raise Problems([*wrong, NOTHING.format(run)])
+        raise Problems([*wrong, _NOTHING.format(run)])
     if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
         raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
     return done
@@ -131,20 +131,20 @@ def resume(job: Job, run: Path, trainer: Trainer, say: Callable[[str], object]) 
 
     `say(line)` logs which one that is, and what is wrong with those after it.
     """
-    opened, wrong = newest(job, run, trainer)
-    problem = attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
-    if problems := problems_of_all(job, problem):
+    opened, wrong = _newest(job, run, trainer)
+    problem = _attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
+    if problems := _problems_of_all(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
     trainer.scaling.restore(opened.header.get("loss_scale"))
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
-    go_on(trainer.feed.batches, opened.header)
+    _go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]
 
 
-def go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
+def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
     """Rank 0: let the data begin where the position in a manifest says; by itself it begins
     after as many steps of today's batch."""
     match header.get("position"):
@@ -152,7 +152,7 @@ def go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
             batches.go_on(header["step"], sequences)
 
 
-def newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, list[str]]:
+def _newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
     what is wrong with those after it.  The job is refused without one."""
     wrong = []
@@ -166,14 +166,14 @@ def newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, li
             damage = opened.damage(job.rank, job.size)
             return damage or (mismatch(opened, trainer.config) if job.rank == 0 else None)
 
-        problems = problems_of_all(job, attempt(look))
+        problems = _problems_of_all(job, _attempt(look))
         if not problems:
             return opened, wrong
         wrong += problems
-    job.refuse(*wrong, NOTHING.format(run))
+    job.refuse(*wrong, _NOTHING.format(run))
 
 
-def attempt(function: Callable[[], Any]) -> Any:
+def _attempt(function: Callable[[], Any]) -> Any:
     """What `function()` says is wrong, or its OSError or ValueError does, in one line."""
     try:
         return function()
@@ -181,7 +181,7 @@ def attempt(function: Callable[[], Any]) -> Any:
         return "; ".join(lines_of(error))
 
 
-def problems_of_all(job: Job, problem: str | None) -> list[str]:
+def _problems_of_all(job: Job, problem: str | None) -> list[str]:
     """The problems of all ranks, each once."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
@@ -193,9 +193,9 @@ def mismatch(opened: Checkpoint, config: Config) -> str | None:
     stored, asked = (asdict(each.model) for each in (config_of(opened), config))
     for key in stored:
         if stored[key] != asked[key] and key != "dropout":
-            return f"{opened.folder} has model.{key} = {stored[key]}: {OF_ANOTHER}"
+            return f"{opened.folder} has model.{key} = {stored[key]}: {_OF_ANOTHER}"
     needed = {spec.name for spec in optimizer_of(config).STATES}
     if lacking := needed - {*kinds_of(opened)}:
-        return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {OF_ANOTHER}"
+        return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
     found = inconsistencies(opened, shapes_of(config.model))
     return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -13,7 +13,7 @@ from hpc3d.extras import need
 from hpc3d.plain import plain
 from hpc3d.trace.segment import replacing
 
-WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
+_WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
 
 
 class Entry(NamedTuple):
@@ -30,7 +30,7 @@ class Weights:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, package = Path(path), library()
+        self.path, package = Path(path), _library()
         try:
             with package.safe_open(self.path, "np") as file:
                 parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -45,17 +45,17 @@ class Weights:
     def read(self, name: str) -> np.ndarray:
         """The array of a name, as float64 if it is stored so and else as float32."""
         dtype = self.entries[name].dtype
-        if dtype not in WIDE:
+        if dtype not in _WIDE:
             raise ValueError(
-                f"{self.path}: {name!r} is of {dtype!r}; known here: {', '.join(WIDE)}"
+                f"{self.path}: {name!r} is of {dtype!r}; known here: {', '.join(_WIDE)}"
             )
-        with library().safe_open(self.path, "np") as file:
-            return file.get_tensor(name).astype(WIDE[dtype], copy=False)
+        with _library().safe_open(self.path, "np") as file:
+            return file.get_tensor(name).astype(_WIDE[dtype], copy=False)
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write {name: array}.  The file gets its name when all of it is on disk."""
-    package = library()
+    package = _library()
     from safetensors.numpy import save_file
 
     try:
@@ -68,7 +68,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise ValueError(f"{path}: {error}") from None
 
 
-def library() -> ModuleType:
+def _library() -> ModuleType:
     """The package; ValueError with the remedy where it is not installed."""
     need("an exchange of weights", "safetensors")
     import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it

@@ -66,10 +66,10 @@ class Saver:
         self.exposed = time.monotonic() - begin
         header = self.header(done) | {"step": done, "updates": trainer.optimizer.steps}
         header["loss_scale"] = trainer.scaling.state()
-        self.thread = threading.Thread(target=self.try_to_write, args=(snapshot, header, begin))
+        self.thread = threading.Thread(target=self._try_to_write, args=(snapshot, header, begin))
         self.thread.start()
 
-    def try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
+    def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
         """`write`, whose error names a file, or the folder."""
         try:
             self.write(snapshot, header, begin)

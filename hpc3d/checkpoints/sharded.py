@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpc3d.training.optimizer import Optimizer
 
 
-def block_of(item: Parameter, mesh: Mesh) -> BlockSlices:
+def _block_of(item: Parameter, mesh: Mesh) -> BlockSlices:
     """The rectangle of this rank's block of a parameter; without the padding of a table."""
     *rows, columns = item.layout.slices(item.shape, mesh)
     rows = rows[0] if rows else slice(0, 1)
@@ -75,7 +75,7 @@ def shares(
     """(name, kind, rectangles, their elements) of all arrays whose copy on this rank counts."""
     for item, place in parameters.places.items():
         if parameters.counts(item):
-            block, first = block_of(item, parameters.mesh), place.own_value.start
+            block, first = _block_of(item, parameters.mesh), place.own_value.start
             for kind, array in arrays(place, parameters, optimizer):
                 start = first - place.value.start
                 parts = rectangles(block, start, start + len(array))
@@ -131,7 +131,7 @@ def complete(folder: Path, ranks: int, header: Mapping[str, Any], keep: int) -> 
         path.unlink()
     final = folder.with_suffix("")
     if final.exists():  # one that was not whole, or that another attempt has passed
-        discard(final)
+        _discard(final)
     os.replace(folder, final)
     sync(final.parent)
     with replacing(final.parent / "latest") as temporary:
@@ -140,11 +140,11 @@ def complete(folder: Path, ranks: int, header: Mapping[str, Any], keep: int) -> 
         return damage
     before = [path for path in steps_of(final.parent) if path.name < final.name]
     for old in before[keep - 1 :]:
-        discard(old)
+        _discard(old)
     return None
 
 
-def discard(folder: Path) -> None:
+def _discard(folder: Path) -> None:
     """Remove a checkpoint: first its manifest, so that what is left of it is not a checkpoint.  A
     folder that someone made in it stays, and so does what NFS keeps of files that are open."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
@@ -154,7 +154,7 @@ def discard(folder: Path) -> None:
         folder.rmdir()
 
 
-def describe_error(error: Any) -> Any:
+def _describe_error(error: Any) -> Any:
     """An error in words, with the name of its file."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {why(error)}" if name else error
@@ -183,7 +183,7 @@ class Checkpoint:
             self.sources = self._sources()
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self.folder} is no whole checkpoint: {describe_error(error)}"
+                f"{self.folder} is no whole checkpoint: {_describe_error(error)}"
             ) from None
 
     def _check_sizes(self):
@@ -245,15 +245,15 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     in whatever type: values and their master copies come from those that are there in full."""
     exact = checkpoint.exact
     for item, place in parameters.places.items():
-        block = block_of(item, parameters.mesh)
-        fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
+        block = _block_of(item, parameters.mesh)
+        _fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
         first = place.own_value.start - place.value.start
         for kind, state in optimizer.states.items():
             stored = exact if kind == MASTER.name else kind
-            fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
+            _fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 
 
-def fill_flat(
+def _fill_flat(
     checkpoint: Checkpoint, flat: Array, name: str, kind: str, block: BlockSlices, first: int
 ) -> None:
     """Fill consecutive elements of a block, from its element `first` on; padding stays."""

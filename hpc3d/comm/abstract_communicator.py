@@ -28,7 +28,7 @@ class AbstractCommunicator(Communicator):
     """
 
     @property
-    def of_node(self) -> bool:
+    def _of_node(self) -> bool:
         """Whether its members are ranks of a node, not devices."""
         return not self.pool.on_device
 
@@ -39,7 +39,7 @@ class AbstractCommunicator(Communicator):
 
     def placed(self, block: Any) -> Array:
         ours = getattr(block, "lease", None) and getattr(block.lease, "slot_of", None) is self
-        return self.like(block, block.shape) if self.of_node and not ours else block
+        return self.like(block, block.shape) if self._of_node and not ours else block
 
     def like(self, block: Any, shape: Sequence[int], kind: str = "communication") -> Any:
         """A block of another shape that came from elsewhere."""
@@ -62,7 +62,7 @@ class AbstractCommunicator(Communicator):
             and block.nbytes > SMALL_SUM
             and block.size >= self.size
         )
-        if large and self.of_node:
+        if large and self._of_node:
             total.lease.shared = True  # all members read one total
         return Pending(lambda copy=copy: total)
 

@@ -44,7 +44,7 @@ def build(
         """The communicator of the ranks of `line`, named by their ranks in the mesh."""
         if line.size == 1:
             return Self(pool, cart.rank)
-        return communicator_of(line, members, pool, [nodes[rank] for rank in members])
+        return _communicator_of(line, members, pool, [nodes[rank] for rank in members])
 
     subs = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
     lines = {
@@ -63,7 +63,7 @@ def build(
     return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
 
 
-def communicator_of(
+def _communicator_of(
     line: MPI.Intracomm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
 ) -> Communicator:
     """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""

@@ -95,20 +95,22 @@ class Communicator:
         return self.pool.empty(shape, dtype, "communication")
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
-        block = contiguous(rows_first(block, dim))
+        block = contiguous(_rows_first(block, dim))
         pending = self.call("all_gather", block.nbytes, None, partial(self._all_gather, block))
         return (
-            pending if dim == 0 else pending.then(lambda whole: contiguous(rows_first(whole, dim)))
+            pending
+            if dim == 0
+            else pending.then(lambda whole: contiguous(_rows_first(whole, dim)))
         )
 
     def reduce_scatter(self, block: Array, dim: int = 0) -> Pending:
         if block.shape[dim] % self.size:
             raise ValueError(f"{block.shape[dim]} rows do not divide over {self.size} ranks")
-        block = contiguous(rows_first(block, dim))
+        block = contiguous(_rows_first(block, dim))
         move = partial(self._reduce_scatter, block)
         pending = self.call("reduce_scatter", block.nbytes, None, move)
         return (
-            pending if dim == 0 else pending.then(lambda part: contiguous(rows_first(part, dim)))
+            pending if dim == 0 else pending.then(lambda part: contiguous(_rows_first(part, dim)))
         )
 
     def all_reduce(self, block: Array, op: str = "sum") -> Pending:
@@ -180,7 +182,7 @@ class Self(Communicator):
         return ready(block)
 
 
-def rows_first(block: Array, dim: int) -> Array:
+def _rows_first(block: Array, dim: int) -> Array:
     """`block` with `dim` exchanged with dim 0 (its own inverse)."""
     return block if dim == 0 else block.swapaxes(0, dim)
 

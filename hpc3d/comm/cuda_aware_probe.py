@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from hpc3d.comm.cuda_aware_mpi import CudaAwareMpi
     from hpc3d.runtime.job import Job
 
-DRIVER = "/proc/driver/nvidia/version"
+_DRIVER = "/proc/driver/nvidia/version"
 EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
-WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+_WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
 # What a launcher tells its processes begins so; what the user tells MPI has the endings, too.
-LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
-SIZES = 2, 1 << 18  # rows of blocks that are tried
-KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
+_LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
+_SIZES = 2, 1 << 18  # rows of blocks that are tried
+_KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 
 
 def devices() -> Iterator[Finding]:
     """The devices of this process, with driver, runtime and NCCL; a note where CuPy is not."""
     if find_spec("cupy") is None:
-        here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(DRIVER) else "no CuPy"
+        here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(_DRIVER) else "no CuPy"
         yield Finding(OK, "GPU", f"{here}, so no GPU backend: {EXTRAS}")
         return
-    wheels = [name for name in WHEELS if installed(name)]
+    wheels = [name for name in _WHEELS if installed(name)]
     if len(wheels) > 1:
         remedy = f"python -m pip uninstall {' '.join(wheels)}, then install one of them"
         yield Finding(FAIL, "CuPy", f"{' and '.join(wheels)} overwrite each other", remedy)
@@ -50,9 +50,9 @@ def devices() -> Iterator[Finding]:
             WARN, "GPU", text, "nvidia-smi tells why; or ask the job for --gpus-per-node"
         )
         return
-    yield from versions(cupy.cuda.runtime)
+    yield from _versions(cupy.cuda.runtime)
     for number in range(cupy.cuda.runtime.getDeviceCount()):
-        yield described(number, cupy.cuda.runtime.getDeviceProperties(number))
+        yield _described(number, cupy.cuda.runtime.getDeviceProperties(number))
     yield from nccl()
 
 
@@ -65,10 +65,10 @@ def present() -> bool:
     return cupy.cuda.is_available()
 
 
-def versions(runtime: Any) -> Iterator[Finding]:
+def _versions(runtime: Any) -> Iterator[Finding]:
     """CUDA's driver must not be older than its runtime by a major version."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
-    text = f"driver for {dotted(driver)}, runtime {dotted(needed)}"
+    text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
         remedy = f"a newer driver, or the wheel cupy-cuda{driver // 1000}x"
         yield Finding(FAIL, "CUDA", text, remedy)
@@ -76,12 +76,12 @@ def versions(runtime: Any) -> Iterator[Finding]:
         yield Finding(OK, "CUDA", text)
 
 
-def dotted(version: int) -> str:
+def _dotted(version: int) -> str:
     """12090 is CUDA 12.9."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def described(number: int, properties: Mapping[str, Any]) -> Finding:
+def _described(number: int, properties: Mapping[str, Any]) -> Finding:
     name = properties["name"].decode()
     capability = f"{properties['major']}.{properties['minor']}"
     memory = properties["totalGlobalMem"] / 1e9
@@ -140,11 +140,11 @@ def device_map(job: Job) -> Iterator[Finding]:
 def missing(asked: str, dtype: str) -> str | None:
     """What this process lacks for train.backend = cupy, in a line with the remedy; None if
     nothing.  `asked` is mesh.transport, `dtype` train.dtype."""
-    what, remedy = next(lacks(asked, dtype), (None, None))
+    what, remedy = next(_lacks(asked, dtype), (None, None))
     return what and f"train.backend = cupy: {what}: {remedy}; or use train.backend = numpy"
 
 
-def lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
+def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     """What is missing, and the remedy, the first thing first: the next one may not be asked."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed here", EXTRAS
@@ -161,7 +161,7 @@ def lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     if driver == 0:
         yield "there is no NVIDIA driver here", "start on a machine with a GPU"
     if driver // 1000 < needed // 1000:
-        text = f"the driver is for CUDA {dotted(driver)}, CuPy for {dotted(needed)}"
+        text = f"the driver is for CUDA {_dotted(driver)}, CuPy for {_dotted(needed)}"
         yield text, f"a newer driver, or the wheel cupy-cuda{driver // 1000}x"
     if not cupy.cuda.is_available():
         yield "CuPy finds no device", "nvidia-smi tells why; or ask the job for --gpus-per-node"
@@ -189,7 +189,7 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
 def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
     """What two ranks say of MPI and the memory of devices (TAKEN, STAGED, WRONG), and what was
     wrong.  They are a job of their own, whatever job this process is in."""
-    forgotten = [word for name in os.environ if told_by_launcher(name) for word in ("-u", name)]
+    forgotten = [word for name in os.environ if _told_by_launcher(name) for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
     code, printed = outcome(["env", *forgotten, *words], seconds, **environment)
     said = set(printed.split()) & {TAKEN, STAGED, WRONG}
@@ -199,9 +199,9 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
     return WRONG, f"with it {what}"
 
 
-def told_by_launcher(name: str) -> bool:
+def _told_by_launcher(name: str) -> bool:
     """Whether a variable of the environment says that this process is one of a job."""
-    return name.startswith(LAUNCHED) and not name.startswith(KEPT)
+    return name.startswith(_LAUNCHED) and not name.startswith(_KEPT)
 
 
 def surroundings() -> dict[str, str]:
@@ -217,7 +217,7 @@ def says_yes(path: str | None) -> bool:
     return bool(query and query())
 
 
-def attempt() -> str:
+def _attempt() -> str:
     """One of two ranks: every call of a CudaAwareMpi communicator from device memory, with results
     that are known."""
     from mpi4py import MPI
@@ -229,17 +229,17 @@ def attempt() -> str:
 
     comm = MPI.COMM_WORLD
     pool = DevicePool(bound(comm.rank))
-    return TAKEN if right(CudaAwareMpi(comm, pool.device, range(comm.size), pool)) else WRONG
+    return TAKEN if _right(CudaAwareMpi(comm, pool.device, range(comm.size), pool)) else WRONG
 
 
-def right(comm: CudaAwareMpi) -> bool:
+def _right(comm: CudaAwareMpi) -> bool:
     """Whether two members get what they must, in few bytes and in many, of 4 and of 2 each."""
     return all(
-        right_blocks(comm, rows, dtype) for rows in SIZES for dtype in ("float32", "float16")
+        _right_blocks(comm, rows, dtype) for rows in _SIZES for dtype in ("float32", "float16")
     )
 
 
-def right_blocks(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
+def _right_blocks(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
     import numpy as np
 
     values = np.arange(2 * rows).reshape(rows, 2) % 100
@@ -263,4 +263,4 @@ def right_blocks(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
 
 
 if __name__ == "__main__":
-    print(attempt(), flush=True)
+    print(_attempt(), flush=True)

@@ -30,10 +30,10 @@ def communicators(
     """{axis: communicator} for `lines`, parts of `cart`, with their blocks in `pool` on a
     device.  Collective over `cart`, for the same axes in the same order."""
     pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
-    return MAKERS[transport](cart, lines, pool)
+    return _MAKERS[transport](cart, lines, pool)
 
 
-def by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
+def _by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
     from cupy.cuda import nccl as library
 
     device = pool.device
@@ -41,36 +41,36 @@ def by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Com
     world, parts = split(library, cart, places)
     device.meanwhile += [part.check_async_error for part in parts.values()]
     device.aborts += [comm.abort for comm in (*parts.values(), world)]
-    traffic = comm_streams(device, grouped(library))
+    traffic = _comm_streams(device, grouped(library))
     return {
         axis: Nccl(parts[axis], line, traffic[queue_of(axis)], members, pool)
         for axis, (line, members) in lines.items()
     }
 
 
-def by_mpi(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, CudaAwareMpi]:
+def _by_mpi(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, CudaAwareMpi]:
     return {
         axis: CudaAwareMpi(line, pool.device, members, pool)
         for axis, (line, members) in lines.items()
     }
 
 
-def by_hosts(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
-    return {axis: HostStaged(**how) for axis, how in through_hosts(lines, pool).items()}
+def _by_hosts(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
+    return {axis: HostStaged(**how) for axis, how in _through_hosts(lines, pool).items()}
 
 
-def by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
-    direct = by_mpi(cart, lines, pool)
+def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
+    direct = _by_mpi(cart, lines, pool)
     return {
         axis: CudaAwareMessages(direct[axis], **how)
-        for axis, how in through_hosts(lines, pool).items()
+        for axis, how in _through_hosts(lines, pool).items()
     }
 
 
-def through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
+def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
     """{axis: what a HostStaged is made of}; hosts receive in memory that devices copy
     themselves."""
-    pinned, traffic = pool.device.pinned, comm_streams(pool.device, nullcontext)
+    pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {
             "comm": MpiCommunicator(line, members, pinned),
@@ -82,17 +82,17 @@ def through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
     }
 
 
-def comm_streams(
+def _comm_streams(
     device: Cuda, group: Callable[[], AbstractContextManager]
 ) -> dict[str, CommStream]:
     """The CommStream of each queue."""
     return {queue: CommStream(device, group, queue) for queue in QUEUES}
 
 
-MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "nccl": by_nccl,
-    "mpi": by_mpi,
-    "mpi-messages": by_messages,
-    "host-staged": by_hosts,
+_MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "nccl": _by_nccl,
+    "mpi": _by_mpi,
+    "mpi-messages": _by_messages,
+    "host-staged": _by_hosts,
     "none": lambda cart, lines, pool: {},
 }

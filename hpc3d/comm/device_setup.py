@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
+_RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
 
 
 class Hardware(NamedTuple):
@@ -37,7 +37,7 @@ def hardware(job: Job, config: Any) -> Hardware:
     from hpc3d.comm import transport
 
     found = Hardware(*transport.choose_transport(job, asked, train.dtype))
-    if train.cuda_graph and found.transport not in RECORDED:
+    if train.cuda_graph and found.transport not in _RECORDED:
         job.refuse(
             f"train.cuda_graph = true: transport {found.transport} needs the host in every step; "
             "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"

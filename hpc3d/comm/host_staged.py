@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.device import DevicePool, Pinned
 
 CHUNK = 4 << 20  # bytes of what a block has of each member
-INTEGERS = np.dtype(np.uint16)
+_INTEGERS = np.dtype(np.uint16)
 
 
 class HostStaged(Communicator):
@@ -79,9 +79,9 @@ class HostStaged(Communicator):
     def _recv(self, shape, dtype, peer):
         block = self.buffer(shape, dtype)
         flat = integers(block).reshape(1, -1)
-        shapes = [flat[:, columns].shape for columns in chunks_of(flat)]
+        shapes = [flat[:, columns].shape for columns in _chunks_of(flat)]
         coming = [self.comm._recv(shape, flat.dtype, peer) for shape in shapes]
-        return self.arriving(coming, flat, 1, block)
+        return self._arriving(coming, flat, 1, block)
 
     def moved(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
@@ -109,13 +109,13 @@ class HostStaged(Communicator):
         result: Array,
     ) -> Pending:
         coming = [call(chunk) for chunk in self.out(block, given)]
-        return self.arriving(coming, target, taken, result)
+        return self._arriving(coming, target, taken, result)
 
     def out(self, block: Array, parts: int) -> Iterator[np.ndarray]:
         """The chunks of a block of as many parts, on the host one after the other; all of them
         have begun to leave the device when the first one is there."""
         flat, leaving = block.reshape(parts, -1), []
-        for columns in chunks_of(flat):
+        for columns in _chunks_of(flat):
             chunk = contiguous(flat[:, columns])
             host: Any = self.pinned.empty(chunk.shape, chunk.dtype, "communication")
             copy = partial(chunk.get, out=host, blocking=False)
@@ -124,7 +124,7 @@ class HostStaged(Communicator):
             flight.done.synchronize()
             yield host
 
-    def arriving(
+    def _arriving(
         self, coming: Sequence[Pending], target: Array, parts: int, result: Array
     ) -> Pending:
         """The pending result, of which `target` shows the memory and hosts have the chunks."""
@@ -133,7 +133,7 @@ class HostStaged(Communicator):
             chunks = [pending.wait() for pending in coming]
             if target.size:
                 flat = target.reshape(parts, -1)
-                for columns, chunk in zip(chunks_of(flat), chunks, strict=True):
+                for columns, chunk in zip(_chunks_of(flat), chunks, strict=True):
                     self.bring(chunk, flat[:, columns])
             return result
 
@@ -151,7 +151,7 @@ class HostStaged(Communicator):
             place[...] = chunk
 
 
-def chunks_of(flat: Array) -> list[slice]:
+def _chunks_of(flat: Array) -> list[slice]:
     """Slices of the columns of [parts, n], CHUNK bytes of each part."""
     step = CHUNK // flat.itemsize
     return [slice(start, start + step) for start in range(0, flat.shape[1], step)]
@@ -159,12 +159,12 @@ def chunks_of(flat: Array) -> list[slice]:
 
 def integers(block: Array) -> Array:
     """A block of 16 bits as integers, any other as it is."""
-    return block.view(INTEGERS) if block.dtype.itemsize == INTEGERS.itemsize else block
+    return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
 def widened(block: Array) -> Array:
     """What sums of a block are made of: float32 for 16 bits."""
-    return block.astype(np.float32) if block.dtype.itemsize == INTEGERS.itemsize else block
+    return block.astype(np.float32) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
 def narrowed(total: Array, result: Array) -> Array:

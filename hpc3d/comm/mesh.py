@@ -56,7 +56,7 @@ class MeshRecorder(Protocol):
     def communication(self) -> float: ...
 
 
-class MeshGuard(Protocol):
+class _MeshGuard(Protocol):
     """What it tells the guard of its mesh, such as hpc3d.comm.abft.checker; `found` are lines."""
 
     found: Sequence[str]
@@ -162,14 +162,14 @@ class Mesh:
         comms: Mapping[str, Communicator],
         world: Communicator,
         trace: MeshRecorder | None = None,
-        guard: MeshGuard | None = None,
+        guard: _MeshGuard | None = None,
         pool: Pool | None = None,
     ) -> None:
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
         self.trace: MeshRecorder = trace or NullRecorder()
-        self.guard: MeshGuard = guard or NullGuard()
+        self.guard: _MeshGuard = guard or NullGuard()
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def size(self, axis: str) -> int:
@@ -183,13 +183,13 @@ class Mesh:
 
     def count(self, axes: Iterable[str]) -> int:
         """The number of ranks in the plane that `axes` span."""
-        return self.plane(axes)[0]
+        return self._plane(axes)[0]
 
     def index(self, axes: Iterable[str]) -> int:
         """This rank's place in that plane, the last axis varying fastest."""
-        return self.plane(axes)[1]
+        return self._plane(axes)[1]
 
-    def plane(self, axes: Iterable[str]) -> tuple[int, int]:
+    def _plane(self, axes: Iterable[str]) -> tuple[int, int]:
         """That number and this place."""
         axes = tuple(axes)
         if axes not in self.planes:
@@ -206,15 +206,15 @@ class Mesh:
 
     def traced(self, recorder: Any) -> Mesh:
         """This mesh with every collective and every span written to `recorder`."""
-        comms = self.wrapped(recorder)
+        comms = self._wrapped(recorder)
         return Mesh(self.sizes, self.coords, *comms, recorder, self.guard, self.pool)
 
     def guarded(self, ledger: Any) -> Mesh:
         """This mesh with every product and every call checked by `ledger`; below the trace."""
-        comms = self.wrapped(ledger)
+        comms = self._wrapped(ledger)
         return Mesh(self.sizes, self.coords, *comms, self.trace, ledger, self.pool)
 
-    def wrapped(self, wrapper: Wrapper) -> tuple[dict[str, Communicator], Communicator]:
+    def _wrapped(self, wrapper: Wrapper) -> tuple[dict[str, Communicator], Communicator]:
         """The communicators of all axes and that of all ranks, as `wrapper` wraps them."""
         comms = {axis: wrapper.wrap(comm, axis) for axis, comm in self.comms.items()}
         return comms, wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world

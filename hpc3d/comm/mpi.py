@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
-MESSAGE, PART = 0, 1  # tags: of a message between members, and of the first part of a collective
-CALLS = 1 << 13  # whose parts have different tags; the largest tag may be 2 ** 15 - 1
+_MESSAGE, _PART = 0, 1  # tags: of a message between members, and of the first part of a collective
+_CALLS = 1 << 13  # whose parts have different tags; the largest tag may be 2 ** 15 - 1
 # Members.  Of more, MPI's rings are as good for sums; and where several gather on a host, a ring
 # brings them each block over the wire once.
-MOST = {"all_gather": 8, "all_reduce": 3}
+_MOST = {"all_gather": 8, "all_reduce": 3}
 # While it waits a rank yields its core, and now and then it sleeps, so that the waiting do not
 # keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
 # takes 3 s, and 10 s with yields alone.  Naps get longer with the wait, up to ten times: stages of
 # a pipeline wait for long.
-YIELDS, NAP = 8, 200e-6
+_YIELDS, _NAP = 8, 200e-6
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -51,11 +51,11 @@ def wait_until(done: Callable[[], bool]) -> None:
     tries = 0
     while not done():
         tries += 1
-        if tries % YIELDS:
+        if tries % _YIELDS:
             os.sched_yield()
         else:
             MPI.COMM_SELF.Iprobe()
-            sleep(NAP * min(10, 1 + tries / 64))
+            sleep(_NAP * min(10, 1 + tries / 64))
 
 
 class MpiCommunicator(Communicator):
@@ -75,7 +75,7 @@ class MpiCommunicator(Communicator):
 
     def _all_gather(self, block):
         whole = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
-        if block.nbytes < self.long or self.size > MOST["all_gather"]:
+        if block.nbytes < self.long or self.size > _MOST["all_gather"]:
             return arriving(self.comm.Iallgather(block, whole).Test, whole, block)
         places = whole.reshape(self.size, *block.shape)
         places[self.rank] = block
@@ -94,7 +94,7 @@ class MpiCommunicator(Communicator):
 
     def sum_into(self, block: Array, total: Array, op: str) -> Pending:
         """The pending sum (or maximum) of all blocks, in the memory of `total`."""
-        few = self.size <= MOST["all_reduce"]
+        few = self.size <= _MOST["all_reduce"]
         if not few or block.nbytes // self.size < self.long:
             return arriving(self.comm.Iallreduce(block, total, OPERATIONS[op]).Test, total, block)
         flat, into, tag = block.reshape(-1), total.reshape(-1), self.tag()
@@ -140,7 +140,7 @@ class MpiCommunicator(Communicator):
         """The tag of the parts of a collective; the next one is that of its second stage, which
         begins when the call is waited for, perhaps after later calls."""
         self.in_parts += 1
-        return PART + 2 * (self.in_parts % CALLS)
+        return _PART + 2 * (self.in_parts % _CALLS)
 
     def _broadcast(self, block, root):
         rows = np.array([block.shape[0]])
@@ -164,11 +164,11 @@ class MpiCommunicator(Communicator):
         return arriving(self.comm.Ialltoall(block, mixed).Test, mixed, block)
 
     def _send(self, block, peer):
-        return arriving(self.comm.Isend(block, peer, MESSAGE).Test, block)
+        return arriving(self.comm.Isend(block, peer, _MESSAGE).Test, block)
 
     def _recv(self, shape, dtype, peer):
         block = self.empty(shape, dtype)
-        return arriving(self.comm.Irecv(block, peer, MESSAGE).Test, block)
+        return arriving(self.comm.Irecv(block, peer, _MESSAGE).Test, block)
 
 
 def arriving(done: Callable[[], bool], result: Any, source: object = None) -> Pending:

@@ -39,8 +39,8 @@ TYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
-OPERATIONS = {"sum": 0, "max": 2}
-OLDEST, IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
+_OPERATIONS = {"sum": 0, "max": 2}
+OLDEST, _IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def split(
@@ -51,7 +51,7 @@ def split(
 
     `library` is CuPy's module.  Nothing is in flight meanwhile, and no rank is in no line.
     """
-    os.environ[IN_ORDER] = "1"
+    os.environ[_IN_ORDER] = "1"
     name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
     try:
         world = library.NcclCommunicator(comm.size, name, comm.rank)
@@ -101,11 +101,11 @@ class Nccl(Communicator):
 
     def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
-        return self.launch(self.nccl.reduceScatter, block, part, part, OPERATIONS["sum"])
+        return self.launch(self.nccl.reduceScatter, block, part, part, _OPERATIONS["sum"])
 
     def _all_reduce(self, block, op):
         total = self.buffer(block.shape, block.dtype)
-        return self.launch(self.nccl.allReduce, block, total, block, OPERATIONS[op])
+        return self.launch(self.nccl.allReduce, block, total, block, _OPERATIONS[op])
 
     def _broadcast(self, block, root):
         rows = self.host.bcast(block.shape[0], root)
@@ -116,7 +116,7 @@ class Nccl(Communicator):
     def _reduce(self, block, root):
         mine = self.rank == root
         total = self.buffer(block.shape if mine else (0, *block.shape[1:]), block.dtype)
-        how = OPERATIONS["sum"], root
+        how = _OPERATIONS["sum"], root
         return self.launch(
             self.nccl.reduce, block, total if mine else block, block, *how, of=total
         )
@@ -130,7 +130,7 @@ class Nccl(Communicator):
                 part = slice(peer * count, (peer + 1) * count)
                 self.message(self.nccl.send, block[part], peer)
                 last = self.message(self.nccl.recv, mixed[part], peer)
-        return self.landing(last, mixed)
+        return self._landing(last, mixed)
 
     def launch(
         self,
@@ -153,14 +153,14 @@ class Nccl(Communicator):
             addresses, dtype = (source.data.ptr, target.data.ptr), number_of(counted.dtype)
             function(*addresses, counted.size, dtype, *how, stream.ptr)
 
-        return self.landing(self.traffic.post(begin, source, target), result)
+        return self._landing(self.traffic.post(begin, source, target), result)
 
     def _send(self, block, peer):
-        return self.landing(self.message(self.nccl.send, block, peer), block)
+        return self._landing(self.message(self.nccl.send, block, peer), block)
 
     def _recv(self, shape, dtype, peer):
         block = self.buffer(shape, dtype)
-        return self.landing(self.message(self.nccl.recv, block, peer), block)
+        return self._landing(self.message(self.nccl.recv, block, peer), block)
 
     def message(self, function: Callable[..., object], block: Any, peer: int) -> AsyncCall:
         def begin(stream):
@@ -171,7 +171,7 @@ class Nccl(Communicator):
     def grouped(self) -> AbstractContextManager:
         return self.traffic.grouped()
 
-    def landing(self, flight: AsyncCall, result: Any) -> Pending:
+    def _landing(self, flight: AsyncCall, result: Any) -> Pending:
         def finish():
             self.traffic.finish(flight)
             self.nccl.check_async_error()

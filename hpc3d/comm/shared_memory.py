@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 SHARED = "/dev/shm"
-SEGMENT = 1 << 20
-# A member's line in the flag page, in 8-byte words: its last post, then what its last RING posts
+_SEGMENT = 1 << 20
+# A member's line in the flag page, in 8-byte words: its last post, then what its last _RING posts
 # were about: region, and a value.
-RING = 63
-LINE = 1 + 2 * RING
+_RING = 63
+_LINE = 1 + 2 * _RING
 
 
 def usable(node_ranks: int) -> bool:
@@ -88,13 +88,13 @@ class SharedMemory(MpiCommunicator):
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm, members, pool)
-        self.flags = memoryview(self.segment(self.size * LINE * 8).data).cast("q")
+        self.flags = memoryview(self._segment(self.size * _LINE * 8).data).cast("q")
         self.regions: list[Region] = []
         self.free: defaultdict[int, deque[Region]] = defaultdict(deque)
         self.unused = np.empty(0, np.uint8)
         self.posted = self.seen = 0
 
-    def segment(self, size: int) -> np.ndarray:
+    def _segment(self, size: int) -> np.ndarray:
         """`size` bytes that all members map, in a file that has no name and so cannot be left."""
         handle = path = None
         if self.rank == 0:
@@ -115,7 +115,7 @@ class SharedMemory(MpiCommunicator):
         if stock and stock[0].freed_at < self.seen:
             return stock.popleft()
         if self.unused.size < size:
-            self.unused = self.segment(max(size, SEGMENT))
+            self.unused = self._segment(max(size, _SEGMENT))
         memory, self.unused = self.unused[:size], self.unused[size:]
         self.regions.append(Region(len(self.regions), memory, self.size))
         return self.regions[-1]
@@ -140,11 +140,11 @@ class SharedMemory(MpiCommunicator):
     def publish(self, region: Region | None = None, value: int = 0) -> int:
         """Raise this member's flag: what it wrote so far may be read.  The number of the post."""
         self.posted += 1
-        if self.posted - self.seen >= RING:
-            self.wait_for_all(self.posted - RING + 1)
-        line, place = self.rank * LINE, 1 + self.posted % RING
+        if self.posted - self.seen >= _RING:
+            self.wait_for_all(self.posted - _RING + 1)
+        line, place = self.rank * _LINE, 1 + self.posted % _RING
         self.flags[line + place] = region.signature if region else -1
-        self.flags[line + RING + place] = value
+        self.flags[line + _RING + place] = value
         self.flags[line] = self.posted
         return self.posted
 
@@ -152,13 +152,13 @@ class SharedMemory(MpiCommunicator):
         """Wait until every member has made this post."""
         if post <= self.seen:
             return
-        flags, place = self.flags, 1 + post % RING
-        region = flags[self.rank * LINE + place]
-        for line in range(0, self.size * LINE, LINE):
+        flags, place = self.flags, 1 + post % _RING
+        region = flags[self.rank * _LINE + place]
+        for line in range(0, self.size * _LINE, _LINE):
             if flags[line] < post:
                 wait_until(lambda line=line: flags[line] >= post)  # type: ignore[misc]  # a default
-            # A member that is RING - 1 posts ahead may be writing over its note of this one.
-            if flags[line + place] != region and flags[line] < post + RING - 1:
+            # A member that is _RING - 1 posts ahead may be writing over its note of this one.
+            if flags[line + place] != region and flags[line] < post + _RING - 1:
                 raise RuntimeError(
                     f"members {self.members} no longer agree on their shared memory: they made "
                     "different calls, or one kept an array that the others dropped"
@@ -208,7 +208,7 @@ class SharedMemory(MpiCommunicator):
 
     def _all_reduce(self, block, op):
         if block.nbytes > SMALL_SUM and block.size >= self.size:
-            return self.sum_by_slices(block, op)
+            return self._sum_by_slices(block, op)
         block, region = self.placed(block)
         total = self.empty(block.shape, block.dtype)
 
@@ -219,7 +219,7 @@ class SharedMemory(MpiCommunicator):
 
         return self.after(self.publish(region), finish)
 
-    def sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
+    def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
         """Each member sums a slice of all blocks into one shared total, which all then read."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
@@ -238,7 +238,7 @@ class SharedMemory(MpiCommunicator):
 
     def _broadcast(self, block, root):
         self.wait_for_all(header := self.publish(value=block.shape[0]))
-        rows = self.flags[root * LINE + RING + 1 + header % RING]
+        rows = self.flags[root * _LINE + _RING + 1 + header % _RING]
         shape = (rows, *block.shape[1:])
         region = self.region(max(1, prod(shape) * block.itemsize) // self.size + 64)
         packed = region.memory[: max(1, prod(shape) * block.itemsize)]

@@ -51,17 +51,17 @@ class Threads(Communicator):
     def _reduce_scatter(self, block):
         rows = block.shape[0] // self.size
         part = slice(self.rank * rows, (self.rank + 1) * rows)
-        return self.leave(sum_of([peer[part] for peer in self.share(block)]))
+        return self.leave(_sum_of([peer[part] for peer in self.share(block)]))
 
     def _all_reduce(self, block, op):
-        return self.leave(sum_of(self.share(block), op))
+        return self.leave(_sum_of(self.share(block), op))
 
     def _broadcast(self, block, root):
         return self.leave(self.share(block)[root].copy())
 
     def _reduce(self, block, root):
         blocks = self.share(block)
-        return self.leave(sum_of(blocks) if self.rank == root else block[:0].copy())
+        return self.leave(_sum_of(blocks) if self.rank == root else block[:0].copy())
 
     def _all_to_all(self, block):
         parts = [np.split(peer, self.size)[self.rank] for peer in self.share(block)]
@@ -78,9 +78,9 @@ class Threads(Communicator):
     def _recv(self, shape, dtype, peer):
         letter = (peer, self.rank, self.awaited[peer])
         self.awaited[peer] += 1
-        return Pending(lambda: self.pick_up(letter))
+        return Pending(lambda: self._pick_up(letter))
 
-    def pick_up(self, letter: tuple[int, int, int]) -> np.ndarray:
+    def _pick_up(self, letter: tuple[int, int, int]) -> np.ndarray:
         with self.group.arrived:
             here = self.group.mail
             self.group.arrived.wait_for(lambda: letter in here or self.group.barrier.broken)
@@ -89,7 +89,7 @@ class Threads(Communicator):
             return here.pop(letter)
 
 
-def sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
+def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
     """The blocks summed (or maximised) in the order of the members."""
     total = blocks[0].copy()
     for block in blocks[1:]:

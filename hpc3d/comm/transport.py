@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
 # What MPI takes of devices: the way of the ranks.
-WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
-SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
-PATIENCE = 60  # seconds for two ranks that try MPI
+_WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
+_SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
+_PATIENCE = 60  # seconds for two ranks that try MPI
 
 
 class RankDevice(NamedTuple):
@@ -49,25 +49,25 @@ def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple
     """The device of this rank, bound, the way of all ranks, and the lines that say so, for
     mesh.transport = `asked` and train.dtype = `dtype`; the job is refused where that cannot be."""
     refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
-    device, devices = rank_devices(job)
+    device, devices = _rank_devices(job)
     way, why = job.from_root(lambda: choose(asked, devices, lambda: cuda_aware_support(devices)))
     names = ", ".join(sorted({rank_device.name for rank_device in devices}))
     return device, way, (f"on {names}; transport {way}: {why}", *sharing(devices))
 
 
-def rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
+def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
     """The device of this rank, bound, and the Seats of all ranks."""
     from hpc3d.cuda.device import bound
 
     place = job.place()
     device = bound(place["local_rank"])
-    return device, job.gather(rank_device(place["host"], device))
+    return device, job.gather(_rank_device(place["host"], device))
 
 
 def explained(job: Job) -> Iterator[Finding]:
     """The way that ranks would take here, where all of them have devices: for the doctor."""
     if all(job.gather(cuda_aware_probe.present())):
-        _, devices = rank_devices(job)
+        _, devices = _rank_devices(job)
         way, why = job.from_root(
             lambda: choose("auto", devices, lambda: cuda_aware_support(devices))
         )
@@ -85,10 +85,10 @@ def refuse(job: Job, problems: Sequence[str | None]) -> None:
         job.refuse(*(f"{what}{who}" for what, who in zip(ranks, where, strict=True)))
 
 
-def rank_device(host: str, device: Cuda) -> RankDevice:
+def _rank_device(host: str, device: Cuda) -> RankDevice:
     """The Seat of a rank on its `device`."""
     there = f"{device.bus} {device.uuid}"  # parts of one device have the same bus
-    several = os.environ.get(SEVERAL) == "1"
+    several = os.environ.get(_SEVERAL) == "1"
     aware = cuda_aware_probe.says_yes(library_file())
     return RankDevice(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
 
@@ -107,26 +107,26 @@ def choose(
         return "none", "there is one rank"
     reasons = []
     if asked in ("auto", "nccl"):
-        problem = against_nccl(asked, devices)
+        problem = _against_nccl(asked, devices)
         if problem is None:
             return "nccl", f"NCCL {cuda_aware_probe.release_of(devices[0].nccl)}"
-        refuse_if(asked == "nccl", asked, problem)
+        _refuse_if(asked == "nccl", asked, problem)
         reasons.append(problem)
     if asked in ("auto", "mpi"):
         what, how = cuda_aware_support()
         if what != "none":
-            return WAYS[what], "; ".join([*reasons, how])
-        refuse_if(asked == "mpi", asked, f"{how}; or set {OVERRIDE}=full where it does")
+            return _WAYS[what], "; ".join([*reasons, how])
+        _refuse_if(asked == "mpi", asked, f"{how}; or set {OVERRIDE}=full where it does")
         reasons.append(how)
     return "host-staged", "; ".join(reasons) or "as asked for"
 
 
-def refuse_if(wrong: bool, asked: str, problem: str) -> None:
+def _refuse_if(wrong: bool, asked: str, problem: str) -> None:
     if wrong:
         raise ValueError(f"mesh.transport = {asked}: {problem}; or use mesh.transport = auto")
 
 
-def against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
+def _against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
     """Why these ranks cannot use NCCL; None if they can."""
     without = [rank for rank, rank_device in enumerate(devices) if not rank_device.nccl]
     if without:
@@ -156,7 +156,7 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     """What MPI takes of devices, and how that is known: the user says so, or MPI does and two
     ranks in processes of their own have tried it.  Rank 0 asks for all."""
     said = os.environ.get(OVERRIDE)
-    if said is not None and said not in WAYS:
+    if said is not None and said not in _WAYS:
         raise ValueError(f"{OVERRIDE}={said}: use none, p2p or full, or unset it")
     if said is not None:
         return said, f"{OVERRIDE}={said}"
@@ -165,7 +165,7 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return "none", "MPI says that it takes memory of devices, but no mpirun is here to try it"
-    answer, problem = cuda_aware_probe.tried(mpirun, PATIENCE, cuda_aware_probe.surroundings())
+    answer, problem = cuda_aware_probe.tried(mpirun, _PATIENCE, cuda_aware_probe.surroundings())
     if answer == cuda_aware_probe.TAKEN:
         return "full", "MPI takes memory of devices, as two ranks have tried"
     return "none", f"MPI says that it takes memory of devices, but {problem or 'not in a trial'}"

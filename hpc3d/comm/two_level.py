@@ -111,8 +111,8 @@ class TwoLevel(MpiCommunicator):
         total, common = self.shared(block.shape, block.dtype)
 
         def finish(block=block, total=total):
-            mine = total.reshape(-1)[self.slice_of(block.size)]
-            self.wire.sum_into(self.summed_here(region, block, REDUCTIONS[op]), mine, op).wait()
+            mine = total.reshape(-1)[self._slice_of(block.size)]
+            self.wire.sum_into(self._summed_here(region, block, REDUCTIONS[op]), mine, op).wait()
             return self.seen(total, common)
 
         return self.node.after(self.node.publish(region), finish)
@@ -126,8 +126,8 @@ class TwoLevel(MpiCommunicator):
             whole[...] = block
 
         def finish(whole=whole):
-            mine = whole.reshape(-1)[self.slice_of(whole.size)]
-            arriving(self.wire.comm.Ibcast(mine, self.host_of(root)).Test, mine).wait()
+            mine = whole.reshape(-1)[self._slice_of(whole.size)]
+            arriving(self.wire.comm.Ibcast(mine, self._host_of(root)).Test, mine).wait()
             return self.seen(whole, region)
 
         return self.node.after(self.node.publish(region), finish)
@@ -139,15 +139,15 @@ class TwoLevel(MpiCommunicator):
         result = self.empty(
             block.shape if self.rank == root else (0, *block.shape[1:]), block.dtype
         )
-        there = self.host_of(root)
+        there = self._host_of(root)
         total, common = (
             self.shared(block.shape, block.dtype) if self.host == there else (None, None)
         )
 
         def finish(block=block, total=total):
-            coming = self.wire._reduce(self.summed_here(region, block, np.add), there).wait()
+            coming = self.wire._reduce(self._summed_here(region, block, np.add), there).wait()
             if total is not None:
-                total.reshape(-1)[self.slice_of(block.size)] = coming
+                total.reshape(-1)[self._slice_of(block.size)] = coming
                 total = self.seen(total, common)
             if self.rank == root:
                 result[...] = total
@@ -155,19 +155,19 @@ class TwoLevel(MpiCommunicator):
 
         return self.node.after(self.node.publish(region), finish)
 
-    def slice_of(self, count: int) -> slice:
+    def _slice_of(self, count: int) -> slice:
         """This lane's share of `count` elements."""
         return slices_of(count, self.node.size)[self.lane]
 
-    def summed_here(
+    def _summed_here(
         self, region: Region, block: np.ndarray, operation: Callable[..., object]
     ) -> np.ndarray:
         """This lane's slice of the sum of the blocks of this host, which lie in `region`."""
-        mine = self.slice_of(block.size)
+        mine = self._slice_of(block.size)
         total = self.empty((mine.stop - mine.start,), block.dtype)
         fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
         return total
 
-    def host_of(self, member: int) -> int:
+    def _host_of(self, member: int) -> int:
         """The number of a member's host, which is its place in a lane."""
         return int(np.argwhere(self.table == member)[0, 0])

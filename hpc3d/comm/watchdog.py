@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-LOOKS = 20  # in the seconds that are allowed, but one a second at least
+_LOOKS = 20  # in the seconds that are allowed, but one a second at least
 GRACE = 6  # looks more, in which the others report, too
 LATER = 6  # and more, in which the ranks of rank 0's node end the job: what they say is heard
 TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have gone
-SILENT = "silent: stopped, or gone"
+_SILENT = "silent: stopped, or gone"
 ANSWER = 2  # seconds that a file system has: one may have been lost with the link to its server
-SHOWN = 6  # groups of ranks in the line that is printed
+_SHOWN = 6  # groups of ranks in the line that is printed
 
 
 class Watchdog:
@@ -54,7 +54,7 @@ class Watchdog:
         self.reports = Reports(job, run_dir / "watchdog", homes)
         self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
         self.leads = homes.nodes[job.rank] == job.rank
-        self.seconds, self.period = seconds, min(1.0, seconds / LOOKS)
+        self.seconds, self.period = seconds, min(1.0, seconds / _LOOKS)
         self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
         self.moved: object = None
         self.looked = time.monotonic()
@@ -77,33 +77,33 @@ class Watchdog:
     def look(self) -> None:
         """Count the seconds of silence.  Those in which this thread did not get to look do not
         count: the whole rank was stopped then, or waited for a core."""
-        before, self.moved = self.moved, self.movement()
+        before, self.moved = self.moved, self._movement()
         gap, self.looked = time.monotonic() - self.looked, time.monotonic()
         if self.moved == before:
             self.silence += min(gap, 2 * self.period)
         else:
             self.silence, self.longest = 0.0, max(self.longest, self.silence)
 
-    def movement(self) -> tuple[object, ...]:
+    def _movement(self) -> tuple[object, ...]:
         """What is another from look to look while the rank works."""
         return self.place.done(), self.pool.live["activation"], len(self.job.signals)
 
     def act(self) -> None:
         """Report where this rank was silent for too long, or another was and this one for half of
         it; end the job when the others had the time to report."""
-        if self.deserted():
+        if self._deserted():
             self.leave()
         elif self.silence > self.seconds + self.grace * self.period:
             self.end()
-        elif self.silence > self.seconds or self.suspected():
+        elif self.silence > self.seconds or self._suspected():
             self.reports.speak(self.place, self.silence)
         elif self.silence == 0:
             self.reports.take_back()
 
-    def suspected(self) -> bool:
+    def _suspected(self) -> bool:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
-    def deserted(self) -> bool:
+    def _deserted(self) -> bool:
         """Whether this rank was asked to end, and waits for others that may have ended."""
         told = signal.SIGTERM in self.job.signals and self.place.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
@@ -165,7 +165,7 @@ class Reports:
         self.summary = folder / "summary.txt"
         self.asked: Thread | None = None
 
-    def promptly(self, ask: Callable[[], Any], otherwise: Any) -> Any:
+    def _promptly(self, ask: Callable[[], Any], otherwise: Any) -> Any:
         """What `ask()` finds in the folder, `otherwise` where that does not answer."""
         if self.asked and self.asked.is_alive():
             return otherwise
@@ -180,13 +180,13 @@ class Reports:
 
     def begun(self) -> bool:
         """Whether any rank has reported."""
-        return self.promptly(self.folder.is_dir, False)
+        return self._promptly(self.folder.is_dir, False)
 
     def speak(self, place: RankPosition, silence: float) -> None:
         """Say where this rank is, once."""
         if not self.spoken:
             self.spoken = True
-            self.promptly(lambda: self.write(place, silence), None)
+            self._promptly(lambda: self.write(place, silence), None)
 
     def write(self, place: RankPosition, silence: float) -> None:
         with suppress(OSError):  # a full disk does not keep the job from its end
@@ -198,7 +198,7 @@ class Reports:
 
     def take_back(self) -> None:
         """This rank was but slow; unless the job ends, and those that were stopped are woken."""
-        if self.spoken and self.promptly(lambda: not self.summary.exists(), False):
+        if self.spoken and self._promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
             with suppress(OSError):
                 self.path(self.job.rank).unlink()
@@ -208,11 +208,11 @@ class Reports:
         """Print which ranks are where after `seconds`, unless another rank did; whether it did
         not."""
         line = f"nothing moved for {seconds:g} s: "
-        if places := self.promptly(self.places, None):
+        if places := self._promptly(self.places, None):
             line += f"{places}; stacks in {self.folder}"
         else:
             line += f"{self.folder} does not answer, either"
-        if not self.promptly(lambda: self.noted(line), True):
+        if not self._promptly(lambda: self.noted(line), True):
             return False
         self.job.first_to_fail()  # the others need not say that they ended
         self.job.complain(line)
@@ -234,10 +234,10 @@ class Reports:
         places: dict[str, list[int]] = {}
         for rank in range(self.job.size):
             places.setdefault(self.said(rank), []).append(rank)
-        found = sorted(places.items(), key=lambda item: (suspicion(item[0]), -len(item[1])))
+        found = sorted(places.items(), key=lambda item: (_suspicion(item[0]), -len(item[1])))
         parts = [f"{self.homes.named(ranks)} {where}" for where, ranks in found]
-        if len(parts) > SHOWN:
-            parts[SHOWN - 1 :] = [f"{len(parts) - SHOWN + 1} other places"]
+        if len(parts) > _SHOWN:
+            parts[_SHOWN - 1 :] = [f"{len(parts) - _SHOWN + 1} other places"]
         return "; ".join(parts)
 
     def said(self, rank: int) -> str:
@@ -245,9 +245,9 @@ class Reports:
         try:
             return self.path(rank).read_text().partition("\n")[0]
         except OSError:
-            return SILENT
+            return _SILENT
 
 
-def suspicion(where: str) -> int:
+def _suspicion(where: str) -> int:
     """0 for ranks that said nothing, 1 for those in no call, 2 for those that wait for others."""
-    return 0 if where == SILENT else 1 + ("(call" in where)
+    return 0 if where == _SILENT else 1 + ("(call" in where)

@@ -20,7 +20,7 @@ def wrong_backend(config: Config) -> Iterator[str]:
         yield f"mesh.transport = {transport}: for GPUs, train.backend = cupy; use auto or mpi"
     if train.tf32 and (train.backend, train.dtype) != ("cupy", "float32"):
         yield "train.tf32 = true: for train.backend = cupy with dtype = float32; use false"
-    yield from wrong_graph(config)
+    yield from _wrong_graph(config)
     if train.fused_gelu and (train.backend, config.model.gelu) != ("cupy", "tanh"):
         yield "train.fused_gelu = true: for train.backend = cupy and model.gelu = tanh; use false"
     if train.backend == "cupy" and train.dtype == "float64":
@@ -38,7 +38,7 @@ def wrong_backend(config: Config) -> Iterator[str]:
         yield "train.dtype = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
 
 
-def wrong_graph(config: Config) -> Iterator[str]:
+def _wrong_graph(config: Config) -> Iterator[str]:
     """Where a step cannot be one launch."""
     from hpc3d.cuda.cudnn_attention import Flash
 

@@ -56,7 +56,7 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a value and holds no keys")
-        table[key] = toml_value(text)
+        table[key] = _toml_value(text)
     return notices + renamed.use_new_names(tree)
 
 
@@ -71,17 +71,17 @@ def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
             text = next(words, "--")
             if text.startswith("--"):
                 raise ValueError(f"{option}: no value; write {option} VALUE")
-        if not_text(option + text):
+        if _not_text(option + text):
             raise ValueError(f"{option} {text}: not UTF-8; give a name that is")
         yield option, text
 
 
-def not_text(word: str) -> bool:
+def _not_text(word: str) -> bool:
     """Whether a word of the command line has bytes that are no UTF-8."""
     return any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
-def toml_value(text: str) -> Any:
+def _toml_value(text: str) -> Any:
     from hpc3d.files import toml
 
     try:
@@ -116,22 +116,22 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         return TypeAdapter(Config).validate_json(text, strict=True)
     except ValidationError as errors:
-        raise Problems(map(explain, errors.errors())) from None
+        raise Problems(map(_explain, errors.errors())) from None
 
 
-def explain(error: Mapping[str, Any]) -> str:
+def _explain(error: Mapping[str, Any]) -> str:
     """One line for one of pydantic's errors."""
     path = [str(part) for part in error["loc"]]
     key = ".".join(path)
     if error["type"] == "unexpected_keyword_argument":
-        return f"{key}: unknown key; {hint(path[:-1], path[-1])}"
+        return f"{key}: unknown key; {_hint(path[:-1], path[-1])}"
     found = repr(error["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
     reason = error["msg"][0].lower() + error["msg"][1:]
     return f"{key}: {reason}, not {found}; correct the value"
 
 
-def hint(sections: Sequence[str], name: str) -> str:
+def _hint(sections: Sequence[str], name: str) -> str:
     """The key that an unknown one may stand for, here or in another table; or those known here."""
     here = [key for key in known_keys() if key.split(".")[:-1] == sections]
     for keys in (here, known_keys()):
@@ -149,12 +149,12 @@ def known_keys() -> list[str]:
 def flat(config: Config) -> dict[str, Any]:
     """{key: value} of a configuration, keys with their section."""
     tree = asdict(config)
-    tables = {key: tree.pop(key) for key in [*tree] if is_section(key)}
+    tables = {key: tree.pop(key) for key in [*tree] if _is_section(key)}
     nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}
     return {**tree, **nested}
 
 
-def is_section(key: str) -> bool:
+def _is_section(key: str) -> bool:
     return is_dataclass(getattr(Config(), key))
 
 

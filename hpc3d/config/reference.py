@@ -18,8 +18,8 @@ from hpc3d.config.input_file import Config
 from hpc3d.config.load import literal
 from hpc3d.pipeline.schedule import SCHEDULES
 
-COLUMN, WIDTH = 28, 99
-HEAD = """\
+_COLUMN, _WIDTH = 28, 99
+_HEAD = """\
 # Configuration
 
 An input file is TOML: a few keys, then the sections below. All of them have defaults, and any is
@@ -40,23 +40,23 @@ def manual(table: type = Config) -> str:
         line
         for item in fields(table)
         if item.name not in sections
-        for line in entry(item.name, item.default, types[item.name], texts[item.name])
+        for line in _entry(item.name, item.default, types[item.name], texts[item.name])
     ]
     for key in sections:
-        lines += ["", *with_comment(f"[{key}]", types[key].__doc__), manual(types[key])]
+        lines += ["", *_with_comment(f"[{key}]", types[key].__doc__), manual(types[key])]
     return "\n".join(lines)
 
 
 def page() -> str:
     """The text of docs/configuration.md."""
     sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
-    parts = [HEAD, *rows(Config, skip=sections)]
+    parts = [_HEAD, *_rows(Config, skip=sections)]
     for key, kind in sections.items():
-        parts += [f"\n## [{key}]\n\n{kind.__doc__}\n", *rows(kind)]
+        parts += [f"\n## [{key}]\n\n{kind.__doc__}\n", *_rows(kind)]
     return "\n".join(parts) + "\n"
 
 
-def rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
+def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
     """The lines of a Markdown table with one row per key of a dataclass."""
     types, texts = get_type_hints(table), meanings(table)
     yield from ("| key | default | meaning |", "|---|---|---|")
@@ -71,20 +71,20 @@ def rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
             yield f"| `{item.name}` | {default} | {meaning} |"
 
 
-def entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
+def _entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
     """The lines of a key: with its default, and beside it the choices and what it means."""
     if value is None:
-        return with_comment(f"# {key} =", meaning)
+        return _with_comment(f"# {key} =", meaning)
     choices = " | ".join(map(literal, get_args(kind)))
-    return with_comment(
+    return _with_comment(
         f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning
     )
 
 
-def with_comment(words: Sequence[str], text: str) -> list[str]:
+def _with_comment(words: Sequence[str], text: str) -> list[str]:
     """The lines of `text` as comments to the right of `words`."""
-    first, *more = wrap(text, WIDTH - COLUMN - 2)
-    return [f"{words:{COLUMN}}# {first}", *(" " * COLUMN + f"# {line}" for line in more)]
+    first, *more = wrap(text, _WIDTH - _COLUMN - 2)
+    return [f"{words:{_COLUMN}}# {first}", *(" " * _COLUMN + f"# {line}" for line in more)]
 
 
 def meanings(table: type) -> dict[str, str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
+_MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
 
 
 def resolve(config: Config, ranks: int, default: bool = False) -> Config:
@@ -31,11 +31,11 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
     Raises ValueError with one line for every rule that is broken, each with key and remedy.
     """
     refuse([*unknown_values(config), *not_there_yet(config)])
-    config = with_schedule(config)
+    config = _with_schedule(config)
     refuse([*wrong_parts(config), *wrong_pipeline(config)])
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
-        config = enlarged_default(config, ranks)
-    config = with_cuboid(config, ranks)
+        config = _enlarged_default(config, ranks)
+    config = _with_cuboid(config, ranks)
     refuse(violations(config, ranks))
     return config
 
@@ -45,7 +45,7 @@ def refuse(problems: Sequence[str]) -> None:
         raise Problems(problems)
 
 
-def with_schedule(config: Config) -> Config:
+def _with_schedule(config: Config) -> Config:
     """`config` with its schedule and the number of chunks settled."""
     name = config.parallel.schedule or usual(config.mesh.p)
     wanted = find(name).chunks or 2
@@ -54,32 +54,32 @@ def with_schedule(config: Config) -> Config:
 
 
 def violations(config: Config, ranks: int) -> list[str]:
-    return [*wrong_ranks(config, ranks), *wrong_sizes(config)]
+    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)]
 
 
 def unknown_values(config: Config) -> Iterator[str]:
     """Numbers out of range, names that do not exist, or not here."""
     yield from limits.out_of_bounds(config)
-    yield from out_of_range(config)
+    yield from _out_of_range(config)
     yield from wrong_backend(config)
-    yield from wrong_decay(config.train)
+    yield from _wrong_decay(config.train)
     if not re.fullmatch(r"[\w .+-]+", config.name):
         yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
-    yield from not_of_names(config)
+    yield from _not_of_names(config)
     order = config.mesh.order
     if sorted(order.split()) != sorted(AXES):
         yield f"mesh.order = {order!r:.60}: must name each of {' '.join(AXES)} once"
-    yield from unknown_letters(config.parallel.split or {})
+    yield from _unknown_letters(config.parallel.split or {})
 
 
-def not_of_names(config: Config) -> Iterator[str]:
+def _not_of_names(config: Config) -> Iterator[str]:
     """Texts with the one character that no file can have in its name."""
     for key, value in flat(config).items():
         if isinstance(value, str) and "\0" in value:
             yield f"{key} = {value!r}: holds a NUL character; take it out"
 
 
-def out_of_range(config: Config) -> Iterator[str]:
+def _out_of_range(config: Config) -> Iterator[str]:
     model, train = config.model, config.train
     ranges = {
         "seed": (config.seed, 0, 2**64),
@@ -98,7 +98,7 @@ def out_of_range(config: Config) -> Iterator[str]:
             yield f"{key} = {found}: must be at least {lowest} and below {limit}"
 
 
-def wrong_decay(train: TrainConfig) -> Iterator[str]:
+def _wrong_decay(train: TrainConfig) -> Iterator[str]:
     if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
         yield (
             f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "
@@ -106,7 +106,7 @@ def wrong_decay(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
+def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
     """Keys of parallel.split that are no part of a split, axes that do not exist or do not go
     together."""
     for key, axes in letters.items():
@@ -128,7 +128,7 @@ def not_there_yet(config: Config) -> Iterator[str]:
             yield f"{key} = {value!r}: not there yet; use {only!r}"
 
 
-def wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
+def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
     sizes = config.mesh.sizes()
     total = config.mesh.grid().size
     if total != ranks:
@@ -161,7 +161,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
         )
 
 
-def wrong_sizes(config: Config) -> Iterator[str]:
+def _wrong_sizes(config: Config) -> Iterator[str]:
     """Sizes of the model that do not divide over the axes that split them."""
     model, split = config.model, config.splits()["dense"]
     turned, outer = split.next(), split.without_panels()
@@ -186,7 +186,7 @@ def wrong_sizes(config: Config) -> Iterator[str]:
     }
     for (key, value), places in needs.items():
         for axes in sorted(places):
-            yield from indivisible(key, value, axes, sizes)
+            yield from _indivisible(key, value, axes, sizes)
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
@@ -201,17 +201,17 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
             f"use at most {layers} parts or more layers"
         )
     elif parallel.layers_per_stage is not None:
-        yield from wrong_stages(parallel.layers_per_stage, parts, layers)
+        yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
     schedule = find(parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
-    yield from [problem] if problem else wrong_updates(config, schedule)
+    yield from [problem] if problem else _wrong_updates(config, schedule)
     yield from limits.too_many_passes(parallel, config.mesh.p)
     passes = config.train.steps * config.mesh.p * parallel.microbatches
-    if schedule.asynchronous and passes > MOST_PASSES:
+    if schedule.asynchronous and passes > _MOST_PASSES:
         yield (
             f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
             f"whole run, here {passes} forward passes; use at most "
-            f"{MOST_PASSES // (config.mesh.p * parallel.microbatches)} steps"
+            f"{_MOST_PASSES // (config.mesh.p * parallel.microbatches)} steps"
         )
     if schedule.asynchronous and config.checkpoint.every:
         yield (
@@ -230,7 +230,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
         )
 
 
-def wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
+def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
     """An uneven distribution of the layers that is invalid."""
     if len(stages) != parts:
         yield (
@@ -249,7 +249,7 @@ def wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str
         )
 
 
-def wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
+def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
     """What needs all stages at one time, under a schedule where each updates on its own."""
     if not schedule.update_per_microbatch:
         return
@@ -266,7 +266,7 @@ def wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
         )
 
 
-def indivisible(
+def _indivisible(
     key: str, value: int, axes: Iterable[str], sizes: Mapping[str, int]
 ) -> Iterator[str]:
     count = prod(sizes[axis] for axis in axes)
@@ -278,7 +278,7 @@ def indivisible(
         )
 
 
-def with_cuboid(config: Config, ranks: int) -> Config:
+def _with_cuboid(config: Config, ranks: int) -> Config:
     """`config` with x, y and z: those given, or the best that its sizes allow."""
     given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
     others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
@@ -287,7 +287,7 @@ def with_cuboid(config: Config, ranks: int) -> Config:
         return replace(config, mesh=replace(config.mesh, **sizes))
     if ranks == others:
         return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
-    best = min(cuboids(config, ranks // others), key=received_elements, default=None)
+    best = min(_cuboids(config, ranks // others), key=received_elements, default=None)
     if best is None:
         raise ValueError(
             f"mesh: no cuboid of {ranks // others} ranks divides this model under "
@@ -302,7 +302,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // size for size in low)})
 
 
-def cuboids(config: Config, ranks: int) -> Iterator[Config]:
+def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
     """`config` on every x * y * z = ranks that breaks no rule."""
     for x, y in product(divisors(ranks), repeat=2):
         if ranks % (x * y) == 0:
@@ -327,10 +327,10 @@ def received_elements(config: Config) -> float:
     return total / (m * n * k)
 
 
-def enlarged_default(config: Config, ranks: int) -> Config:
+def _enlarged_default(config: Config, ranks: int) -> Config:
     """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
     try:
-        with_cuboid(config, ranks)
+        _with_cuboid(config, ranks)
         return config
     except ValueError:
         heads, batch = (-(-size // ranks) * ranks for size in (64, config.train.batch))

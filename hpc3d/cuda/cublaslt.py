@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     pass
 
 # How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
-ANY_REDUCTION, COMPUTE_TYPE_REDUCTION = 7, 2
+_ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 
 class Lt:
@@ -42,7 +42,7 @@ class Lt:
         self.library = Library(library or load())
         self.handle = self.library.create("")
         self.preference = self.library.create("MatmulPreference")
-        self.prefer("MAX_WORKSPACE_BYTES", self.bytes)
+        self._prefer("MAX_WORKSPACE_BYTES", self.bytes)
         self.plans = {}
 
     def product(
@@ -79,7 +79,7 @@ class Lt:
         if bias_grad is not None and scale != 1:
             raise Unsupported("cuBLASLt does not say whether it scales bias_grad as well")
         if not (a.size and b.size):
-            return without_terms(b, out, bias, add, bias_grad, matrix)
+            return _without_terms(b, out, bias, add, bias_grad, matrix)
         key = tuple(map(operand_of, (a, b, out, add, bias, bias_grad, gelu_input, gelu_at)))
         plan = self.plans.get(key)
         if plan is None:
@@ -92,16 +92,16 @@ class Lt:
         plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
         for name, operand in plan.operands.items():
-            self.prefer(f"MIN_ALIGNMENT_{name}_BYTES", operand.alignment)
+            self._prefer(f"MIN_ALIGNMENT_{name}_BYTES", operand.alignment)
         wide = plan.operands["D"].dtype == np.float32
-        self.prefer("REDUCTION_SCHEME_MASK", ANY_REDUCTION if wide else COMPUTE_TYPE_REDUCTION)
-        plan.algorithm = self.fastest(plan)
+        self._prefer("REDUCTION_SCHEME_MASK", _ANY_REDUCTION if wide else _COMPUTE_TYPE_REDUCTION)
+        plan.algorithm = self._fastest(plan)
         return plan
 
-    def prefer(self, attribute: str, value: int) -> None:
+    def _prefer(self, attribute: str, value: int) -> None:
         self.library.set("MatmulPreference", self.preference, attribute, value)
 
-    def fastest(self, plan: ProductPlan) -> Any:
+    def _fastest(self, plan: ProductPlan) -> Any:
         """The algorithm that the heuristics of cuBLASLt propose."""
         found, count = Heuristic(), c_int()
         told = self.handle, plan.operation, *plan.layouts.values(), self.preference
@@ -135,7 +135,7 @@ class Lt:
         )
 
 
-def without_terms(
+def _without_terms(
     b: Any,
     out: Any,
     bias: Any,

@@ -32,16 +32,16 @@ class Heuristic(ctypes.Structure):
     )
 
 
-CREATED = ctypes.POINTER(c_void_p)
-SET_ATTRIBUTE = (c_void_p, c_int, c_void_p, c_size_t)
-FUNCTIONS = {
-    "cublasLtCreate": (CREATED,),
-    "cublasLtMatmulDescCreate": (CREATED, c_int, c_int),
-    "cublasLtMatmulDescSetAttribute": SET_ATTRIBUTE,
-    "cublasLtMatrixLayoutCreate": (CREATED, c_int, c_uint64, c_uint64, c_int64),
-    "cublasLtMatrixLayoutSetAttribute": SET_ATTRIBUTE,
-    "cublasLtMatmulPreferenceCreate": (CREATED,),
-    "cublasLtMatmulPreferenceSetAttribute": SET_ATTRIBUTE,
+_CREATED = ctypes.POINTER(c_void_p)
+_SET_ATTRIBUTE = (c_void_p, c_int, c_void_p, c_size_t)
+_FUNCTIONS = {
+    "cublasLtCreate": (_CREATED,),
+    "cublasLtMatmulDescCreate": (_CREATED, c_int, c_int),
+    "cublasLtMatmulDescSetAttribute": _SET_ATTRIBUTE,
+    "cublasLtMatrixLayoutCreate": (_CREATED, c_int, c_uint64, c_uint64, c_int64),
+    "cublasLtMatrixLayoutSetAttribute": _SET_ATTRIBUTE,
+    "cublasLtMatmulPreferenceCreate": (_CREATED,),
+    "cublasLtMatmulPreferenceSetAttribute": _SET_ATTRIBUTE,
     "cublasLtMatmulAlgoGetHeuristic": (
         *(c_void_p,) * 7,
         c_int,
@@ -51,7 +51,7 @@ FUNCTIONS = {
     "cublasLtMatmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
     "cublasLtGetStatusName": (c_int,),
 }
-ATTRIBUTES = {
+_ATTRIBUTES = {
     "MatmulDesc": {
         "TRANSA": (3, c_int32),
         "TRANSB": (4, c_int32),
@@ -94,7 +94,7 @@ class Library:
     """The functions of cuBLASLt, each of them an error where it fails."""
 
     def __init__(self, dll: Any) -> None:
-        for name, arguments in FUNCTIONS.items():
+        for name, arguments in _FUNCTIONS.items():
             getattr(dll, name).argtypes = arguments
         dll.cublasLtGetStatusName.restype = ctypes.c_char_p
         self.dll = dll
@@ -113,7 +113,7 @@ class Library:
         return made.value
 
     def set(self, kind: str, thing: int, attribute: str, value: int) -> None:
-        number, c_type = ATTRIBUTES[kind][attribute]
+        number, c_type = _ATTRIBUTES[kind][attribute]
         held = c_type(value)
         size = ctypes.sizeof(held)
         self.call(f"cublasLt{kind}SetAttribute", thing, number, byref(held), size)

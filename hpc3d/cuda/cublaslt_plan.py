@@ -17,12 +17,12 @@ from hpc3d.cuda.cublaslt_library import Unsupported
 if TYPE_CHECKING:
     from hpc3d.cuda.cublaslt_library import Library
 
-TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
-COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
+_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+_COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
 
-ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
-FUSED = ROLES[4:]
-EPILOGUES = {
+_ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
+_FUSED = _ROLES[4:]
+_EPILOGUES = {
     (): 1,
     ("bias",): 4,
     ("gelu_input",): 160,  # GELU_AUX
@@ -42,7 +42,7 @@ class Operand(NamedTuple):
 
     @property
     def type(self) -> int:
-        return TYPES[self.dtype.name]
+        return _TYPES[self.dtype.name]
 
     @property
     def steps(self) -> list[int]:
@@ -80,20 +80,20 @@ class ProductPlan:
     """Descriptor, layouts and, once it is asked for, algorithm: all but the addresses."""
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
-        """`key` has an Operand as a tuple, or None, for each of ROLES."""
-        named = zip(ROLES, key, strict=True)
+        """`key` has an Operand as a tuple, or None, for each of _ROLES."""
+        named = zip(_ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
-        self.library, self.fused = library, tuple(role for role in FUSED if role in given)
-        check_shapes(given)
-        check_types(given)
-        check_fused(given, self.fused)
+        self.library, self.fused = library, tuple(role for role in _FUSED if role in given)
+        _check_shapes(given)
+        _check_types(given)
+        _check_fused(given, self.fused)
         a, b, out = given["a"], given["b"], given["out"]
         self.operands = {"A": b, "B": a, "C": given.get("add", out), "D": out}
         fast = tf32 and a.dtype == np.float32
-        compute = COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F
-        self.operation = library.create("MatmulDesc", compute, TYPES["float32"])
+        compute = _COMPUTE_32F_FAST_TF32 if fast else _COMPUTE_32F
+        self.operation = library.create("MatmulDesc", compute, _TYPES["float32"])
         self.layouts = {name: self.layout(name) for name in self.operands}
-        self.describe_fused(given)
+        self._describe_fused(given)
         self.algorithm = None
 
     def __str__(self) -> str:
@@ -115,8 +115,8 @@ class ProductPlan:
         self.library.set("MatrixLayout", made, "STRIDED_BATCH_OFFSET", offset)
         return made
 
-    def describe_fused(self, given: Mapping[str, Operand]) -> None:
-        self.set("EPILOGUE", EPILOGUES[self.fused])
+    def _describe_fused(self, given: Mapping[str, Operand]) -> None:
+        self.set("EPILOGUE", _EPILOGUES[self.fused])
         for role in self.fused:
             if role in ("bias", "bias_grad"):
                 self.set("BIAS_DATA_TYPE", given[role].type)
@@ -135,7 +135,7 @@ class ProductPlan:
         self.library.set("MatmulDesc", self.operation, attribute, value)
 
 
-def check_shapes(given: Mapping[str, Operand]) -> None:
+def _check_shapes(given: Mapping[str, Operand]) -> None:
     """out[.., m, n] = a[.., m, k] b[.., k, n]."""
     a, b, out = (given[role].shape for role in ("a", "b", "out"))
     assert len(a) in (2, 3) and a[-1] == b[-2] and a[:-2] == b[:-2] == out[:-2], (a, b, out)
@@ -147,22 +147,22 @@ def check_shapes(given: Mapping[str, Operand]) -> None:
         assert vector.shape == out[-1:] and (out[-1] == 1 or vector.steps == [1]), role
 
 
-def check_types(given: Mapping[str, Operand]) -> None:
+def _check_types(given: Mapping[str, Operand]) -> None:
     a, b, out = (given[role].dtype.name for role in ("a", "b", "out"))
-    if a != b or a not in TYPES or out not in (a, "float32"):
+    if a != b or a not in _TYPES or out not in (a, "float32"):
         raise ValueError(
-            f"{out} = {a} x {b}: both factors are {' or '.join(TYPES)}, out is so or float32"
+            f"{out} = {a} x {b}: both factors are {' or '.join(_TYPES)}, out is so or float32"
         )
 
 
-def check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
+def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
     """Refuse what cuBLASLt is documented, or known, not to do: its heuristics do not always tell.
 
     Known are from NVIDIA's nvmath-python (epilog_protocol.py) that the slope of GELU and the sum
     want k > 1, and the sum an A that is not transposed, and from PyTorch (pull request 194497)
     that some kernels fault where what is fused does not lie at a multiple of 16 bytes.
     """
-    if fused not in EPILOGUES:
+    if fused not in _EPILOGUES:
         raise Unsupported(f"no epilogue of cuBLASLt has {' and '.join(fused)} together")
     for role in given.keys() - {"a", "b", "out"}:
         if given[role].dtype != given["out"].dtype:

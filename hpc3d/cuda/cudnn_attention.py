@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # the types that it takes, as cuDNN names them
-Q, K, V, OUT, STATS, DOUT, DQ, DK, DV = range(1, 10)  # the numbers of the tensors in the graphs
-LINE = 400  # characters of what cuDNN says
+_Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(
+    1, 10
+)  # the numbers of the tensors in the graphs
+_LINE = 400  # characters of what cuDNN says
 RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # those that the frontend looks for
 
 
@@ -47,9 +49,9 @@ class Case(NamedTuple):
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """The shape [B, heads, T, D] of a tensor, and its strides in elements."""
         batch, heads, sequence, width, _ = self
-        if tensor == STATS:
+        if tensor == _STATS:
             return [batch, heads, sequence, 1], [heads * sequence, sequence, 1, 1]
-        head = width if tensor in (OUT, DOUT) else 3 * width
+        head = width if tensor in (_OUT, _DOUT) else 3 * width
         return [batch, heads, sequence, width], [sequence * heads * head, head, heads * head, 1]
 
     @property
@@ -87,7 +89,7 @@ class Flash:
         deterministic: bool = False,
     ) -> None:
         self.cudnn, self.empty, self.deterministic = frontend(), empty, deterministic
-        self.widest = widest(int(capability))
+        self.widest = _widest(int(capability))
         self.plans, self.workspace = {}, None
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
@@ -128,9 +130,9 @@ class Flash:
         case = Case.of(qkv, sequence, width)
         plan = self.plan(self.attention, case)
         out = self.empty((qkv.shape[0], case.heads * width), qkv.dtype)
-        stats = self.empty(tuple(case.layout(STATS)[0]), np.dtype(np.float32))
-        q, k, v = parts(qkv, width)
-        self.run(plan, {Q: q, K: k, V: v, OUT: out.data.ptr, STATS: stats.data.ptr})
+        stats = self.empty(tuple(case.layout(_STATS)[0]), np.dtype(np.float32))
+        q, k, v = _parts(qkv, width)
+        self.run(plan, {_Q: q, _K: k, _V: v, _OUT: out.data.ptr, _STATS: stats.data.ptr})
         return out, stats
 
     def backward(
@@ -140,23 +142,23 @@ class Flash:
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
         plan = self.plan(self.attention_grad, Case.of(qkv, sequence, width))
         dqkv = self.empty(qkv.shape, qkv.dtype)
-        (q, k, v), (dq, dk, dv) = parts(qkv, width), parts(dqkv, width)
-        given = {OUT: out.data.ptr, STATS: stats.data.ptr, DOUT: dout.data.ptr}
-        self.run(plan, {Q: q, K: k, V: v, **given, DQ: dq, DK: dk, DV: dv})
+        (q, k, v), (dq, dk, dv) = _parts(qkv, width), _parts(dqkv, width)
+        given = {_OUT: out.data.ptr, _STATS: stats.data.ptr, _DOUT: dout.data.ptr}
+        self.run(plan, {_Q: q, _K: k, _V: v, **given, _DQ: dq, _DK: dk, _DV: dv})
         return dqkv
 
     def attention(self, graph: Any, case: Case) -> None:
         """Describe the forward pass: what goes in, the operation, what comes out."""
-        q, k, v = (self.input(graph, case, tensor) for tensor in (Q, K, V))
+        q, k, v = (self.input(graph, case, tensor) for tensor in (_Q, _K, _V))
         made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
-        self.outputs(case, (OUT, STATS), made)
+        self.outputs(case, (_OUT, _STATS), made)
 
     def attention_grad(self, graph: Any, case: Case) -> None:
         """Describe the backward pass."""
-        names = {"q": Q, "k": K, "v": V, "o": OUT, "dO": DOUT, "stats": STATS}
+        names = {"q": _Q, "k": _K, "v": _V, "o": _OUT, "dO": _DOUT, "stats": _STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
         how = {**case.operation, "use_deterministic_algorithm": self.deterministic}
-        self.outputs(case, (DQ, DK, DV), graph.sdpa_backward(**given, **how))
+        self.outputs(case, (_DQ, _DK, _DV), graph.sdpa_backward(**given, **how))
 
     def input(self, graph: Any, case: Case, tensor: int) -> Any:
         shape, strides = case.layout(tensor)
@@ -171,7 +173,7 @@ class Flash:
             result.set_data_type(self.type_of(case, tensor))
 
     def type_of(self, case: Case, tensor: int) -> Any:
-        return getattr(self.cudnn.data_type, "FLOAT" if tensor == STATS else TYPES[case.dtype])
+        return getattr(self.cudnn.data_type, "FLOAT" if tensor == _STATS else TYPES[case.dtype])
 
     def plan(self, describe: Callable[[Any, Case], None], case: Case) -> AttentionGraph:
         """The plan of a pass, built at its first call."""
@@ -218,7 +220,7 @@ class Flash:
             yield
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
             version = self.cudnn.backend_version_string()
-            reason = " ".join(f"{error}".split())[:LINE]  # it may go through engine by engine
+            reason = " ".join(f"{error}".split())[:_LINE]  # it may go through engine by engine
             raise RuntimeError(f"cuDNN {version} cannot {what}: {reason}") from error
 
 
@@ -267,14 +269,14 @@ def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 
-def widest(capability: int) -> int:
+def _widest(capability: int) -> int:
     """The widest head of which cuDNN computes the gradient on a device (its support matrix)."""
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128
 
 
-def parts(array: Any, width: int) -> list[int]:
+def _parts(array: Any, width: int) -> list[int]:
     """Where q, k and v begin in an array whose heads are [q | k | v]."""
     size = width * array.dtype.itemsize
     return [array.data.ptr + part * size for part in range(3)]

@@ -23,7 +23,7 @@ from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, val
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-DONE, NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
+_DONE, _NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
 QUEUES = ("blocks", "replicas")
 
@@ -44,7 +44,7 @@ def bound(local_rank: int) -> Cuda:
     return Cuda(local_rank % cupy.cuda.runtime.getDeviceCount(), cupy)
 
 
-def register(device: Cuda) -> None:
+def _register(device: Cuda) -> None:
     """What CuPy's arrays do where NumPy's do something else.  Who wants a value waits as `device`
     does, not as CuPy would."""
     cupy, kind = device.cupy, device.array_type
@@ -77,7 +77,7 @@ class Cuda:
     def __init__(self, number: int, cupy: ModuleType | None = None) -> None:
         self.cupy, self.number = cupy or imported(), number
         self.array_type = self.cupy.ndarray
-        register(self)
+        _register(self)
         self.cupy.cuda.Device(number).use()
         stream = self.cupy.cuda.Stream
         self.compute = stream(non_blocking=True)
@@ -132,9 +132,9 @@ class Cuda:
         """Whether the device has come to an event; raises what has gone wrong on the device, of
         which `event.done` says nothing."""
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
-        if status not in (DONE, NOT_READY):
+        if status not in (_DONE, _NOT_READY):
             event.synchronize()
-        return status == DONE
+        return status == _DONE
 
     def close(self) -> None:
         """At the end of a job: give up calls that still wait for others, which may have gone.

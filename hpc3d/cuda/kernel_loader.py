@@ -18,9 +18,9 @@ from hpc3d.cuda import launch_table
 if TYPE_CHECKING:
     from hpc3d.cuda.launch_table import Kernel
 
-ADDED = "--device-as-default-execution-space"  # by CuPy itself; NVRTC refuses it twice
-NULL = np.uint64(0)
-BFLOAT16 = 80  # the compute capability from which there is bfloat16
+_ADDED = "--device-as-default-execution-space"  # by CuPy itself; NVRTC refuses it twice
+_NULL = np.uint64(0)
+_BFLOAT16 = 80  # the compute capability from which there is bfloat16
 
 
 class Kernels:
@@ -29,7 +29,7 @@ class Kernels:
     def __init__(self) -> None:
         self.functions = {}
         self.reals = [*launch_table.REALS]
-        if int(cupy.cuda.Device().compute_capability) < BFLOAT16:
+        if int(cupy.cuda.Device().compute_capability) < _BFLOAT16:
             self.reals.remove("bfloat16")
 
     def __call__(self, name: str, rows: int, columns: int, /, **given: Any) -> None:
@@ -38,7 +38,7 @@ class Kernels:
         real, values = kernel.bind(lambda array: array.dtype.name, given)
         launch = kernel.launch(real, rows, columns)
         if launch.grid[0]:
-            self.function(kernel, real)(*launch, tuple(map(in_register, values)))
+            self.function(kernel, real)(*launch, tuple(map(_in_register, values)))
 
     def function(self, kernel: Kernel, real: str | None) -> Callable[..., None]:
         expression = kernel.expression(real)
@@ -61,15 +61,15 @@ def options() -> tuple[str, ...]:
     look into the headers: the digest of ours is an option."""
     headers = "".join(path.read_text() for path in sorted(launch_table.FOLDER.glob("*.cuh")))
     digest = sha256(headers.encode()).hexdigest()
-    ours = [option for option in launch_table.OPTIONS if option != ADDED]
+    ours = [option for option in launch_table.OPTIONS if option != _ADDED]
     return (*ours, f"-I{launch_table.FOLDER}", f"-DHEADERS_{digest}")
 
 
-def in_register(value: Any) -> np.generic:
+def _in_register(value: Any) -> np.generic:
     """What is handed to a kernel: a number of the parameter's type, or an address."""
     if isinstance(value, np.generic):
         return value
     if value is None:
-        return NULL
+        return _NULL
     assert value.flags.c_contiguous
     return np.uint64(value.data.ptr)

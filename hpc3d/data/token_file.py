@@ -30,17 +30,17 @@ from hpc3d.data.tokenizer import (
 if TYPE_CHECKING:
     import h5py
 
-FORMAT = "hpc3d-tokens"
-VERSION = 1
+_FORMAT = "hpc3d-tokens"
+_VERSION = 1
 SUFFIX = ".h5"
-MOST_IDS = 1 << 31  # ids are handed out as int32
-CHUNK = 1 << 16  # tokens that share a checksum
-SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
-PREPARE = "make it with python -m hpc3d.prepare"
+_MOST_IDS = 1 << 31  # ids are handed out as int32
+_CHUNK = 1 << 16  # tokens that share a checksum
+_SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
+_PREPARE = "make it with python -m hpc3d.prepare"
 
 Report = Callable[[int], None]
 
-reading_tokens = partial(reading, fault="no readable token file", remedy=PREPARE)
+_reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPARE)
 
 
 class Tokens(contextlib.AbstractContextManager):
@@ -124,9 +124,9 @@ class TokenFile(Tokens):
         import h5py
 
         if not path.is_file():
-            raise ValueError(f"data.path: {path} does not exist; {PREPARE}")
+            raise ValueError(f"data.path: {path} does not exist; {_PREPARE}")
         self._path = path
-        with contextlib.ExitStack() as opened, reading_tokens(path):
+        with contextlib.ExitStack() as opened, _reading_tokens(path):
             # a token file never changes, and not every parallel file system has locks
             file = opened.enter_context(h5py.File(path, "r", locking=False))
             self._describe(file)
@@ -134,26 +134,26 @@ class TokenFile(Tokens):
 
     def _describe(self, file: "h5py.File") -> None:
         form, version = file.attrs.get("format"), file.attrs.get("version")
-        if form != FORMAT.encode() or version != VERSION:
-            raise ValueError(f"format {form}, version {version}, not {FORMAT}, {VERSION}")
+        if form != _FORMAT.encode() or version != _VERSION:
+            raise ValueError(f"format {form}, version {version}, not {_FORMAT}, {_VERSION}")
         self.tokenizer = str(file.attrs["tokenizer"], "utf-8")
         self.sha256 = str(file.attrs["sha256"], "utf-8")
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])
-        self._tokens = own_dataset(file, "tokens")
+        self._tokens = _own_dataset(file, "tokens")
         self.dtype = self._tokens.dtype
         length = int(file.attrs["length"])
         if self._tokens.shape != (length,) or self.dtype.kind != "u":
             raise ValueError(f"{length} tokens expected, found {self._tokens}")
-        if self.vocabulary > MOST_IDS:
-            raise ValueError(f"vocabulary {self.vocabulary} is above {MOST_IDS}")
+        if self.vocabulary > _MOST_IDS:
+            raise ValueError(f"vocabulary {self.vocabulary} is above {_MOST_IDS}")
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= len(self)
-        with reading_tokens(self._path):
+        with _reading_tokens(self._path):
             tokens = self._tokens[start:stop]
             if np.any(tokens >= self.vocabulary):
                 raise ValueError(f"an id in [{start}, {stop}) is not below {self.vocabulary}")
@@ -163,7 +163,7 @@ class TokenFile(Tokens):
         self._close()
 
 
-def own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
+def _own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
     """Return a dataset that lies in this file; a file from elsewhere may point to another one."""
     import h5py
 
@@ -181,7 +181,7 @@ def verify(path: str | Path) -> None:
             piece = tokens.read(start, min(start + PIECE, len(tokens)))
             digest.update(piece.astype(tokens.dtype))
         if digest.hexdigest() != tokens.sha256:
-            raise ValueError(f"data.path: {path} has tokens of another SHA-256; {PREPARE}")
+            raise ValueError(f"data.path: {path} has tokens of another SHA-256; {_PREPARE}")
 
 
 def write_tokens(
@@ -195,20 +195,20 @@ def write_tokens(
     import h5py
 
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1).newbyteorder("<")
-    layout = {"chunks": (CHUNK,), "maxshape": (None,), "fletcher32": True}
+    layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
     digest = hashlib.sha256()
-    with replacing(path) as disk, h5py.File(disk, "w", libver=SELF_CHECKING) as file:
+    with replacing(path) as disk, h5py.File(disk, "w", libver=_SELF_CHECKING) as file:
         dataset = file.create_dataset("tokens", (0,), dtype, **layout)
-        for ids in encoded(texts, tokenizer, report):
+        for ids in _encoded(texts, tokenizer, report):
             part = ids.astype(dtype)
-            append(dataset, part)
+            _append(dataset, part)
             digest.update(part)
             disk.check()
-        file.attrs.update(described(texts, tokenizer))
-        file.attrs.update(length=len(dataset), sha256=fixed(digest.hexdigest()))
+        file.attrs.update(_described(texts, tokenizer))
+        file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
 
 
-def encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: Report) -> Iterator[np.ndarray]:
+def _encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: Report) -> Iterator[np.ndarray]:
     """Yield the ids of each piece, and END after each text."""
     for text in texts:
         for piece in pieces(text):
@@ -217,27 +217,27 @@ def encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: Report) -> Iter
         yield np.array([END])
 
 
-def append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
+def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
     """Lengthen a dataset by `part`."""
     length = len(dataset)
     dataset.resize((length + len(part),))
     dataset[length:] = part
 
 
-def described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
+def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
     """Return the attributes that are known before the tokens are."""
     return {
-        "format": fixed(FORMAT),
-        "version": VERSION,
-        "tokenizer": fixed(tokenizer.name),
-        "tokenizer_json": fixed(tokenizer.json),
+        "format": _fixed(_FORMAT),
+        "version": _VERSION,
+        "tokenizer": _fixed(tokenizer.name),
+        "tokenizer_json": _fixed(tokenizer.json),
         "vocabulary": tokenizer.vocabulary,
-        "sources": fixed([text.name for text in texts]),
+        "sources": _fixed([text.name for text in texts]),
         "documents": len(texts),
     }
 
 
-def fixed(text: str | list[str]) -> np.ndarray:
+def _fixed(text: str | list[str]) -> np.ndarray:
     """Return text of fixed length: over the other kind HDF5 has no checksums."""
     import h5py
 
@@ -245,7 +245,7 @@ def fixed(text: str | list[str]) -> np.ndarray:
     return encoded.astype(h5py.string_dtype("utf-8", encoded.itemsize))
 
 
-class Disk(io.FileIO):
+class _Disk(io.FileIO):
     """What HDF5 writes to.  HDF5 crashes where a write fails: here every write seems to succeed.
 
     The first failure ends the writing; `check` raises it.
@@ -272,21 +272,21 @@ class Disk(io.FileIO):
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Disk]:
+def replacing(path: Path) -> Iterator[_Disk]:
     """Give a new file that becomes `path` in one step, on disk and whole, or vanishes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with Disk(temporary, "w+") as disk:
+        with _Disk(temporary, "w+") as disk:
             yield disk
             disk.check()
             os.fsync(disk.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def sync_folder(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

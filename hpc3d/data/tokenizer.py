@@ -18,8 +18,8 @@ from hpc3d.extras import need
 from hpc3d.runtime.exit_codes import BadData
 
 END = 0  # in bytes it is NUL, which no text file holds
-END_NAME = "<|end|>"
-SMALLEST_BPE = 257  # one id for each byte, and END
+_END_NAME = "<|end|>"
+_SMALLEST_BPE = 257  # one id for each byte, and END
 PIECE = 1 << 20  # characters of text, or tokens, in memory at a time
 
 
@@ -88,7 +88,7 @@ class BpeTokenizer:
 
     def __init__(self, text: str) -> None:
         """Load a tokenizer from its JSON text; ValueError where it is invalid."""
-        bpe = library()
+        bpe = _library()
         try:
             self._tokenizer = bpe.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
@@ -116,17 +116,17 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
 
     The same text gives the same tokenizer.  A short text may give fewer ids.
     """
-    if vocabulary < SMALLEST_BPE:
+    if vocabulary < _SMALLEST_BPE:
         raise ValueError(
-            f"--vocabulary {vocabulary}: BPE over bytes needs at least {SMALLEST_BPE}"
+            f"--vocabulary {vocabulary}: BPE over bytes needs at least {_SMALLEST_BPE}"
         )
-    bpe = library()
+    bpe = _library()
     tokenizer = bpe.Tokenizer(bpe.models.BPE())
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = bpe.decoders.ByteLevel()
     trainer = bpe.trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_NAME],
+        special_tokens=[_END_NAME],
         initial_alphabet=sorted(bpe.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -134,7 +134,7 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
     return BpeTokenizer(tokenizer.to_str())
 
 
-def library() -> ModuleType:
+def _library() -> ModuleType:
     """Return the module `tokenizers`; ValueError where it is not installed."""
     need("tokenizer bpe", "tokenizers")
     import tokenizers

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.runtime.job import Job
 
-SMALL, LARGE = 8, 4 << 20  # bytes of a message
-EXCHANGES, LARGE_EXCHANGES = 200, 10
-SUMMED = 1 << 17  # numbers
+_SMALL, _LARGE = 8, 4 << 20  # bytes of a message
+_EXCHANGES, _LARGE_EXCHANGES = 200, 10
+_SUMMED = 1 << 17  # numbers
 
 
 def places(job: Job) -> Iterator[Finding]:
@@ -52,9 +52,9 @@ def places(job: Job) -> Iterator[Finding]:
         yield Finding(WARN, "order", "ranks go round the hosts, neighbours are apart", remedy)
     for host, ranks in hosts.items():
         here = [everyone[rank] for rank in ranks]
-        yield from numbering(host, [where["local_rank"] for where in here])
+        yield from _numbering(host, [where["local_rank"] for where in here])
         used = len(set().union(*(where["bound"] for where in here)))
-        yield from oversubscription(host, len(ranks), used, here[0]["cores"])
+        yield from _oversubscription(host, len(ranks), used, here[0]["cores"])
 
 
 def place(job: Job) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def place(job: Job) -> dict[str, Any]:
     return job.place() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
 
 
-def numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
+def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
     """Whether MPI sees that the ranks of a host share it: it then numbers them 0, 1, 2."""
     if sorted(numbers) != list(range(len(numbers))):
         text = f"MPI numbers the ranks of {host} {spans(numbers)}: it sees several nodes there"
@@ -73,7 +73,7 @@ def numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
         yield Finding(WARN, "local ranks", text, remedy)
 
 
-def oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
+def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Whether ranks of a host wait for a core: `used` of its `cores`."""
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {count(used, 'core')} of {cores}"
@@ -89,7 +89,7 @@ def alike(job: Job) -> Iterator[Finding]:
     """Whether all ranks run the same versions, from the same sources."""
     mine = {
         "hpc3d": hpc3d.__version__,
-        "sources": sources(),
+        "sources": _sources(),
         "Python": platform.python_version(),
         "MPI": " ".join(job.library().split()),
     }
@@ -98,7 +98,7 @@ def alike(job: Job) -> Iterator[Finding]:
     names = dict.fromkeys(name for versions in everyone for name in versions)
     differing = {name: [versions.get(name) for versions in everyone] for name in names}
     texts = [
-        f"{name} {unlike(found, hosts)}" for name, found in differing.items() if len({*found}) > 1
+        f"{name} {_unlike(found, hosts)}" for name, found in differing.items() if len({*found}) > 1
     ]
     if texts:
         remedy = "one environment for all hosts: in a folder that they share, or a module"
@@ -108,7 +108,7 @@ def alike(job: Job) -> Iterator[Finding]:
         yield Finding(OK, "versions", f"equal: {mine['MPI']}, {listed}; sources {mine['sources']}")
 
 
-def unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
+def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
     """Which hosts have which of the values `found` of the ranks: 2.1 on hn1, 2.0 on hn2; ranks
     where those of a host differ."""
     ranks, parts = defaultdict(list), []
@@ -121,7 +121,7 @@ def unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def sources() -> str:
+def _sources() -> str:
     """A short hash of hpc3d's own files, but for inputs, which belong to the machine."""
     top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
     for path in sorted(top.rglob("*")):
@@ -154,7 +154,7 @@ def sums(job: Job) -> Iterator[Finding]:
     if job.size == 1:
         return
     comm = build({"x": job.size}, job.comm, transport="mpi").comm("x")
-    yield verdict_on(job, "MPI", known_sum(comm), f"sum of {size(SUMMED * 8)} over all ranks")
+    yield _verdict_on(job, "MPI", _known_sum(comm), f"sum of {size(_SUMMED * 8)} over all ranks")
 
 
 def transport(job: Job) -> Iterator[Finding]:
@@ -164,28 +164,28 @@ def transport(job: Job) -> Iterator[Finding]:
         return
     comm = build({"x": node.size}, node).comm("x")
     before = time.perf_counter()
-    right = known_sum(comm) and known_gather(comm)
+    right = _known_sum(comm) and _known_gather(comm)
     spent = max(job.gather(time.perf_counter() - before))
     how = "shared memory" if isinstance(comm, SharedMemory) else "MPI"
-    text = f"sum and gather of {size(SUMMED * 8)} on each node, by {how}, in {spent * 1e3:.1f} ms"
-    yield verdict_on(job, "node", right, text)
+    text = f"sum and gather of {size(_SUMMED * 8)} on each node, by {how}, in {spent * 1e3:.1f} ms"
+    yield _verdict_on(job, "node", right, text)
 
 
-def known_sum(comm: Communicator) -> bool:
+def _known_sum(comm: Communicator) -> bool:
     """Whether a sum of whole numbers over `comm` is what it must be."""
-    numbers = np.arange(SUMMED, dtype=np.int64)
+    numbers = np.arange(_SUMMED, dtype=np.int64)
     total = comm.all_reduce(numbers + comm.rank).wait()
     return np.array_equal(total, comm.size * numbers + sum(range(comm.size)))
 
 
-def known_gather(comm: Communicator) -> bool:
+def _known_gather(comm: Communicator) -> bool:
     """Whether each member's block comes from it."""
-    block = np.full(SUMMED // comm.size, comm.rank)
+    block = np.full(_SUMMED // comm.size, comm.rank)
     whole = comm.all_gather(block).wait().reshape(comm.size, -1)
     return (whole == np.arange(comm.size)[:, None]).all()
 
 
-def verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
+def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
     """The finding of a trial that each rank judged."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
@@ -198,16 +198,16 @@ def link(job: Job) -> Iterator[Finding]:
     """Messages between rank 0 and the last one: the latency and the bandwidth."""
     if job.size == 1:
         return
-    latency = min(exchanges(job, np.zeros(SMALL, np.uint8), EXCHANGES))
-    transfer = min(exchanges(job, np.zeros(LARGE, np.uint8), LARGE_EXCHANGES))
+    latency = min(_exchanges(job, np.zeros(_SMALL, np.uint8), _EXCHANGES))
+    transfer = min(_exchanges(job, np.zeros(_LARGE, np.uint8), _LARGE_EXCHANGES))
     job.barrier()  # asleep, for the ranks between may sit on the same cores
     latency, transfer = job.comm.bcast((latency, transfer))
-    rate = f"{size(LARGE)} at {size(LARGE / transfer)}/s"
-    text = f"{SMALL} B in {latency * 1e6:.1f} us, {rate}, at best"
+    rate = f"{size(_LARGE)} at {size(_LARGE / transfer)}/s"
+    text = f"{_SMALL} B in {latency * 1e6:.1f} us, {rate}, at best"
     yield Finding(OK, "messages", f"rank 0 to rank {job.size - 1}: {text}")
 
 
-def exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
+def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
     """Seconds of messages one way, half of the way there and back, as rank 0 sees it."""
     last, spent = job.size - 1, []
     for _ in range(times):

@@ -21,12 +21,12 @@ from mpi4py import MPI
 from hpc3d.diagnose.job_checks import spans
 from hpc3d.runtime.finding import FAIL, Finding
 
-WITHIN = 5  # s, for the messages
-LATER = 2  # s by which another rank may be late
+_WITHIN = 5  # s, for the messages
+_LATER = 2  # s by which another rank may be late
 ALL_PAIRS = 128  # ranks; of more each meets those at distances 1, 2, 4, ...
-SIZE = 64  # bytes of a message
-SPOKEN = 0.2  # s until what is printed has left the host
-REMEDY = """\
+_SIZE = 64  # bytes of a message
+_SPOKEN = 0.2  # s until what is printed has left the host
+_REMEDY = """\
 export OMPI_MCA_btl_tcp_if_include=NAME, an interface by which these hosts see each other (ip -br
 addr); a firewall between them has to let all ports through"""
 
@@ -61,7 +61,7 @@ class Board:
         return f"hpc3d-{self.job}-{what}-{rank}"
 
 
-def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = WITHIN) -> Finding | None:
+def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Finding | None:
     """On rank 0 the Finding that ranks do not reach each other, or None.
 
     The others do not come back where some are not reached: the caller ends the job.
@@ -70,19 +70,19 @@ def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = WITHIN) -> Findin
     board.tell("host", socket.gethostname())
     hosts = board.read("host", end) if comm.rank == 0 else []
     if len(set(hosts)) > 1:
-        announce(hosts)
+        _announce(hosts)
     if comm.rank == 0:
         board.tell("begin", "now")
     else:
         board.text("begin", 0, end)
-    missing = exchange(comm, end)
+    missing = _exchange(comm, end)
     board.tell("missing", f"ranks {spans(missing)}")
     if comm.rank:
         if missing:
-            time.sleep(within + 2 * LATER)
+            time.sleep(within + 2 * _LATER)
             os._exit(1)
         return None
-    told = [*map(numbers, board.read("missing", end + LATER))]
+    told = [*map(numbers, board.read("missing", end + _LATER))]
     told[0] = missing
     pairs = {tuple(sorted((rank, peer))) for rank, peers in enumerate(told) for peer in peers}
     return finding(pairs, hosts, within) if pairs else None
@@ -96,11 +96,11 @@ def peers(rank: int, size: int) -> list[int]:
     return sorted({(rank + way * step) % size for step in steps for way in (1, -1)} - {rank})
 
 
-def exchange(comm: MPI.Intracomm, end: float) -> list[int]:
+def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
     """Exchange a message with each peer; those from or to which none has passed at `end`."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
-        sent, received = np.zeros(SIZE, np.uint8), np.empty(SIZE, np.uint8)
+        sent, received = np.zeros(_SIZE, np.uint8), np.empty(_SIZE, np.uint8)
         kept += [sent, received]
         waiting += [(peer, comm.Irecv(received, peer)), (peer, comm.Isend(sent, peer))]
     while waiting and time.monotonic() < end:
@@ -124,16 +124,16 @@ def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float)
         f"{' and '.join(where)} (ranks {spans(sorted(ranks))})"
         for where, ranks in sorted(apart.items())
     )
-    return Finding(FAIL, "meeting", f"no message in {within:g} s between {listed}", REMEDY)
+    return Finding(FAIL, "meeting", f"no message in {within:g} s between {listed}", _REMEDY)
 
 
-def announce(hosts: Sequence[str]) -> None:
+def _announce(hosts: Sequence[str]) -> None:
     """Say what comes, for MPI may end the job at its first message, and its own words name neither
     the hosts nor the remedy."""
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
-    line = f"the first messages between {between}; if MPI ends the job here: {REMEDY}"
+    line = f"the first messages between {between}; if MPI ends the job here: {_REMEDY}"
     print("hpc3d.doctor: " + " ".join(line.split()), file=sys.stderr, flush=True)
-    time.sleep(SPOKEN)
+    time.sleep(_SPOKEN)
 
 
 def end(code: int) -> None:

@@ -21,13 +21,13 @@ from hpc3d.runtime import environment
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
 from hpc3d.runtime.probe import installed, outcome, release
 
-OLDEST = (3, 11)
-BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
+_OLDEST = (3, 11)
+_BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
 # h5py alone: a wrong HDF5 library aborts the process that loads it.
-LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
+_LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
 # Files that a launcher holds open.  With 32 ranks Open MPI 5 crashes or hangs if it may have 128,
 # and runs with 192.
-FILES, FILES_OF_RANK = 64, 6
+_FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
 
@@ -35,8 +35,8 @@ FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
 def python() -> Iterator[Finding]:
     """Its version, and where it is."""
     found = f"{platform.python_version()}, {sys.executable}"
-    if sys.version_info[:2] < OLDEST:
-        yield Finding(FAIL, "Python", found, "use {}.{} or newer".format(*OLDEST))
+    if sys.version_info[:2] < _OLDEST:
+        yield Finding(FAIL, "Python", found, "use {}.{} or newer".format(*_OLDEST))
     else:
         yield Finding(OK, "Python", found)
 
@@ -52,7 +52,7 @@ def packages() -> Iterator[Finding]:
             remedy = f'{sys.executable} -m pip install "{name}>={least}"'
             wrong.append(Finding(FAIL, name, seen, remedy))
     if not wrong:
-        code, printed = outcome([sys.executable, "-c", LOAD], 60)
+        code, printed = outcome([sys.executable, "-c", _LOAD], 60)
         last = (printed.strip().splitlines() or [""])[-1]
         if code == 0:
             yield Finding(OK, "packages", f"{', '.join(found)} with HDF5 {last}")
@@ -70,7 +70,7 @@ def requirements() -> list[tuple[str, str]]:
         source = configparser.ConfigParser()
         source.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
         lines = source.get("options", "install_requires", fallback="").splitlines()
-    return [found.groups() for found in map(BOUND.match, lines) if found]
+    return [found.groups() for found in map(_BOUND.match, lines) if found]
 
 
 def threads(ranks: int) -> Iterator[Finding]:
@@ -88,11 +88,11 @@ def threads(ranks: int) -> Iterator[Finding]:
     else:
         remedy = f"unset {' '.join(asked)}: hpc3d then shares the cores among the ranks"
         yield Finding(WARN, "threads", f"{text}each has {given}", remedy)
-    yield from blas()
+    yield from _blas()
     yield from quota(cores)
 
 
-def blas() -> Iterator[Finding]:
+def _blas() -> Iterator[Finding]:
     """The library that multiplies matrices."""
     import numpy as np
 
@@ -151,12 +151,12 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
 def limits(ranks: int) -> Iterator[Finding]:
     """What the shell allows a process: open files, the size of a file, locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = FILES + FILES_OF_RANK * ranks
-    if below(soft, need):
-        able = f"ulimit -n {need}" if not below(hard, need) else "ask for more (limits.conf)"
+    need = _FILES + _FILES_OF_RANK * ranks
+    if _below(soft, need):
+        able = f"ulimit -n {need}" if not _below(hard, need) else "ask for more (limits.conf)"
         yield Finding(WARN, "open files", f"{soft}, and {ranks} ranks may need {need}", able)
     else:
-        yield Finding(OK, "open files", number(soft))
+        yield Finding(OK, "open files", _number(soft))
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY:
         text = f"{size(largest)} at most: traces and checkpoints end there"
@@ -167,11 +167,11 @@ def limits(ranks: int) -> Iterator[Finding]:
         yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
 
 
-def below(limit: int, need: int) -> bool:
+def _below(limit: int, need: int) -> bool:
     return limit != resource.RLIM_INFINITY and limit < need
 
 
-def number(limit: int) -> str:
+def _number(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 

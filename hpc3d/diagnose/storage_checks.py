@@ -13,9 +13,9 @@ from hpc3d.diagnose.node_checks import size
 from hpc3d.plain import why
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 
-LITTLE = 10**9  # bytes
-NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
-MEMORY = ("tmpfs", "ramfs")
+_LITTLE = 10**9  # bytes
+_NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
+_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
 ELSEWHERE = "choose another folder with --run.out, or make room"
 
@@ -29,13 +29,13 @@ def storage(folder: Path) -> Iterator[Finding]:
         text = f"{folder}: cannot write there ({why(error)})"
         yield Finding(FAIL, "disk", text, ELSEWHERE)
         return
-    free = shutil.disk_usage(standing(folder)).free
+    free = shutil.disk_usage(_standing(folder)).free
     text = f"{folder}: {size(free)} free, fsync and rename work"
-    yield Finding(OK, "disk", text) if free > LITTLE else Finding(WARN, "disk", text, ELSEWHERE)
+    yield Finding(OK, "disk", text) if free > _LITTLE else Finding(WARN, "disk", text, ELSEWHERE)
     yield from lies_on(folder)
 
 
-def standing(folder: Path | str) -> Path:
+def _standing(folder: Path | str) -> Path:
     """The folder, or the nearest above it that exists: runs make what is missing."""
     folder = Path(folder).absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
@@ -43,7 +43,7 @@ def standing(folder: Path | str) -> Path:
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
     """A folder in `folder` that is gone after the `with`."""
-    return tempfile.TemporaryDirectory(prefix=".doctor-", dir=standing(folder))
+    return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 
 def replaced(folder: Path) -> None:
@@ -64,12 +64,12 @@ def replaced(folder: Path) -> None:
 
 def lies_on(folder: Path) -> Iterator[Finding]:
     """A word about folders that lie on a network or in memory."""
-    kind = file_system(standing(folder))
-    if kind.startswith(NETWORK):
+    kind = file_system(_standing(folder))
+    if kind.startswith(_NETWORK):
         text = f"{folder} is on a network file system ({kind})"
         remedy = "a parallel file system or a local disk saves faster; nothing is wrong with it"
         yield Finding(WARN, "file system", text, remedy)
-    elif kind in MEMORY:
+    elif kind in _MEMORY:
         text = f"{folder} is in memory ({kind}): runs are gone after a restart"
         yield Finding(WARN, "file system", text, "choose another folder with --run.out")
     else:

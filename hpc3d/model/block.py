@@ -78,11 +78,11 @@ class Block:
         self.fused_gelu = model.fused_gelu and alone
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
-        """The block of Y and what `backward` needs: with "full", what `recomputed` needs."""
+        """The block of Y and what `backward` needs: with "full", what `_recomputed` needs."""
         y, saved = self.forward_saving(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
-    def recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
+    def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
         """What the forward pass did not keep: it runs once more, with the weights it had."""
         newest = self.parameters.value
         self.parameters.use(kept.weights)
@@ -96,10 +96,10 @@ class Block:
         n1, saved_n1 = self.norm1.forward(x)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
-        x, saved_proj = self.add_residual(x, self.proj, a, self.drop1, micro)
+        x, saved_proj = self._add_residual(x, self.proj, a, self.drop1, micro)
         n2, saved_n2 = self.norm2.forward(x)
-        g, saved_up, gelu_saved = self.up_gelu(n2)
-        y, saved_down = self.add_residual(x, self.down, g, self.drop2, micro)
+        g, saved_up, gelu_saved = self._up_gelu(n2)
+        y, saved_down = self._add_residual(x, self.down, g, self.drop2, micro)
         return y, BlockSaved(
             norm1=saved_n1,
             qkv_linear=saved_qkv,
@@ -119,22 +119,22 @@ class Block:
         defer: Callable[..., None],
     ) -> Array:
         if isinstance(saved, BlockInput):
-            saved = self.recomputed(saved, micro)
-        dh = self.down_gelu_grad(
-            self.apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.gelu_saved, defer
+            saved = self._recomputed(saved, micro)
+        dh = self._down_gelu_grad(
+            self._apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.gelu_saved, defer
         )
         dy = self.norm2.backward(
             self.up.backward(dh, saved.up_linear, defer), saved.norm2, residual=dy
         )
         da = self.proj.backward(
-            self.apply_dropout(self.drop1, dy, micro), saved.proj_linear, defer
+            self._apply_dropout(self.drop1, dy, micro), saved.proj_linear, defer
         )
         dqkv = self.attention.backward(da, saved.attention, micro)
         return self.norm1.backward(
             self.qkv.backward(dqkv, saved.qkv_linear, defer), saved.norm1, residual=dy
         )
 
-    def up_gelu(self, n: Array) -> tuple[Array, Saved, Array]:
+    def _up_gelu(self, n: Array) -> tuple[Array, Saved, Array]:
         """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
         what it was made of."""
         if self.fused_gelu:
@@ -143,7 +143,7 @@ class Block:
         with self.mesh.trace.span("gelu"):
             return self.gelu(h, self.mesh.empty(h.shape, h.dtype)), saved, h
 
-    def down_gelu_grad(
+    def _down_gelu_grad(
         self, dy: Array, saved: Saved, gelu_saved: Array, defer: Callable[..., None]
     ) -> Array:
         """The gradient of up's result from that of down's."""
@@ -153,16 +153,16 @@ class Block:
         with self.mesh.trace.span("gelu"):
             return gelu_grad(gelu_saved, dg)
 
-    def add_residual(
+    def _add_residual(
         self, x: Array, linear: Linear, a: Array, dropout: Dropout, micro: Microbatch
     ) -> tuple[Array, Saved]:
         """x + dropout(linear(a)), and what backward needs of linear."""
         if linear.matmul.y_is_complete and not dropout.rate:
             return linear.forward(a, residual=x)
         y, saved = linear.forward(a)
-        y = self.apply_dropout(dropout, y, micro)
+        y = self._apply_dropout(dropout, y, micro)
         with self.mesh.trace.span("residual"):
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
-    def apply_dropout(self, dropout: Dropout, x: Array, micro: Microbatch) -> Array:
+    def _apply_dropout(self, dropout: Dropout, x: Array, micro: Microbatch) -> Array:
         return dropout.apply(x, micro, self.model.sequence, self.model.hidden)

@@ -34,12 +34,12 @@ class Buckets:
         summed = [item for item in parameters if item.partial]
         parted = [item for item in parameters if parameters.shared_out(item)]
         self.sums = [
-            self.bucket(GradientBucket, OwnerSum, each)
-            for each in make_buckets(parameters, summed, size)
+            self.bucket(GradientBucket, _OwnerSum, each)
+            for each in _make_buckets(parameters, summed, size)
         ]
         self.gathers = [
-            self.bucket(ValueBucket, OwnerGather, each)
-            for each in make_buckets(parameters, parted, size)
+            self.bucket(_ValueBucket, _OwnerGather, each)
+            for each in _make_buckets(parameters, parted, size)
         ]
         self.tied = [item for item in parameters if item.tied_peer is not None]
         self.begin()
@@ -76,9 +76,9 @@ class Buckets:
         for bucket in self.posted:
             bucket.wait()
         for item in self.tied:
-            self.reduce_tied(item)
+            self._reduce_tied(item)
 
-    def reduce_tied(self, item: Parameter) -> None:
+    def _reduce_tied(self, item: Parameter) -> None:
         """Add the gradient of the other copy of a tied table.
 
         Through `world`, between the hosts, so that no message of the schedule can be taken for
@@ -136,38 +136,38 @@ class GradientBucket(Bucket):
         self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
 
     def post(self) -> None:
-        self.pending = self.sum_over(self.axes[0])
+        self.pending = self._sum_over(self.axes[0])
 
     def wait(self) -> None:
         self.store(self.axes[0], self.pending.wait())
         for axis in self.axes[1:]:
-            self.store(axis, self.sum_over(axis).wait())
+            self.store(axis, self._sum_over(axis).wait())
         self.pending = None
 
-    def scatters(self, axis: str) -> bool:
+    def _scatters(self, axis: str) -> bool:
         return axis == DATA and self.parameters.parts > 1
 
-    def sum_over(self, axis: str) -> Pending:
+    def _sum_over(self, axis: str) -> Pending:
         comm = self.mesh.comm(axis)
-        if self.scatters(axis):
-            return comm.reduce_scatter(self.as_parts(comm))
+        if self._scatters(axis):
+            return comm.reduce_scatter(self._as_parts(comm))
         return comm.all_reduce(self.parameters.grad[self.span])
 
-    def as_parts(self, comm: Communicator) -> Array:
+    def _as_parts(self, comm: Communicator) -> Array:
         rows = comm.buffer((self.parameters.parts, self.width), self.parameters.wide)
         for place, columns in zip(self.places, self.columns, strict=True):
             rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
         return rows
 
     def store(self, axis: str, total: Array) -> None:
-        if not self.scatters(axis):
+        if not self._scatters(axis):
             self.parameters.grad[self.span] = total
             return
         for place, columns in zip(self.places, self.columns, strict=True):
             self.parameters.grad[place.own_grad] = total[0, columns]
 
 
-class ValueBucket(Bucket):
+class _ValueBucket(Bucket):
     """A bucket of values, of which each replica has updated its own part."""
 
     def post(self) -> None:
@@ -182,16 +182,16 @@ class ValueBucket(Bucket):
         self.pending = None
 
 
-class OwnerSum(GradientBucket):
+class _OwnerSum(GradientBucket):
     """Whole matrices: their sum over the data axis is left to the replica that updates them."""
 
     @property
     def owner(self) -> int:
         return self.parameters.owners[self.items[0]]
 
-    def sum_over(self, axis: str) -> Pending:
+    def _sum_over(self, axis: str) -> Pending:
         if axis != DATA:
-            return super().sum_over(axis)
+            return super()._sum_over(axis)
         return self.mesh.comm(axis).reduce(self.parameters.grad[self.span], self.owner)
 
     def store(self, axis: str, total: Array) -> None:
@@ -199,7 +199,7 @@ class OwnerSum(GradientBucket):
             self.parameters.grad[self.span] = total
 
 
-class OwnerGather(Bucket):
+class _OwnerGather(Bucket):
     """Whole matrices: every replica takes them from the one that has updated them."""
 
     def post(self) -> None:
@@ -217,7 +217,7 @@ class OwnerGather(Bucket):
         self.pending = None
 
 
-def make_buckets(
+def _make_buckets(
     parameters: Parameters, items: Sequence[Parameter], size: int
 ) -> Iterator[list[Parameter]]:
     """Lists of neighbours that are summed alike, and updated by the same replicas, each as long as

@@ -86,7 +86,7 @@ class FlatSlices(NamedTuple):
     state: slice
 
 
-class UpdateSlice(NamedTuple):
+class _UpdateSlice(NamedTuple):
     """A stretch that the optimiser updates: slices of value, gradient and state."""
 
     value: slice
@@ -124,7 +124,7 @@ class Parameters:
         self.whole_matrices = whole_matrices
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}
-        self.pieces: list[UpdateSlice] = []
+        self.pieces: list[_UpdateSlice] = []
         self.matrices: list[Any] = []
         self.owners: dict[Parameter, int] = {}
 
@@ -155,10 +155,10 @@ class Parameters:
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         matrices = [item for item in self.items if self.whole_matrices and len(item.shape) == 2]
-        self.owners = self.deal([item for item in matrices if self.stored_whole(item)])
+        self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
         values = grads = states = 0
         for item in self.items:
-            place = self.slices_of(item, values, grads, states)
+            place = self._slices_of(item, values, grads, states)
             values, grads, states = place.value.stop, place.grad.stop, place.state.stop
             self.places[item] = place
         self.value = self.mesh.zeros((values,), self.dtype, "parameter")
@@ -168,10 +168,10 @@ class Parameters:
         for item in self.items:
             item.start(seed, self.mesh)
         whole = {*matrices}
-        self.pieces = merged([item for item in self.items if item not in whole], self.places)
+        self.pieces = _merged([item for item in self.items if item not in whole], self.places)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
 
-    def deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
+    def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
         """{matrix: the replica that updates it}: the largest first, to whoever has the least.
 
         The same on all ranks of a stage, since it goes by global shapes.  A tied table comes first
@@ -195,25 +195,25 @@ class Parameters:
         shape = layout.block(item.shape, self.mesh)
         return WholeMatrix(place.own_value, place.own_grad, place.state, item, layout, shape)
 
-    def slices_of(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
+    def _slices_of(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
         """The place of a parameter behind those that take up the first `values`, ... elements."""
         value = prod(item.layout.block(item.shape, self.mesh))
         grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
         own = min(value, grad)
         if item in self.owners:
             own *= self.updates(item)
-        elif self.stored_whole(item):
+        elif self._stored_whole(item):
             own = -(-own // self.parts)
             value = grad = own * self.parts
         return FlatSlices(
             slice(values, values + value),
             slice(grads, grads + grad),
-            self.shard(values, value, own),
-            self.shard(grads, grad, own),
+            self._shard(values, value, own),
+            self._shard(grads, grad, own),
             slice(states, states + own),
         )
 
-    def stored_whole(self, item: Parameter) -> bool:
+    def _stored_whole(self, item: Parameter) -> bool:
         """Whether every replica stores all of value and gradient."""
         layouts = (item.layout, item.grad_layout or item.layout)
         return all(layout.dim_of(DATA) is None for layout in layouts)
@@ -223,7 +223,7 @@ class Parameters:
         place = self.places[item]
         return item in self.owners or place.own_value != place.value
 
-    def shard(self, start: int, size: int, own: int) -> slice:
+    def _shard(self, start: int, size: int, own: int) -> slice:
         """This rank's `own` elements of the `size` from `start` on."""
         start += self.mesh.coord(DATA) * own if own < size else 0
         return slice(start, start + own)
@@ -231,9 +231,9 @@ class Parameters:
     def bind(self) -> None:
         """Let the parameters show the flat arrays."""
         for item, place in self.places.items():
-            item.value = view(self.value, place.value, item.layout.block(item.shape, self.mesh))
+            item.value = _view(self.value, place.value, item.layout.block(item.shape, self.mesh))
             layout = item.grad_layout or item.layout
-            item.grad = view(self.grad, place.grad, layout.block(item.shape, self.mesh))
+            item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
 
     def copy_on_write(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
@@ -261,29 +261,29 @@ class Parameters:
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 
 
-def view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
+def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
     """The block of `shape` at the beginning of a padded part."""
     return flat[part][: prod(shape)].reshape(shape)
 
 
-def merged(
+def _merged(
     items: Sequence[Parameter], places: Mapping[Parameter, FlatSlices]
-) -> list[UpdateSlice]:
+) -> list[_UpdateSlice]:
     """The pieces to update: neighbours in all arrays that decay alike are one."""
-    pieces: list[UpdateSlice] = []
+    pieces: list[_UpdateSlice] = []
     for item in items:
         place = places[item]
-        piece = UpdateSlice(place.own_value, place.own_grad, place.state, item.decay)
-        if pieces and follows(pieces[-1], piece):
+        piece = _UpdateSlice(place.own_value, place.own_grad, place.state, item.decay)
+        if pieces and _follows(pieces[-1], piece):
             last = pieces.pop()
             both = zip(last[:3], piece[:3], strict=True)
             value, grad, state = (slice(a.start, b.stop) for a, b in both)
-            piece = UpdateSlice(value, grad, state, item.decay)
+            piece = _UpdateSlice(value, grad, state, item.decay)
         pieces.append(piece)
     return pieces
 
 
-def follows(last: UpdateSlice, piece: UpdateSlice) -> bool:
+def _follows(last: _UpdateSlice, piece: _UpdateSlice) -> bool:
     """Whether `piece` begins where `last` ends."""
     touch = all(a.stop == b.start for a, b in zip(last[:3], piece[:3], strict=True))
     return touch and last.decay == piece.decay

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters
 
 
-def without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
+def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
     """How a microbatch brings numbers to arrays of the host: they are there."""
     return make(micro)
 
@@ -41,7 +41,7 @@ class Microbatch(NamedTuple):
     tokens: np.ndarray
     targets: np.ndarray
     scale: float
-    cache: Callable = without_cache
+    cache: Callable = _without_cache
 
     @property
     def sequences(self) -> int:
@@ -67,7 +67,7 @@ def microbatches(
     targets: np.ndarray,
     count: int,
     alone: bool = False,
-    cache: Callable[..., Any] = without_cache,
+    cache: Callable[..., Any] = _without_cache,
 ) -> Iterator[Microbatch]:
     """A batch [sequences, T] cut into `count` microbatches.
 
@@ -86,7 +86,7 @@ def valid_tokens(targets: np.ndarray) -> int:
     return max(1, int((targets != IGNORE).sum()))
 
 
-def ignore(unit: str) -> None:
+def _ignore(unit: str) -> None:
     """The `finished` of a backward pass that nobody waits for."""
 
 
@@ -172,7 +172,7 @@ class Stage:
         saved: list[Any],
         micro: Microbatch,
         defer: Callable[..., None] = immediately,
-        finished: Callable[[str], None] = ignore,
+        finished: Callable[[str], None] = _ignore,
     ) -> Array | None:
         """The gradient of x; that of matrices goes through `defer`, which then calls
         `finished(unit)` for every part of the model that is through.  Empties `saved`.

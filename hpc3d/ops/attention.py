@@ -31,7 +31,7 @@ def heads_of(qkv: Array, sequence: int, width: int) -> Array:
     return parts.transpose(3, 0, 2, 1, 4)
 
 
-def chunks_of(batch: int, heads: int, sequence: int, itemsize: int) -> tuple[int, int, int, int]:
+def _chunks_of(batch: int, heads: int, sequence: int, itemsize: int) -> tuple[int, int, int, int]:
     """The shape [chunks, T, heads, T] of all probabilities, where those of a chunk stay in the
     cache: the heads of a chunk are a divisor of `heads`, at least 1."""
     fit = max(1, SCORES // (sequence**2 * itemsize))
@@ -39,12 +39,12 @@ def chunks_of(batch: int, heads: int, sequence: int, itemsize: int) -> tuple[int
     return batch * heads // chunk, sequence, chunk, sequence
 
 
-def places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
+def _places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
     """The index (sample, heads) of every chunk."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
-def softmaxes(
+def _softmaxes(
     q: Array, k: Array, probabilities: Array
 ) -> Iterator[tuple[tuple[int, slice], Array]]:
     """Computes chunk after chunk of the probabilities softmax(q k' / sqrt(D) + mask).
@@ -57,7 +57,7 @@ def softmaxes(
     future = np.tril(np.full((sequence, sequence), -np.inf, dtype), -1)
     mask = np.repeat(future[:, None], chunk, axis=1).reshape(sequence, -1)
     ones, scale = np.ones(sequence, dtype), dtype.type(1 / sqrt(q.shape[-1]))
-    for place, p in zip(places(*q.shape[:2], chunk), probabilities, strict=True):
+    for place, p in zip(_places(*q.shape[:2], chunk), probabilities, strict=True):
         by_head, columns = p.swapaxes(0, 1), p.reshape(sequence, -1)
         np.matmul(k[place], (q[place] * scale).swapaxes(-1, -2), out=by_head)
         columns += mask
@@ -67,7 +67,7 @@ def softmaxes(
         yield place, by_head
 
 
-def factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
+def _factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
     """Those of the probabilities [heads, key, query] of a chunk, out of those of all: a row of
     `drop` is a sample, its columns are [head, key, query]."""
     sample, heads = place
@@ -87,33 +87,33 @@ def attend(
     """
     q, k, v = heads_of(qkv, sequence, width)
     batch, heads = q.shape[:2]
-    probabilities = empty(chunks_of(batch, heads, sequence, qkv.itemsize), qkv.dtype)
+    probabilities = empty(_chunks_of(batch, heads, sequence, qkv.itemsize), qkv.dtype)
     out = empty((batch, sequence, heads, width), qkv.dtype)
-    for place, p in softmaxes(q, k, probabilities):
-        weights = p if drop is None else p * factors_of(drop, place, p)
+    for place, p in _softmaxes(q, k, probabilities):
+        weights = p if drop is None else p * _factors_of(drop, place, p)
         np.matmul(weights.swapaxes(-1, -2), v[place], out=out.swapaxes(1, 2)[place])
     return out.reshape(batch * sequence, heads * width), probabilities
 
 
 @attend.abstract
 def _(qkv, sequence, width, empty, drop=None):
-    batch, heads, probabilities = scored(qkv, sequence, width, empty)
+    batch, heads, probabilities = _scored(qkv, sequence, width, empty)
     out = empty((batch, sequence, heads, width), qkv.dtype)
-    meter_dropout(drop, probabilities)
+    _meter_dropout(drop, probabilities)
     qkv.meter.product(sequence, width, sequence, qkv.dtype, batch * heads)
     return out.reshape(batch * sequence, heads * width), probabilities
 
 
 @attend.cuda
 def _(gpu, qkv, sequence, width, empty, drop=None):
-    if by_cudnn(gpu, qkv, width, drop):
+    if _by_cudnn(gpu, qkv, width, drop):
         out, stats = gpu.flash.forward(qkv, sequence, width)
         return out, (out, stats)
-    q, k, v = parted(gpu, qkv, sequence, width, 3)
-    p, weights = softmax(gpu, q, k, empty, drop)
+    q, k, v = _parted(gpu, qkv, sequence, width, 3)
+    p, weights = _softmax(gpu, q, k, empty, drop)
     out = gpu.empty(q.shape, q.dtype)
     gpu.multiply(weights.swapaxes(1, 2), v, out)
-    return joined(out[None], qkv.shape[1] // (3 * width), empty), p
+    return _joined(out[None], qkv.shape[1] // (3 * width), empty), p
 
 
 @primitive
@@ -122,23 +122,23 @@ def attend_again(
 ) -> Array:
     """The probabilities of `attend` alone: whether some of them are dropped changes none."""
     q, k, _ = heads_of(qkv, sequence, width)
-    probabilities = empty(chunks_of(*q.shape[:2], sequence, qkv.itemsize), qkv.dtype)
-    for _ in softmaxes(q, k, probabilities):
+    probabilities = empty(_chunks_of(*q.shape[:2], sequence, qkv.itemsize), qkv.dtype)
+    for _ in _softmaxes(q, k, probabilities):
         pass
     return probabilities
 
 
 @attend_again.abstract
 def _(qkv, sequence, width, empty, drop=None):
-    return scored(qkv, sequence, width, empty)[-1]
+    return _scored(qkv, sequence, width, empty)[-1]
 
 
 @attend_again.cuda
 def _(gpu, qkv, sequence, width, empty, drop=None):
-    if by_cudnn(gpu, qkv, width, drop):
+    if _by_cudnn(gpu, qkv, width, drop):
         return gpu.flash.forward(qkv, sequence, width)
-    q, k, _ = parted(gpu, qkv, sequence, width, 3)
-    return softmax(gpu, q, k, empty, None)[0]
+    q, k, _ = _parted(gpu, qkv, sequence, width, 3)
+    return _softmax(gpu, q, k, empty, None)[0]
 
 
 @primitive
@@ -161,8 +161,8 @@ def attend_grad(
     ones, scale = np.ones(sequence, qkv.dtype), qkv.dtype.type(1 / sqrt(width))
     ds = np.empty((sequence, chunk, sequence), qkv.dtype)
     by_head, columns = ds.swapaxes(0, 1), ds.reshape(sequence, -1)
-    for place, p in zip(places(batch, heads, chunk), probabilities, strict=True):
-        factors = None if drop is None else factors_of(drop, place, by_head)
+    for place, p in zip(_places(batch, heads, chunk), probabilities, strict=True):
+        factors = None if drop is None else _factors_of(drop, place, by_head)
         weights = p.swapaxes(0, 1) if drop is None else p.swapaxes(0, 1) * factors
         np.matmul(weights, dout[place], out=dv[place])
         np.matmul(v[place], dout[place].swapaxes(-1, -2), out=by_head)
@@ -178,7 +178,7 @@ def attend_grad(
 @attend_grad.abstract
 def _(dout, qkv, probabilities, sequence, width, empty, drop=None):
     heads = qkv.size // (3 * width * sequence)
-    meter_dropout(drop, probabilities)
+    _meter_dropout(drop, probabilities)
     for m, n, k in 2 * [(sequence, width, sequence), (sequence, sequence, width)]:
         qkv.meter.product(m, n, k, qkv.dtype, heads)
     return empty(qkv.shape, qkv.dtype)
@@ -186,50 +186,50 @@ def _(dout, qkv, probabilities, sequence, width, empty, drop=None):
 
 @attend_grad.cuda
 def _(gpu, dout, qkv, kept, sequence, width, empty, drop=None):
-    if by_cudnn(gpu, qkv, width, drop):
+    if _by_cudnn(gpu, qkv, width, drop):
         return gpu.flash.backward(dout, qkv, *kept, sequence, width)
-    q, k, v = parted(gpu, qkv, sequence, width, 3)
-    d = parted(gpu, dout, sequence, width, 1)[0]
-    weights = kept if drop is None else dropped_again(gpu, kept, drop)
+    q, k, v = _parted(gpu, qkv, sequence, width, 3)
+    d = _parted(gpu, dout, sequence, width, 1)[0]
+    weights = kept if drop is None else _dropped_again(gpu, kept, drop)
     grads = gpu.empty((3, *q.shape), q.dtype)
     gpu.multiply(weights, d, grads[2])
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
-    given = {"p": kept, "dweights": ds, **masked(kept, q.shape[-1], drop)}
+    given = {"p": kept, "dweights": ds, **_masked(kept, q.shape[-1], drop)}
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
-    return joined(grads, qkv.shape[1] // (3 * width), empty)
+    return _joined(grads, qkv.shape[1] // (3 * width), empty)
 
 
-def scored(
+def _scored(
     qkv: AbstractArray, sequence: int, width: int, empty: Empty
 ) -> tuple[int, int, AbstractArray]:
     """Samples, heads and probabilities, of q k' and its softmax."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // (3 * width)
-    shape = chunks_of(batch, heads, sequence, qkv.itemsize)
+    shape = _chunks_of(batch, heads, sequence, qkv.itemsize)
     qkv.meter.product(sequence, sequence, width, qkv.dtype, batch * heads)
     return batch, heads, empty(shape, qkv.dtype)
 
 
-def meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
+def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
     """Dropout inside of attention takes the time of a kernel of its own."""
     if drop is not None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def by_cudnn(gpu: Gpu, qkv: Array, width: int, drop: Mask | None) -> bool:
+def _by_cudnn(gpu: Gpu, qkv: Array, width: int, drop: Mask | None) -> bool:
     return gpu.flash and qkv.size and gpu.flash.suits(qkv.dtype, width, drop)
 
 
-def parted(gpu: Gpu, x: Array, sequence: int, width: int, parts: int) -> Array:
+def _parted(gpu: Gpu, x: Array, sequence: int, width: int, parts: int) -> Array:
     """[B T, heads parts D] -> [parts, B heads, T, D], each in one piece."""
     batch, heads = x.shape[0] // sequence, x.shape[1] // (parts * width)
     x = x.reshape(batch, sequence, heads, parts, width).transpose(3, 0, 2, 1, 4)
     return gpu.contiguous(x).reshape(parts, batch * heads, sequence, width)
 
 
-def joined(x: Array, heads: int, empty: Empty) -> Array:
+def _joined(x: Array, heads: int, empty: Empty) -> Array:
     """[parts, B heads, T, D] -> [B T, heads parts D]."""
     parts, count, sequence, width = x.shape
     x = x.reshape(parts, count // heads, heads, sequence, width).transpose(1, 3, 2, 0, 4)
@@ -238,18 +238,18 @@ def joined(x: Array, heads: int, empty: Empty) -> Array:
     return out
 
 
-def softmax(gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None) -> tuple[Array, Array]:
+def _softmax(gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None) -> tuple[Array, Array]:
     """The probabilities [B heads, key, query], and those times dropout's factors."""
     shape = (*q.shape[:2], q.shape[1])
     p = empty(shape, q.dtype)
     gpu.multiply(k, q.swapaxes(1, 2), p)
     weights = p if drop is None else gpu.empty(shape, q.dtype)
     given = {"scores": p, "weights": None if drop is None else weights}
-    gpu.launch("causal_softmax", *shape[:2], **given, **masked(p, q.shape[-1], drop))
+    gpu.launch("causal_softmax", *shape[:2], **given, **_masked(p, q.shape[-1], drop))
     return p, weights
 
 
-def masked(p: Array, width: int, drop: Mask | None) -> dict[str, Any]:
+def _masked(p: Array, width: int, drop: Mask | None) -> dict[str, Any]:
     """The arguments of the softmax besides its arrays."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     if drop is None:
@@ -259,7 +259,7 @@ def masked(p: Array, width: int, drop: Mask | None) -> dict[str, Any]:
     return {**given, **cuda_mask(drop, "dropout_key")}
 
 
-def dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
+def _dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
     """The probabilities times dropout's factors once more."""
     rows = p.reshape(len(drop.rows), len(drop.columns))
     return dropped(rows, drop, gpu.empty(rows.shape, p.dtype)).reshape(p.shape)

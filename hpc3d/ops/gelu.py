@@ -13,8 +13,8 @@ from hpc3d.ops.rows import row_blocks
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-GELU_C = sqrt(2 / pi)
-GELU_A = 0.044715
+_GELU_C = sqrt(2 / pi)
+_GELU_A = 0.044715
 
 
 @primitive
@@ -27,14 +27,14 @@ def gelu_tanh(h: Array, out: Array) -> Array:
     for rows in row_blocks(h):
         x, s = h[rows], out[rows]
         u = x * x
-        u *= GELU_C * GELU_A
-        u += GELU_C
+        u *= _GELU_C * _GELU_A
+        u += _GELU_C
         u *= x
         np.tanh(u, out=s)
         s += 1
         s *= 0.5
         u *= 6
-        u -= x * (4 * GELU_C)
+        u -= x * (4 * _GELU_C)
         u *= 1 - s
         u += 1
         u *= s

@@ -65,7 +65,7 @@ def _(gpu, dy, x, moments, gamma, residual, dgamma, dbeta, empty):
     rows = {"mean": mean, "rstd": rstd, "dy": dy}
     given = {"gamma": gamma, "residual": residual, "dx": dx, "columns": x.shape[1]}
     gpu.launch("norm_grad", *x.shape, s=x, **rows, **given)
-    add_columns(gpu, x, rows, dgamma, dbeta, add=True)
+    _add_columns(gpu, x, rows, dgamma, dbeta, add=True)
     return dx
 
 
@@ -170,11 +170,11 @@ def _(gpu, n, dy, gamma):
     sums = gpu.empty((2, n.shape[0]), np.float32)
     gpu.launch("normalise_sums", *n.shape, n=n, dy=dy, gamma=gamma, sums=sums, columns=n.shape[1])
     dgamma, dbeta = (gpu.empty(gamma.shape, np.float32) for _ in range(2))
-    add_columns(gpu, n, {"mean": None, "rstd": None, "dy": dy}, dgamma, dbeta, add=False)
+    _add_columns(gpu, n, {"mean": None, "rstd": None, "dy": dy}, dgamma, dbeta, add=False)
     return sums, dgamma, dbeta
 
 
-def add_columns(
+def _add_columns(
     gpu: Gpu, x: Array, rows: Mapping[str, Array | None], dgamma: Array, dbeta: Array, add: bool
 ) -> None:
     """The gradients of gamma and beta (+)= sums over rows of dy n and dy."""

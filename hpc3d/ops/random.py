@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-DRAWS = 4  # 64-bit numbers for each value of Philox's counter
+_DRAWS = 4  # 64-bit numbers for each value of Philox's counter
 
 
 def philox_key(name: object) -> np.ndarray:
@@ -29,12 +29,12 @@ def philox_key(name: object) -> np.ndarray:
 
 def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     """The 64-bit draws number `first` to `first + count` of the stream with that key."""
-    skipped = first % DRAWS
-    stream = np.random.Philox(key=key, counter=first // DRAWS)
+    skipped = first % _DRAWS
+    stream = np.random.Philox(key=key, counter=first // _DRAWS)
     return stream.random_raw(skipped + count)[skipped:]
 
 
-def by_rows(
+def _by_rows(
     slices: tuple[slice, slice] | tuple[range, range],
     width: int,
     make: Callable[[int, int], np.ndarray],
@@ -63,7 +63,7 @@ def normal(
         angle = (bits & np.uint64(0xFFFFFFFF)) * (2 * np.pi * 2.0**-32)
         return np.sqrt(-2 * np.log(radius)) * np.cos(angle)
 
-    return by_rows(slices, width, make)
+    return _by_rows(slices, width, make)
 
 
 def keep_mask(
@@ -77,7 +77,7 @@ def keep_mask(
         bits = philox_draws(key, first // 4, -(-(head + count) // 4))
         return bits.view(np.uint16)[head : head + count] >= limit
 
-    return by_rows(slices, width, make)
+    return _by_rows(slices, width, make)
 
 
 class Mask(NamedTuple):

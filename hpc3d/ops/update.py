@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
 
-CHUNK = 1 << 14  # elements that stay in the cache through an update
+_CHUNK = 1 << 14  # elements that stay in the cache through an update
 
 
 @composite
@@ -28,7 +28,7 @@ def sum_of_squares(flat: Array, parts: Iterable[slice]) -> Any:
 def _(gpu, flat, parts):
     total = gpu.empty((1,), np.float64)
     total.fill(0)
-    for part in joined_slices(parts):
+    for part in _joined_slices(parts):
         grad = flat[part]
         blocks = gpu.blocks("sum_squares", grad.size)
         partial = gpu.empty((blocks,), np.float32)
@@ -37,7 +37,7 @@ def _(gpu, flat, parts):
     return total
 
 
-def joined_slices(parts: Iterable[slice]) -> list[slice]:
+def _joined_slices(parts: Iterable[slice]) -> list[slice]:
     """Slices, those that touch as one."""
     whole = []
     for part in sorted(parts, key=lambda part: part.start):
@@ -56,9 +56,9 @@ def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
     return total
 
 
-def stretches(size: int) -> list[slice]:
+def _stretches(size: int) -> list[slice]:
     """Slices of a flat array that fit the cache."""
-    edges = [*range(0, size, CHUNK), size]
+    edges = [*range(0, size, _CHUNK), size]
     return [slice(*edge) for edge in pairwise(edges)]
 
 
@@ -75,7 +75,7 @@ def adamw(
     """Update a stretch of values and its state, in pieces that fit the cache."""
     scale, rate, root, keep = factors
     exact = value if master is None else master
-    for part in stretches(value.size):
+    for part in _stretches(value.size):
         w, g, m, v = exact[part], grad[part] * scale, first[part], second[part]
         m *= constants.BETA1
         m += g * (1 - constants.BETA1)
@@ -111,7 +111,7 @@ def _(gpu, value, master, grad, first, second, constants, factors):
 def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[float]) -> None:
     rate, keep = factors
     exact = value if master is None else master
-    for part in stretches(value.size):
+    for part in _stretches(value.size):
         w = exact[part]
         w *= keep
         w -= grad[part] * rate

@@ -20,14 +20,14 @@ from hpc3d import files
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 from hpc3d.plain import Problems
 
-MOST_NODES, MOST_LINES = 100_000, 20
-STRICT = {"extra": "forbid"}
-NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
+MOST_NODES, _MOST_LINES = 100_000, 20
+_STRICT = {"extra": "forbid"}
+_NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
 
 
 @dataclass
 class Node:
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = _STRICT
     id: str | int
     forward: float = 0.0
     backward: float = 0.0
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass
 class Edge:
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = _STRICT
     source: str | int
     target: str | int
     bytes: float = 0.0
@@ -46,8 +46,8 @@ class Edge:
 
 
 @dataclass
-class CostFile:
-    __pydantic_config__ = STRICT
+class _CostFile:
+    __pydantic_config__ = _STRICT
     nodes: list[Node]
     edges: list[Edge] = field(default_factory=list)
     together: list[list[str | int]] = field(default_factory=list)
@@ -58,9 +58,9 @@ def load(path: Path) -> Graph:
     found = _parsed(path)
     problems = [*_wrong(found)]
     if problems:
-        raise Problems([f"{path}: {line}" for line in problems[:MOST_LINES]])
+        raise Problems([f"{path}: {line}" for line in problems[:_MOST_LINES]])
     place = {node.id: number for number, node in enumerate(found.nodes)}
-    atoms = [Atom((node.id,), *(getattr(node, name) for name in NUMBERS)) for node in found.nodes]
+    atoms = [Atom((node.id,), *(getattr(node, name) for name in _NUMBERS)) for node in found.nodes]
     readers = defaultdict(list)
     for edge in found.edges:
         readers[place[edge.source], edge.bytes, edge.value].append(place[edge.target])
@@ -81,9 +81,9 @@ def _parsed(path):
             if theirs in edge:
                 edge[ours] = edge.pop(theirs)
     try:
-        return TypeAdapter(CostFile).validate_json(json.dumps(tree), strict=True)
+        return TypeAdapter(_CostFile).validate_json(json.dumps(tree), strict=True)
     except ValidationError as errors:
-        lines = [_explained(error) for error in errors.errors()[:MOST_LINES]]
+        lines = [_explained(error) for error in errors.errors()[:_MOST_LINES]]
         raise Problems([f"{path}: {line}" for line in lines]) from None
 
 
@@ -112,7 +112,7 @@ def _wrong(found):
         if count > 1:
             yield f"node {name!r} is there {count} times: give each its own id"
     for node in found.nodes:
-        for name in NUMBERS:
+        for name in _NUMBERS:
             yield from _not_a_cost(f"node {node.id!r}: {name}", getattr(node, name))
     for edge in found.edges:
         yield from _wrong_edge(edge, known)

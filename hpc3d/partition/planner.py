@@ -10,10 +10,10 @@ from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, held, load
 from hpc3d.partition.step_time import quickest, timed
 
-SCHEDULES = ("1f1b", "gpipe")
+_SCHEDULES = ("1f1b", "gpipe")
 
 
-class PlannedStage(NamedTuple):
+class _PlannedStage(NamedTuple):
     """A stage of a plan: its ids, seconds of a microbatch, bytes in and out, and bytes held."""
 
     ids: list
@@ -31,7 +31,7 @@ class GraphPlan(NamedTuple):
     objective: str
     schedule: str
     time: float
-    stages: list[PlannedStage]
+    stages: list[_PlannedStage]
     proven: bool
     cuts: int
     all_cuts: bool
@@ -52,7 +52,7 @@ def planned(
 ) -> GraphPlan:
     """The best GraphPlan; ValueError if nothing fits, with what would."""
     cuts = cuts_of(graph)
-    names = (schedule,) if schedule else SCHEDULES
+    names = (schedule,) if schedule else _SCHEDULES
     if objective == "load":
         ends = lightest(cuts, limits)
         found = ends and min(timed(cuts, limits, name, ends) for name in names)
@@ -79,7 +79,7 @@ def _stages(graph, cuts, limits, found):
     for before, after, flight in zip(starts, found.ends, found.in_flight, strict=True):
         members = cuts.stage(before, after)
         stages.append(
-            PlannedStage(
+            _PlannedStage(
                 graph.ids(members),
                 graph.total("forward", members),
                 graph.total("backward", members),

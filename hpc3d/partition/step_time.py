@@ -70,14 +70,14 @@ class _Search:
         self.rest = table(self.cuts, computed)[1]
         start = lightest(self.cuts, self.limits._replace(ranks=self.stages))
         if start and len(start) == self.stages:
-            self.try_out(tuple(start))
+            self._try_out(tuple(start))
         self.extend((), 0)
 
     def extend(self, ends, before):
         """Go through all ways to go on behind the stages that end at `ends`."""
         here, behind = len(ends), self.stages - len(ends) - 1
         if behind == 0:
-            self.try_out((*ends, self.cuts.count - 1))
+            self._try_out((*ends, self.cuts.count - 1))
             return
         after = self.cuts.after(before)[:-1]
         bound = self.least(before, after, here, behind)
@@ -111,7 +111,7 @@ class _Search:
         saved = self.cuts.saved[after] - self.cuts.saved[before]
         return self.cuts.memory[after] - self.cuts.memory[before] + self.in_flight[stage] * saved
 
-    def try_out(self, ends):
+    def _try_out(self, ends):
         """Run the step of a partition that fits, and keep it if it is the shortest."""
         starts = (0, *ends[:-1])
         if any(self.held(*cut, stage) > self.room for stage, cut in enumerate(zip(starts, ends))):
@@ -123,12 +123,12 @@ class _Search:
 
     def step(self, ends):
         """The Timed of a partition."""
-        stages = costs(self.cuts, ends, self.limits)
+        stages = _costs(self.cuts, ends, self.limits)
         seconds = makespan(timeline(self.passes, self.placement, stages))
         return Timed(float(seconds), self.schedule, ends, tuple(self.in_flight))
 
 
-def costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
+def _costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
     """The stages on the clock: what they compute, and messages of all values that are needed
     behind a border, those for a later stage too, for they are handed on."""
     found = []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hpc3d import files
 from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, parse
 
-TURN = "turn"
+_TURN = "turn"
 
 
 class ScheduleTable(NamedTuple):
@@ -40,7 +40,7 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
     """Write a synchronous schedule as a file that `from_csv` reads."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerows([[TURN]] if placement.v_shaped else [])
+        writer.writerows([[_TURN]] if placement.v_shaped else [])
         writer.writerows(streams)
 
 
@@ -56,7 +56,7 @@ def _rows(content):
 
 
 def _table(rows):
-    turn = bool(rows) and [text for _, text in rows[0][1]] == [TURN]
+    turn = bool(rows) and [text for _, text in rows[0][1]] == [_TURN]
     streams = {row: _stream(row, cells) for row, cells in rows[turn:]}
     passes = [instruction for stream in streams.values() for instruction in stream]
     if not passes:

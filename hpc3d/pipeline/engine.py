@@ -135,7 +135,7 @@ class Engine:
         if self.placement.last(self.stage, chunk):
             self.losses[micro.step] += y
         else:
-            self.deliver("F", key, y)
+            self._deliver("F", key, y)
 
     def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
         """The gradient of the stage's input, and those of its weights where `defer` lets them."""
@@ -145,7 +145,7 @@ class Engine:
         saved = self.saved.pop(key)
         dx = self.stages[chunk].backward(dy, saved, self.micros[mb], defer, self.finished)
         if not self.placement.first(self.stage, chunk):
-            self.deliver("B", key, dx)
+            self._deliver("B", key, dx)
 
     def backward_input(self, instruction: Instruction) -> None:
         defer = self.deferred[instruction[1:]] = DeferredWeightGrads(self.mesh.trace)
@@ -167,7 +167,7 @@ class Engine:
     def step(self, _: Instruction) -> None:
         self.update()
 
-    def deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
+    def _deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
         """Keep a block for its Send; or for its use, where the next part is on this stage."""
         here = self.placement.part(self.stage, key[1])
         stage, chunk = self.placement.place(here + (1 if kind == "F" else -1))

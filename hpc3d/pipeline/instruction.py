@@ -15,7 +15,7 @@ MESSAGES = {
     "SendB": ("RecvB", -1),
     "RecvB": ("SendB", +1),
 }
-WRITTEN = re.compile(
+_WRITTEN = re.compile(
     rf"([0-9]{{0,9}})({'|'.join([*COMPUTE, *MESSAGES])}|Reduce|Step)([0-9]{{0,9}})"
 )
 
@@ -39,7 +39,7 @@ class Instruction(NamedTuple):
 
 def parse(text: str) -> Instruction:
     """The instruction that is written as `text`; raises ValueError if none is."""
-    written = WRITTEN.fullmatch(text)
+    written = _WRITTEN.fullmatch(text)
     chunk, op, mb = written.groups() if written else ("", "", "")
     numbered = op not in ("Reduce", "Step")
     if not written or numbered != bool(mb) or (op == "Step" and chunk):

@@ -29,18 +29,18 @@ def lower(
 
     Raises ValueError, with instructions as the streams name them, if these wait for each other.
     """
-    complete = [add_steps(stream) for stream in streams]
-    moved = add_messages(complete, placement)
-    return [list(add_reductions(fuse(stream), overlap)) for stream in moved]
+    complete = [_add_steps(stream) for stream in streams]
+    moved = _add_messages(complete, placement)
+    return [list(add_reductions(_fuse(stream), overlap)) for stream in moved]
 
 
-def add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
+def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
     """The stream with a Step at its end, unless it has steps of its own."""
     stream, step = list(stream), Instruction("Step")
     return stream if step in stream else [*stream, step]
 
 
-def add_messages(
+def _add_messages(
     streams: Iterable[Iterable[Instruction]], placement: Placement
 ) -> list[list[Instruction]]:
     """The streams with the messages that their passes need from other stages and owe to them.
@@ -97,7 +97,7 @@ def _merged(row, posts):
         time, message = next(posts)
 
 
-def fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
+def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
     """Groups: the messages between two other instructions are one, each of the others is one."""
     for moves, run in groupby(stream, key=_is_message):
         group = tuple(run)

@@ -28,8 +28,8 @@ from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
-CHUNKS = (2, 3, 4, 6, 8)  # that are tried where a schedule allows any number
-ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
+_CHUNKS = (2, 3, 4, 6, 8)  # that are tried where a schedule allows any number
+_ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -165,7 +165,7 @@ class Schedule(NamedTuple):
     @property
     def search_chunks(self) -> tuple[int, ...]:
         """The numbers of chunks that a search tries."""
-        return (self.chunks,) if self.chunks else CHUNKS
+        return (self.chunks,) if self.chunks else _CHUNKS
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
         """One line, with key and remedy, if the schedule does not run with these sizes."""
@@ -188,9 +188,9 @@ class Schedule(NamedTuple):
         """The time of a step, from its first pass to its last."""
         if len(times.forward) == 1:
             return micros * sum(times.work())
-        return (self.closed_form or self.on_the_clock)(micros, chunks, times)
+        return (self.closed_form or self._on_the_clock)(micros, chunks, times)
 
-    def on_the_clock(self, micros: int, chunks: int, times: StageTimes) -> float:
+    def _on_the_clock(self, micros: int, chunks: int, times: StageTimes) -> float:
         """That time on the timeline, where rounds after the first few take as long as the last of
         them."""
         stages = len(times.forward)
@@ -202,7 +202,7 @@ class Schedule(NamedTuple):
             passes = [self.stream(stage, placement, micros, 1) for stage in range(stages)]
             return makespan(timeline(passes, placement, costs))
 
-        more = max(0, micros // stages - ROUNDS)
+        more = max(0, micros // stages - _ROUNDS)
         few = micros - more * stages
         return run(few) + (more * (run(few) - run(few - stages)) if more else 0.0)
 

@@ -7,7 +7,7 @@ from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, Schedule, instruction_streams
 from hpc3d.pipeline.timeline import Cost, bubble, timeline
 
-HEAD = """\
+_HEAD = """\
 # Pipeline schedules
 
 The schedules that `parallel.schedule` names, on 4 stages and 8 microbatches, as the program runs
@@ -27,7 +27,7 @@ each diagram stand the peaks of both, which need not fall together. They count c
 has half of a stage's activations.
 """
 
-TAIL = """\
+_TAIL = """\
 ## What asynchronous means here
 
 `pipedream` and `pipedream-2bw` run on across training steps: the microbatches of all steps are one
@@ -54,7 +54,7 @@ file.
 
 def page() -> str:
     """The text of the page."""
-    return "\n".join([HEAD, *(_section(schedule) for schedule in SCHEDULES.values()), TAIL])
+    return "\n".join([_HEAD, *(_section(schedule) for schedule in SCHEDULES.values()), _TAIL])
 
 
 def _section(schedule: Schedule) -> str:

@@ -112,12 +112,12 @@ class _Clock:
                 self.waiting.setdefault(missing[0], []).append(stage)
                 return
             place = stage, instruction.chunk
-            start = max([clock, *(self.arrival(place, need) for need in needs)])
+            start = max([clock, *(self._arrival(place, need) for need in needs)])
             clock = start + self.seconds[place].get(instruction.op, 0.0)
             row.append((start, clock, instruction))
             yield from self.finish(stage, instruction, clock)
 
-    def arrival(self, place, need):
+    def _arrival(self, place, need):
         """When the result of a pass is at a (stage, chunk)."""
         stage, instruction = need
         if stage == place[0]:

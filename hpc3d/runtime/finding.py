@@ -35,7 +35,10 @@ def examine(check: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterato
     try:
         yield from check(*arguments)
     except Exception as error:
-        subject, what = check.__name__.replace("_", " "), f"{type(error).__name__}: {error}"
+        subject, what = (
+            check.__name__.replace("_", " ").strip(),
+            f"{type(error).__name__}: {error}",
+        )
         remedy = "it may need what else is wrong here: repair that first"
         yield Finding(WARN, subject, f"could not be checked ({what})", remedy)
 

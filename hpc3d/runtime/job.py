@@ -19,8 +19,8 @@ from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED, JobExit
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
-UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
+_OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
+_UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
 
 
 class Job:
@@ -110,7 +110,7 @@ class Job:
             return error.errno != errno.EADDRINUSE
         self.failure = failure
         if os.fork() == 0:
-            linger(failure.fileno())
+            _linger(failure.fileno())
         return True
 
     def abort(self, code: int) -> None:
@@ -118,7 +118,7 @@ class Job:
         not run."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         # Not a thread of Python's, for MPI waits for the launcher without letting others run.
-        faulthandler.dump_traceback_later(UNHEARD, exit=True, file=nowhere)
+        faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
         sys.stdout.flush()
         sys.stderr.flush()
         if self.size == 1:  # there is nobody that MPI would have to end
@@ -127,10 +127,10 @@ class Job:
         self.comm.Abort(code)
 
 
-def linger(descriptor: int) -> NoReturn:
+def _linger(descriptor: int) -> NoReturn:
     """End this process after a while in which it has but this file open."""
     os.setsid()
     os.closerange(0, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-    time.sleep(OUTLIVED)
+    time.sleep(_OUTLIVED)
     os._exit(0)

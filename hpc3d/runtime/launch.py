@@ -24,7 +24,7 @@ from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, BadData, JobExi
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
-DISK = (
+_DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
@@ -33,18 +33,18 @@ DISK = (
     errno.EIO,
     errno.ESTALE,
 )
-MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
-SPOKEN = 0.5  # seconds until what is printed has left the host
-ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
+_MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
+_SPOKEN = 0.5  # seconds until what is printed has left the host
+_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
 
 
 def run(name: str, body: Callable[[Job], int | None]) -> int:
-    """`started(name, body)`, whose output is plain text."""
+    """`_started(name, body)`, whose output is plain text."""
     with plain_streams():
-        return started(name, body)
+        return _started(name, body)
 
 
-def started(name: str, body: Callable[[Job], int | None]) -> int:
+def _started(name: str, body: Callable[[Job], int | None]) -> int:
     """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
 
     An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
@@ -52,7 +52,7 @@ def started(name: str, body: Callable[[Job], int | None]) -> int:
     `job.exit_hooks` has been called."""
     set_environment()
     early = []  # before there is a job
-    for number in ASKING:
+    for number in _ASKING:
         signal.signal(number, lambda number, _: early.append(number))
     try:
         from hpc3d.runtime.job import Job
@@ -60,15 +60,15 @@ def started(name: str, body: Callable[[Job], int | None]) -> int:
         reason = plain(str(error)).rstrip(".")
         print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
         return BAD_INPUT
-    job = met(lambda: Job(name), name)
-    sys.excepthook = lambda kind, error, trace: die(job, error)
-    threading.excepthook = lambda args: die(job, args.exc_value)
-    leave_when_told(job)
+    job = _met(lambda: Job(name), name)
+    sys.excepthook = lambda kind, error, trace: _die(job, error)
+    threading.excepthook = lambda args: _die(job, args.exc_value)
+    _leave_when_told(job)
     job.signals += early
     try:
         meant = number_in(WORLD_RANKS, default=1)
         if job.size == 1 and meant > 1:
-            job.refuse(*(explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else ()))
+            job.refuse(*(_explain_single(meant) if number_in(OWN_RANK, default=0) == 0 else ()))
         if same := job.namesakes():
             job.refuse(same)
         code = body(job)
@@ -77,25 +77,25 @@ def started(name: str, body: Callable[[Job], int | None]) -> int:
     except SystemExit as error:
         code = error.code
     except BaseException as error:
-        die(job, error)
+        _die(job, error)
     if code:
-        die(job, SystemExit(code))
+        _die(job, SystemExit(code))
     return 0
 
 
-def met(make: Callable[[], Job], name: str) -> Job:
+def _met(make: Callable[[], Job], name: str) -> Job:
     """The job that `make()` makes with its first call among all ranks; where that does not end,
     as between hosts that do not reach each other, this process ends with a line."""
 
     def end():
         if not number_in(LOCAL_RANK, default=0):
-            line = f"in {MEETING} s {os.uname().nodename} has not heard from all other hosts; "
+            line = f"in {_MEETING} s {os.uname().nodename} has not heard from all other hosts; "
             line += "mpirun ... python -m hpc3d.doctor says which do not reach each other"
             print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
-        time.sleep(SPOKEN)
+        time.sleep(_SPOKEN)
         os._exit(STALLED)
 
-    alarm = threading.Timer(MEETING, end)
+    alarm = threading.Timer(_MEETING, end)
     alarm.daemon = True
     alarm.start()
     try:
@@ -104,19 +104,19 @@ def met(make: Callable[[], Job], name: str) -> Job:
         alarm.cancel()
 
 
-def explain_single(meant: int) -> list[str]:
+def _explain_single(meant: int) -> list[str]:
     """Why this process is alone although the launcher meant `meant` of them."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were meant, but MPI sees 1", *mismatch_report(meant)]
 
 
-def die(job: Job, error: BaseException) -> None:
+def _die(job: Job, error: BaseException) -> None:
     """Say what happened on this rank, once for the job, save what can be saved, end the job."""
     if job.first_to_fail():
         job.complain(f"rank {job.rank} {what_happened(error)}")
     finish(job)
-    job.abort(exit_code(error))
+    job.abort(_exit_code(error))
 
 
 def what_happened(error: BaseException) -> str:
@@ -125,7 +125,7 @@ def what_happened(error: BaseException) -> str:
     what = plain(str(error))
     if isinstance(error, BadData):
         return f"failed: {what}; then start again, or go on with --resume"
-    if isinstance(error, OSError) and error.errno in DISK:
+    if isinstance(error, OSError) and error.errno in _DISK:
         where = f": {plain(str(error.filename))}" if error.filename else ""
         return (
             f"failed: {plain(why(error))}{where}; fix that, then start again, or go on with "
@@ -139,14 +139,14 @@ def what_happened(error: BaseException) -> str:
     return "failed\n" + "".join(traceback.format_exception(error))
 
 
-def exit_code(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     code = getattr(error, "code", None)
     return code if isinstance(error, SystemExit) and isinstance(code, int) else FAILED
 
 
-def leave_when_told(job: Job) -> None:
+def _leave_when_told(job: Job) -> None:
     """End this rank alone at SIGTERM, for then the launcher is already ending the job.
 
     A job that stops by itself (`job.stops`) goes on until a second SIGTERM.  The signals
@@ -156,7 +156,7 @@ def leave_when_told(job: Job) -> None:
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
-    for number in (signal.SIGTERM, *ASKING):
+    for number in (signal.SIGTERM, *_ASKING):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(tell)
 
@@ -168,7 +168,7 @@ def leave_when_told(job: Job) -> None:
             if number == signal.SIGTERM and (again or not job.stops):
                 leave(job)
             elif number == signal.SIGTERM and not again:
-                keep(job)
+                _keep(job)
 
     threading.Thread(target=listen, daemon=True).start()
 
@@ -182,7 +182,7 @@ def leave(job: Job) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def keep(job: Job) -> None:
+def _keep(job: Job) -> None:
     """Save what can be saved now: this process may be killed before it has stopped."""
     with job.ending:
         os.waitpid(save_in_child(job), 0)
@@ -197,7 +197,7 @@ def save_in_child(job: Job) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
-        call_all(job)
+        _call_all(job)
         os._exit(0)
     return child
 
@@ -205,10 +205,10 @@ def save_in_child(job: Job) -> int:
 def finish(job: Job) -> None:
     """Do what the job wants done at its end, once."""
     with job.ending:
-        call_all(job)
+        _call_all(job)
 
 
-def call_all(job: Job) -> None:
+def _call_all(job: Job) -> None:
     """Call the functions of `job.exit_hooks`; nothing may stop us here."""
     while job.exit_hooks:
         try:

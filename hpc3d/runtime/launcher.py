@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 # Open MPI's and MPICH's, as /proc names them; never a shell, nor a batch system's own.
-LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
+_LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
 HEARD = 8  # seconds in which a launcher ends a job that it can end
 AGAIN = 2  # seconds between signals: an mpirun that waits for a host waits on after the first
-SIGNALS = (signal.SIGTERM, signal.SIGKILL)
+_SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
 def born(pid: int) -> str | None:
@@ -34,7 +34,7 @@ def launcher() -> tuple[int, str | None] | None:
     and when that was started; None where something else did."""
     pid = os.getppid()
     with suppress(OSError):
-        if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() in LAUNCHERS:
+        if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() in _LAUNCHERS:
             return pid, born(pid)
     return None
 
@@ -50,7 +50,7 @@ def end_later(found: tuple[int, str | None] | None) -> None:
     os.closerange(0, os.sysconf("SC_OPEN_MAX"))
     pid, start = found
     patience = HEARD
-    for number in SIGNALS:
+    for number in _SIGNALS:
         end = time.monotonic() + patience
         while born(pid) == start:
             if time.monotonic() > end:

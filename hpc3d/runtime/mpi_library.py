@@ -20,9 +20,9 @@ CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # More ranks than cores: Open MPI 4 reads the first, Open MPI 5 the second.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
-OPEN_MPI = "Open MPI"
+_OPEN_MPI = "Open MPI"
 # The kinds of `srun --mpi` that libraries take, by how they begin: pmix_v4 is one.
-WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
+_WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 INSTALL = (
     "load the cluster's MPI module, or without one: python -m pip install 'hpc3d[mpi]'\n"
     "MPI4PY_LIBMPI=/path/to/libmpi.so names a library that is not found by itself"
@@ -39,13 +39,13 @@ class MpiInstall(NamedTuple):
     @property
     def abi(self) -> str:
         """Libraries and launchers with the same one fit together."""
-        return "Open MPI" if self.maker == OPEN_MPI else "MPICH"
+        return "Open MPI" if self.maker == _OPEN_MPI else "MPICH"
 
     def __str__(self) -> str:
         return f"{self.maker} {self.version or '(of unknown version)'}, {self.path or 'no file'}"
 
 
-def loaded() -> MpiInstall:
+def _loaded() -> MpiInstall:
     """The MPI that mpi4py loads; it is not started by this.
 
     mpi4py raises whatever its loader raises without one.
@@ -62,7 +62,7 @@ def loaded() -> MpiInstall:
 def found() -> MpiInstall | None:
     """The same, or None without one."""
     try:
-        return loaded()
+        return _loaded()
     except Exception:  # a RuntimeError of mpi4py's, an ImportError of the linker's
         return None
 
@@ -78,11 +78,11 @@ def world() -> int:
 
 def library_file() -> str | None:
     """The file of the MPI library in this process."""
-    files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", maps(), re.MULTILINE)
+    files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", _maps(), re.MULTILINE)
     return files[0] if files else None
 
 
-def maps() -> str:
+def _maps() -> str:
     """The files that this process has mapped, one a line."""
     return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
 
@@ -94,12 +94,12 @@ def on_path() -> MpiInstall | None:
         return None
     _, printed = outcome([path, "--version"], 10)
     version = re.search(r"\d+\.\d+[.\d]*", printed)
-    return MpiInstall(maker_of(printed), version and version[0], path)
+    return MpiInstall(_maker_of(printed), version and version[0], path)
 
 
-def maker_of(printed: str) -> str:
+def _maker_of(printed: str) -> str:
     """Whose mpirun prints this as its version."""
-    for word, maker in (("Open MPI", OPEN_MPI), ("OpenRTE", OPEN_MPI), ("Intel", "Intel MPI")):
+    for word, maker in (("Open MPI", _OPEN_MPI), ("OpenRTE", _OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
             return maker
     return "MPICH" if "HYDRA" in printed.upper() else "of unknown make"
@@ -110,7 +110,7 @@ def library() -> Iterator[Finding]:
     try:
         import mpi4py
 
-        yield Finding(OK, "MPI library", f"{loaded()} (mpi4py {mpi4py.__version__})")
+        yield Finding(OK, "MPI library", f"{_loaded()} (mpi4py {mpi4py.__version__})")
     except Exception as error:  # a RuntimeError of mpi4py's, an ImportError of the linker's
         text = f"{error}".strip().splitlines()[0]
         yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", INSTALL)
@@ -134,7 +134,7 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
         yield Finding(WARN, "mpirun", text, put_on_path(mpi))
     else:
         yield Finding(OK, "mpirun", text)
-    if launcher.maker == OPEN_MPI:
+    if launcher.maker == _OPEN_MPI:
         yield from root()
         yield from oversubscription(launcher)
 
@@ -186,13 +186,13 @@ def slurm(mpi: MpiInstall) -> Iterator[Finding]:
         return
     code, printed = outcome(["srun", "--mpi=list"], 10)
     if code == 0 or inside:
-        yield offer(re.findall(r"^(?:srun: |\s+)(\w+)\s*$", printed, re.MULTILINE), mpi)
+        yield _offer(re.findall(r"^(?:srun: |\s+)(\w+)\s*$", printed, re.MULTILINE), mpi)
 
 
-def offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
+def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
     """Whether srun offers the MPI a way to start that it takes."""
     text = f"srun offers {', '.join(kinds) or 'no way to start MPI'}"
-    taken = [kind for way in WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
+    taken = [kind for way in _WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
     if taken:
         return Finding(OK, "srun", f"{text}; {mpi.maker} takes --mpi={taken[0]}")
     remedy = "start ranks with mpirun inside of the job (LAUNCH=mpirun in jobs/), not with srun"
@@ -201,10 +201,10 @@ def offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
     """Whether the mpirun of another MPI started this process: to start MPI may end it."""
-    return starter() is not None and starter() != mpi.abi
+    return _starter() is not None and _starter() != mpi.abi
 
 
-def starter() -> str | None:
+def _starter() -> str | None:
     """Whose mpirun started this process, by its ABI; None where none did."""
     names = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH"}
     return next((abi for name, abi in names.items() if name in os.environ), None)
@@ -212,17 +212,17 @@ def starter() -> str | None:
 
 def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
     """Why each of the `meant` processes that a launcher started is alone."""
-    if starter() is None:
-        return Finding(FAIL, "launcher", *of_slurm(meant, mpi))
-    text = f"the mpirun of {starter()} started {meant} processes, each is alone: "
+    if _starter() is None:
+        return Finding(FAIL, "launcher", *_of_slurm(meant, mpi))
+    text = f"the mpirun of {_starter()} started {meant} processes, each is alone: "
     other = "" if started_by_other_mpi(mpi) else "another "
     text += f"the library is {other}{mpi.maker} {mpi.version}"
     return Finding(FAIL, "launcher", text, put_on_path(mpi))
 
 
-def of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
+def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
     """The same where no mpirun did it: what is wrong, and the remedy."""
-    kind = WAYS[mpi.abi][0]
+    kind = _WAYS[mpi.abi][0]
     remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list names what there is)\n"
     remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
     if "SLURM_STEP_NUM_TASKS" not in os.environ:
@@ -237,7 +237,7 @@ def mismatch_report(meant: int) -> list[str]:
 
     Quick, and nothing is started: for rank 0 of a job that cannot go on.
     """
-    mpi, path = loaded(), shutil.which("mpirun")
+    mpi, path = _loaded(), shutil.which("mpirun")
     told = [
         why_singletons(meant, mpi),
         Finding(OK, "MPI library", str(mpi)),

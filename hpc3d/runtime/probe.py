@@ -39,12 +39,12 @@ def outcome(
             code = None
         finally:
             if process.poll() is None:
-                end(process)
+                _end(process)
         printed.seek(0)
         return code, printed.read()
 
 
-def end(process: Popen) -> None:
+def _end(process: Popen) -> None:
     """End a process, which gets the time to end its ranks, then the rest of its group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):

@@ -30,8 +30,8 @@ def refuse_unshared(job: Job, homes: Homes, place: Callable[[], Path]) -> None:
     if not homes.several():
         return
     asked = place() if job.rank == 0 else None
-    key = job.comm.bcast(left_key(asked) if job.rank == 0 else None)
-    if blind := unseen(job, homes, key):
+    key = job.comm.bcast(_left_key(asked) if job.rank == 0 else None)
+    if blind := _unseen(job, homes, key):
         name, first = listed([homes.hosts[rank] for rank in blind]), homes.hosts[0]
         sees = "do not see" if len(blind) > 1 else "does not see"
         where = os.path.dirname(key)
@@ -39,7 +39,7 @@ def refuse_unshared(job: Job, homes: Homes, place: Callable[[], Path]) -> None:
         job.refuse(f"{asked}: {name} {sees} what {first} writes {where}; {REMEDY}")
 
 
-def unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
+def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
     """The first ranks of the nodes that do not see the file `key`, which is gone afterwards."""
     looks = key and job.rank and job.rank in homes.leaders()
     try:
@@ -51,7 +51,7 @@ def unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
     return [rank for rank, good in enumerate(sees) if not good]
 
 
-def left_key(folder: Path) -> str | None:
+def _left_key(folder: Path) -> str | None:
     """The name of a new empty file in `folder`, or in the first above it that exists; None where
     it cannot be written, which is said when the folder is made."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 SELENE = "machines/a100-selene.toml"
-SEQUENCE, VOCABULARY, DROPOUT = 2048, 51200, 0.1
-STATE = 18  # bytes a parameter: float16 values; float32 gradients, values and moments
-KINDS = ("parameter", "gradient", "optimizer")
+_SEQUENCE, _VOCABULARY, _DROPOUT = 2048, 51200, 0.1
+_STATE = 18  # bytes a parameter: float16 values; float32 gradients, values and moments
+_KINDS = ("parameter", "gradient", "optimizer")
 
 
 class PublishedStep(NamedTuple):
@@ -77,7 +77,7 @@ LAYERS = [
     ("1d-sequence", "selective", 7.2, 13.1),
 ]
 # Its figure 1, as calculon-ai/calculon has it: GiB of parameters and optimiser on a rank, which is
-# STATE bytes for each of 12 L h^2 / (t p) parameters.  Tables of tokens and positions, biases and
+# _STATE bytes for each of 12 L h^2 / (t p) parameters.  Tables of tokens and positions, biases and
 # norms are not among them.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
@@ -101,7 +101,7 @@ WEAK_SCALING = [
 ]
 # What another choice of a microbatch or of chunks would do to rows of it.
 OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chunks": 1})]
-LATER = 258.74e12  # FLOP/s: the best of later software (see [gemm.float16] of the machine)
+_LATER = 258.74e12  # FLOP/s: the best of later software (see [gemm.float16] of the machine)
 
 ASSUMED = """\
 Both: dropout 0.1, AdamW, float16 with float32 gradients; what was gathered is kept, where
@@ -113,8 +113,8 @@ messages of stages into t parts, which are sent whole here."""
 def weak(row: tuple) -> PublishedStep:
     """The PublishedStep of a row of WEAK_SCALING, whose FLOP/s equation 3 turns into seconds."""
     model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate = row
-    flop = 96 * batch * SEQUENCE * layers * hidden**2
-    flop *= 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
+    flop = 96 * batch * _SEQUENCE * layers * hidden**2
+    flop *= 1 + _SEQUENCE / (6 * hidden) + _VOCABULARY / (16 * layers * hidden)
     layout = layers, hidden, heads, t, p, ranks, batch, micro, chunks
     return PublishedStep(model, *layout, "1d", "full", p == 1, flop / (ranks * rate * 1e12))
 
@@ -130,7 +130,7 @@ def config_of(row: PublishedStep) -> Config:
         schedule="interleaved" if row.chunks > 1 else None,
         chunks=row.chunks,
     )
-    sizes = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "dropout": DROPOUT}
+    sizes = {"vocabulary": _VOCABULARY, "sequence": _SEQUENCE, "dropout": _DROPOUT}
     config = Config(
         mesh=MeshConfig(p=row.p, d=replicas, x=row.t, y=1, z=1),
         parallel=parallel,
@@ -148,7 +148,7 @@ def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str,
 
 def predicted(row: PublishedStep, machine: Machine) -> dict[str, Any]:
     config = config_of(row)
-    found = summary(simulate(config, VOCABULARY, machine), config, machine)
+    found = summary(simulate(config, _VOCABULARY, machine), config, machine)
     return {
         "model": row.model,
         "recompute": row.recompute,
@@ -172,15 +172,15 @@ def layers(machine: Machine) -> list[dict[str, Any]]:
     found = []
     for scheme, recompute, *published in LAYERS:
         row = RECOMPUTATION[0]._replace(layers=2, scheme=scheme, recompute=recompute)
-        forward, backward = passes(row, machine)
+        forward, backward = _passes(row, machine)
         names = {"scheme": scheme, "recompute": recompute, "published_ms": published}
         found.append(names | {"predicted_ms": [forward, backward]})
     return found
 
 
-def passes(row: PublishedStep, machine: Machine) -> list[float]:
+def _passes(row: PublishedStep, machine: Machine) -> list[float]:
     """Milliseconds in which a layer runs forward and backward, recomputation included."""
-    (run,) = simulate(config_of(row), VOCABULARY, machine)
+    (run,) = simulate(config_of(row), _VOCABULARY, machine)
     inside = run.rows[run.rows["layer"] >= 0]
     forward = inside["phase"] == PHASE.index("forward")
     return [float(inside["dur"][at].sum()) / 1e6 / row.layers for at in (forward, ~forward)]
@@ -193,9 +193,9 @@ def states() -> list[dict[str, Any]]:
     for model, count, hidden, heads, p, published in STATES:
         layout = count, hidden, heads, 8, p, 8 * p, 1, 1, 1, "1d-sequence", "selective"
         config = config_of(PublishedStep(model, *layout, True, 0.0))
-        peak = predict(config, VOCABULARY, dict.fromkeys(AXES, 0)).peak
-        held = sum(peak[kind] for kind in KINDS)
-        tables = STATE * hidden * (VOCABULARY // 8 + SEQUENCE)
+        peak = predict(config, _VOCABULARY, dict.fromkeys(AXES, 0)).peak
+        held = sum(peak[kind] for kind in _KINDS)
+        tables = _STATE * hidden * (_VOCABULARY // 8 + _SEQUENCE)
         found.append(
             {
                 "model": model,
@@ -210,7 +210,7 @@ def states() -> list[dict[str, Any]]:
 
 def facts(machine: Machine) -> dict[str, list[float]]:
     """What facts of the machine do to the two steps of 22B: fact -> their errors without it."""
-    changed = {"with all": machine, f"products at {LATER:.5g}": with_later_products(machine)}
+    changed = {"with all": machine, f"products at {_LATER:.5g}": _with_later_products(machine)}
     for name in machine.kernels:
         rates = {other: rate for other, rate in machine.kernels.items() if other != name}
         changed[name] = replace(machine, kernels=rates)
@@ -219,10 +219,10 @@ def facts(machine: Machine) -> dict[str, list[float]]:
     return {fact: [row["error"] for row in rows(pair, each)] for fact, each in changed.items()}
 
 
-def with_later_products(machine: Machine) -> Machine:
-    """The machine with the last knot of float16 as LATER."""
+def _with_later_products(machine: Machine) -> Machine:
+    """The machine with the last knot of float16 as _LATER."""
     rates = machine.gemm["float16"]
-    rates = replace(rates, rate=(*rates.rate[:-1], LATER))
+    rates = replace(rates, rate=(*rates.rate[:-1], _LATER))
     return replace(machine, gemm=machine.gemm | {"float16": rates})
 
 

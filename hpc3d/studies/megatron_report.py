@@ -30,31 +30,31 @@ def main(options: Namespace) -> dict[str, Any]:
     them."""
     machine = load(options.machine or shipped(SELENE))
     found = {
-        "recomputation": steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),
-        "layers": layers(machine),
-        "states": states(),
-        "facts": facts(machine),
+        "recomputation": _steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),
+        "layers": _layers(machine),
+        "states": _states(),
+        "facts": _facts(machine),
     }
     scaled = [weak(values) for values in WEAK_SCALING]
-    found["weak scaling"] = steps("SC '21 (arXiv:2104.04473), table 1", scaled, machine)
-    found["otherwise"] = otherwise(machine)
+    found["weak scaling"] = _steps("SC '21 (arXiv:2104.04473), table 1", scaled, machine)
+    found["otherwise"] = _otherwise(machine)
     print(f"\n{ASSUMED}")
     return found
 
 
-def steps(title: str, listed: Iterable[PublishedStep], machine: Machine) -> dict[str, Any]:
+def _steps(title: str, listed: Iterable[PublishedStep], machine: Machine) -> dict[str, Any]:
     print(f"\n{title}: seconds of a step")
     print("    model    ranks recompute  published  predicted   error  bubble   calls")
     found = []
     for row in listed:
         found += rows([row], machine)
-        print("   ", line(found[-1]), flush=True)
+        print("   ", _line(found[-1]), flush=True)
     worst = errors(found)
     print(f"    absolute error: mean {worst['mean']:.1%}, worst {worst['worst']:.1%}")
     return {"rows": found, "errors": worst}
 
 
-def line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:8s} {row['ranks']:5d} {row['recompute']:10s}{row['published_s']:10.2f} "
         f"{row['predicted_s']:10.2f} {row['error']:+7.1%} {row['bubble']:7.1%} "
@@ -62,7 +62,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def layers(machine: Machine) -> list[dict[str, Any]]:
+def _layers(machine: Machine) -> list[dict[str, Any]]:
     print("\narXiv:2205.05198, table 4: ms of a layer of 22B, forward and backward")
     print("    scheme      recompute       published       predicted")
     found = megatron.layers(machine)
@@ -75,7 +75,7 @@ def layers(machine: Machine) -> list[dict[str, Any]]:
     return found
 
 
-def states() -> list[dict[str, Any]]:
+def _states() -> list[dict[str, Any]]:
     print("\narXiv:2205.05198, figure 1: GiB of parameters and optimiser on a rank, which are")
     print("18 bytes for each of 12 L h^2 / n parameters; predicted without tables, and with")
     found = megatron.states()
@@ -85,7 +85,7 @@ def states() -> list[dict[str, Any]]:
     return found
 
 
-def facts(machine: Machine) -> dict[str, list[float]]:
+def _facts(machine: Machine) -> dict[str, list[float]]:
     print("\nErrors of 22B, full and selective, without one of the machine's facts")
     found = megatron.facts(machine)
     for fact, (full, selective) in found.items():
@@ -93,10 +93,10 @@ def facts(machine: Machine) -> dict[str, list[float]]:
     return found
 
 
-def otherwise(machine: Machine) -> list[dict[str, Any]]:
+def _otherwise(machine: Machine) -> list[dict[str, Any]]:
     print("\nOther choices than those of the scripts")
     found = megatron.otherwise(machine)
     for row in found:
         (name, value), *_ = row["change"].items()
-        print(f"    {name} = {value}:", line(row))
+        print(f"    {name} = {value}:", _line(row))
     return found

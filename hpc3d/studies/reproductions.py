@@ -10,8 +10,8 @@ from hpc3d.shipped import shipped
 if TYPE_CHECKING:
     from argparse import Namespace
 
-ROWS = "published/vtrain-single.csv.gz", "published/vtrain-multi.csv.gz"
-VTRAIN = "machines/a100-vtrain.toml"
+_ROWS = "published/vtrain-single.csv.gz", "published/vtrain-multi.csv.gz"
+_VTRAIN = "machines/a100-vtrain.toml"
 
 
 def findings(options: Namespace) -> dict[str, Any]:
@@ -37,4 +37,4 @@ def speedups(options: Namespace) -> dict[str, Any]:
 def vtrain(options: Namespace) -> dict[str, Any]:
     from hpc3d.studies.vtrain_report import report
 
-    return report(*map(shipped, ROWS), options.machine or shipped(VTRAIN))
+    return report(*map(shipped, _ROWS), options.machine or shipped(_VTRAIN))

@@ -28,14 +28,14 @@ V100 = "machines/v100-4x16.toml"
 PAPER = {"1d": 2.32, "2d-summa": 1.57}  # the step of a scheme over that of 3-D
 CLOSE = 0.10
 RANKS = 64
-GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
-DTYPES = ("float32", "float16")
-HIDDEN = (2048, 4096, 6144, 8192, 12288, 16384)
-BATCH = (64, 128, 192, 256, 512)
+_GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
+_DTYPES = ("float32", "float16")
+_HIDDEN = (2048, 4096, 6144, 8192, 12288, 16384)
+_BATCH = (64, 128, 192, 256, 512)
 # 1-D on 64 ranks wants 64 heads or a multiple of them.
-BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
+_BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
-UNTOLD = """\
+_UNTOLD = """\
 The paper's abstract does not tell: the nodes and what joins them, the type of the numbers, batch,
 hidden, sequence and heads, whether activations were recomputed, and how blocks are broadcast.
 Assumed: nodes of 4 V100 with one EDR port each (inputs/machines/v100-4x16.toml), sequences of 512
@@ -46,14 +46,14 @@ nothing), and where memory does not suffice (m), a card that has more.  At one a
 both speed-ups hold only where 1-D would want such a card."""
 
 
-class Spent(NamedTuple):
+class _Spent(NamedTuple):
     """What forward and backward of a layout take: seconds, and bytes of a rank at the peak."""
 
     seconds: float
     peak: int
 
 
-def model_of(
+def _model_of(
     batch: int,
     hidden: int,
     dtype: str,
@@ -64,25 +64,26 @@ def model_of(
     """The configuration of a point, without its scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
-        model=ModelConfig(hidden=hidden, sequence=sequence, **BLOCKS),
+        model=ModelConfig(hidden=hidden, sequence=sequence, **_BLOCKS),
         train=TrainConfig(batch=batch, dtype=dtype),
     )
 
 
-def spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...]) -> Spent:
-    """The Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not divide."""
+def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...]) -> _Spent:
+    """The _Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not
+    divide."""
     mesh = MeshConfig(**dict(zip("xyz", grid, strict=True)))
     config = replace(config, mesh=mesh, parallel=replace(config.parallel, scheme=scheme))
-    (run,) = simulate(resolve(config, RANKS), BLOCKS["vocabulary"], machine)
+    (run,) = simulate(resolve(config, RANKS), _BLOCKS["vocabulary"], machine)
     step = dict(zip((column.name for column in STEPS), run.step, strict=True))
-    return Spent(step["forward_s"] + step["backward_s"], run.peak["all"])
+    return _Spent(step["forward_s"] + step["backward_s"], run.peak["all"])
 
 
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
     """The three schemes at a batch and hidden: milliseconds a sequence, the speed-ups of 3-D over
     the others, and which of them fit the memory."""
-    config = model_of(batch, hidden, dtype, **how)
-    each = {scheme: spent(machine, config, scheme, grid) for scheme, grid in GRIDS.items()}
+    config = _model_of(batch, hidden, dtype, **how)
+    each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
     return {
         "dtype": dtype,
         "batch": batch,
@@ -96,21 +97,21 @@ def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> 
 def rows(
     machine: Machine,
     dtype: str,
-    hidden: Sequence[int] = HIDDEN,
-    batch: Sequence[int] = BATCH,
+    hidden: Sequence[int] = _HIDDEN,
+    batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
     """The points of a sweep, by hidden and then by batch."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
-def close(scheme: str, speedup: float) -> bool:
+def _close(scheme: str, speedup: float) -> bool:
     """Whether a speed-up over a scheme is the paper's within CLOSE."""
     return abs(speedup / PAPER[scheme] - 1) <= CLOSE
 
 
 def reproduces(row: dict[str, Any]) -> bool:
-    return all(close(scheme, row["speedup"][scheme]) for scheme in PAPER)
+    return all(_close(scheme, row["speedup"][scheme]) for scheme in PAPER)
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
@@ -125,22 +126,22 @@ def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     return [
         (flat["hidden"], flat["batch"], cube["batch"])
         for flat, cube in pairs
-        if close("1d", flat["ms"]["1d"] / cube["ms"]["3d"])
-        and close("2d-summa", flat["ms"]["2d-summa"] / cube["ms"]["3d"])
+        if _close("1d", flat["ms"]["1d"] / cube["ms"]["3d"])
+        and _close("2d-summa", flat["ms"]["2d-summa"] / cube["ms"]["3d"])
     ]
 
 
 def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
     """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
     much faster than the cube it is."""
-    timed, config = {}, model_of(row["batch"], row["hidden"], row["dtype"])
+    timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids():
         try:
-            timed[grid] = spent(machine, config, "3d", grid).seconds
+            timed[grid] = _spent(machine, config, "3d", grid).seconds
         except ValueError:  # the sizes do not divide
             continue
     grid = min(timed, key=timed.get)
-    gain = timed[GRIDS["3d"]] / timed[grid]
+    gain = timed[_GRIDS["3d"]] / timed[grid]
     return {"grid": grid, "ms": timed[grid] / row["batch"] * 1e3, "over_cube": gain}
 
 
@@ -165,30 +166,30 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 def main(options: Namespace) -> dict[str, Any]:
     """Print the sweep on the machine of file `options.machine` (None: 64 V100) and return it."""
     machine = load(options.machine or shipped(V100))
-    found = {dtype: sweep(machine, dtype) for dtype in DTYPES}
+    found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [
-        vary(label, dtype, variant, options)
-        for dtype, (label, (variant, options)) in product(DTYPES, variants(machine).items())
+        _vary(label, dtype, variant, options)
+        for dtype, (label, (variant, options)) in product(_DTYPES, variants(machine).items())
     ]
-    print(f"\n{UNTOLD}")
+    print(f"\n{_UNTOLD}")
     return found
 
 
-def sweep(machine: Machine, dtype: str) -> dict[str, Any]:
+def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
     found = rows(machine, dtype)
     print(f"\n{dtype}: 3-D (4 x 4 x 4) over 1-D (64) and 2-D (8 x 8); the paper has 2.32 and 1.57")
     print("   within 10 %: a over 1-D, b over 2-D, * both; m: one of them does not fit the card")
-    print_table(found, cell)
+    _print_table(found, _cell)
     alone = own_batches(found)
     print("   both with batches of their own that fit, as (hidden, batch of 2-D, of 3-D):")
     print(f"   {', '.join(map(str, alone)) or 'nowhere'}")
     plans = [planned(machine, row) for row in found]
     print("\n   the fastest cuboid x y z, and how many times as quick as the cube")
-    print_table([row | plan for row, plan in zip(found, plans, strict=True)], plan_cell)
+    _print_table([row | plan for row, plan in zip(found, plans, strict=True)], _plan_cell)
     return {"rows": found, "own_batches": alone, "planned": plans}
 
 
-def vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
+def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
     """The sweep under another assumption, and where the paper's speed-ups hold in it."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
@@ -196,7 +197,7 @@ def vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -
     return {"dtype": dtype, "label": label, "both": both}
 
 
-def print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
+def _print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
     """A table of cells by hidden and batch."""
     batches = sorted({row["batch"] for row in found})
     print(" " * 10 + "".join(f"{f'batch {batch}':>15s}" for batch in batches))
@@ -205,12 +206,12 @@ def print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]]
         print(f"   {hidden:6d} " + "".join(f"{each:>15s}" for each in cells))
 
 
-def cell(row: dict[str, Any]) -> str:
+def _cell(row: dict[str, Any]) -> str:
     over = row["speedup"]
-    holds = "".join(mark for mark, scheme in zip("ab", PAPER) if close(scheme, over[scheme]))
+    holds = "".join(mark for mark, scheme in zip("ab", PAPER) if _close(scheme, over[scheme]))
     marks = {"ab": "*", "": " "}.get(holds, holds) + (" " if all(row["fits"].values()) else "m")
     return f"{over['1d']:.2f} {over['2d-summa']:.2f} {marks}"
 
 
-def plan_cell(row: dict[str, Any]) -> str:
+def _plan_cell(row: dict[str, Any]) -> str:
     return f"{'x'.join(map(str, row['grid']))} {row['over_cube']:.2f}"

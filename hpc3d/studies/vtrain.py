@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
-DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-FIELDS = range(-len(ROW), 0)  # columns of the file; others are in front of them
+_DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
+_FIELDS = range(-len(ROW), 0)  # columns of the file; others are in front of them
 EVERY = 10  # rows, as they are published, of which the first calibrates
-VOCABULARY = 50257
+_VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
-ATTENTION = ("attend", "attend_again", "attend_grad")
-VALUE = 2  # bytes
-UPDATE = 2 * (VALUE + 4 + 4) + VALUE  # value and Adam's moments both ways, and the gradient
+_ATTENTION = ("attend", "attend_again", "attend_grad")
+_VALUE = 2  # bytes
+_UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE  # value and Adam's moments both ways, and the gradient
 # The share of a step that the machine cannot explain, and that by which profiles differ.
-NOISE, SPREAD = 0.02, 0.1
+_NOISE, SPREAD = 0.02, 0.1
 # What is fitted: start, least, most.
 FREE = {
     "launch_s": (20e-6, 1e-6, 1e-3),
@@ -67,7 +67,7 @@ def read(path: Path | str) -> np.ndarray:
                 "comments": None,
                 "delimiter": ",",
                 "skiprows": 1,
-                "usecols": FIELDS,
+                "usecols": _FIELDS,
                 "ndmin": 1,
             }
             Path(path).stat()  # whose errors give the system's reason
@@ -80,19 +80,19 @@ def read(path: Path | str) -> np.ndarray:
     if len(rows) < 2 * EVERY:
         raise ValueError(f"{path}: {len(rows)} rows; at least {2 * EVERY} are needed")
     for number, row in enumerate(rows, 1):
-        if wrong := impossible({name: row[name].item() for name in ROW.names}):
+        if wrong := _impossible({name: row[name].item() for name in ROW.names}):
             raise ValueError(f"{path}: row {number}: {wrong}; correct it or leave it out")
     return rows
 
 
-def impossible(row: Mapping[str, float]) -> str | None:
+def _impossible(row: Mapping[str, float]) -> str | None:
     """Why a row is no training step, or None."""
     for name, value in row.items():
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
     if row["ranks"] != row["t"] * row["d"] * row["p"]:
         return f"{row['ranks']} ranks are not t d p = {row['t']} x {row['d']} x {row['p']}"
-    for whole, parts in DIVISORS.items():
+    for whole, parts in _DIVISORS.items():
         if row[whole] % prod(row[part] for part in parts):
             return f"{whole} = {row[whole]} does not divide by {' '.join(parts)}"
     return None
@@ -108,7 +108,9 @@ class Published(NamedTuple):
 
     def vocabulary(self, t: int) -> int:
         """The vocabulary that t ranks have together."""
-        return -(-VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else VOCABULARY // t * t
+        return (
+            -(-_VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else _VOCABULARY // t * t
+        )
 
 
 # A machine fitted to these rows as if they recomputed multiplies faster than an A100 can.
@@ -212,8 +214,8 @@ class Steps:
         computation, calls = passes["block"]
         layers = (computation * factors + calls) * self.rows["layers"] / self.rows["p"]
         first, last = sum(passes["embedding"]), sum(passes["head"])
-        seconds = self.each_row(self.end_of_step, calibration.machine)
-        message = self.each_row(self.message, calibration.machine)
+        seconds = self._each_row(self._end_of_step, calibration.machine)
+        message = self._each_row(self.message, calibration.machine)
         sizes = zip(self.rows["p"].tolist(), self.micros.tolist(), strict=True)
         for p, m in sorted({*sizes}):
             at = (self.rows["p"] == p) & (self.micros == m)
@@ -223,24 +225,24 @@ class Steps:
             seconds[at] += one_f_one_b(stages, m, message[at])
         return seconds
 
-    def each_row(self, function: Callable[..., float], machine: Machine) -> np.ndarray:
+    def _each_row(self, function: Callable[..., float], machine: Machine) -> np.ndarray:
         rows = zip(self.rows, self.profile.tolist(), strict=True)
         return np.array([function(row, self.work[profile], machine) for row, profile in rows])
 
     def message(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
         """The seconds of an activation or its gradient on the way to the next stage."""
-        nbytes = VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
+        nbytes = _VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
         there = int(row["t"] * row["d"])
         return machine.call("send", nbytes, (0, there)) if row["p"] > 1 else 0.0
 
-    def end_of_step(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
+    def _end_of_step(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
         """The seconds of the sum of gradients and of Adam on the first stage, which has most."""
         t, d = int(row["t"]), int(row["d"])
         layers = int(row["layers"] // row["p"])
         held = work["embedding"].parameters + work["block"].parameters * layers
-        received = 2 * (1 - 1 / d) * VALUE * held
+        received = 2 * (1 - 1 / d) * _VALUE * held
         summed = machine.call("all_reduce", received, range(0, d * t, t))
-        return summed + machine.kernel("adamw", UPDATE * held)
+        return summed + machine.kernel("adamw", _UPDATE * held)
 
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
@@ -268,25 +270,25 @@ def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> Profile
     from scipy.optimize import least_squares
 
     steps, measured = Steps(rows), rows["ms"] / 1e3
-    doubt = (NOISE / SPREAD) ** 2 if profiles else inf
+    doubt = (_NOISE / SPREAD) ** 2 if profiles else inf
 
     def residuals(logarithms):
         fixed, layers = steps.split(ProfileFactors(*with_values(base, np.exp(logarithms)), {}))
-        change = changes(steps.profile, fixed, layers, measured, doubt)
+        change = _changes(steps.profile, fixed, layers, measured, doubt)
         predicted = fixed + layers * (1 + change[steps.profile])
-        return np.concatenate([np.log(predicted / measured), change * NOISE / SPREAD])
+        return np.concatenate([np.log(predicted / measured), change * _NOISE / SPREAD])
 
     start, *bounds = np.log([*FREE.values()]).T
     values = np.exp(least_squares(residuals, start, bounds=bounds, diff_step=1e-4).x)
     machine, odd = with_values(base, values)
     fixed, layers = steps.split(ProfileFactors(machine, odd, {}))
-    change = changes(steps.profile, fixed, layers, measured, doubt)
+    change = _changes(steps.profile, fixed, layers, measured, doubt)
     return ProfileFactors(
         machine, odd, dict(zip(steps.profiles, (1 + change).tolist(), strict=True))
     )
 
 
-def changes(
+def _changes(
     profile: np.ndarray, fixed: np.ndarray, layers: np.ndarray, measured: np.ndarray, doubt: float
 ) -> np.ndarray:
     """By how much the layers of each profile take longer: ridge regression of relative errors."""
@@ -297,5 +299,5 @@ def changes(
 def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
     """The machine with values of FREE, and that of `odd`."""
     launch, attention, odd = map(float, values)
-    kernels = base.kernels | dict.fromkeys(ATTENTION, attention)
+    kernels = base.kernels | dict.fromkeys(_ATTENTION, attention)
     return replace(base, launch_s=launch, kernels=kernels), odd

@@ -14,10 +14,10 @@ from hpc3d.studies.vtrain import COLUMNS, EVERY, MEASURED, Steps, calibrate, rea
 if TYPE_CHECKING:
     from hpc3d.studies.vtrain import ProfileFactors
 
-MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
-LAYOUT = ["t", "d", "p", "micro"]
-SHORT = ["ranks", "hidden", "layers", "batch"]
-CLOSE = 0.03  # of the best layout's time
+_MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
+_LAYOUT = ["t", "d", "p", "micro"]
+_SHORT = ["ranks", "hidden", "layers", "batch"]
+_CLOSE = 0.03  # of the best layout's time
 
 
 class Choice(NamedTuple):
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
     """The Choice of every model, ranks and batch of the rows, from their predicted `seconds`."""
-    models, model = np.unique(rows[MODEL], return_inverse=True)
+    models, model = np.unique(rows[_MODEL], return_inverse=True)
     for number in range(len(models)):
         here = np.flatnonzero(model == number)
         chosen, best = here[seconds[here].argmin()], here[rows["ms"][here].argmin()]
@@ -53,7 +53,7 @@ def bends(rows: np.ndarray) -> float:
     return max((abs(np.diff(line, 2)).max() for line in lines if len(line) > 2), default=0.0)
 
 
-def spread(errors: np.ndarray) -> dict[str, float]:
+def _spread(errors: np.ndarray) -> dict[str, float]:
     """Mean, median, 90th percentile and maximum of absolute errors."""
     size = abs(errors)
     values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
@@ -72,21 +72,21 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
         calibration = calibrate(rows[::EVERY], base, profiles)
         print(f"\n{label}")
         found[label] = {"values": values(calibration)}
-        found[label] |= outcome(rows, steps.seconds(calibration), held, ["ranks", "hidden"])
+        found[label] |= _outcome(rows, steps.seconds(calibration), held, ["ranks", "hidden"])
         if profiles:
-            factors(calibration)
+            _factors(calibration)
     rows = read(measured)
     print(f"\n{measured}: {len(rows)} rows; the machine alone, as above, predicts all of them")
     seconds = Steps(rows, MEASURED).seconds(calibration)
     everything = np.ones(len(rows), bool)
-    return found | {"measured": outcome(rows, seconds, everything, ["hidden", "t", "p"])}
+    return found | {"measured": _outcome(rows, seconds, everything, ["hidden", "t", "p"])}
 
 
-def outcome(
+def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
     """The errors of the rows `held`, the worst of them, and the layouts that are chosen."""
-    result = {"errors": errors(rows, seconds, held, names), "choices": chosen(rows, seconds)}
+    result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
 
@@ -112,30 +112,29 @@ def errors(
     for name in names:
         groups |= {f"{name} {size}": held & (rows[name] == size) for size in np.unique(rows[name])}
     print("    error          rows     mean   median  90th %  maximum")
-    found = {label: spread(error[group]) for label, group in groups.items() if group.any()}
+    found = {label: _spread(error[group]) for label, group in groups.items() if group.any()}
     for label, sizes in found.items():
         columns = "".join(f"{value:9.2%}" for value in sizes.values())
         print(f"    {label:12s} {groups[label].sum():6d}{columns}")
     return found
 
 
-def chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
+def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
     """What the layouts cost that are chosen by the prediction."""
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
-    close = int((losses <= CLOSE).sum())
-    print(f"    layout chosen within {CLOSE:.0%} of the best of {len(found)} models: {close}")
+    close = int((losses <= _CLOSE).sum())
+    print(f"    layout chosen within {_CLOSE:.0%} of the best of {len(found)} models: {close}")
     print(f"    slower than the best: mean {losses.mean():.2%}, maximum {losses.max():.2%}")
     for choice in sorted(found, key=lambda choice: -choice.loss)[:5]:
-        names = (layout(rows[row], LAYOUT) for row in (choice.chosen, choice.best))
+        names = (_layout(rows[row], _LAYOUT) for row in (choice.chosen, choice.best))
         text = " chosen, best ".join(names) if choice.loss else f"{next(names)} chosen, the best"
-        print(
-            f"    {choice.loss:7.2%}  {layout(rows[choice.best], SHORT)}: {text} of {choice.among}"
-        )
+        best = _layout(rows[choice.best], _SHORT)
+        print(f"    {choice.loss:7.2%}  {best}: {text} of {choice.among}")
     return {"models": len(found), "close": close, "worst": float(losses.max())}
 
 
-def factors(calibration: ProfileFactors) -> None:
+def _factors(calibration: ProfileFactors) -> None:
     """The layers' time in each profile against that of the machine."""
     print("    factors: hidden, t; microbatch")
     table = {}
@@ -153,10 +152,10 @@ def worst(rows: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> None:
     error = np.where(held, seconds * 1e3 / rows["ms"] - 1, 0)
     print("    worst rows")
     for row in np.argsort(-abs(error))[:10]:
-        name = layout(rows[row], [*SHORT, *LAYOUT])
+        name = _layout(rows[row], [*_SHORT, *_LAYOUT])
         times = f"{rows['ms'][row]:.1f} ms, predicted {seconds[row] * 1e3:.1f}"
         print(f"    {error[row]:+7.2%}  {name}: {times}")
 
 
-def layout(row: np.void, names: Sequence[str]) -> str:
+def _layout(row: np.void, names: Sequence[str]) -> str:
     return " ".join(f"{name}={row[name]}" for name in names)

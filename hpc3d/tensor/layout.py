@@ -47,14 +47,14 @@ class Layout(tuple):
         """
         return mesh.index(self[0]) % mesh.size(axis)
 
-    def holds_rows(self, mesh: Mesh) -> bool:
+    def _holds_rows(self, mesh: Mesh) -> bool:
         """Whether this rank holds its block, rather than none of its rows."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
         """The block of a global `shape` that this rank holds."""
         rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
-        if not self.holds_rows(mesh):
+        if not self._holds_rows(mesh):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Matmul", "Saved", "Split", "Summa"]
 
-NONE = ""  # an axis that no mesh has: of size 1
+_NONE = ""  # an axis that no mesh has: of size 1
 
 
 class Saved(NamedTuple):
@@ -73,11 +73,11 @@ class Matmul:
         self, mesh: Mesh, split: Split, keep: str = "xw", transposed: bool = False
     ) -> None:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
-        self.w_layout, self.dw_layout = weight_layouts(split, transposed)
+        self.w_layout, self.dw_layout = _weight_layouts(split, transposed)
         self.axes = {
-            "m": in_order(split.m, self.dw_layout),
-            "n": in_order(split.n, split.x),
-            "k": in_order(split.k, split.y),
+            "m": _in_order(split.m, self.dw_layout),
+            "n": _in_order(split.n, split.x),
+            "k": _in_order(split.k, split.y),
         }
         self.deferred = set(split.defer.split())
         # Where a product on a device is Y or dW itself, what is added to these is its epilogue.
@@ -103,7 +103,7 @@ class Matmul:
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         """Y, and what `backward_saved` needs of X and W.  Where `y_is_complete`, the `epilogue` of
         a product (hpc3d.ops.product) may have a bias, a residual and GELU."""
-        pending = self.gather_x(x), self.gather_w(w)
+        pending = self._gather_x(x), self._gather_w(w)
         a, b = (block.wait() for block in pending)
         y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], **epilogue)
         saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
@@ -121,7 +121,7 @@ class Matmul:
         """The pending dX = dY W', reduced the way X was gathered; and what `backward_weight`
         needs."""
         dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
-        b = saved.w if "w" in saved.kept else self.gather_w(saved.w).wait()
+        b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
         dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"], **epilogue)
         rest = SavedForWeight(saved.x, dy, saved.kept)
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
@@ -129,26 +129,26 @@ class Matmul:
     def backward_weight(self, rest: SavedForWeight) -> Pending:
         """The pending dW = X' dY, reduced the way W was gathered; any time after
         `backward_input`."""
-        dw = self.multiply(*self.factors_of_w(rest), self.axes["m"])
+        dw = self.multiply(*self._factors_of_w(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def add_w(self, rest: SavedForWeight, grad: Array, bias_grad: Array | None = None) -> None:
         """Add dW to `grad`, where `dw_is_complete`, and the sums of dY's columns to `bias_grad`,
         where `y_is_complete`, too."""
-        a, b = self.factors_of_w(rest)
+        a, b = self._factors_of_w(rest)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             accumulate_product(grad, a, b, bias_grad)
 
-    def factors_of_w(self, rest: SavedForWeight) -> tuple[Array, Array]:
+    def _factors_of_w(self, rest: SavedForWeight) -> tuple[Array, Array]:
         """X' and dY, or dY' and X where W is transposed."""
-        x = rest.x if "x" in rest.kept else self.gather_x(rest.x).wait()
+        x = rest.x if "x" in rest.kept else self._gather_x(rest.x).wait()
         left, right = (rest.dy, x) if self.transposed else (x, rest.dy)
         return left.T, right
 
-    def gather_x(self, x: Array) -> Pending:
+    def _gather_x(self, x: Array) -> Pending:
         return self.gather(x, self.split.x, self.axes["n"])
 
-    def gather_w(self, w: Array) -> Pending:
+    def _gather_w(self, w: Array) -> Pending:
         return self.gather(w, self.w_layout, self.axes["m"])
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
@@ -177,7 +177,7 @@ class Matmul:
 
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
         """a b, written where the first reduction over `foreign` wants it."""
-        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), NONE)
+        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
         out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
         with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
             product(a, b, out, **epilogue)
@@ -185,13 +185,13 @@ class Matmul:
         return out
 
 
-def weight_layouts(split: Split, transposed: bool) -> list[Layout]:
+def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
     """How W and dW are stored; they differ where dW alone is sharded over a data axis."""
     splits = split, split.of_gradient
     return [each.w_transposed if transposed else each.w for each in splits]
 
 
-def in_order(axes: str, layout: Layout) -> list[str]:
+def _in_order(axes: str, layout: Layout) -> list[str]:
     """Foreign axes in the order of reductions: first those that shard, because who owns a block
     depends on its rows; sums over replicas last, when the block is small."""
     shards = {axis for dim in layout for axis in dim}
@@ -212,7 +212,7 @@ class Summa(Matmul):
         if transposed:
             raise ValueError("a transposed weight has no panels: take the split's whole()")
         stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
-        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else NONE
+        self.along_x, self.along_w = self.axes["n"][0], stored[0] if stored else _NONE
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
 
@@ -224,7 +224,7 @@ class Summa(Matmul):
         y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
         whole = self.gather(w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
-            a, b = self.panel_of_x(x, panel), self.panel_of_w(whole, panel)
+            a, b = self._panel_of_x(x, panel), self._panel_of_w(whole, panel)
             y += self.multiply(a.wait(), b.wait(), ())
         return y, Saved(x, w, "")
 
@@ -234,8 +234,10 @@ class Summa(Matmul):
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
         w = self.gather(saved.w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
-            b = self.panel_of_w(w, panel).wait()
-            self.reduce_to_owner(self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel)
+            b = self._panel_of_w(w, panel).wait()
+            self._reduce_to_owner(
+                self.multiply(b, dy.T, [self.along_x]), dx.T, self.along_x, panel
+            )
         return ready(dx), SavedForWeight(saved.x, dy, "")
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
@@ -243,19 +245,19 @@ class Summa(Matmul):
         rows = x.shape[1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
         dw = self.mesh.empty((rows, dy.shape[1]), dy.dtype)
         for panel in range(self.panels):
-            a = self.panel_of_x(x, panel).wait()
-            self.reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
+            a = self._panel_of_x(x, panel).wait()
+            self._reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
         return self.reduce(dw, self.dw_layout, self.others, self.deferred)
 
-    def panel_of_x(self, x: Array, panel: int) -> Pending:
+    def _panel_of_x(self, x: Array, panel: int) -> Pending:
         owner, part = self.place(self.along_x, x.shape[1], panel)
         return self.mesh.comm(self.along_x).broadcast(x[:, part], owner)
 
-    def panel_of_w(self, w: Array, panel: int) -> Pending:
+    def _panel_of_w(self, w: Array, panel: int) -> Pending:
         owner, part = self.place(self.along_w, w.shape[0], panel)
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
-    def reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
+    def _reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
         """Sum `partial` into the owner's part of the rows of `stored`."""
         owner, part = self.place(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.trace.table import Table
 
-MESSAGES = ("send", "recv")
-FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-COLLECTIVES = (*FROM_ALL, "broadcast", "reduce")
-COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
+_MESSAGES = ("send", "recv")
+_FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_COLLECTIVES = (*_FROM_ALL, "broadcast", "reduce")
+_COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
 SIZE = {
     "float64": 8,
     "float32": 4,
@@ -55,7 +55,7 @@ def collectives(trace: Trace) -> list[Violation]:
 
 def messages(trace: Trace) -> Iterator[Violation]:
     """A message has two ends and the same bytes at both, and arrives after it was posted."""
-    events, rows = trace.events, _calls(trace, MESSAGES)
+    events, rows = trace.events, _calls(trace, _MESSAGES)
     receives = labelled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
     ends = np.where(receives, (there, here), (here, there))  # sender, receiver
@@ -109,9 +109,9 @@ class GroupCalls:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self.trace, self.rows = trace, _calls(trace, COLLECTIVES)
+        self.trace, self.rows = trace, _calls(trace, _COLLECTIVES)
         self.world = np.int64(len(trace.ranks))
-        columns = {name: trace.events[name][self.rows] for name in COLUMNS}
+        columns = {name: trace.events[name][self.rows] for name in _COLUMNS}
         line = np.lexsort([columns[name] for name in ("rank", "seq", "group")])
         self.rows, self.columns = self.rows[line], {n: v[line] for n, v in columns.items()}
         new = self.changes("group") | self.changes("seq")
@@ -153,7 +153,7 @@ class GroupCalls:
         values = self.columns[name]
         return values != values[self.first][self.call]
 
-    def highest(self, values: np.ndarray) -> np.ndarray:
+    def _highest(self, values: np.ndarray) -> np.ndarray:
         """The highest of its call, for each row."""
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
@@ -161,8 +161,8 @@ class GroupCalls:
         """Whether a member has what all members send before the last has posted the call."""
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)
-        last = self.highest(np.where(known, posted, posted.min(initial=0)))
-        return self.of(*FROM_ALL) & (self.columns["bytes"] > 0) & known & (ended < last)
+        last = self._highest(np.where(known, posted, posted.min(initial=0)))
+        return self.of(*_FROM_ALL) & (self.columns["bytes"] > 0) & known & (ended < last)
 
     def miscounted(self) -> np.ndarray:
         """Whether the bytes are not what the block that went in lets a member receive."""
@@ -176,8 +176,8 @@ class GroupCalls:
             "reduce_scatter": block * (size - 1) // size,
             "all_to_all": block * (size - 1) // size,
             "all_reduce": 2 * block * (size - 1) // size,
-            "broadcast": np.where(self.place == root, 0, self.highest(block)),
+            "broadcast": np.where(self.place == root, 0, self._highest(block)),
             "reduce": np.where(self.place == (root + 1) % size, 0, block),
         }
         wrong = [self.of(op) & (self.columns["bytes"] != each) for op, each in expected.items()]
-        return np.any(wrong, axis=0) & (self.highest(item) > 0) & ~self.partial()
+        return np.any(wrong, axis=0) & (self._highest(item) > 0) & ~self.partial()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hpc3d.trace.checks_across_ranks import Violation
     from hpc3d.trace.reader import Trace
 
-COMMUNICATION = STREAM.index("communication")
-TABLES = {
+_COMMUNICATION = STREAM.index("communication")
+_TABLES = {
     "ranks": "ranks",
     "events": "events",
     "steps": "steps",
@@ -29,7 +29,7 @@ TABLES = {
     "clock_model": "clock/model",
     "prediction": "prediction",
 }
-REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
+_REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 
 
 def violations(trace: Trace) -> list[str]:
@@ -38,7 +38,7 @@ def violations(trace: Trace) -> list[str]:
     What a trace lacks that is not complete is no violation.  Between hosts the corrected clocks
     are compared: what they are uncertain by, a message may seem to come too early.
     """
-    checks = order, overlap, nesting, inside, steps, memory, together, collectives, messages
+    checks = order, overlap, _nesting, inside, _steps, memory, _together, collectives, messages
     return [*_damages(trace)] or [
         f"/{table}: {what}: {_where(getattr(trace, table), rows)}"
         for check in checks
@@ -49,10 +49,10 @@ def violations(trace: Trace) -> list[str]:
 
 def _damages(trace):
     """What cannot be read, and values less than they may be: such rows cannot be compared."""
-    for name in REFERENCES:
+    for name in _REFERENCES:
         _, problems = _attempt(partial(getattr, trace, name))
         yield from problems
-    for name, path in TABLES.items():
+    for name, path in _TABLES.items():
         table, problems = _attempt(partial(getattr, trace, name))
         yield from problems
         for column in LAYOUT[path].columns:
@@ -109,7 +109,7 @@ def overlap(trace: Trace) -> Iterator[Violation]:
     yield "events", "begins before the one before has ended", lasting[line[1:][early]]
 
 
-def nesting(trace: Trace) -> Iterator[Violation]:
+def _nesting(trace: Trace) -> Iterator[Violation]:
     """An event lies inside of its parent, on the same stream of the same rank, after it."""
     parent = trace.events["parent"]
     child = np.flatnonzero(parent >= 0)
@@ -136,14 +136,14 @@ def inside(trace: Trace) -> Iterator[Violation]:
     known = np.flatnonzero(cell >= 0)
     cell, (start, end) = cell[known], (values[known] for values in _interval(events))
     outside = (start < step["t_start"][cell]) | (end > step["t_end"][cell])
-    outside &= events["stream"][known] < COMMUNICATION
+    outside &= events["stream"][known] < _COMMUNICATION
     yield "events", "not inside of its step", known[outside]
     posted = events["posted"] > events["t_start"]
     yield "events", "waited for before it was posted", np.flatnonzero(posted)
     stream, duration = events["stream"][known], end - start
     duration[events["parent"][known] >= 0] = 0
     length = step["t_end"] - step["t_start"]
-    for number in np.unique(stream[stream < COMMUNICATION]):
+    for number in np.unique(stream[stream < _COMMUNICATION]):
         busy = np.bincount(cell, duration * (stream == number), len(length))
         yield "steps", "takes less time than its events", np.flatnonzero(busy > length)
 
@@ -158,7 +158,7 @@ def _cells(trace):
     return np.where(np.append(steps, -1)[place] == events, place, -1)
 
 
-def steps(trace: Trace) -> Iterator[Violation]:
+def _steps(trace: Trace) -> Iterator[Violation]:
     """Steps follow each other, and a complete trace has those of all ranks."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
@@ -178,7 +178,7 @@ def memory(trace: Trace) -> Iterator[Violation]:
     yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
 
 
-def together(trace: Trace) -> Iterator[Violation]:
+def _together(trace: Trace) -> Iterator[Violation]:
     """What `all` kinds come to is their sum at the end of a step; the peak of that is at least
     the peak of each, and at most the sum of these."""
     table = trace.memory

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # after so many ns: a busy machine answers at once only now and then.
 IN_VAIN, LONGEST = 50, 200_000_000
 
-STOP = -1
+_STOP = -1
 Sample = tuple[int, int, int, int, int, int]  # a row of CLOCK_SAMPLES
 
 
@@ -68,7 +68,7 @@ class Clocks:
             samples.append(self.exchange(peer))
             vain = vain + 1 if samples[-1][3] >= shortest else 0
             shortest = min(shortest, samples[-1][3])
-        self.comm.send(np.array([STOP]), peer).wait()
+        self.comm.send(np.array([_STOP]), peer).wait()
         return samples
 
     def exchange(self, peer: int) -> Sample:
@@ -81,7 +81,7 @@ class Clocks:
         return self.comm.rank, middle, there - middle, after - before, self.rounds, peer
 
     def answer(self, peer: int) -> None:
-        while self.receive(peer) != STOP:
+        while self.receive(peer) != _STOP:
             self.comm.send(np.array([self.clock()]), peer).wait()
 
     def receive(self, peer: int) -> int:
@@ -155,20 +155,20 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
     rounds = [samples[samples["round"] == number] for number in np.unique(samples["round"])]
     times, offset, width = np.transpose([knot(each) for each in rounds])
     t0 = np.rint(times).astype(np.int64)
-    model = telling(t0, through(above, t0, offset), width)
+    model = _telling(t0, _through(above, t0, offset), width)
     here = samples["t_local"]
-    away = model.to_global(here) - here - through(above, here, samples["offset_ns"])
+    away = model.to_global(here) - here - _through(above, here, samples["offset_ns"])
     beyond = np.maximum(0, np.abs(away) - samples["rtt_ns"] / 2)
     return model._replace(residual=float(np.percentile(beyond, 99)))
 
 
-def telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
+def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
     """The model through the knots that tell something: the narrowest one, and of those whose
     bounds it misses always the narrowest, until it misses none.  The knots of a round in which
     the machine was busy are wide, and would only make it worse."""
     kept = [int(width.argmin())]
     while True:
-        model = straight(t0[sorted(kept)], offset[sorted(kept)])
+        model = _straight(t0[sorted(kept)], offset[sorted(kept)])
         away = np.abs(model.to_global(t0) - t0 - offset) - width / 2
         missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # 1 ns: of rounding
         if not len(missed):
@@ -176,14 +176,14 @@ def telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
         kept.append(int(missed[width[missed].argmin()]))
 
 
-def straight(t0: np.ndarray, offset: np.ndarray) -> Model:
+def _straight(t0: np.ndarray, offset: np.ndarray) -> Model:
     """The model that is straight from knot to knot."""
     drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
     pieces = slice(len(drift))
     return Model(t0[pieces], offset[pieces], drift, 0.0)
 
 
-def through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
+def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """The offset to rank 0 at local times `here`, from that to a peer with the model `above`."""
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

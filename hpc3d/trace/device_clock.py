@@ -25,11 +25,11 @@ import numpy as np
 if TYPE_CHECKING:
     from hpc3d.cuda.device import Cuda
 
-STOCK = 1024  # events that are there before the first step
+_STOCK = 1024  # events that are there before the first step
 CHUNK = 64  # moments that get their times together
-FIRST, MOST = 16, 8  # looks for the first reference, and at most for another one
-MILLISECOND = 1_000_000  # ns
-LONG = 1e9  # ns after which two references tell the rate
+_FIRST, _MOST = 16, 8  # looks for the first reference, and at most for another one
+_MILLISECOND = 1_000_000  # ns
+_LONG = 1e9  # ns after which two references tell the rate
 
 
 class Reference:
@@ -58,11 +58,11 @@ class DeviceClock:
         clock: Callable[[], int],
     ) -> None:
         self.device, self.create, self.elapsed, self.clock = device, create, elapsed, clock
-        self.stock = [create() for _ in range(STOCK)]
+        self.stock = [create() for _ in range(_STOCK)]
         self.references: deque[Reference] = deque()
         self.lines: list[Line] = []
         self.shortest, self.passed = float("inf"), 0.0  # ns: a look, since the first reference
-        self.compare(FIRST)
+        self.compare(_FIRST)
 
     def compare(self, looks: int = 1) -> tuple[int, int]:
         """Wait until all is computed, and have a new reference; the looks before and after it.
@@ -71,14 +71,14 @@ class DeviceClock:
         """
         self.device.synchronize()
         best = self.look()
-        for number in range(1, looks + MOST):
+        for number in range(1, looks + _MOST):
             if number >= looks and best[0] <= 2 * self.shortest:
                 break
             best, other = sorted([best, self.look()], key=lambda look: look[0])
             self.stock.append(other[-1])
         width, before, after, event = best
         self.shortest = min(self.shortest, width)
-        self.refer(event, (before + after) // 2)
+        self._refer(event, (before + after) // 2)
         return before, after
 
     def look(self) -> tuple[int, int, int, Any]:
@@ -91,15 +91,15 @@ class DeviceClock:
         after = self.clock()
         return after - before, before, after, event
 
-    def refer(self, event: Any, time: int) -> None:
+    def _refer(self, event: Any, time: int) -> None:
         """Let `event`, passed at `time`, be the reference of all moments from now on."""
         if self.references:
             last = self.references[-1]
-            self.passed += self.elapsed(last.event, event) * MILLISECOND
+            self.passed += self.elapsed(last.event, event) * _MILLISECOND
             last.until = time
         else:
             self.begun = time
-        rate = (time - self.begun) / self.passed if self.passed > LONG else 1.0
+        rate = (time - self.begun) / self.passed if self.passed > _LONG else 1.0
         self.references.append(Reference(event, time, rate))
         for line in self.lines:
             line.turn(self.references[-1])
@@ -148,23 +148,23 @@ class Line:
         event = stock.pop() if stock else self.clock.create()
         self.stream.record(event)
         if not self.count % CHUNK:
-            self.keep_up()
+            self._keep_up()
         self.taken.append(event)
         self.count += 1
         return self.count - 1
 
-    def keep_up(self) -> None:
+    def _keep_up(self) -> None:
         """Give the oldest CHUNK moments their times, as far as they are past."""
         left = CHUNK
-        while left and (settled := self.settle(left)):
+        while left and (settled := self._settle(left)):
             left -= settled
 
     def catch_up(self) -> None:
         """Give all moments that are past their times."""
-        while self.settle(CHUNK) or self.settle(1):
+        while self._settle(CHUNK) or self._settle(1):
             pass
 
-    def settle(self, most: int) -> int:
+    def _settle(self, most: int) -> int:
         """How many of the oldest moments got their times: up to `most` of one reference, if the
         last of these is past."""
         while len(self.turns) > 1 and self.turns[1][1] <= self.known:
@@ -184,7 +184,7 @@ class Line:
         the next one."""
         reference, elapsed = self.turns[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])
-        times = reference.time + np.rint(reference.rate * MILLISECOND * passed).astype("i8")
+        times = reference.time + np.rint(reference.rate * _MILLISECOND * passed).astype("i8")
         until = reference.until if self.stream is self.clock.device.compute else None
         return times if until is None else np.minimum(times, until)
 
@@ -195,7 +195,7 @@ class Line:
             self.catch_up()
         elif start >= known:
             events = self.taken[start - known], self.taken[end - known]
-            return self.clock.elapsed(*events) * MILLISECOND
+            return self.clock.elapsed(*events) * _MILLISECOND
         return self.times[end - self.first] - self.times[start - self.first]
 
     def forget(self, number: int) -> None:

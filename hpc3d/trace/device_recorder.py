@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from hpc3d.cuda.device import Cuda
     from hpc3d.trace.recorder import Context
 
-ROWS = record_type(EVENTS)
-HOST = CATEGORY.index("host")
-COMPUTATION = STREAM.index("computation")
-QUEUED = dict(zip(QUEUES, map(STREAM.index, ("communication", "replicas"))))
-PASSES = {
+_ROWS = record_type(EVENTS)
+_HOST = CATEGORY.index("host")
+_COMPUTATION = STREAM.index("computation")
+_QUEUED = dict(zip(QUEUES, map(STREAM.index, ("communication", "replicas"))))
+_PASSES = {
     "forward_s": ["forward"],
     "backward_s": ["backward", "backward_input", "backward_weight", "recompute"],
 }
 
 # What begins a range of NVTX, and what ends it.
-Ranges = tuple[Callable[[str], object], Callable[[], object]]
+_Ranges = tuple[Callable[[str], object], Callable[[], object]]
 
 
 class DeviceRecorder(Recorder):
@@ -63,14 +63,14 @@ class DeviceRecorder(Recorder):
         header: dict[str, Any],
         device: Cuda,
         timing: tuple[Callable[[], Any], Callable[[Any, Any], float]],
-        ranges: Ranges | None = None,
+        ranges: _Ranges | None = None,
         **how: Any,
     ) -> None:
         super().__init__(run_dir, header, **how)
         self.device, self.ranges = DeviceClock(device, *timing, self.clock), ranges
         self.compute = Line(device.compute, self.device)
-        queues = {QUEUED[queue]: Line(each, self.device) for queue, each in device.queues.items()}
-        self.lines = {COMPUTATION: self.compute} | queues
+        queues = {_QUEUED[queue]: Line(each, self.device) for queue, each in device.queues.items()}
+        self.lines = {_COMPUTATION: self.compute} | queues
         self.stalls: list[
             tuple[int, int]
         ] = []  # pairs of moments between which computation stood still in this step
@@ -103,7 +103,7 @@ class DeviceRecorder(Recorder):
         traced = super().wrap(comm, axis)
         if axis == WORLD:
             return traced
-        return DeviceTraced(comm, self, traced.group, QUEUED[queue_of(axis)])
+        return DeviceTraced(comm, self, traced.group, _QUEUED[queue_of(axis)])
 
     @contextmanager
     def flight(self, op: str, group: int, stream: int) -> Iterator[None]:
@@ -127,7 +127,7 @@ class DeviceRecorder(Recorder):
         self.stalls.clear()
         before, after = self.device.compare()
         name = self.name("clock of the device")
-        self.put(before, after - before, name, HOST, OP_NUMBER["none"], self.context)
+        self.put(before, after - before, name, _HOST, OP_NUMBER["none"], self.context)
 
     def end_step(self, *results: Any) -> None:
         """Close a step when the device has computed all of it."""
@@ -139,23 +139,23 @@ class DeviceRecorder(Recorder):
         if os.getpid() == self.process:  # a child that saves what there is has no device
             for line in self.lines.values():
                 line.catch_up()
-        rows = np.frombuffer(self.table, ROWS, self.count).copy()
+        rows = np.frombuffer(self.table, _ROWS, self.count).copy()
         late = np.zeros(len(rows), bool)
         for stream, line in self.lines.items():
             late |= (rows["stream"] == stream) & (rows["dur"] >= line.known)
         rows, later = rows[~late], rows[late]
-        self.tell_times(rows)
-        self.steps = with_passes(self.steps, rows)
-        self.lay(rows)
+        self._tell_times(rows)
+        self.steps = _with_passes(self.steps, rows)
+        self._lay(rows)
         super().flush()
-        self.lay(later)
+        self._lay(later)
         self.forget(later)
 
-    def lay(self, rows: np.ndarray) -> None:
+    def _lay(self, rows: np.ndarray) -> None:
         """Let the table be these rows."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
-    def tell_times(self, rows: np.ndarray) -> None:
+    def _tell_times(self, rows: np.ndarray) -> None:
         """Put times in place of the numbers of moments."""
         for stream, line in self.lines.items():
             here, times = np.flatnonzero(rows["stream"] == stream), np.array(line.times)
@@ -173,13 +173,13 @@ class DeviceRecorder(Recorder):
             line.forget(min([*needed, *calls, line.known]))
 
 
-def with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
+def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
     """The rows of steps with the seconds that the device spent in passes, not the host."""
     steps = np.array(steps, record_type(STEPS))
     place = np.searchsorted(steps["step"], rows["step"])
     inside = np.append(steps["step"], -1)[place] == rows["step"]
-    inside &= (rows["stream"] == COMPUTATION) & (rows["step"] >= 0)
-    for column, phases in PASSES.items():
+    inside &= (rows["stream"] == _COMPUTATION) & (rows["step"] >= 0)
+    for column, phases in _PASSES.items():
         these = inside & np.isin(rows["phase"], [*map(PHASE.index, phases)])
         spent = np.bincount(place[these], rows["dur"][these] * 1e-9, len(steps))
         steps[column] = spent[: len(steps)]
@@ -201,7 +201,7 @@ class DeviceSpan(Span):
         category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE
         what = self.name, category, self.op, recorder.context
         end = recorder.compute.mark()
-        recorder.put(self.start, end, *what, flops=self.flops, stream=COMPUTATION)
+        recorder.put(self.start, end, *what, flops=self.flops, stream=_COMPUTATION)
         return False
 
 
@@ -210,7 +210,7 @@ class Ranged:
 
     __slots__ = ("name", "ranges", "span")
 
-    def __init__(self, ranges: Ranges, name: str, span: Span) -> None:
+    def __init__(self, ranges: _Ranges, name: str, span: Span) -> None:
         self.ranges, self.name, self.span = ranges, name, span
 
     def __enter__(self):
@@ -240,10 +240,10 @@ class DeviceTraced(Traced):
         self, comm: Communicator, recorder: DeviceRecorder, group: int, stream: int
     ) -> None:
         super().__init__(comm, recorder, group)
-        self.grouped, self.stream = self.departing, stream
+        self.grouped, self.stream = self._departing, stream
 
     @contextmanager
-    def departing(self) -> Iterator[None]:
+    def _departing(self) -> Iterator[None]:
         """The communicator's `group`, as one flight."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
@@ -269,7 +269,7 @@ class DeviceTraced(Traced):
         def finish():
             begin = posted
             if line.count > count or recorder.clock() - free > AT_ONCE:
-                self.hold(posted, left, what, context, step)
+                self._hold(posted, left, what, context, step)
                 begin = line.mark()
             result = pending.wait()
             end = line.mark()
@@ -277,13 +277,13 @@ class DeviceTraced(Traced):
             recorder.stalls.append((begin, end))
             name, number = what
             about = self.about(seq, peer, block, result, received)
-            about |= {"posted": posted, "stream": COMPUTATION}
+            about |= {"posted": posted, "stream": _COMPUTATION}
             recorder.put(begin, end, name, COMM, number, context, **about)
             return result
 
         return Pending(finish)
 
-    def hold(
+    def _hold(
         self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
     ) -> None:
         """The row of a call that took the host its time, until the moment `left`."""
@@ -292,4 +292,4 @@ class DeviceTraced(Traced):
         recorder, (name, number) = self.recorder, what
         recorder.stalls.append((posted, left))
         place = context, self.group
-        recorder.put(posted, left, name, COPY, number, *place, step=step, stream=COMPUTATION)
+        recorder.put(posted, left, name, COPY, number, *place, step=step, stream=_COMPUTATION)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from hpc3d.trace.schema import Column
 
-CHUNK = 64 * 1024  # rows
-FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
-SHRINKS = 1100  # times at most: of zeros, deflate makes a 1032nd
-LONGEST, MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
-ATTRIBUTE_BYTES, CHUNK_BYTES = 1 << 16, 1 << 28  # at most
+_CHUNK = 64 * 1024  # rows
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
+_SHRINKS = 1100  # times at most: of zeros, deflate makes a 1032nd
+_LONGEST, _MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # at most
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
@@ -64,12 +64,12 @@ def _require_group(file, path):
     """The group at `path`; it and those above it are described."""
     names = path.split("/")
     for depth, name in enumerate(names, 1):
-        file = child(file, name) if has(file, name) else file.create_group(name)
-        file.attrs["description"] = describe(names[:depth])
+        file = _child(file, name) if _has(file, name) else file.create_group(name)
+        file.attrs["description"] = _describe(names[:depth])
     return file
 
 
-def describe(names: Sequence[str]) -> str:
+def _describe(names: Sequence[str]) -> str:
     """The description of the group that lies under these names."""
     if names[0] == "calibration":
         names = ("calibration", "<op>", "<axis>")[: len(names)]
@@ -89,7 +89,7 @@ def _write_numbers(group, column, values):
         data=values.astype(column.type),
         dtype=_stored_type(column),
         maxshape=(None, *values.shape[1:]),
-        chunks=(CHUNK, *values.shape[1:]),
+        chunks=(_CHUNK, *values.shape[1:]),
         shuffle=True,
         compression="gzip",
         compression_opts=1,
@@ -122,8 +122,8 @@ class Growing:
         self.rows += len(part)
         self.waiting.append(part)
         waiting = sum(map(len, self.waiting))
-        if waiting >= CHUNK:
-            self._write(waiting - waiting % CHUNK)
+        if waiting >= _CHUNK:
+            self._write(waiting - waiting % _CHUNK)
 
     def close(self) -> None:
         """Write the rows that fill no chunk."""
@@ -153,9 +153,9 @@ def changing(path: Path) -> Iterator[File]:
 def remove(group: Group, path: str) -> None:
     """Remove the group at `path`, if there is one."""
     name, _, rest = path.partition("/")
-    if has(group, name):
+    if _has(group, name):
         if rest:
-            remove(child(group, name), rest)
+            remove(_child(group, name), rest)
         else:
             del group[name]
 
@@ -196,18 +196,18 @@ def attributes(node: Group) -> dict[str, Any]:
 def _small(attribute):
     """Whether an attribute is one value or some numbers."""
     number = np.issubdtype(attribute.dtype, np.number)
-    return attribute.get_storage_size() <= ATTRIBUTE_BYTES and (number or attribute.shape == ())
+    return attribute.get_storage_size() <= _ATTRIBUTE_BYTES and (number or attribute.shape == ())
 
 
 def _plain(value):
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
-def has(group: Group, name: str) -> bool:
+def _has(group: Group, name: str) -> bool:
     return group.id.links.exists(name.encode())
 
 
-def child(group: Group, name: str) -> Group:
+def _child(group: Group, name: str) -> Group:
     """The group under a name: asked of the link, for to follow one opens its file."""
     import h5py
 
@@ -220,16 +220,16 @@ def child(group: Group, name: str) -> Group:
 def find(file: Group, path: str) -> Group | None:
     """The group at a path, or None."""
     for name in path.split("/"):
-        if not has(file, name):
+        if not _has(file, name):
             return None
-        file = child(file, name)
+        file = _child(file, name)
     return file
 
 
 def _linked(group, name):
     import h5py
 
-    if not has(group, name):
+    if not _has(group, name):
         raise ValueError(f"{name} is missing")
     if group.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
         raise ValueError(f"{name} is a link to elsewhere")
@@ -240,7 +240,7 @@ def sound(group: Group, column: Column) -> Dataset | None:
     """The dataset of a column, None if the group has none; ValueError if it cannot be read."""
     import h5py
 
-    if not has(group, column.name):
+    if not _has(group, column.name):
         return None
     dataset = _linked(group, column.name)
     if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
@@ -257,11 +257,11 @@ def _fits(dataset):
     """Whether the file can hold as much as a dataset says, and the memory, too."""
     plan = dataset.id.get_create_plist()
     filters = {plan.get_filter(number)[0] for number in range(plan.get_nfilters())}
-    if not filters <= FILTERS.keys():
-        raise ValueError(f"{dataset.name} has filters other than {', '.join(FILTERS.values())}")
+    if not filters <= _FILTERS.keys():
+        raise ValueError(f"{dataset.name} has filters other than {', '.join(_FILTERS.values())}")
     chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
-    stored = dataset.id.get_storage_size() * (SHRINKS if filters else 1)
-    return chunk <= CHUNK_BYTES and dataset.nbytes <= min(memory(), stored)
+    stored = dataset.id.get_storage_size() * (_SHRINKS if filters else 1)
+    return chunk <= _CHUNK_BYTES and dataset.nbytes <= min(memory(), stored)
 
 
 def read(dataset: Dataset, rows: slice) -> np.ndarray:
@@ -274,12 +274,12 @@ def read(dataset: Dataset, rows: slice) -> np.ndarray:
 def _read_text(dataset, rows):
     """Few rows at a time: each may be as long as the file, and all of them the same."""
     numbers, texts, size = range(len(dataset))[rows], [], 0
-    step = max(1, MOST_TEXT // dataset.file.id.get_filesize())
+    step = max(1, _MOST_TEXT // dataset.file.id.get_filesize())
     for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):
         texts += dataset.asstr()[part.start : part.stop : part.step].tolist()
         lengths = [*map(len, texts[-len(part) :])]
         size += sum(lengths)
-        if max(lengths) > LONGEST or size > MOST_TEXT:
+        if max(lengths) > _LONGEST or size > _MOST_TEXT:
             raise ValueError(
                 f"{dataset.name} has texts of {max(lengths)} characters, {size} in all"
             )

@@ -20,11 +20,11 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing,
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
-SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
-OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
-RUN = (*SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
-OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
+_WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
+_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
+_OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
+RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
+_OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
 
 
 def merge(run_dir: Path | str) -> Path:
@@ -61,7 +61,8 @@ class _Merge:
     def __init__(self, file, before):
         self.file, self.before = file, before
         self.tables = {
-            name: Growing(file, WHERE.get(name, name), columns) for name, columns in TABLES.items()
+            name: Growing(file, _WHERE.get(name, name), columns)
+            for name, columns in TABLES.items()
         }
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
@@ -108,17 +109,17 @@ class _Merge:
 
     def _describe(self, rank, header, last):
         """What is known of a rank, from its header and the `last` segments of all attempts."""
-        whole = OPTIONAL | header
-        self.headers[rank] = {key: whole[key] for key in (*RUN, *OWN, *OPTIONAL)}
+        whole = _OPTIONAL | header
+        self.headers[rank] = {key: whole[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
         self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
 
     def _check(self, header, path):
         """ValueError if a segment has not the header of one of this run."""
-        absent = [key for key in (*RUN, *OWN) if key not in header]
+        absent = [key for key in (*RUN, *_OWN) if key not in header]
         if absent:
             raise ValueError(f"{path.name} has a header without {', '.join(absent)}")
         first = self.first if self.headers else header
-        if any(header[key] != first[key] for key in SAME):
+        if any(header[key] != first[key] for key in _SAME):
             raise ValueError(f"{path.name} belongs to another run")
         ranks = {header["rank"]}.union(*(group["members"] for group in header["groups"]))
         if not 0 <= min(ranks) <= max(ranks) < header["world_size"]:
@@ -193,10 +194,10 @@ class _Merge:
             yield f"steps from {done} on: the run ended, or goes on, after {done} of {wanted}"
 
     def _write_ranks(self, ranks):
-        unknown = dict.fromkeys(OWN, -1) | {"host": "", "device": "", "dropped": 0}
+        unknown = dict.fromkeys(_OWN, -1) | {"host": "", "device": "", "dropped": 0}
         unknown["coords"] = [-1] * len(self.first["axes"])
         headers = [self.headers.get(rank, unknown) for rank in ranks]
-        columns = {key: [header[key] for header in headers] for key in OWN}
+        columns = {key: [header[key] for header in headers] for key in _OWN}
         columns["rank"] = ranks
         columns["host_id"] = _numbers(self.strings, columns["host"])[:-1]
         columns["n_events"] = [self.n_events.get(rank, 0) for rank in ranks]

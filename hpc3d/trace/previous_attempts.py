@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
     from hpc3d.trace.table import Table
 
-ASIDE = re.compile(r"trace-(\d+)\.h5")
-TIMES = ("t_start", "t_end", "posted", "t_local")
-NEVER = np.iinfo(np.int64).max  # later than any time
-SMALL = {
+_ASIDE = re.compile(r"trace-(\d+)\.h5")
+_TIMES = ("t_start", "t_end", "posted", "t_local")
+_NEVER = np.iinfo(np.int64).max  # later than any time
+_SMALL = {
     "steps": schema.STEPS,
     "memory": schema.MEMORY,
     "clock_samples": schema.CLOCK_SAMPLES,
@@ -43,15 +43,15 @@ SMALL = {
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
     """What a run's segments, `count[rank]` of them, go on from: an Earlier, or Nothing."""
     with ExitStack() as stack:
-        began: Any = begin(run_dir, count) if aside(run_dir) else None
+        began: Any = _begin(run_dir, count) if aside(run_dir) else None
         try:
-            found = began and before(stack, run_dir, began)
+            found = began and _before(stack, run_dir, began)
         except ValueError as error:
             found = Nothing(f"steps before {began.step}: {error}")
         yield found or Nothing()
 
 
-def before(stack: ExitStack, run_dir: Path, began: Begin) -> Earlier | Nothing | None:
+def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
     """What the attempt that `began` goes on from, all of which can be read; None without any.
 
     The `stack` closes its file.
@@ -60,7 +60,7 @@ def before(stack: ExitStack, run_dir: Path, began: Begin) -> Earlier | Nothing |
         trace = stack.enter_context(Trace(path))
         if not (trace.steps["step"] < began.step).any():
             continue
-        if shared(trace.attrs) != shared(began.header):
+        if _shared(trace.attrs) != _shared(began.header):
             return Nothing(f"steps before {began.step}: of another layout, in {path.name}")
         found = Earlier(trace, began)
         for rank in found.ranks:
@@ -71,12 +71,12 @@ def before(stack: ExitStack, run_dir: Path, began: Begin) -> Earlier | Nothing |
 
 def aside(run_dir: Path) -> list[Path]:
     """The traces of earlier attempts, the latest first."""
-    found = {path: ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
+    found = {path: _ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
     return sorted(numbers, key=lambda path: numbers[path], reverse=True)
 
 
-class Begin(NamedTuple):
+class _Begin(NamedTuple):
     """The first step of an attempt, when each rank began, raw in ns, and the header of a rank."""
 
     step: int
@@ -84,21 +84,22 @@ class Begin(NamedTuple):
     header: dict
 
 
-def begin(run_dir: Path, count: Mapping[int, int]) -> Begin | None:
-    """The Begin of the attempt with `count[rank]` segments; None if no part of a step is there."""
+def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
+    """The _Begin of the attempt with `count[rank]` segments; None if no part of a step is
+    there."""
     steps, times = [], {}
     header: dict[str, Any] = {}
     for rank in count:
-        part = first_segment(run_dir, rank, count[rank])
+        part = _first_segment(run_dir, rank, count[rank])
         if part is None:
             continue
         step, header = part.events["step"], header or part.header
         steps.append(int(step[step >= 0].min()))
         times[rank] = int(part.events["t_start"].min())
-    return Begin(min(steps), times, header) if steps else None
+    return _Begin(min(steps), times, header) if steps else None
 
 
-def first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
+def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
     """The first segment of a rank that has a part of a step and can be read."""
     for number in range(count):
         try:
@@ -110,7 +111,7 @@ def first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
     return None
 
 
-def shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """How work is shared out, by the attributes of a trace or the header of a segment."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
@@ -155,11 +156,11 @@ class Earlier:
 
     missing = ()
 
-    def __init__(self, trace: Trace, began: Begin) -> None:
+    def __init__(self, trace: Trace, began: _Begin) -> None:
         self.trace, self.first, self.now = trace, began.step, began.header
         self.created = trace.attrs.get("created_utc", "")
         self.ranks = range(trace.attrs["world_size"])
-        self.tables = {name: records(getattr(trace, name), SMALL[name]) for name in SMALL}
+        self.tables = {name: _records(getattr(trace, name), _SMALL[name]) for name in _SMALL}
         self.ends = [self.end(rank) for rank in self.ranks]
         self.number = 1 + max(self.column(rank, "seq").max(initial=-1) for rank in self.ranks)
         self.shift = self.moved(began)
@@ -174,7 +175,7 @@ class Earlier:
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
         undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
-        count = np.searchsorted(start, np.concatenate(undone).min(initial=NEVER))
+        count = np.searchsorted(start, np.concatenate(undone).min(initial=_NEVER))
         done = steps["t_end"][steps["step"] < self.first]
         last = max((start + dur)[:count].max(initial=0), done.max(initial=0))
         return int(count), int(last)
@@ -183,14 +184,14 @@ class Earlier:
         """The rows of a rank in a table other than the events."""
         return self.tables[name][self.tables[name]["rank"] == rank]
 
-    def moved(self, began: Begin) -> int:
+    def moved(self, began: _Begin) -> int:
         """0 where the clock of every rank went on; else as much as the clock on the wall says, or
         as is needed."""
         late = max(self.ends[rank][1] - time for rank, time in began.times.items())
         if late < 0:
             return 0
         rank, time = next(iter(began.times.items()))
-        wall = wall_seconds(self.created, began.header["created_utc"]) * 10**9
+        wall = _wall_seconds(self.created, began.header["created_utc"]) * 10**9
         return max(late + 1, wall - time + int(self.column(rank, "t_start")[:1].sum()))
 
     def parts(self, rank: int) -> list[Segment]:
@@ -216,7 +217,7 @@ class Earlier:
 
     def followed(self, segment: Segment) -> Segment:
         for table in segment[1:]:
-            for name in {*TIMES} & {*(table.dtype.names or ())}:
+            for name in {*_TIMES} & {*(table.dtype.names or ())}:
                 table[name] += self.shift
         segment.events["seq"] += np.where(segment.events["seq"] < 0, 0, self.number)
         return segment
@@ -225,7 +226,7 @@ class Earlier:
         return self.of(rank, "clock_model")
 
 
-def records(table: Table, columns: Sequence[Column]) -> np.ndarray:
+def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
     """A table as a record array."""
     rows = np.zeros(len(table), schema.record_type(columns))
     for column in columns:
@@ -233,7 +234,7 @@ def records(table: Table, columns: Sequence[Column]) -> np.ndarray:
     return rows
 
 
-def wall_seconds(before: str, after: str) -> int:
+def _wall_seconds(before: str, after: str) -> int:
     """From one time in ISO 8601 to another; 0 where one is not a time."""
     try:
         return int(

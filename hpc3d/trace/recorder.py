@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.trace.clock import Clocks, Sample
 
-CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
-ROW = struct.Struct("<" + "".join(CODES[column.type] for column in EVENTS))
-COMPUTE, OPTIMIZER, IO, MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
-PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
+_CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
+ROW = struct.Struct("<" + "".join(_CODES[column.type] for column in EVENTS))
+COMPUTE, OPTIMIZER, _IO, _MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
+_PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
-NANOSECONDS = 1_000_000_000
+_NANOSECONDS = 1_000_000_000
 
 Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, layer
 
@@ -86,7 +86,7 @@ class Recorder:
 
     @phase.setter
     def phase(self, name: str) -> None:
-        self.phase_number = PHASE_NUMBER[name]
+        self.phase_number = _PHASE_NUMBER[name]
 
     def scope(self, layer: int | None = None, phase: str | None = None) -> Scope:
         """A context whose events are of this layer and phase, as far as they are given."""
@@ -117,7 +117,7 @@ class Recorder:
 
     def mark(self, name: str) -> None:
         """A moment worth a row: it takes no time."""
-        self.put(self.clock(), 0, self.name(name), MARKER, OP_NUMBER["none"], self.context)
+        self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
 
     def put(
         self,
@@ -201,7 +201,7 @@ class Recorder:
             row = (self.rank, self.step, number, live.get(kind, 0), pool.peak[kind])
             self.memory.append(row)
         self.step = -1
-        if 2 * self.count > self.capacity or now - self.flushed > self.every_s * NANOSECONDS:
+        if 2 * self.count > self.capacity or now - self.flushed > self.every_s * _NANOSECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -231,7 +231,7 @@ class Span:
 
     def __exit__(self, *exception: object) -> Literal[False]:
         recorder = self.recorder
-        category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE if self.op else IO
+        category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE if self.op else _IO
         duration = recorder.clock() - self.start
         context, flops = recorder.context, self.flops
         recorder.put(self.start, duration, self.name, category, self.op, context, flops=flops)

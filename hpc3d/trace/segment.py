@@ -22,7 +22,7 @@ import numpy as np
 from hpc3d.trace.schema import CLOCK_SAMPLES, EVENTS, MEMORY, STEPS, VERSION, record_type
 
 TABLES = {"events": EVENTS, "steps": STEPS, "memory": MEMORY, "samples": CLOCK_SAMPLES}
-NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
+_NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
 class Segment(NamedTuple):
@@ -80,7 +80,7 @@ def count_segments(run_dir: Path | str) -> dict[int, int]:
     """{rank: number of segments} of a run, counted to the last one; empty without a trace."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
-        if match := NAME.fullmatch(path.name):
+        if match := _NAME.fullmatch(path.name):
             rank, number = map(int, match.groups())
             count[rank] = max(count.get(rank, 0), number + 1)
     return dict(sorted(count.items()))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hpc3d.trace.file import Group
     from hpc3d.trace.schema import Column
 
-ALL = slice(None)
-MOST_INTEGER = 2**60  # ns are 36 years: sums and differences of a few are within int64
+_ALL = slice(None)
+_MOST_INTEGER = 2**60  # ns are 36 years: sums and differences of a few are within int64
 
 
 class Table:
@@ -61,7 +61,7 @@ class Table:
 
     def __getitem__(self, key: str | tuple[str, slice]) -> np.ndarray:
         """A column, or a slice of its rows, as an array; text as an array of str."""
-        name, rows = key if isinstance(key, tuple) else (key, ALL)
+        name, rows = key if isinstance(key, tuple) else (key, _ALL)
         if self._absent and name in self._columns:
             return self._columns[name].empty
         dataset = self._dataset(name)
@@ -80,7 +80,7 @@ class Table:
             return {}
         return labels(self._dataset(name))
 
-    def frame(self, columns: Iterable[str] | None = None, rows: slice = ALL) -> DataFrame:
+    def frame(self, columns: Iterable[str] | None = None, rows: slice = _ALL) -> DataFrame:
         """Columns, all by default, as a pandas DataFrame; enumerations and names as categories."""
         need("a frame", "pandas")
         from pandas import DataFrame
@@ -119,7 +119,7 @@ class Table:
             table = self if column.into == self._name else self._tables[column.into]
             wrong = (values < column.least) | (values >= len(table))
         elif column.type == "i8":
-            wrong = (values > MOST_INTEGER) | (values < -MOST_INTEGER)
+            wrong = (values > _MOST_INTEGER) | (values < -_MOST_INTEGER)
         elif column.type == "f8" and not column.optional:
             wrong = ~np.isfinite(values)
         if wrong.any():

@@ -2,7 +2,7 @@
 
 from hpc3d.trace.schema import ATTRIBUTES, ENUMS, LAYOUT, TEXT
 
-HEAD = """\
+_HEAD = """\
 # The trace file
 
 A run leaves `trace.h5`: when each rank did what, what it received, how much memory it held, and
@@ -33,19 +33,19 @@ its own, and `missing` names the one before.
 ## Attributes of the root
 """
 
-TABLES = """\
+_TABLES = """\
 ## Tables
 
 Types are those of NumPy. An index counts the rows of the table that is named with it.
 """
 
-ENUMERATIONS = """\
+_ENUMERATIONS = """\
 ## Enumerations
 
 The number that is stored, and its name.
 """
 
-RELATIONS = """\
+_RELATIONS = """\
 ## How rows relate
 
 **A rank's time.** On one `stream` of a rank no row overlaps another one, unless one encloses the
@@ -167,8 +167,8 @@ with h5py.File("trace.h5") as file:
 
 def page() -> str:
     """The text of the page."""
-    parts = [HEAD, _attributes(), TABLES, *map(_section, [*LAYOUT][1:]), ENUMERATIONS]
-    return "\n".join([*parts, *map(_enumeration, ENUMS), RELATIONS])
+    parts = [_HEAD, _attributes(), _TABLES, *map(_section, [*LAYOUT][1:]), _ENUMERATIONS]
+    return "\n".join([*parts, *map(_enumeration, ENUMS), _RELATIONS])
 
 
 def _attributes():

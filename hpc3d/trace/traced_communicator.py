@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
-MESSAGES = ("send", "recv")
+_MESSAGES = ("send", "recv")
 
 
 class Traced:
@@ -84,7 +84,7 @@ class Traced:
 
     def number(self, op: str, peer: int) -> int:
         """The number of this call in its sequence."""
-        key = (op, peer) if op in MESSAGES else "collective"
+        key = (op, peer) if op in _MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
@@ -134,11 +134,11 @@ class Traced:
             "peer": -1 if peer < 0 else self.members[peer],
             "received": result.nbytes if received is None else received,
             "count": block.size,
-            "dtype": dtype_number(block.dtype),
+            "dtype": _dtype_number(block.dtype),
         }
 
 
 @cache
-def dtype_number(dtype: np.dtype) -> int:
+def _dtype_number(dtype: np.dtype) -> int:
     """The code of a type, that of none where the trace has no name for it."""
     return DTYPE.index(dtype.name) if dtype.name in DTYPE else 0

@@ -23,7 +23,7 @@ from hpc3d.training.optimizer import optimizer_of
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
@@ -41,7 +41,7 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
 def least(config: Config) -> float:
     """Bytes of a rank, with the vocabulary settled."""
     return (
-        parameters(config) + activations(config) + 8 * config.train.batch * config.model.sequence
+        parameters(config) + _activations(config) + 8 * config.train.batch * config.model.sequence
     )
 
 
@@ -50,26 +50,26 @@ def parameters(config: Config) -> float:
     model, zero, d = config.model, config.parallel.zero, config.mesh.d
     tables = model.vocabulary * (1 if model.tied else 2) + model.sequence
     psi = model.layers * block_weights(model) + tables * model.hidden
-    e, specs = itemsize(config), optimizer_of(config).STATES
-    states = sum(ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
+    e, specs = _itemsize(config), optimizer_of(config).STATES
+    states = sum(_ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
     shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
     held = sum(size / (d if zero >= stage else 1) for size, stage in shares)
-    return held * psi / (config.mesh.p * tensor(config))
+    return held * psi / (config.mesh.p * _tensor(config))
 
 
-def activations(config: Config) -> float:
+def _activations(config: Config) -> float:
     """Bytes of what one microbatch keeps for its backward pass, and of its logits."""
     model, mesh = config.model, config.mesh
     rows = config.train.batch * model.sequence / config.parallel.microbatches
     family = family_of(model)
     kept = family.kept(family.sizes(model, model.vocabulary), config.parallel.recompute)
     elements = rows * (kept * model.layers + model.vocabulary)
-    return elements * itemsize(config) / (mesh.p * mesh.d * tensor(config))
+    return elements * _itemsize(config) / (mesh.p * mesh.d * _tensor(config))
 
 
-def itemsize(config: Config) -> int:
-    return ITEMSIZE[config.train.dtype]
+def _itemsize(config: Config) -> int:
+    return _ITEMSIZE[config.train.dtype]
 
 
-def tensor(config: Config) -> int:
+def _tensor(config: Config) -> int:
     return config.mesh.x * config.mesh.y * config.mesh.z

@@ -81,7 +81,7 @@ def stop(mesh: Mesh, found: list[GuardFinding], kind: type[GuardError] = Corrupt
     raise kind(found)
 
 
-def on_any_rank(mesh: Mesh, count: int) -> bool:
+def _on_any_rank(mesh: Mesh, count: int) -> bool:
     """Whether a rank counts something."""
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
@@ -89,54 +89,53 @@ def on_any_rank(mesh: Mesh, count: int) -> bool:
 def refuse(trainer: Trainer) -> None:
     """Raise what explains a loss or norm that is not finite, or a note that is wrong."""
     mesh, corrupt = trainer.mesh, [GuardFinding(0, line) for line in trainer.mesh.guard.found]
-    if on_any_rank(mesh, len(corrupt)):
+    if _on_any_rank(mesh, len(corrupt)):
         stop(mesh, corrupt)
-    stop(mesh, not_finite(trainer), NotFinite)
+    stop(mesh, _not_finite(trainer), NotFinite)
 
 
-def not_finite(trainer: Trainer) -> list[GuardFinding]:
+def _not_finite(trainer: Trainer) -> list[GuardFinding]:
     """Finds of what is not finite on this rank, nearest to the cause first: its parameters, else
     its share of the loss and, of the last unit in the model that has any, its gradients."""
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
-    values = [item for item in trainer.parameters if count_not_finite(item.value)]
+    values = [item for item in trainer.parameters if _count_not_finite(item.value)]
     if values:
-        return [GuardFinding(0, where + described(item, item.value, "value")) for item in values]
+        return [GuardFinding(0, where + _described(item, item.value, "value")) for item in values]
     found = []
     if not np.isfinite(trainer.local_loss):
         found.append(GuardFinding(1, f"{where}its share of the loss is {trainer.local_loss}"))
-    grads = [item for item in trainer.parameters if count_not_finite(item.grad)]
-    last = max(map(depth, grads), default=None)
+    grads = [item for item in trainer.parameters if _count_not_finite(item.grad)]
+    last = max(map(_depth, grads), default=None)
     found += [
-        GuardFinding(2 + FAR - last, where + described(item, item.grad, "gradient"))
+        GuardFinding(2 + _FAR - last, where + _described(item, item.grad, "gradient"))
         for item in grads
-        if depth(item) == last
+        if _depth(item) == last
     ]
     if not found and not np.isfinite(trainer.squares):
-        found.append(GuardFinding(2 + 2 * FAR, f"{where}the squares of its gradients overflow"))
+        found.append(GuardFinding(2 + 2 * _FAR, f"{where}the squares of its gradients overflow"))
     return found
 
 
-FAR = 1 << 20  # beyond the last layer
+_FAR = 1 << 20  # beyond the last layer
 
 
-def depth(item: Parameter) -> int:
+def _depth(item: Parameter) -> int:
     """How deep in the model a parameter lies: backward meets the deepest first."""
     words = item.name.split(".")
-    return int(words[1]) if words[0] == "layers" else FAR if words[0] == "head" else -1
+    return int(words[1]) if words[0] == "layers" else _FAR if words[0] == "head" else -1
 
 
-def count_not_finite(block: Array) -> int:
+def _count_not_finite(block: Array) -> int:
     """How many elements are not finite."""
     return block.size - int(np.isfinite(on_host(block)).sum())
 
 
-def described(item: Parameter, block: Array, kind: str) -> str:
+def _described(item: Parameter, block: Array, kind: str) -> str:
     """A parameter's layer and name, and how many of its elements are not finite."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
-    return (
-        f"{place}: {count_not_finite(block)} of {block.size} elements of its {kind} are not finite"
-    )
+    count = _count_not_finite(block)
+    return f"{place}: {count} of {block.size} elements of its {kind} are not finite"
 
 
 class ReplicaCheck:
@@ -154,14 +153,14 @@ class ReplicaCheck:
         with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
         found = [finding for axis in self.axes for finding in self.along(axis, number, copies)]
-        found += [] if self.trainer.alone else self.tied_copies(number, copies)
-        if on_any_rank(self.mesh, len(found)):
+        found += [] if self.trainer.alone else self._tied_copies(number, copies)
+        if _on_any_rank(self.mesh, len(found)):
             stop(self.mesh, found)
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
         """(name, kind) -> the axes along which this rank's block has copies, and its hash; of
         those blocks only that have some, or a tied copy."""
-        factors = self.mesh.pool.bring(odd_numbers(FACTORS))
+        factors = self.mesh.pool.bring(odd_numbers(_FACTORS))
         return {
             (item.name, kind): (axes, hash_of(block, factors))
             for item, kind, axes, block in self.blocks()
@@ -172,13 +171,13 @@ class ReplicaCheck:
         """(parameter, kind, the axes along which it has copies, block) of all this rank holds."""
         parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
         for item, place in parameters.places.items():
-            axes = self.replicated(item)
+            axes = self._replicated(item)
             yield item, "value", axes, item.value
             own = axes - {DATA} if parameters.shared_out(item) else axes
             for kind, state in optimizer.states.items():
                 yield item, kind, own, state[place.state]
 
-    def replicated(self, item: Parameter) -> set[str]:
+    def _replicated(self, item: Parameter) -> set[str]:
         """The axes along which the ranks have the same block of a parameter."""
         layout = item.layout
         return {*self.axes} - {axis for dim in layout for axis in dim} - {*layout.owned, "p"}
@@ -194,9 +193,9 @@ class ReplicaCheck:
         hashes = self.gathered(comm, [copies[key][1] for key in keys])
         differ = (hashes != hashes[0]).any(0) if comm.rank == 0 else []
         for place in np.flatnonzero(differ):
-            yield self.finding(keys[place], number, axis, comm.members, hashes[:, place].tolist())
+            yield self._finding(keys[place], number, axis, comm.members, hashes[:, place].tolist())
 
-    def tied_copies(
+    def _tied_copies(
         self, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
         """Finds about a tied table, of which two pipeline stages have a copy."""
@@ -208,14 +207,14 @@ class ReplicaCheck:
             here, there = hashes[comm.rank], hashes[item.tied_peer]
             if here != there and comm.rank < item.tied_peer:
                 members = comm.members[comm.rank], comm.members[item.tied_peer]
-                yield self.finding((item.name, "value"), number, "p", members, [here, there])
+                yield self._finding((item.name, "value"), number, "p", members, [here, there])
 
     def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:
         """The hashes of all members, a row each, on the host."""
         mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
         return to_host(comm.all_gather(mine).wait())
 
-    def finding(
+    def _finding(
         self,
         key: tuple[str, str],
         number: int,
@@ -234,8 +233,8 @@ class ReplicaCheck:
         return GuardFinding(0, f"{who}: step {number}, {what}")
 
 
-FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
+_FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
 
 
 def odd_numbers(count: int) -> np.ndarray:
@@ -249,7 +248,7 @@ def hash_of(block: Array, factors: np.ndarray) -> int:
     words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
     for start in range(0, words.size, factors.size):
         part = words[start : start + factors.size]
-        total = (total * GOLDEN + int((part * factors[: part.size]).sum())) % (1 << 64)
+        total = (total * _GOLDEN + int((part * factors[: part.size]).sum())) % (1 << 64)
     return total
 
 

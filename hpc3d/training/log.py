@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Step
 
-LISTED = 8  # hosts, by name
+_LISTED = 8  # hosts, by name
 
 
 class Log:
@@ -76,6 +76,6 @@ def hosts(names: Sequence[str]) -> Iterator[str]:
     counts = Counter(names)
     if len(counts) > 1:
         listed = [f"{host} {count}" for host, count in counts.items()]
-        more = [f"{len(listed) - LISTED} more"] if len(listed) > LISTED else []
-        shown = ", ".join([*listed[:LISTED], *more])
+        more = [f"{len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
+        shown = ", ".join([*listed[:_LISTED], *more])
         yield f"{len(names)} ranks on {len(counts)} hosts: {shown}"

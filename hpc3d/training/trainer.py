@@ -115,7 +115,7 @@ class Trainer:
                 self.total()
         self.mesh.pool.synchronize()
         seconds = self.clock() - start
-        share, peak, stop_request = self.reduce_step_stats(
+        share, peak, stop_request = self._reduce_step_stats(
             trace.communication / 1e9 / seconds, stop_request()
         )
         self.mesh.guard.end()
@@ -171,7 +171,9 @@ class Trainer:
         if not self.skipped:
             self.scaling.good()
 
-    def reduce_step_stats(self, communication: float, stop_request: int) -> tuple[float, int, int]:
+    def _reduce_step_stats(
+        self, communication: float, stop_request: int
+    ) -> tuple[float, int, int]:
         """The mean share of communication, the highest peak of array bytes, the largest request to
         stop."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks

@@ -22,7 +22,7 @@ COLUMNS = (
     *("rank", "step", "stream", "name", "category", "phase", "op", "axis", "layer", "microbatch"),
     *("stage", "chunk", "group", "seq", "peer", "bytes", "count", "dtype", "flops"),
 )
-CODED = ("category", "phase", "op", "axis", "dtype", "name")
+_CODED = ("category", "phase", "op", "axis", "dtype", "name")
 FORMATS = {"perfetto": perfetto.write, "pipit": pipit.write, "hta": kineto.write}
 
 
@@ -73,7 +73,7 @@ def events_of(
     of_rank = slices(columns["rank"], ranks)
     return Events(
         columns=columns,
-        names=plain_in({key: labels(trace, key) for key in CODED}),
+        names=plain_in({key: labels(trace, key) for key in _CODED}),
         links=_links(calls, rows, len(trace.events)) if shared else np.zeros((0, 2), int),
         one_time=shared,
         steps=list(_steps(trace, first, last, shift, of_rank, zero)),

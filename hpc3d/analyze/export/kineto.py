@@ -21,9 +21,9 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.formats import Events
 
-COMPUTE, CALLS = 7, 20  # the stream of computation, and the first one of calls
-HOST = 1  # process and thread of the launches and steps
-ON_HOST, COMMUNICATION = map(STREAM.index, ("host", "communication"))
+COMPUTE, _CALLS = 7, 20  # the stream of computation, and the first one of calls
+_HOST = 1  # process and thread of the launches and steps
+_ON_HOST, _COMMUNICATION = map(STREAM.index, ("host", "communication"))
 
 
 def write(events: Events, folder: Path) -> Path:
@@ -45,13 +45,15 @@ def write(events: Events, folder: Path) -> Path:
 def _lines(events, rank, rows):
     for owner, step, begin, end in events.steps:
         if owner == rank:
-            yield _complete(f"ProfilerStep#{step}", "user_annotation", begin, end, HOST, HOST, {})
+            yield _complete(
+                f"ProfilerStep#{step}", "user_annotation", begin, end, _HOST, _HOST, {}
+            )
     on_device = events.columns["stream"][rows].any()
     for number, row in enumerate(records(events, rows), 1):
-        if on_device and row["stream"] == ON_HOST:
+        if on_device and row["stream"] == _ON_HOST:
             name, times = events.names["name"].get(row["name"], ""), (row["start"], row["end"])
-            yield _complete(name, "cpu_op", *times, HOST, HOST, {"External id": number})
-        elif row["stream"] < COMMUNICATION:
+            yield _complete(name, "cpu_op", *times, _HOST, _HOST, {"External id": number})
+        elif row["stream"] < _COMMUNICATION:
             yield from _launched(events, row, number)
 
 
@@ -59,7 +61,7 @@ def _launched(events, row, number):
     """A kernel, and what launched it."""
     launch, of_step = {"correlation": number}, {"External id": number}
     when = row["posted"], row["posted"]
-    yield _complete("cudaLaunchKernel", "cuda_runtime", *when, HOST, HOST, launch | of_step)
+    yield _complete("cudaLaunchKernel", "cuda_runtime", *when, _HOST, _HOST, launch | of_step)
     yield _kernel(events, row, launch | of_step)
 
 
@@ -74,7 +76,7 @@ def _kernel(events, row, values):
     if row["group"] < 0 or row["seq"] < 0:
         values = values | {"device": 0, "stream": COMPUTE}
         return _complete(names["name"], "kernel", row["start"], row["end"], 0, COMPUTE, values)
-    stream = CALLS + row["axis"]
+    stream = _CALLS + row["axis"]
     group = events.groups[row["group"]]
     values = values | {
         "device": 0,

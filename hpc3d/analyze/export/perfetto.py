@@ -20,7 +20,7 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.formats import Events
 
-STEPS = -1  # the thread of the training steps
+_STEPS = -1  # the thread of the training steps
 
 
 def write(events: Events, folder: Path) -> Path:
@@ -37,7 +37,7 @@ def write(events: Events, folder: Path) -> Path:
 def _lines(events):
     yield from _processes(events)
     for rank, step, begin, end in events.steps:
-        yield _slice(f"step {step}", "step", begin, end, rank, STEPS, {"step": step})
+        yield _slice(f"step {step}", "step", begin, end, rank, _STEPS, {"step": step})
     for rows in events.rows:
         yield from _slices(events, rows)
     yield from _arrows(events)
@@ -50,7 +50,7 @@ def _processes(events):
         parts = filter(None, (name, events.hosts.get(rank), clock))
         yield _meta("process_name", rank, 0, name=", ".join(parts))
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
-        yield _meta("thread_name", rank, STEPS, name="steps")
+        yield _meta("thread_name", rank, _STEPS, name="steps")
         streams = np.unique(events.columns["stream"][rows]).tolist()
         for stream in streams:
             does = f", {STREAM[stream]}" if any(streams) and stream < len(STREAM) else ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.table import Table
 
-BUS = {
+_BUS = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
@@ -41,7 +41,7 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
     row = row[along[events["group"][row]]]
     peer, rank, received = (events[key][row] for key in ("peer", "rank", "bytes"))
     arrives, leaves, equal = (
-        labelled(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), BUS)
+        labelled(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), _BUS)
     )
     arrives, leaves = arrives & (peer >= 0), leaves & (peer >= 0) & (peer != rank)
     matrix = np.zeros((ranks, ranks))
@@ -94,7 +94,7 @@ def _rates(row):
     """Bytes a second, None where they are not known."""
     if row["size"] <= 0 or row["seconds"] <= 0:
         return {"algbw": None, "busbw": None}
-    algbw, bus = row["size"] / row["seconds"], BUS.get(row["op"], lambda n: 1)
+    algbw, bus = row["size"] / row["seconds"], _BUS.get(row["op"], lambda n: 1)
     return {"algbw": algbw, "busbw": algbw * bus(row["members"])}
 
 

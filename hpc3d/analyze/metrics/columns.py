@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.trace.table import Table
 
-HOST, COMPUTATION, COMMUNICATION, _ = range(len(STREAM))
+_HOST, _COMPUTATION, COMMUNICATION, _ = range(len(STREAM))
 WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 
@@ -83,7 +83,7 @@ def _hidden(trace):
     start, end = events["t_start"], events["t_start"] + events["dur"]
     for rows in slices(events["rank"], trace.attrs["world_size"]):
         stream = events["stream"][rows]
-        host, device = (rows.start + np.flatnonzero(stream == n) for n in (HOST, COMPUTATION))
+        host, device = (rows.start + np.flatnonzero(stream == n) for n in (_HOST, _COMPUTATION))
         busy = merged(start[device], end[device])
         hidden[host] = before(busy, end[host]) - before(busy, start[host])
     return hidden

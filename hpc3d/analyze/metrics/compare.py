@@ -26,10 +26,10 @@ T95 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-MODEL = ("layers", "hidden", "heads", "sequence")
-LOAD = ("batch", *MODEL, "setting")
-PEERS = ("ranks", "p", "d", *LOAD)
-Z95 = 1.96  # of the normal distribution, two-sided 95 %
+_MODEL = ("layers", "hidden", "heads", "sequence")
+_LOAD = ("batch", *_MODEL, "setting")
+_PEERS = ("ranks", "p", "d", *_LOAD)
+_Z95 = 1.96  # of the normal distribution, two-sided 95 %
 FEWEST = 6  # steps whose extremes enclose the median with 95 % confidence: 1 - 2^(1 - n)
 CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
 
@@ -138,7 +138,7 @@ def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
     count, ordered = len(values), np.sort(values)
     if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         return None
-    place = max(1, round((count + 1) / 2 - Z95 * (count / 4) ** 0.5))
+    place = max(1, round((count + 1) / 2 - _Z95 * (count / 4) ** 0.5))
     errors = 2 * (count + 1 - 2 * place) / count**0.5
     return float(np.log(ordered[count - place] / ordered[place - 1]) / errors)
 
@@ -147,12 +147,12 @@ def _interval(key, value, *errors):
     """The 95 % interval of a ratio of two medians, as columns: log-normal, by their errors."""
     if value is None or None in errors:
         return {f"{key}_low": None, f"{key}_high": None}
-    factor = exp(Z95 * hypot(*errors))
+    factor = exp(_Z95 * hypot(*errors))
     return {f"{key}_low": value / factor, f"{key}_high": value * factor}
 
 
 def _sizes(config):
-    keys = ("batch", *MODEL, "recompute")
+    keys = ("batch", *_MODEL, "recompute")
     if config is None:
         return dict.fromkeys((*keys, "block_weights"))
     parts = vars(config.train) | vars(config.model) | vars(config.parallel)
@@ -190,7 +190,7 @@ def _scaling(run, first):
 def _kind_of_scaling(run, first):
     if run["setting"] is None or run["setting"] != first["setting"]:
         return "other"
-    if all(run[key] == first[key] for key in LOAD):
+    if all(run[key] == first[key] for key in _LOAD):
         return "strong"
     same = run["recompute"] == first["recompute"]
     return "weak" if same and abs(_work(run) / _work(first) - 1) <= CONSTANT else "other"
@@ -217,7 +217,7 @@ def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _gains(run, runs):
     """How many times the best peers of another family take what a run takes."""
-    peers = [each for each in runs if all(each[key] == run[key] for key in PEERS)]
+    peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):
         others = [each for each in peers if each["family"] == family != run["family"]]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.reader import Trace
 
-HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "none", "name": ""}
+_HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "none", "name": ""}
 
 
 class PathSegment(NamedTuple):
@@ -136,14 +136,14 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """What the fields of HOST are for each row of /events; those of HOST for row -1."""
+    """What the fields of _HOST are for each row of /events; those of _HOST for row -1."""
     columns = []
-    for key, other in HOST.items():
+    for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()
         columns.append(
             [other if row < 0 else names.get(value, value) for row, value in zip(rows, values)]
         )
-    return [dict(zip(HOST, each)) for each in zip(*columns)]
+    return [dict(zip(_HOST, each)) for each in zip(*columns)]
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:

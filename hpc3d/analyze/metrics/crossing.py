@@ -20,15 +20,15 @@ from hpc3d.analyze.metrics.columns import combinations, hosts
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
 
-LEVELS = ("all_gather", "reduce_scatter", "all_reduce")
-UNKNOWN = "unknown"
+_LEVELS = ("all_gather", "reduce_scatter", "all_reduce")
+_UNKNOWN = "unknown"
 
 
 def crossing_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """One row per host, none of one host alone: its ranks and, of a step, their calls that leave
     it, the bytes that they receive, those of them that come from other hosts, and what the card
     receives."""
-    matrix, names, place = host_matrix(calls)
+    matrix, names, place = _host_matrix(calls)
     if len(names) < 2:
         return []
     called, on_cards = _on_cards(calls, place, len(names))
@@ -45,7 +45,7 @@ def crossing_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 def crossing_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """One row per pair of hosts: whose data goes to whom in a step, in bytes."""
-    matrix, names, _ = host_matrix(calls)
+    matrix, names, _ = _host_matrix(calls)
     if len(names) < 2:
         return []
     pairs = zip(np.argwhere(matrix).tolist(), matrix[matrix.nonzero()].tolist())
@@ -53,9 +53,9 @@ def crossing_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
     return [dict(zip(keys, (names[a], names[b], amount))) for (a, b), amount in pairs]
 
 
-def host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarray]:
+def _host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarray]:
     """Bytes a step from host to host, [sender, receiver]; the hosts' names; each rank's host."""
-    of_ranks = [host or UNKNOWN for host in hosts(calls.trace).values()]
+    of_ranks = [host or _UNKNOWN for host in hosts(calls.trace).values()]
     names = [*dict.fromkeys(of_ranks)]
     place = np.array([names.index(host) for host in of_ranks], int)
     matrix = np.zeros((len(names), len(names)))
@@ -97,6 +97,6 @@ def _share(op, with_root, of_group, here):
         return 0 if with_root else 1 / of_group[here] if level else 1
     if op in ("send", "recv"):
         return int(op == "recv")
-    if op in LEVELS and level:
+    if op in _LEVELS and level:
         return (len(of_group) - 1) / (size - 1)
     return (size - of_group[here]) / (size - 1)

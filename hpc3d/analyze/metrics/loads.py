@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
-TRAIN = ("train.batch", "train.dtype", "train.optimizer")
-DATA = ("data.path", "data.tokenizer")
+_TRAIN = ("train.batch", "train.dtype", "train.optimizer")
+_DATA = ("data.path", "data.tokenizer")
 
 
 def load_of(trace: Trace) -> dict[str, Any] | None:
@@ -26,7 +26,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
     return {
         key: value
         for key, value in flat(config).items()
-        if key.startswith("model.") or key in TRAIN
+        if key.startswith("model.") or key in _TRAIN
     }
 
 
@@ -57,7 +57,7 @@ def _told(trace):
     config, load = configuration(trace), load_of(trace)
     if load is None:
         return tokens
-    return load | tokens | {key: flat(config)[key] for key in DATA}
+    return load | tokens | {key: flat(config)[key] for key in _DATA}
 
 
 def _line(key, values, labels):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
     from hpc3d.trace.reader import Trace
 
-PRODUCTS = ("gemm", "attention")
+_PRODUCTS = ("gemm", "attention")
 
 
 def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
@@ -66,7 +66,7 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
 
 def recorded_flops(trace: Trace) -> float:
     """Operations of a step in the products and the attention that all ranks recorded."""
-    return _sum_of(trace, labelled(trace.events, "op", PRODUCTS))
+    return _sum_of(trace, labelled(trace.events, "op", _PRODUCTS))
 
 
 def _of_model(trace):

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.timeline import Row
     from hpc3d.trace.reader import Trace
 
-PLACE = ("stage", "step", "microbatch", "chunk")
-PASS = np.dtype([(name, "i8") for name in ("op", *PLACE, "start", "end")])
-MESSAGES = ("send", "recv")
-TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
+_PLACE = ("stage", "step", "microbatch", "chunk")
+_PASS = np.dtype([(name, "i8") for name in ("op", *_PLACE, "start", "end")])
+_MESSAGES = ("send", "recv")
+_TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 
 def pipeline_of_step(
@@ -53,10 +53,10 @@ def pipeline_of_step(
     rows = passes.measured(step)
     if not one_time(trace) or not any(rows):
         return [], []
-    shown = between(passes.rows(), pairs(rows)) if runs_on(config) else rows
+    shown = _between(passes.rows(), _pairs(rows)) if runs_on(config) else rows
     ideal = simulated(config, step, rows)
-    table = stage_rows(passes, step, idle_shares(shown), ideal)
-    return table, panels(config, step, shown, ideal)
+    table = _stage_rows(passes, step, idle_shares(shown), ideal)
+    return table, _panels(config, step, shown, ideal)
 
 
 def configuration(trace: Trace) -> Config | None:
@@ -78,7 +78,7 @@ def runs_on(config: Config) -> bool:
     return bool(schedule and schedule.asynchronous)
 
 
-def between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
+def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
     """The passes of `rows` between the first start and the last end of the `chosen` ones, pairs
     of stage and instruction, cut there; in seconds from this start."""
     times = [
@@ -98,7 +98,7 @@ def between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) ->
     ]
 
 
-def pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
+def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
     """The stage and the instruction of each pass."""
     return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
 
@@ -154,17 +154,17 @@ def _changes(row):
 
 
 def _events_of_passes(trace):
-    """{stage: its number of ranks}, and what the first of them recorded in passes: PASS records,
+    """{stage: its number of ranks}, and what the first of them recorded in passes: _PASS records,
     one an event."""
     events = trace.events
-    columns = {name: events[name].astype("i8") for name in PLACE} | {"op": _ops(events)}
+    columns = {name: events[name].astype("i8") for name in _PLACE} | {"op": _ops(events)}
     inside = np.all([values >= 0 for values in columns.values()], axis=0)
     inside = np.flatnonzero(inside & ~overlapped(trace))
     where = (columns["stage"][inside] << 32) + events["rank"][inside]
     places = np.unique(where)
     stages, first, counts = np.unique(places >> 32, return_index=True, return_counts=True)
     inside = inside[np.isin(where, places[first])]
-    table = np.empty(len(inside), PASS)
+    table = np.empty(len(inside), _PASS)
     for name, values in columns.items():
         table[name] = values[inside]
     table["start"] = events["t_global"][inside]
@@ -182,7 +182,7 @@ def _ops(events):
     for code, label in events.labels("phase").items():
         number[code] = ops.get(label, -1)
     found = number[events["phase"]]
-    found[labelled(events, "op", MESSAGES)] = -1
+    found[labelled(events, "op", _MESSAGES)] = -1
     again = np.flatnonzero(labelled(events, "phase", ["recompute"]))
     backward = np.flatnonzero(np.isin(found, [COMPUTE.index(op) for op in BACKWARD]))
     after = np.searchsorted(backward, again)
@@ -192,7 +192,7 @@ def _ops(events):
 
 def _merged(events):
     """One record for all events of a pass; sorted by start."""
-    keys = [events[name] for name in ("op", *PLACE)]
+    keys = [events[name] for name in ("op", *_PLACE)]
     code = np.ravel_multi_index(keys, [1 + key.max(initial=0) for key in keys])
     order = np.argsort(code, kind="stable")
     first = np.flatnonzero(np.diff(code[order], prepend=-1))
@@ -233,10 +233,10 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
         clock = timeline(passes, placement, cost)
     except ValueError:
         return None
-    if not pairs(rows) <= pairs(clock):
+    if not _pairs(rows) <= _pairs(clock):
         return None
     peaks = {stage: in_flight(stream).activations for stage, stream in enumerate(passes)}
-    return Ideal(between(clock, pairs(rows)), cost, peaks)
+    return Ideal(_between(clock, _pairs(rows)), cost, peaks)
 
 
 def _mean_cost(rows, chunks):
@@ -257,7 +257,7 @@ def _mean_cost(rows, chunks):
 # Table and figure
 
 
-def stage_rows(
+def _stage_rows(
     passes: StepPasses, step: int, idle: Mapping[int, float], ideal: Ideal | None
 ) -> list[dict[str, Any]]:
     """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
@@ -270,7 +270,7 @@ def stage_rows(
             "stage": stage,
             "ranks": ranks,
             "passes": len(rows[stage]),
-            **{name: _seconds(rows[stage], op) for op, name in TIMES.items()},
+            **{name: _seconds(rows[stage], op) for op, name in _TIMES.items()},
             "idle_share": idle[stage],
             "idle_share_simulated": idle_ideal.get(stage),
             "in_flight": peaks[stage],
@@ -295,7 +295,7 @@ def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
     return {stage: 1 - time / (end - start or 1) for stage, time in enumerate(busy)}
 
 
-def panels(
+def _panels(
     config: Config, step: int, rows: Sequence[Row], ideal: Ideal | None
 ) -> list[tuple[str, list[list[PassSpan]]]]:
     """What was measured above what was simulated."""

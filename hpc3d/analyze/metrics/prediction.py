@@ -12,7 +12,7 @@ from hpc3d.trace.trace_config import one_time
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
-COLUMNS = ("quantity", "stage", "rank", "step", "value")
+_COLUMNS = ("quantity", "stage", "rank", "step", "value")
 
 
 def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
     known = _peaks(trace)
     if one_time(trace):
         known["step_s", -1] = float(np.median(slowest_seconds(trace)))
-    rows = zip(*(trace.prediction[key].tolist() for key in COLUMNS))
+    rows = zip(*(trace.prediction[key].tolist() for key in _COLUMNS))
     return [
         {"quantity": quantity, "stage": stage, "rank": rank, "predicted": value}
         | _beside(value, known.get((quantity, rank)))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-SHOWN = 8  # hosts that are named
-TURNS = "they take turns, so times are longer than on a core each"
+_SHOWN = 8  # hosts that are named
+_TURNS = "they take turns, so times are longer than on a core each"
 
 
 def about(trace: Steady) -> dict[str, str]:
@@ -27,7 +27,7 @@ def about(trace: Steady) -> dict[str, str]:
         "created": attrs.get("created_utc"),
         "ranks": _ranks(attrs),
         "hosts": _hosts(trace),
-        "cores": cores(trace),
+        "cores": _cores(trace),
         **(_configured(config) if config else {}),
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
@@ -46,25 +46,25 @@ def _ranks(attrs):
 def _hosts(trace):
     """The hosts and their ranks, and what these compute on."""
     count = Counter(name or "unknown" for name in hosts(trace).values())
-    named = [f"{name} ({ranks})" for name, ranks in count.most_common(SHOWN)]
-    more = [f"{len(count) - SHOWN} more"] if len(count) > SHOWN else []
+    named = [f"{name} ({ranks})" for name, ranks in count.most_common(_SHOWN)]
+    more = [f"{len(count) - _SHOWN} more"] if len(count) > _SHOWN else []
     return f"{', '.join(named + more)}; {trace.attrs.get('device') or 'unknown device'}"
 
 
-def cores(trace: Trace) -> str | None:
+def _cores(trace: Trace) -> str | None:
     """How many CPU cores rank 0's host has for its ranks; None if that is not known."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
         return None
     ranks = int((host == host[0]).sum())
-    share = f": {TURNS}" if ranks > count else ""
+    share = f": {_TURNS}" if ranks > count else ""
     return f"{count} for {ranks} ranks a host{share}"
 
 
 def outnumbered(trace: Trace) -> str | None:
     """A line where ranks outnumber cores, else None."""
-    text = cores(trace)
-    return f"cores: {text}" if text and text.endswith(TURNS) else None
+    text = _cores(trace)
+    return f"cores: {text}" if text and text.endswith(_TURNS) else None
 
 
 def _configured(config):

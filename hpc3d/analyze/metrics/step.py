@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-KEYS = ("category", "phase", "axis", "op")
+_KEYS = ("category", "phase", "axis", "op")
 
 
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
     The last row is the time of the steps that no event accounts for.
     """
     inside = np.flatnonzero(cells(trace) >= 0)
-    kinds, kind = combinations([event_values(trace, key, inside) for key in KEYS])
+    kinds, kind = combinations([event_values(trace, key, inside) for key in _KEYS])
     measures = {
         "seconds": own_time(trace)[inside] * 1e-9,
         "calls": np.ones(len(inside)),
@@ -46,9 +46,11 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
     }
     sums = [np.bincount(kind, values, len(kinds)) for values in measures.values()]
     means = (np.transpose(sums) / len(trace.steps)).tolist()
-    rows = [row | dict(zip(measures, mean)) for row, mean in zip(named(trace, KEYS, kinds), means)]
+    rows = [
+        row | dict(zip(measures, mean)) for row, mean in zip(named(trace, _KEYS, kinds), means)
+    ]
     step = float(step_seconds(trace).mean())
-    rest = dict.fromkeys(KEYS, "") | dict.fromkeys(measures, 0.0) | {"category": "unrecorded"}
+    rest = dict.fromkeys(_KEYS, "") | dict.fromkeys(measures, 0.0) | {"category": "unrecorded"}
     rest["seconds"] = step - sum(row["seconds"] for row in rows)
     return [
         row

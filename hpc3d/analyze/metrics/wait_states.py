@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-MESSAGES = ("send", "recv")
-UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
-EARLY = ("broadcast",)  # may wait when they are called
+_MESSAGES = ("send", "recv")
+_UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
+_EARLY = ("broadcast",)  # may wait when they are called
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class CallInstances:
         """How many each instance had."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
-        message = labelled(events, "op", MESSAGES)[row]
+        message = labelled(events, "op", _MESSAGES)[row]
         return np.where(message, 2, sizes[events["group"][row]])
 
 
@@ -147,9 +147,9 @@ def _call_instances(trace):
 
 
 def _early(events, row):
-    """The rows of category copy that are calls of EARLY operations, and the places in `row` of
+    """The rows of category copy that are calls of _EARLY operations, and the places in `row` of
     the waits that end them: those of the rank and group whose call began when the row does."""
-    kind = labelled(events, "op", EARLY)
+    kind = labelled(events, "op", _EARLY)
     calls = labelled(events, "category", ["copy"]) & kind & (events["seq"] < 0)
     calls &= events["stream"] < COMMUNICATION
     called = np.flatnonzero(calls)
@@ -178,12 +178,12 @@ def _first_where(true, first):
 
 
 def _reason(trace, row, instance, first, latest, early):
-    """The call whose arrival each call waited for: the last one's, but for UNBOUND calls that
+    """The call whose arrival each call waited for: the last one's, but for _UNBOUND calls that
     ended `early`, not after it."""
     events, place = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]
     reduces, broadcasts, unbound = (
-        labelled(events, "op", ops)[row] for ops in (["reduce"], ["broadcast"], UNBOUND)
+        labelled(events, "op", ops)[row] for ops in (["reduce"], ["broadcast"], _UNBOUND)
     )
     root = _first_where(at_root & broadcasts, first)[instance]
     own = np.where(root < len(row), root, place)

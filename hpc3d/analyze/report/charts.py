@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
 BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
-NAVY, PINK, BLACK, YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
+NAVY, PINK, BLACK, _YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
 COLOURS = (BLUE, ORANGE, GREEN, RED, NAVY, PINK, BLACK)
-SAND, GREY, LIGHT, PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
+SAND, GREY, LIGHT, _PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
 
 # Of calls by where they go, and of other time by category: no two have one colour.
-OF_AXES = (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK, "#7B3FA0")
-OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
-PARTS = {
-    **dict(zip(map(along, (*AXES, WORLD)), OF_AXES, strict=True)),
-    **dict(zip(CATEGORY, OF_CATEGORIES, strict=True)),
-    "unrecorded": PALE,
+_OF_AXES = (ORANGE, RED, _YELLOW, "#A6761D", NAVY, BLUE, PINK, "#7B3FA0")
+_OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
+_PARTS = {
+    **dict(zip(map(along, (*AXES, WORLD)), _OF_AXES, strict=True)),
+    **dict(zip(CATEGORY, _OF_CATEGORIES, strict=True)),
+    "unrecorded": _PALE,
     "recorded": "#2E6B4F",
 }
-RANK_PARTS = {
+_RANK_PARTS = {
     "compute": GREEN,
     "exposed": BLUE,  # where transfer and wait are not known
     "transfer": NAVY,
     "wait": LIGHT,
     "copy": PINK,
     "other": SAND,
-    "unrecorded": PALE,
+    "unrecorded": _PALE,
 }
-LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
-LETTERS = 32  # of a host's name
-UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-CELLS = 256  # rows and columns of a matrix at most
+_LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
+_LETTERS = 32  # of a host's name
+_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+_CELLS = 256  # rows and columns of a matrix at most
 
 
 class Lines(NamedTuple):
@@ -138,7 +138,7 @@ def runs(found: Sequence[RunAnalysis]) -> Bars:
 
 def _mean(rows):
     """The parts of the mean of some rows, None where they are not known."""
-    keys = [f"{part}_s" for part in RANK_PARTS]
+    keys = [f"{part}_s" for part in _RANK_PARTS]
     return {
         key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
         for key in keys
@@ -157,7 +157,7 @@ def ranks(run: RunAnalysis) -> Bars:
 def _of_ranks(labels, rows):
     parts = {
         part: (colour, [(_disjoint(row)[f"{part}_s"] or 0.0) * 1e3 for row in rows])
-        for part, colour in RANK_PARTS.items()
+        for part, colour in _RANK_PARTS.items()
     }
     return Bars("", "time of a step [ms]", labels, _present(parts))
 
@@ -174,7 +174,7 @@ def phases(rows: Sequence[dict[str, Any]]) -> Bars:
     for row in rows:
         part = along(row["axis"]) if row["axis"] else row["category"]
         parts[part][labels.index(row["phase"] or row["category"])] += row["seconds"] * 1e3
-    coloured = {part: (PARTS.get(part, SAND), values) for part, values in parts.items()}
+    coloured = {part: (_PARTS.get(part, SAND), values) for part, values in parts.items()}
     return Bars("", "time of a step [ms]", labels, coloured, lying=True)
 
 
@@ -182,7 +182,7 @@ def waits(run: RunAnalysis) -> Bars:
     """Wait and transfer by axis and operation."""
     rows = sorted(run.tables["waits"], key=lambda row: -row["blocked_s"])
     parts = {
-        part: (RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
+        part: (_RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
         for part in ("transfer", "wait")
     }
     labels = [f"{row['op'].replace('_', '-')} {along(row['axis'])}" for row in rows]
@@ -191,7 +191,7 @@ def waits(run: RunAnalysis) -> Bars:
 
 def stragglers(run: RunAnalysis) -> Bars:
     """The ranks that the others wait for longest."""
-    rows = run.tables["stragglers"][:LATE]
+    rows = run.tables["stragglers"][:_LATE]
     parts = {"others wait for it": (RED, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
 
@@ -215,7 +215,7 @@ def _present(parts):
 
 def traffic(matrix: np.ndarray) -> Heat:
     """Bytes from rank to rank; of many ranks sums over blocks of them."""
-    block = -(-len(matrix) // CELLS)
+    block = -(-len(matrix) // _CELLS)
     edges = np.arange(0, len(matrix), block)
     sums = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
     unit, size = _unit(sums.max())
@@ -224,16 +224,16 @@ def traffic(matrix: np.ndarray) -> Heat:
 
 def crossing(run: RunAnalysis) -> Bars:
     """What the ranks of a host receive from its own and from others, of those with most of it."""
-    rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:LATE]
+    rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:_LATE]
     unit, size = _unit(max(row["bytes"] for row in rows))
     inside = [(row["bytes"] - row["crossing"]) / size for row in rows]
     parts = {
         "from this host": (LIGHT, inside),
         "from other hosts": (NAVY, [row["crossing"] / size for row in rows]),
     }
-    labels = [row["host"][:LETTERS] for row in rows]
+    labels = [row["host"][:_LETTERS] for row in rows]
     return Bars("host", f"{unit} of a step", labels, parts, lying=True)
 
 
 def _unit(largest):
-    return next(each for each in UNITS if largest >= each[1] or each[1] == 1)
+    return next(each for each in _UNITS if largest >= each[1] or each[1] == 1)

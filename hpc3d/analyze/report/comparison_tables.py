@@ -17,12 +17,12 @@ from hpc3d.analyze.report.table_format import (
 RUN = ColumnSpec("run", "run")
 
 
-def between(key: str) -> tuple[ColumnSpec, ColumnSpec]:
+def _between(key: str) -> tuple[ColumnSpec, ColumnSpec]:
     """The columns of a ratio's 95 % interval."""
     return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
 
 
-RUNS = TableSpec(
+_RUNS = TableSpec(
     "runs",
     "Runs",
     (
@@ -41,7 +41,7 @@ RUNS = TableSpec(
         ColumnSpec("loss_difference", "largest difference [nat]", "{:.1e}".format),
     ),
 )
-SCALING = TableSpec(
+_SCALING = TableSpec(
     "scaling",
     "Scaling",
     (
@@ -57,11 +57,11 @@ SCALING = TableSpec(
         ColumnSpec("tokens_per_s_rank", "tokens/s a rank", prefixed),
         ColumnSpec("scaling", "scaling"),
         ColumnSpec("speedup", "speed-up", ratio),
-        *between("speedup"),
+        *_between("speedup"),
         ColumnSpec("efficiency", "efficiency", percent),
     ),
 )
-GAINS = TableSpec(
+_GAINS = TableSpec(
     "gains",
     "Schemes",
     (
@@ -69,17 +69,17 @@ GAINS = TableSpec(
         ColumnSpec("family", "loops cut"),
         ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
         ColumnSpec("over_1d", "over 1-D", ratio),
-        *between("over_1d"),
+        *_between("over_1d"),
         ColumnSpec("over_2d", "over 2-D", ratio),
-        *between("over_2d"),
+        *_between("over_2d"),
         ColumnSpec("step_s", "step [ms]", milliseconds),
         ColumnSpec("step_over_1d", "step over 1-D", ratio),
-        *between("step_over_1d"),
+        *_between("step_over_1d"),
         ColumnSpec("step_over_2d", "step over 2-D", ratio),
-        *between("step_over_2d"),
+        *_between("step_over_2d"),
     ),
 )
-DIFFERENCES = TableSpec(
+_DIFFERENCES = TableSpec(
     "differences",
     "Differences from the first run",
     (
@@ -97,4 +97,4 @@ DIFFERENCES = TableSpec(
     rows_shown=10,
 )
 
-OVER_RUNS = (RUNS, SCALING, GAINS, DIFFERENCES)
+OVER_RUNS = (_RUNS, _SCALING, _GAINS, _DIFFERENCES)

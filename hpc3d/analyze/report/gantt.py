@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
 
-KINDS = {
+_KINDS = {
     "F": "forward",
     "B": "backward, input",
     "W": "backward, weights",
@@ -23,7 +23,7 @@ KINDS = {
     "reduce": "reduction",
     "step": "optimiser",
 }
-WIDTH, TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
+_WIDTH, _TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
 
 
 class Panels(NamedTuple):
@@ -50,7 +50,7 @@ def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
         for stage, row in enumerate(rows):
             for kind in sorted({span[2] for span in row}):
                 _bars(panel, stage, [span for span in row if span[2] == kind], kind)
-            _labels(panel, stage, row, (last - first) / (WIDTH * 72))
+            _labels(panel, stage, row, (last - first) / (_WIDTH * 72))
     _legend(figure, {span[2] for span in everything})
     return figure
 
@@ -61,7 +61,7 @@ def _figure(titles):
     from matplotlib.figure import Figure
 
     heights = [0.6 + 0.26 * stages for _, stages in titles]
-    figure = Figure(figsize=(WIDTH, 0.8 + sum(heights)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 0.8 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(titles), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (title, stages) in zip(axes, titles):
         panel.set_title(title.replace("$", r"\$"), loc="left", fontsize=9)
@@ -89,10 +89,12 @@ def _bars(panel, stage, row, kind):
 def _labels(panel, stage, row, seconds):
     """The text of each span into which it fits; a point is `seconds` long, or a little more."""
     for start, end, kind, label in row:
-        if label and end - start > seconds * TEXT * (0.64 * len(label) + 0.2):
+        if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
             colour = "white" if sum(_colour(kind)) < 1.0 else "black"
             middle = (start + end) / 2
-            panel.text(middle, stage, label, ha="center", va="center", fontsize=TEXT, color=colour)
+            panel.text(
+                middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=colour
+            )
 
 
 def _legend(figure, kinds):
@@ -109,12 +111,12 @@ def _legend(figure, kinds):
 
 def _order(kind):
     chunk, name = _split(kind)
-    return list(KINDS).index(name), chunk
+    return list(_KINDS).index(name), chunk
 
 
 def _name(kind):
     chunk, name = _split(kind)
-    return KINDS[name] + (f", chunk {chunk}" if chunk else "")
+    return _KINDS[name] + (f", chunk {chunk}" if chunk else "")
 
 
 def _split(kind):
@@ -126,6 +128,6 @@ def _split(kind):
 def _colour(kind):
     """Red, green and blue from 0 to 1: the colour of a kind, half-way to white for each chunk."""
     chunk, name = _split(kind)
-    text = COLOURS[list(KINDS).index(name)]
+    text = COLOURS[list(_KINDS).index(name)]
     full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return tuple(1 - (1 - part) * 0.5**chunk for part in full)

@@ -24,7 +24,7 @@ from hpc3d.analyze.report.table_notes import GENERAL, MEANING
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
-OPEN = 12  # rows of a table that is not folded
+_OPEN = 12  # rows of a table that is not folded
 
 
 class Shown(NamedTuple):
@@ -59,10 +59,10 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         general=prose(GENERAL),
         definitions=[(spec, prose(MEANING[spec.name])) for spec in (*OVER_RUNS, *OF_A_RUN)],
         cards=cards,
-        counted=counted,
+        counted=_counted,
         version=__version__,
-        open_rows=OPEN,
-        example=example,
+        open_rows=_OPEN,
+        example=_example,
         library=library,
         code=_text("timeline.js"),
         script=script,
@@ -134,7 +134,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     yield "loss", _written(last["loss"], "{:.4f}".format), f"nat a token after step {last['step']}"
 
 
-def counted(number: int, noun: str) -> str:
+def _counted(number: int, noun: str) -> str:
     """All of some things: "the only rank", "all 8 ranks"."""
     return f"the only {noun}" if number == 1 else f"all {number} {noun}s"
 
@@ -184,7 +184,7 @@ def _simulated(stages):
     return f"{percent(_mean(stages, 'idle_share_simulated'))} on an ideal clock"
 
 
-def example(run: RunAnalysis) -> str:
+def _example(run: RunAnalysis) -> str:
     """Some of a run's ranks, as they are written to choose them."""
     axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
     return " ".join(axes[:2]) or "0"

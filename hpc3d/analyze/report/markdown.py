@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.figure_list import Picture
     from hpc3d.analyze.report.run_analysis import Report
 
-LINES = 20  # of what is wrong with a trace
-MEANS = (
+_LINES = 20  # of what is wrong with a trace
+_MEANS = (
     "Calls, times and bytes are means a rank and step, over the steps that `averages` says: all"
     " but the first one."
 )
-NOTES = {
+_NOTES = {
     "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"
     " ideal clock. In flight: microbatches and chunks from F to the end of B.",
     "bubble": "Step {step}: idle before the first backward pass, between, and after the last"
@@ -28,7 +28,7 @@ NOTES = {
 
 def page(report: Report) -> str:
     """The text of a Report."""
-    sections = ["# Report", MEANS, *_listed("Before these runs are compared:", report.notes)]
+    sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
     for spec in OVER_RUNS:
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
@@ -46,8 +46,8 @@ def _facts(run):
 
 def _listed(title, lines):
     """Lines under a title, or as many as one reads."""
-    shown = [f"* {in_markdown(line)}" for line in lines[:LINES]]
-    more = [f"* and {len(lines) - LINES} more"] if len(lines) > LINES else []
+    shown = [f"* {in_markdown(line)}" for line in lines[:_LINES]]
+    more = [f"* and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     return [title, "\n".join(shown + more)] if lines else []
 
 
@@ -61,7 +61,7 @@ def _section(level, spec, rows, step=None):
     if not rows or spec.rows_shown < 0:
         return []
     shown = rows[: spec.rows_shown or None]
-    note = [NOTES[spec.name].format(step=step)] if spec.name in NOTES else []
+    note = [_NOTES[spec.name].format(step=step)] if spec.name in _NOTES else []
     more = len(rows) - len(shown)
     rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
     return [f"{level} {spec.title}", *note, markdown(spec.known(shown), shown), *rest]

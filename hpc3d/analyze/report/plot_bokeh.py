@@ -17,11 +17,11 @@ from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes
 if TYPE_CHECKING:
     from bokeh.model import Model
 
-TOOLS = "pan,box_zoom,reset,save"
-TICKS = 32  # labels on an axis of ranks at most
-ROW = 14  # pixels of a row of a timeline
-PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
-TOOLTIPS = ("rank", "name", "when", "took", "waited", "phase", "layer", "microbatch", "bytes")
+_TOOLS = "pan,box_zoom,reset,save"
+_TICKS = 32  # labels on an axis of ranks at most
+_ROW = 14  # pixels of a row of a timeline
+_PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
+_TOOLTIPS = ("rank", "name", "when", "took", "waited", "phase", "layer", "microbatch", "bytes")
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
@@ -37,7 +37,7 @@ def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
 def _plot(height, **values):
     from bokeh.plotting import figure
 
-    plot = figure(height=height, sizing_mode="stretch_width", tools=TOOLS, **values)
+    plot = figure(height=height, sizing_mode="stretch_width", tools=_TOOLS, **values)
     plot.toolbar.update(logo=None, autohide=True)
     plot.outline_line_color = None
     plot.grid.grid_line_color = "#e6e6e6"
@@ -114,7 +114,7 @@ def _label(axis, labels):
     """Write labels, or as many as fit, at 0, 1, 2 ... of an axis."""
     from bokeh.models import FixedTicker
 
-    places = range(0, len(labels), 1 + (len(labels) - 1) // TICKS)
+    places = range(0, len(labels), 1 + (len(labels) - 1) // _TICKS)
     axis.ticker = FixedTicker(ticks=list(places))
     axis.major_label_overrides = {place: str(labels[place]) for place in places}
 
@@ -153,7 +153,7 @@ def _timeline(chart: Timeline):
     """One row per rank.  A click shows what a box is and who took part in it: page/timeline.js."""
     from bokeh.models import ColumnDataSource, CustomJS, TapTool, WheelZoomTool
 
-    height = 140 + min(900, max(160, ROW * len(chart.shown)))
+    height = 140 + min(900, max(160, _ROW * len(chart.shown)))
     sides = {"x_range": (0, float(chart.events["end"].max())), "y_range": _range(len(chart.shown))}
     plot = _plot(height, x_axis_label="time [ms]", **sides)
     plot.yaxis.axis_label, plot.yaxis.major_label_text_font_size = "rank", "7pt"
@@ -186,7 +186,7 @@ def _draw_boxes(plot, source, chart):
         drawn.append(plot.hbar(**where, **how, source=source, view=view, legend_label=kind))
     code = "return hpc3d.text(plot.tags[1].data, plot.tags[0], special_vars.index, format)"
     written = CustomJSHover(args={"plot": plot}, code=code)
-    lines = [(key, f"@rank{{{key}}}") for key in TOOLTIPS]
+    lines = [(key, f"@rank{{{key}}}") for key in _TOOLTIPS]
     plot.add_tools(HoverTool(tooltips=lines, formatters={"@rank": written}, renderers=drawn))
 
 
@@ -200,7 +200,7 @@ def _draw_path(plot, chart):
     rows = [row.get(rank, np.nan) for rank in ranks]
     columns = {"time": np.array(times, "f4"), "rank": np.array(ranks), "row": np.array(rows, "f4")}
     line = plot.line("time", "row", source=ColumnDataSource(columns), line_width=2)
-    line.glyph.line_color = PATH
+    line.glyph.line_color = _PATH
     plot.legend[0].items.append(LegendItem(label="critical path", renderers=[line]))
     line.visible = False
     return line.data_source

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # inches
-NARROW = 48  # bars side by side that have a gap between them, and a label each
+_NARROW = 48  # bars side by side that have a gap between them, and a label each
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -95,7 +95,7 @@ def _bars(chart: Bars):
     edges, bottom = np.arange(len(chart.labels) + 1) - 0.5, np.zeros(len(chart.labels))
     for part, (colour, values) in chart.parts.items():
         top = bottom + values
-        if len(bottom) <= NARROW:
+        if len(bottom) <= _NARROW:
             panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=colour, label=_plain(part))
         else:
             panel.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=_plain(part))

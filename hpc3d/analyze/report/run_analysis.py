@@ -45,12 +45,12 @@ from hpc3d.trace.trace_config import one_time
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
-NO_COMMON_TIME = (
+_NO_COMMON_TIME = (
     "the time on the wall, for each rank counted its own CPU time: tokens/s, FLOP/s and MFU,"
     " how runs scale and differ, waits, stragglers, the critical path, the rates of collectives,"
     " the timeline and the stages of a pipeline"
 )
-DROPPED = "events of {ranks}: trust only the step, loss and memory tables, the others lack them"
+_DROPPED = "events of {ranks}: trust only the step, loss and memory tables, the others lack them"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Report(NamedTuple):
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     """The Report of open traces and their Runs; several are compared with the first one, but not
     their times if any are CPU times."""
-    runs = distinct(runs)
+    runs = _distinct(runs)
     tables = {"runs": comparison_rows(runs), "scaling": [], "gains": [], "differences": []}
     if len(runs) > 1 and all(map(one_time, traces)):
         steady = [*map(Steady, traces)]
@@ -136,16 +136,16 @@ def analyze_run(
         drawn = timeline(trace, calls, step, path, events)
         missing += _doubts(calls, tables)
     else:
-        missing.append(NO_COMMON_TIME)
+        missing.append(_NO_COMMON_TIME)
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
-        missing.append(DROPPED.format(ranks=_ranks(dropped)))
+        missing.append(_DROPPED.format(ranks=_ranks(dropped)))
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
     drawn_of = step, drawn, panels, plain_in(matrices)
     return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
-def distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
+def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
     """The runs with their ids in those labels that several of them have, and with their places
     where this is one run twice."""
     labels = [run.label for run in runs]

@@ -16,17 +16,17 @@ from hpc3d.analyze.report.table_format import (
 )
 from hpc3d.trace.schema import MEMORY_KIND
 
-RANK = ColumnSpec("rank", "rank", number)
-HOST = ColumnSpec("host", "host")
-STAGE = ColumnSpec("stage", "stage", number)
+_RANK = ColumnSpec("rank", "rank", number)
+_HOST = ColumnSpec("host", "host")
+_STAGE = ColumnSpec("stage", "stage", number)
 PHASE = ColumnSpec("phase", "phase")
 AXIS = ColumnSpec("axis", "axis")
 OP = ColumnSpec("op", "operation")
 CATEGORY = ColumnSpec("category", "category")
-SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
-SHARE = ColumnSpec("share", "share", percent)
+_SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
+_SHARE = ColumnSpec("share", "share", percent)
 
-STEP = TableSpec(
+_STEP = TableSpec(
     "step",
     "Step",
     (
@@ -44,7 +44,7 @@ STEP = TableSpec(
         ColumnSpec("communication_share", "communication", percent),
     ),
 )
-EFFICIENCY = TableSpec(
+_EFFICIENCY = TableSpec(
     "efficiency",
     "Arithmetic",
     (
@@ -56,7 +56,7 @@ EFFICIENCY = TableSpec(
         ColumnSpec("hfu", "HFU", percent),
     ),
 )
-TIME = TableSpec(
+_TIME = TableSpec(
     "time",
     "Time of a step",
     (
@@ -64,14 +64,14 @@ TIME = TableSpec(
         PHASE,
         AXIS,
         OP,
-        SECONDS,
-        SHARE,
+        _SECONDS,
+        _SHARE,
         ColumnSpec("calls", "calls", count),
         ColumnSpec("bytes", "received [B]", prefixed),
         ColumnSpec("flop_per_s", "rate [FLOP/s]", prefixed),
     ),
 )
-BETWEEN = TableSpec(
+_BETWEEN = TableSpec(
     "between",
     "Time between steps",
     (
@@ -80,22 +80,22 @@ BETWEEN = TableSpec(
         ColumnSpec("times", "times", count),
         ColumnSpec("mean_s", "mean [ms]", milliseconds),
         ColumnSpec("longest_s", "longest [ms]", milliseconds),
-        SECONDS._replace(heading="in all [ms]"),
+        _SECONDS._replace(heading="in all [ms]"),
     ),
 )
-LAYERS = TableSpec(
+_LAYERS = TableSpec(
     "layers",
     "Time by layer",
-    (ColumnSpec("layer", "layer", layer), PHASE, CATEGORY, SECONDS, SHARE),
+    (ColumnSpec("layer", "layer", layer), PHASE, CATEGORY, _SECONDS, _SHARE),
     rows_shown=10,
 )
-RANKS = TableSpec(
+_RANKS = TableSpec(
     "ranks",
     "Time by rank",
     (
-        RANK,
-        HOST,
-        STAGE,
+        _RANK,
+        _HOST,
+        _STAGE,
         ColumnSpec("step_s", "step [ms]", milliseconds),
         ColumnSpec("compute_s", "compute [ms]", milliseconds),
         ColumnSpec("wait_s", "wait [ms]", milliseconds),
@@ -108,7 +108,7 @@ RANKS = TableSpec(
     ),
     rows_shown=8,
 )
-IMBALANCE = TableSpec(
+_IMBALANCE = TableSpec(
     "imbalance",
     "Imbalance of computation",
     (
@@ -119,7 +119,7 @@ IMBALANCE = TableSpec(
         ColumnSpec("rank", "on rank", number),
     ),
 )
-WAITS = TableSpec(
+_WAITS = TableSpec(
     "waits",
     "Waiting and transfer",
     (
@@ -133,12 +133,12 @@ WAITS = TableSpec(
         ColumnSpec("worst_s", "worst [us]", microseconds),
     ),
 )
-STRAGGLERS = TableSpec(
+_STRAGGLERS = TableSpec(
     "stragglers",
     "Who is waited for",
     (
-        RANK,
-        HOST,
+        _RANK,
+        _HOST,
         ColumnSpec("meetings", "meetings", integer),
         ColumnSpec("last", "arrives last", integer),
         ColumnSpec("imposed_s", "others wait for it [ms]", milliseconds),
@@ -148,13 +148,13 @@ STRAGGLERS = TableSpec(
     ),
     rows_shown=5,
 )
-PATH = TableSpec(
+_PATH = TableSpec(
     "path",
     "Critical path",
-    (CATEGORY, PHASE, AXIS, OP, SECONDS, SHARE),
+    (CATEGORY, PHASE, AXIS, OP, _SECONDS, _SHARE),
     rows_shown=10,
 )
-COLLECTIVES = TableSpec(
+_COLLECTIVES = TableSpec(
     "collectives",
     "Collectives and messages",
     (
@@ -170,7 +170,7 @@ COLLECTIVES = TableSpec(
     ),
     rows_shown=12,
 )
-TRAFFIC = TableSpec(
+_TRAFFIC = TableSpec(
     "traffic",
     "Bytes from rank to rank",
     (
@@ -181,11 +181,11 @@ TRAFFIC = TableSpec(
     ),
     rows_shown=-1,
 )
-CROSSING = TableSpec(
+_CROSSING = TableSpec(
     "crossing",
     "Between hosts",
     (
-        HOST,
+        _HOST,
         ColumnSpec("ranks", "ranks", integer),
         ColumnSpec("calls", "calls", count),
         ColumnSpec("bytes", "received [B]", prefixed),
@@ -194,7 +194,7 @@ CROSSING = TableSpec(
     ),
     rows_shown=8,
 )
-CROSSING_PAIRS = TableSpec(
+_CROSSING_PAIRS = TableSpec(
     "crossing_pairs",
     "Bytes from host to host",
     (
@@ -204,11 +204,11 @@ CROSSING_PAIRS = TableSpec(
     ),
     rows_shown=-1,
 )
-PIPELINE = TableSpec(
+_PIPELINE = TableSpec(
     "pipeline",
     "Pipeline",
     (
-        STAGE,
+        _STAGE,
         ColumnSpec("ranks", "ranks", integer),
         ColumnSpec("passes", "passes", integer),
         ColumnSpec("forward_s", "F [ms]", milliseconds),
@@ -221,11 +221,11 @@ PIPELINE = TableSpec(
         ColumnSpec("in_flight_simulated", "in flight, simulated", integer),
     ),
 )
-BUBBLE = TableSpec(
+_BUBBLE = TableSpec(
     "bubble",
     "Bubble",
     (
-        STAGE,
+        _STAGE,
         ColumnSpec("span_s", "all passes [ms]", milliseconds),
         ColumnSpec("idle_s", "idle [ms]", milliseconds),
         ColumnSpec("warmup_s", "warm-up [ms]", milliseconds),
@@ -233,16 +233,16 @@ BUBBLE = TableSpec(
         ColumnSpec("drain_s", "drain [ms]", milliseconds),
     ),
 )
-MEMORY = TableSpec(
+_MEMORY = TableSpec(
     "memory",
     "Memory",
     (
         ColumnSpec("kind", "kind"),
         ColumnSpec("peak", "highest peak [B]", prefixed),
-        RANK._replace(heading="on rank"),
+        _RANK._replace(heading="on rank"),
     ),
 )
-MEMORY_RANKS = TableSpec(
+_MEMORY_RANKS = TableSpec(
     "memory_ranks",
     "Memory by rank",
     (
@@ -251,19 +251,19 @@ MEMORY_RANKS = TableSpec(
     ),
     rows_shown=-1,
 )
-PREDICTION = TableSpec(
+_PREDICTION = TableSpec(
     "prediction",
     "Prediction",
     (
         ColumnSpec("quantity", "quantity"),
-        STAGE,
-        RANK,
+        _STAGE,
+        _RANK,
         ColumnSpec("predicted", "predicted", prefixed),
         ColumnSpec("measured", "measured", prefixed),
         ColumnSpec("ratio", "predicted / measured", ratio),
     ),
 )
-LOSS = TableSpec(
+_LOSS = TableSpec(
     "loss",
     "Loss",
     (
@@ -275,10 +275,10 @@ LOSS = TableSpec(
 )
 
 OF_A_RUN = (
-    *(STEP, EFFICIENCY, PREDICTION, LOSS),
-    *(TIME, BETWEEN, LAYERS, RANKS, IMBALANCE),
-    *(WAITS, STRAGGLERS, PATH),
-    *(COLLECTIVES, TRAFFIC, CROSSING, CROSSING_PAIRS),
-    *(PIPELINE, BUBBLE),
-    *(MEMORY, MEMORY_RANKS),
+    *(_STEP, _EFFICIENCY, _PREDICTION, _LOSS),
+    *(_TIME, _BETWEEN, _LAYERS, _RANKS, _IMBALANCE),
+    *(_WAITS, _STRAGGLERS, _PATH),
+    *(_COLLECTIVES, _TRAFFIC, _CROSSING, _CROSSING_PAIRS),
+    *(_PIPELINE, _BUBBLE),
+    *(_MEMORY, _MEMORY_RANKS),
 )

@@ -43,7 +43,7 @@ KINDS = {
     "copy": PINK,
     "host": GREY,
 }
-NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = ("name", "op", "phase", "axis", "layer", "microbatch", "stage", "chunk", "seq", "bytes")
 
 
@@ -76,7 +76,7 @@ def timeline(
     """
     rows = np.flatnonzero(trace.events["step"] == step)
     ranks = trace.events["rank"][rows]
-    shown = representatives(trace, calls, path, np.bincount(ranks), limit)
+    shown = _representatives(trace, calls, path, np.bincount(ranks), limit)
     rows = rows[np.isin(ranks, shown)]
     names = {key: labels(trace, key) for key in ("op", "phase", "axis")}
     names["name"] = dict(enumerate(trace.strings))
@@ -95,7 +95,7 @@ def boxes(chart: Timeline) -> dict[str, Any]:
     events = chart.events
     row = np.searchsorted(chart.shown, events["rank"]) + lanes(events)[0]
     found = {}
-    for kind, number in NUMBER.items():
+    for kind, number in _NUMBER.items():
         these = events["kind"] == number
         found[kind] = [events["until"][these], events["end"][these], row[these]]
     waited = events["until"] > events["start"]
@@ -111,7 +111,7 @@ def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
     return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
 
 
-def representatives(
+def _representatives(
     trace: Trace, calls: CallInstances, path: Sequence[PathSegment], events: np.ndarray, limit: int
 ) -> list[int]:
     """The ranks that are shown, sorted: all, or until they have `limit` of the `events` [ranks]
@@ -171,7 +171,7 @@ def _kinds(trace, rows):
 def _numbers(names):
     """The kind of each code of an enumeration."""
     kinds = {"comm": "transfer", "compute": "other", "io": "host", "marker": "host"}
-    number = np.full(256, NUMBER["other"])
+    number = np.full(256, _NUMBER["other"])
     for code, name in names.items():
-        number[code] = NUMBER.get(kinds.get(name, name), NUMBER["other"])
+        number[code] = _NUMBER.get(kinds.get(name, name), _NUMBER["other"])
     return number

@@ -93,12 +93,12 @@ def prefixed(value: float) -> str:
 # Ways to write a table
 
 
-MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
+_MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
 
 
 def in_markdown(text: str) -> str:
     """A text without what Markdown would take for HTML, a link, a mark or the end of a cell."""
-    return text.translate(MARKDOWN)
+    return text.translate(_MARKDOWN)
 
 
 def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
@@ -119,7 +119,7 @@ def _column(field, values):
     return [heading, rule, *cells]
 
 
-LATEX = str.maketrans(
+_LATEX = str.maketrans(
     {char: rf"\{char}" for char in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 )
@@ -130,19 +130,19 @@ def latex(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
     heading, *body = [
-        " & ".join(text.translate(LATEX) for text in line) + r" \\" for line in lines
+        " & ".join(text.translate(_LATEX) for text in line) + r" \\" for line in lines
     ]
     adjust = "".join("l" if field.is_text else "r" for field in fields)
     parts = [rf"\begin{{tabular}}{{{adjust}}}", r"\toprule", heading, r"\midrule"]
     return "\n".join([*parts, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def in_csv(value: Any) -> Any:
     """A value for a cell: a text that a spreadsheet would take for a formula begins with '."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def write(spec: TableSpec, rows: Sequence[dict[str, Any]], folder: Path) -> None:

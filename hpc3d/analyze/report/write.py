@@ -13,15 +13,15 @@ from hpc3d.analyze.report.run_tables import OF_A_RUN
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report
 
-FILES, FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports")
+_FILES, _FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports")
 
 
 def clear(out: Path) -> None:
     """Remove the report that a folder has, by the names that a report writes; and make it."""
     if (out / "report.md").is_file():
-        for name in FILES:
+        for name in _FILES:
             (out / name).unlink(missing_ok=True)
-        for name in FOLDERS:
+        for name in _FOLDERS:
             if (out / name).exists():
                 shutil.rmtree(out / name)
     out.mkdir(parents=True, exist_ok=True)

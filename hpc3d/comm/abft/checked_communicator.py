@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import MeshRecorder
 
-ROWS = 64  # of a fresh table of notes
+_ROWS = 64  # of a fresh table of notes
 
 
 class CallRecord(NamedTuple):
@@ -53,9 +53,9 @@ class CheckedCommunicator(Communicator):
         # Of these nothing is noted.
         self.buffer = comm.buffer  # type: ignore[method-assign]
         self.grouped = comm.grouped  # type: ignore[method-assign]
-        self.rows = np.zeros((ROWS, 2 * self.size), np.uint64)
+        self.rows = np.zeros((_ROWS, 2 * self.size), np.uint64)
         self.notes: list[CallRecord] = []
-        self.came = np.zeros((ROWS, self.size), bool)
+        self.came = np.zeros((_ROWS, self.size), bool)
         self.sums: dict[int, tuple[float, float]] = {}
         self.maxima: list[int] = []
         self.posted: Counter[int] = Counter()
@@ -65,14 +65,14 @@ class CheckedCommunicator(Communicator):
 
     def _all_gather(self, block):
         pending = self.comm._all_gather(block)
-        return self.moving("all_gather", block, pending, 1, [*range(self.size)])
+        return self._moving("all_gather", block, pending, 1, [*range(self.size)])
 
     def _broadcast(self, block, root):
-        return self.moving("broadcast", block, self.comm._broadcast(block, root), 1, [root])
+        return self._moving("broadcast", block, self.comm._broadcast(block, root), 1, [root])
 
     def _all_to_all(self, block):
         pending = self.comm._all_to_all(block)
-        return self.moving("all_to_all", block, pending, self.size, [*range(self.size)])
+        return self._moving("all_to_all", block, pending, self.size, [*range(self.size)])
 
     def _reduce_scatter(self, block):
         pending = self.comm._reduce_scatter(block)
@@ -104,7 +104,7 @@ class CheckedCommunicator(Communicator):
         trace = self.ledger.trace
         return CallRecord(op, block.size, block.dtype, trace.step, trace.layer, trace.phase)
 
-    def moving(
+    def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
         """Note a call in which a member gives `parts` parts, and gets one of each of `givers`."""

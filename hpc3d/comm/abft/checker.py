@@ -68,10 +68,10 @@ class AbftChecker:
         difference -= sums
         row = wrong_row(a, b, sums, np.abs(difference, out=difference))
         if row is not None:
-            self.found.append(self.product_line(a, b, c, row))
+            self.found.append(self._product_line(a, b, c, row))
         self.latest = weakref.ref(c), sums
 
-    def product_line(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int) -> str:
+    def _product_line(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int) -> str:
         """What to say of a product with a wrong row: the column is that which is farthest off."""
         again = a[row] @ b
         off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)

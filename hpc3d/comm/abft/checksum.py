@@ -35,10 +35,10 @@ from math import sqrt
 import numpy as np
 
 WIDE = 4096  # the longest row that is summed in the type of its block
-BOUND = 4.0
+_BOUND = 4.0
 quiet = np.errstate(over="ignore", invalid="ignore")  # numbers that a flip made are of any size
-ROUNDOFF = {char: float(np.finfo(char).eps) / 2 for char in "efd"}
-WORD = np.dtype(np.uint64)
+_ROUNDOFF = {char: float(np.finfo(char).eps) / 2 for char in "efd"}
+_WORD = np.dtype(np.uint64)
 
 
 class Signs:
@@ -50,7 +50,7 @@ class Signs:
     def __call__(self, count: int, dtype: np.dtype) -> np.ndarray:
         table = self.tables.get(dtype)
         if table is None or table.size < count:
-            table = self.tables[dtype] = drawn(max(2 * count, WIDE)).astype(dtype)
+            table = self.tables[dtype] = _drawn(max(2 * count, WIDE)).astype(dtype)
         return table[:count]
 
     @quiet
@@ -73,7 +73,7 @@ class Signs:
         return rows @ self(rows.shape[1], np.dtype(np.float64))
 
 
-def drawn(count: int) -> np.ndarray:
+def _drawn(count: int) -> np.ndarray:
     """Signs out of the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     z: np.ndarray = np.arange(1, count + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -85,11 +85,11 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
     """The sum modulo 2^64 of the 8-byte words of each part of a contiguous block: one flipped bit
     always changes it."""
     size = block.nbytes // parts
-    if size % WORD.itemsize == 0:
-        return np.add.reduce(block.reshape(parts, -1).view(WORD), axis=1)
-    padded = np.zeros((parts, -(-size // WORD.itemsize) * WORD.itemsize), np.uint8)
+    if size % _WORD.itemsize == 0:
+        return np.add.reduce(block.reshape(parts, -1).view(_WORD), axis=1)
+    padded = np.zeros((parts, -(-size // _WORD.itemsize) * _WORD.itemsize), np.uint8)
     padded[:, :size] = block.reshape(-1).view(np.uint8).reshape(parts, -1)
-    return np.add.reduce(padded.view(WORD), axis=1)
+    return np.add.reduce(padded.view(_WORD), axis=1)
 
 
 def terms(block: np.ndarray) -> int:
@@ -113,13 +113,13 @@ def norm(block: np.ndarray) -> float:
 
 def largest(dtype: np.dtype) -> float:
     """The norm of blocks whose sum may overflow; none of integers, and they are exact."""
-    return float(np.finfo(dtype).max) / 1000 if dtype.char in ROUNDOFF else np.inf
+    return float(np.finfo(dtype).max) / 1000 if dtype.char in _ROUNDOFF else np.inf
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
     """The rounding of a chain of sums of so many terms, relative to a norm; none of integers."""
-    unit = ROUNDOFF.get(dtype.char, 0.0)
-    return BOUND * unit * sum(map(sqrt, counts))
+    unit = _ROUNDOFF.get(dtype.char, 0.0)
+    return _BOUND * unit * sum(map(sqrt, counts))
 
 
 def wrong_row(

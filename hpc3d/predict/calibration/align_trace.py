@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.program import Program
     from hpc3d.trace.reader import Trace
 
-COMM = CATEGORY.index("comm")
-EXTRA = [CATEGORY.index(name) for name in ("copy", "io")]
-MESSAGES = ("send", "recv")
-SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
-TIMES = ("t_start", "dur", "posted")
-REMEDY = (
+_COMM = CATEGORY.index("comm")
+_EXTRA = [CATEGORY.index(name) for name in ("copy", "io")]
+_MESSAGES = ("send", "recv")
+_SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
+_TIMES = ("t_start", "dur", "posted")
+_REMEDY = (
     "{}: rank {} did not do in a step what the program would do; train again, with this version, "
     "for more than two steps"
 )
@@ -73,7 +73,7 @@ class TimedWork(NamedTuple):
     seconds: float
 
 
-class MeterLog(CostMeter):
+class _MeterLog(CostMeter):
     """All that the arrays of a rank record, in order."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class MeterLog(CostMeter):
         self.entries.append(TimedKernel(name, nbytes))
 
 
-class ExpectedRows(NamedTuple):
+class _ExpectedRows(NamedTuple):
     """The rows of a rank in a step of the steady state, and the Products and Kernels between the
     ends of each two of them; the last entry has those after all rows."""
 
@@ -94,9 +94,9 @@ class ExpectedRows(NamedTuple):
     computed: list
 
 
-def expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> ExpectedRows:
+def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> _ExpectedRows:
     """The Script of the rank at `coords` (axis -> coordinate)."""
-    log = MeterLog()
+    log = _MeterLog()
     mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
     ledger = MemoryRecorder(mesh.rank, lambda: len(log.entries))
     vocabulary = config.model.vocabulary
@@ -105,9 +105,9 @@ def expected_rows(config: Config, coords: Mapping[str, int], program: Program) -
     ledger.count, first = 0, len(log.entries)
     trainer.step(1)
     rows = ledger.rows()
-    rows = rows[~np.isin(rows["category"], EXTRA)]
+    rows = rows[~np.isin(rows["category"], _EXTRA)]
     ends = [first, *rows["t_start"] + rows["dur"], len(log.entries)]
-    return ExpectedRows(rows, [tuple(log.entries[slice(*part)]) for part in pairwise(ends)])
+    return _ExpectedRows(rows, [tuple(log.entries[slice(*part)]) for part in pairwise(ends)])
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
@@ -121,18 +121,18 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
     config = configuration(trace)
     program, grid, found = program_of(config), config.mesh.grid(), []
     for rank in range(grid.size):
-        expected = expected_rows(config, grid.coords(rank), program)
-        rows, steps = rows_of(trace, rank), steps_of(trace, rank)[skip:]
-        times = [aligned(rows, expected, *step) for step in steps]
+        expected = _expected_rows(config, grid.coords(rank), program)
+        rows, steps = _rows_of(trace, rank), _steps_of(trace, rank)[skip:]
+        times = [_aligned(rows, expected, *step) for step in steps]
         if not times or any(each is None for each in times):
-            raise ValueError(REMEDY.format(trace.path, rank))
-        calls = [*(call_of(trace, row) for row in expected.rows), None]
+            raise ValueError(_REMEDY.format(trace.path, rank))
+        calls = [*(_call_of(trace, row) for row in expected.rows), None]
         for computed, call, *spent in zip(expected.computed, calls, *np.median(times, 0).tolist()):
-            found += parts(computed, call, *spent)
+            found += _parts(computed, call, *spent)
     return found
 
 
-def parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
+def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
     """The TimedWork before a row and in it; what Python does before a call is part of this call,
     unless there is something else that it may be."""
     if call is None or not computed:
@@ -151,22 +151,22 @@ def configuration(trace: Trace) -> Config:
     return config
 
 
-def steps_of(trace: Trace, rank: int) -> list[tuple[int, ...]]:
+def _steps_of(trace: Trace, rank: int) -> list[tuple[int, ...]]:
     """Number, start and end of each step of a rank."""
     mine = trace.steps["rank"] == rank
     columns = (trace.steps[key][mine].tolist() for key in ("step", "t_start", "t_end"))
     return [*zip(*columns, strict=True)]
 
 
-def rows_of(trace: Trace, rank: int) -> np.recarray:
+def _rows_of(trace: Trace, rank: int) -> np.recarray:
     """The rows of a rank in the order in which they ended."""
-    mine, names = trace.rows(rank), ("step", *SAME, *TIMES)
+    mine, names = trace.rows(rank), ("step", *_SAME, *_TIMES)
     rows = np.rec.fromarrays([trace.events[name, mine] for name in names], names=[*names])
     return rows[np.argsort(rows.t_start + rows.dur, kind="stable")]
 
 
-def aligned(
-    rows: np.recarray, expected: ExpectedRows, step: int, begin: int, end: int
+def _aligned(
+    rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
     """Seconds before each row of a script, from the end of the row before, and in it, [2, rows];
     the end of the step is a row of no length.  None if the `rows` are others.
@@ -175,26 +175,26 @@ def aligned(
     call, although other rows may lie between the two.
     """
     rows = rows[rows.step == step]
-    extra = np.isin(rows.category, EXTRA)
+    extra = np.isin(rows.category, _EXTRA)
     extra, rows = rows[extra], rows[~extra]
     same = len(rows) == len(expected.rows)
-    if not same or any((rows[key] != expected.rows[key]).any() for key in SAME):
+    if not same or any((rows[key] != expected.rows[key]).any() for key in _SAME):
         return None
     starts, inside = np.append(rows.t_start, end), np.append(rows.dur, 0)
     stops = starts + inside
     before = starts - np.append(begin, stops[:-1])
     np.subtract.at(before, np.searchsorted(stops, extra.t_start, "right"), extra.dur)
-    early = np.flatnonzero((rows.category == COMM) & (rows.posted < rows.t_start))
+    early = np.flatnonzero((rows.category == _COMM) & (rows.posted < rows.t_start))
     made = dict(zip(extra.t_start.tolist(), extra.dur.tolist(), strict=True))
     lengths = [made.get(posted, 0) for posted in rows.posted[early].tolist()]
     inside[early] += np.array(lengths, "i8")
     return np.array([before, inside]) * 1e-9
 
 
-def call_of(trace: Trace, row: np.void) -> Call | None:
+def _call_of(trace: Trace, row: np.void) -> Call | None:
     """The Call of a row, or None."""
-    if row["category"] != COMM:
+    if row["category"] != _COMM:
         return None
     op = OP[row["op"]]
-    members = 2 if op in MESSAGES else len(trace.groups[row["group"]].members)
+    members = 2 if op in _MESSAGES else len(trace.groups[row["group"]].members)
     return Call(op, int(row["bytes"]), members)

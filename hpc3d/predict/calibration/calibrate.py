@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     from hpc3d.predict.calibration.align_trace import TimedWork
     from hpc3d.predict.simulation.simulator import StageRun
 
-LEAST_S = 1e-7  # no call is faster
-PROBE_S = 1e-4
+_LEAST_S = 1e-7  # no call is faster
+_PROBE_S = 1e-4
 MOST_S = 3e-4  # that a rank which waits oversleeps: a nap (hpc3d.comm.mpi) and the timer's slack
 
 
 def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
     """The Machine of ranks that did `works` (align_trace.Work) on one node; `facts` are
     its name, source, ranks_per_node, cores and memory_gb."""
-    rates = rates_of(works)
-    launch, kernels, bandwidth = kernels_of(works, rates)
-    tables = tables_of(works, bandwidth)
+    rates = _rates_of(works)
+    launch, kernels, bandwidth = _kernels_of(works, rates)
+    tables = _tables_of(works, bandwidth)
     pairs = [table.seconds[0] for table in tables if table.members == 2]
     return Machine(
         memory_bandwidth=bandwidth,
         launch_s=launch,
         gemm=rates,
-        links=(Link(0, rounded(median(pairs)) if pairs else launch, bandwidth),),
+        links=(Link(0, _rounded(median(pairs)) if pairs else launch, bandwidth),),
         kernels=kernels,
         measured=tables,
         **facts,
     )
 
 
-def rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
+def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
     """dtype -> Rates, from rows that are one product."""
     found = defaultdict(list)
     for work in works:
@@ -60,13 +60,13 @@ def rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
             found[work.computed[0].dtype].append((work.computed[0].flop, work.seconds))
     rates = {}
     for dtype, points in found.items():
-        flop, seconds = octave_means(points)
-        rate = tuple(rounded(x / y) for x, y in zip(flop, seconds, strict=True))
+        flop, seconds = _octave_means(points)
+        rate = tuple(_rounded(x / y) for x, y in zip(flop, seconds, strict=True))
         rates[dtype] = Rates(max(rate), flop, rate)
     return rates
 
 
-def octave_means(
+def _octave_means(
     points: Sequence[tuple[float, float]],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Points (x, y) as two tuples: the means of those between 2^(i - 1/2) and 2^(i + 1/2) in x."""
@@ -74,15 +74,15 @@ def octave_means(
     for x, y in points:
         octaves[round(log2(x))].append((x, y))
     means = [np.mean(octaves[number], axis=0).tolist() for number in sorted(octaves)]
-    return tuple(tuple(map(rounded, column)) for column in zip(*means, strict=True))
+    return tuple(tuple(map(_rounded, column)) for column in zip(*means, strict=True))
 
 
-def rounded(value: float) -> float:
+def _rounded(value: float) -> float:
     """Four digits: there is not more in a measurement."""
     return float(f"{value:.4g}")
 
 
-def kernels_of(
+def _kernels_of(
     works: Sequence[TimedWork], rates: Mapping[str, Rates]
 ) -> tuple[float, dict[str, float], float]:
     """Seconds of a launch, bytes/s by kernel, and bytes/s of all kernels together.
@@ -90,32 +90,32 @@ def kernels_of(
     seconds - products = sum over kernels of launch + bytes / rate, for all rows that are no call,
     by least squares; a row counts by 1 / sqrt(seconds), as what is a sum of many.
     """
-    rows = [work for work in works if work.call is None and kernels_in(work)]
-    names = sorted({each.name for work in rows for each in kernels_in(work)})
+    rows = [work for work in works if work.call is None and _kernels_in(work)]
+    names = sorted({each.name for work in rows for each in _kernels_in(work)})
     place = {name: number for number, name in enumerate(names, 1)}
     counted, spent = np.zeros((len(rows), 1 + len(names))), np.empty(len(rows))
     for row, work in enumerate(rows):
-        spent[row] = work.seconds - in_products(work, rates)
-        for each in kernels_in(work):
+        spent[row] = work.seconds - _in_products(work, rates)
+        for each in _kernels_in(work):
             counted[row, [0, place[each.name]]] += 1, each.bytes
     weight = np.array([work.seconds for work in rows]) ** -0.5
-    launch, *per_byte = positive(counted * weight[:, None], spent * weight)
-    rate = {name: rounded(1 / each) for name, each in zip(names, per_byte, strict=True) if each}
+    launch, *per_byte = _positive(counted * weight[:, None], spent * weight)
+    rate = {name: _rounded(1 / each) for name, each in zip(names, per_byte, strict=True) if each}
     total = counted[:, 1:].sum(0)
-    return rounded(launch), rate, rounded(total.sum() / (total @ per_byte))
+    return _rounded(launch), rate, _rounded(total.sum() / (total @ per_byte))
 
 
-def kernels_in(work: TimedWork) -> list[TimedKernel]:
+def _kernels_in(work: TimedWork) -> list[TimedKernel]:
     return [each for each in work.computed if isinstance(each, TimedKernel)]
 
 
-def in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
+def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
     """Seconds of the products in a row."""
     products = [each for each in work.computed if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 
 
-def positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
+def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
     """Least squares, without the columns that would come out negative."""
     found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
     while True:
@@ -126,25 +126,25 @@ def positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
         used = used[part > 0]
 
 
-def tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
+def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
     """A CallTable for every operation and number of members."""
     found = defaultdict(list)
     for work in works:
         if work.call and work.call.bytes:
-            point = work.call.bytes, max(LEAST_S, work.seconds)
+            point = work.call.bytes, max(_LEAST_S, work.seconds)
             found[work.call.op, work.call.members].append(point)
     return tuple(
-        CallTable(op, members, 0, "at once", *table(octave_means(points), bandwidth))
+        CallTable(op, members, 0, "at once", *_table(_octave_means(points), bandwidth))
         for (op, members), points in sorted(found.items())
     )
 
 
-def table(found: tuple, bandwidth: float) -> tuple:
+def _table(found: tuple, bandwidth: float) -> tuple:
     """At least two knots: beyond a lone one a block is copied."""
     (bytes_, *more), (seconds, *_) = found
     if more:
         return found
-    return (bytes_, 2 * bytes_), (seconds, rounded(seconds + bytes_ / bandwidth))
+    return (bytes_, 2 * bytes_), (seconds, _rounded(seconds + bytes_ / bandwidth))
 
 
 def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
@@ -159,10 +159,10 @@ def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Mach
             step_seconds(
                 simulate(config, config.model.vocabulary, replace(machine, wakeup_s=each))
             )
-            for each in (0.0, PROBE_S)
+            for each in (0.0, _PROBE_S)
         )
-        found.append((seconds - none) / (some - none) * PROBE_S)
-    return replace(machine, wakeup_s=rounded(min(MOST_S, max(0.0, median(found or [0.0])))))
+        found.append((seconds - none) / (some - none) * _PROBE_S)
+    return replace(machine, wakeup_s=_rounded(min(MOST_S, max(0.0, median(found or [0.0])))))
 
 
 def step_seconds(runs: Sequence[StageRun]) -> float:

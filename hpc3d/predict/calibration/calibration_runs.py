@@ -13,17 +13,17 @@ from hpc3d.predict.simulation.simulator import load_resolved
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-SECTION = {
+_SECTION = {
     **dict.fromkeys(("p", "d", "x", "y", "z", "transport"), "mesh"),
     **dict.fromkeys(("scheme", "zero", "microbatches", "schedule"), "parallel"),
     **dict.fromkeys(("layers", "hidden", "heads"), "model"),
     **dict.fromkeys(("batch",), "train"),
     **dict.fromkeys(("clock",), "trace"),
 }
-BASE = "x=1 y=1 z=1 layers=2 heads=16"
+_BASE = "x=1 y=1 z=1 layers=2 heads=16"
 
-SIZES = ("hidden=128 batch=16", "hidden=384 batch=32")
-LAYOUTS = """
+_SIZES = ("hidden=128 batch=16", "hidden=384 batch=32")
+_LAYOUTS = """
 x=1
 x=2
 d=2
@@ -39,7 +39,7 @@ x=8 scheme=1d
 d=8
 p=2 d=4 microbatches=2
 """.strip().splitlines()
-CALIBRATE = [f"{layout} {size}" for size in SIZES for layout in LAYOUTS]
+CALIBRATE = [f"{layout} {size}" for size in _SIZES for layout in _LAYOUTS]
 
 CHECK = """
 x=1 hidden=256 layers=3 batch=24
@@ -59,9 +59,9 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
     """The number of ranks of a line, and the options that make a run of it."""
-    pairs = dict(pair.split("=") for pair in f"{BASE} {line}".split()) | more
+    pairs = dict(pair.split("=") for pair in f"{_BASE} {line}".split()) | more
     ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
-    options = ([f"--{SECTION[key]}.{key}", value] for key, value in pairs.items())
+    options = ([f"--{_SECTION[key]}.{key}", value] for key, value in pairs.items())
     return ranks, [word for option in options for word in option]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 # Of each call what is done inside the hosts; across it is the call itself.
-INSIDE = {
+_INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
     "all_reduce": ("reduce_scatter", "all_gather"),
@@ -81,14 +81,14 @@ def legs(machine: Machine, op: str, nbytes: float, members: Sequence[int]) -> Le
     if there is None:
         return Legs(machine.call(op, nbytes, members), 0.0)
     block, local = nbytes / counted(op, there.size), len(there.local)
-    inside = INSIDE[op] if local > 1 else ()
+    inside = _INSIDE[op] if local > 1 else ()
     work = sum(machine.call(each, block * counted(each, local), there.local) for each in inside)
     across = carried(op, nbytes, there)
-    work += handed(machine, op, across / local, there.hosts)
+    work += _handed(machine, op, across / local, there.hosts)
     return Legs(work, best(op, there.hosts, across, there.alpha, there.beta))
 
 
-def handed(machine: Machine, op: str, nbytes: float, hosts: int) -> float:
+def _handed(machine: Machine, op: str, nbytes: float, hosts: int) -> float:
     """Seconds of a core that hands a card its part of a call and takes what comes: those
     that the call takes among as many members in memory, if that was measured."""
     table = machine.anywhere.get((op, hosts))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Level
 
-SHORT = 512 * 1024  # bytes: MPICH gathers and scatters by doubling up to here
+_SHORT = 512 * 1024  # bytes: MPICH gathers and scatters by doubling up to here
 
 
 def message(alpha: float, beta: float, g: int, nbytes: float) -> float:
@@ -56,14 +56,14 @@ def rabenseifner(alpha: float, beta: float, g: int, nbytes: float) -> float:
 
     The members beyond a power of two hand their block to a neighbour and get the sum back.
     """
-    odd = not power_of_two(g)
-    return 2 * (floor(log2(g)) + odd) * alpha + (nbytes + 2 * odd * summed(g, nbytes)) * beta
+    odd = not _power_of_two(g)
+    return 2 * (floor(log2(g)) + odd) * alpha + (nbytes + 2 * odd * _summed(g, nbytes)) * beta
 
 
 def doubling_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-reduce that exchanges the whole block in every one of log2 g steps."""
-    steps = floor(log2(g)) + 2 * (not power_of_two(g))
-    return steps * (alpha + summed(g, nbytes) * beta)
+    steps = floor(log2(g)) + 2 * (not _power_of_two(g))
+    return steps * (alpha + _summed(g, nbytes) * beta)
 
 
 def binomial(alpha: float, beta: float, g: int, nbytes: float) -> float:
@@ -85,11 +85,11 @@ def chain(alpha: float, beta: float, g: int, nbytes: float) -> float:
     return (g - 2) * alpha + 2 * sqrt(alpha * fill) + nbytes * beta
 
 
-def power_of_two(g: int) -> bool:
+def _power_of_two(g: int) -> bool:
     return g & (g - 1) == 0
 
 
-def summed(g: int, nbytes: float) -> float:
+def _summed(g: int, nbytes: float) -> float:
     """The bytes of the block that is all-reduced."""
     return nbytes * g / (2 * (g - 1))
 
@@ -99,11 +99,11 @@ def always(g: int, nbytes: float) -> bool:
 
 
 def short(g: int, nbytes: float) -> bool:
-    return nbytes <= SHORT
+    return nbytes <= _SHORT
 
 
 def short_power_of_two(g: int, nbytes: float) -> bool:
-    return nbytes <= SHORT and power_of_two(g)
+    return nbytes <= _SHORT and _power_of_two(g)
 
 
 # Of each call the algorithms and when libraries take them: doubling sends far, so that long
@@ -124,7 +124,7 @@ ALGORITHMS = {
 }
 
 
-NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms of which no message goes far
+_NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms of which no message goes far
 
 
 def best(
@@ -138,7 +138,7 @@ def best(
         return 0.0
     hop = alpha if hop is None else hop
     return min(
-        cost(hop if cost in NEIGHBOURS else alpha, beta, g, nbytes)
+        cost(hop if cost in _NEIGHBOURS else alpha, beta, g, nbytes)
         for cost, fits in ALGORITHMS[op]
         if fits(g, nbytes)
     )
@@ -150,7 +150,7 @@ def hierarchical_all_reduce(nbytes: float, inside: Level, across: Level) -> floa
     `inside` and `across` are (g, alpha, beta) of the members on one node, and of the nodes.
     """
     (members, alpha, beta), (nodes, far_alpha, far_beta) = inside, across
-    block = summed(members * nodes, nbytes)
+    block = _summed(members * nodes, nbytes)
     part = (1 - 1 / members) * block
     between = 2 * (1 - 1 / nodes) * block / members
     return (

@@ -135,7 +135,7 @@ class Route(NamedTuple):
     tables: dict
 
 
-def over_nodes(
+def _over_nodes(
     size: int,
     inside: Level,
     across: Level,
@@ -226,7 +226,7 @@ class Machine:
             return 0.0
         if self.cores and self.crossing(members):
             return sum(between_hosts.legs(self, op, nbytes, members))
-        route = self.routes.get(members) or self.routes.setdefault(members, self.route(members))
+        route = self._routes.get(members) or self._routes.setdefault(members, self.route(members))
         if op in route.tables:
             return route.tables[op](nbytes)
         beta = route.spread if op == "all_to_all" else route.beta
@@ -238,12 +238,12 @@ class Machine:
     def crossing(self, members: Sequence[int]) -> Crossing | None:
         """The Crossing of a group (hpc3d.predict.machine.between_hosts); None on one node."""
         members = members if isinstance(members, range) else tuple(members)
-        if members not in self.crossings:
-            self.crossings[members] = between_hosts.crossing(self, members)
-        return self.crossings[members]
+        if members not in self._crossings:
+            self._crossings[members] = between_hosts.crossing(self, members)
+        return self._crossings[members]
 
     @cached_property
-    def crossings(self) -> dict[tuple[int, ...], Crossing | None]:
+    def _crossings(self) -> dict[tuple[int, ...], Crossing | None]:
         """The crossings that were asked for: members -> Crossing or None."""
         return {}
 
@@ -258,7 +258,7 @@ class Machine:
         }
 
     @cached_property
-    def routes(self) -> dict[tuple[int, ...], Route]:
+    def _routes(self) -> dict[tuple[int, ...], Route]:
         """The routes that were asked for: members -> Route."""
         return {}
 
@@ -274,7 +274,7 @@ class Machine:
         if 1 in (inside.members, across.members):
             _, alpha, beta = inside if across.members == 1 else across
             return Route(len(members), alpha, alpha, beta, beta, None, tables)
-        return over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
+        return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
     def by_node(self, members: Sequence[int]) -> Collection[list[int]]:
         """The members on each node."""

@@ -20,9 +20,9 @@ from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
 from hpc3d.shipped import MACHINE, find
 
-RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
-LONGEST, SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
-PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
+_RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
+_LONGEST, _SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
+_PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
@@ -30,33 +30,33 @@ def load(path: Path | str) -> Machine:
 
     Raises ValueError with one line for every error, each with its key and the remedy.
     """
-    return validate(read(find(path, MACHINE)))
+    return _validate(read(find(path, MACHINE)))
 
 
 def dumps(machine: Machine) -> str:
     """The text of a file that `load` reads as an equal machine."""
     tree = asdict(machine)
     gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
-    parts = [table("", tree)]
-    parts += [table(f"[gemm.{key(dtype)}]", rates) for dtype, rates in gemm.items()]
-    parts += [table("[[links]]", link) for link in links]
-    parts += [table("[kernels]", kernels)] if kernels else []
-    parts += [table("[[measured]]", call) for call in measured]
+    parts = [_table("", tree)]
+    parts += [_table(f"[gemm.{_key(dtype)}]", rates) for dtype, rates in gemm.items()]
+    parts += [_table("[[links]]", link) for link in links]
+    parts += [_table("[kernels]", kernels)] if kernels else []
+    parts += [_table("[[measured]]", call) for call in measured]
     return "\n".join(parts)
 
 
-def table(head: str, values: Mapping[str, Any]) -> str:
+def _table(head: str, values: Mapping[str, Any]) -> str:
     """A table as TOML writes it."""
-    lines = [f"{key(name)} = {literal(value)}" for name, value in values.items()]
+    lines = [f"{_key(name)} = {literal(value)}" for name, value in values.items()]
     return "\n".join([*([head] if head else []), *lines, ""])
 
 
-def key(name: str) -> str:
+def _key(name: str) -> str:
     """A key as TOML writes it."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
 
 
-def validate(tree: dict[str, Any]) -> Machine:
+def _validate(tree: dict[str, Any]) -> Machine:
     """A tree of tables as a `Machine`; prints a warning for each old name.
 
     Raises ValueError with one line for every error, each with its key and the remedy.
@@ -65,37 +65,37 @@ def validate(tree: dict[str, Any]) -> Machine:
 
     from pydantic import TypeAdapter, ValidationError
 
-    renamed.warn(renamed.rename_keys(tree, RENAMED))
+    renamed.warn(renamed.rename_keys(tree, _RENAMED))
     # As JSON a table may stand for a dataclass although types are strict: true is no number.
     text = json.dumps(tree, default=str)
     try:
         machine = TypeAdapter(Machine).validate_json(text, strict=True)
     except ValidationError as errors:
-        raise Problems(map(explain, errors.errors())) from None
-    found = *wrong_numbers(machine), *wrong_rates(machine), *wrong_links(machine)
-    if found := [*found, *wrong_tables(machine)]:
+        raise Problems(map(_explain, errors.errors())) from None
+    found = *_wrong_numbers(machine), *_wrong_rates(machine), *_wrong_links(machine)
+    if found := [*found, *_wrong_tables(machine)]:
         raise Problems(found)
     return machine
 
 
-def explain(error: Mapping[str, Any]) -> str:
+def _explain(error: Mapping[str, Any]) -> str:
     """One line for one of pydantic's errors."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"{key}: missing; add it"
     if error["type"] == "unexpected_keyword_argument":
-        return f"{key}: unknown key; {hint(*error['loc'])}"
+        return f"{key}: unknown key; {_hint(*error['loc'])}"
     return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
 
 
-def hint(*place: str) -> str:
+def _hint(*place: str) -> str:
     """The key that an unknown one may stand for, or those known there."""
-    known = [each.name for each in fields(PARTS[place[0]] if len(place) > 1 else Machine)]
+    known = [each.name for each in fields(_PARTS[place[0]] if len(place) > 1 else Machine)]
     near = get_close_matches(place[-1], known, 1)
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
-def wrong_numbers(machine: Machine) -> Iterator[str]:
+def _wrong_numbers(machine: Machine) -> Iterator[str]:
     """Numbers out of range, rates whose knots are invalid."""
     if not (machine.name.strip() and machine.name.isprintable()):
         yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
@@ -108,7 +108,7 @@ def wrong_numbers(machine: Machine) -> Iterator[str]:
             f"max_fused_head_dim = {machine.max_fused_head_dim}: must be at least 0: no fused "
             "attention"
         )
-    if not sound(machine.memory_gb):
+    if not _sound(machine.memory_gb):
         yield f"memory_gb = {machine.memory_gb}: must be positive"
     rates = {
         "memory_bandwidth": machine.memory_bandwidth,
@@ -116,35 +116,35 @@ def wrong_numbers(machine: Machine) -> Iterator[str]:
         **{f"gemm.{dtype}.peak": rates.peak for dtype, rates in machine.gemm.items()},
     }
     for key, rate in rates.items():
-        if not SLOWEST <= rate < inf:
-            yield f"{key} = {rate}: must be at least {SLOWEST:g} a second"
+        if not _SLOWEST <= rate < inf:
+            yield f"{key} = {rate}: must be at least {_SLOWEST:g} a second"
     for key in ("launch_s", "wakeup_s"):
-        if not 0 <= getattr(machine, key) <= LONGEST:
+        if not 0 <= getattr(machine, key) <= _LONGEST:
             value = getattr(machine, key)
-            yield f"{key} = {value}: must be at least 0, in seconds, and at most {LONGEST:g}"
+            yield f"{key} = {value}: must be at least 0, in seconds, and at most {_LONGEST:g}"
 
 
-def wrong_rates(machine: Machine) -> Iterator[str]:
+def _wrong_rates(machine: Machine) -> Iterator[str]:
     """Rates of products that are missing, or above their own peak."""
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
     for dtype, rates in machine.gemm.items():
         if dtype not in ITEMSIZE:
             yield f"gemm.{dtype}: unknown type; known are {', '.join(ITEMSIZE)}"
-        yield from wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
-        if SLOWEST <= rates.peak < max(rates.rate, default=0):
+        yield from _wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
+        if _SLOWEST <= rates.peak < max(rates.rate, default=0):
             yield (
                 f"gemm.{dtype}.peak = {rates.peak:g}: less than its own rates reach, "
                 f"{max(rates.rate):g}; give what the device could do at best"
             )
 
 
-def wrong_links(machine: Machine) -> Iterator[str]:
+def _wrong_links(machine: Machine) -> Iterator[str]:
     """Links that do not go from the innermost outwards."""
     if not machine.links:
         yield "links: none; add [[links]] with ranks = 0, which joins all"
     for place, link in enumerate(machine.links):
-        yield from wrong_link(f"links.{place}", link, last=link is machine.links[-1])
+        yield from _wrong_link(f"links.{place}", link, last=link is machine.links[-1])
     for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
@@ -153,22 +153,22 @@ def wrong_links(machine: Machine) -> Iterator[str]:
             )
 
 
-def wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
+def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
     """What is wrong with one of them."""
     if last and link.ranks:
         yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
     if not last and link.ranks < 2:
         yield f"{key}.ranks = {link.ranks}: must be at least 2, and 0 for the last link only"
-    if not SLOWEST <= link.bandwidth < inf:
-        yield f"{key}.bandwidth = {link.bandwidth}: must be at least {SLOWEST:g} bytes/s"
-    if not 0 <= link.alpha_s <= LONGEST:
+    if not _SLOWEST <= link.bandwidth < inf:
+        yield f"{key}.bandwidth = {link.bandwidth}: must be at least {_SLOWEST:g} bytes/s"
+    if not 0 <= link.alpha_s <= _LONGEST:
         yield f"{key}.alpha_s = {link.alpha_s}: must be at least 0, in seconds, and at most 10"
     for name in ("node_bandwidth", "pair_bandwidth"):
         if not 0 <= getattr(link, name) < inf:
             yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
 
 
-def wrong_tables(machine: Machine) -> Iterator[str]:
+def _wrong_tables(machine: Machine) -> Iterator[str]:
     """Calls that do not exist, or are there twice."""
     for place, table in enumerate(machine.measured):
         key = f"measured.{place}"
@@ -178,7 +178,7 @@ def wrong_tables(machine: Machine) -> Iterator[str]:
             yield f"{key}.members = {table.members}: must be at least 2"
         if table.stride < 0:
             yield f"{key}.stride = {table.stride}: must be at least 0, which is any number"
-        yield from wrong_knots(key, least=2, bytes=table.bytes, seconds=table.seconds)
+        yield from _wrong_knots(key, least=2, bytes=table.bytes, seconds=table.seconds)
     calls = [(each.op, each.members, each.stride, each.groups) for each in machine.measured]
     for (op, members, stride, groups), times in Counter(calls).items():
         if times > 1:
@@ -188,7 +188,7 @@ def wrong_tables(machine: Machine) -> Iterator[str]:
             )
 
 
-def wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
+def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
     """What keeps two columns from being knots of a curve; the first must ascend."""
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
@@ -196,12 +196,12 @@ def wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterato
             f"{key}: {len(x)} {first} and {len(y)} {second}; give as many of one as of the other, "
             f"at least {least}"
         )
-    elif not all(map(sound, (*x, *y))):
+    elif not all(map(_sound, (*x, *y))):
         yield f"{key}: {first} and {second} must be positive numbers"
     elif any(here >= there for here, there in pairwise(x)):
         yield f"{key}.{first}: must ascend; order the knots and keep one of equal ones"
 
 
-def sound(value: float) -> bool:
+def _sound(value: float) -> bool:
     """Whether it is a positive number."""
     return 0 < value < inf

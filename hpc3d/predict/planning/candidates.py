@@ -37,9 +37,9 @@ class Candidates:
         counts = [micros for micros in counts if 2 * micros >= mesh.p] or counts[-1:]
         ways = memory_options(mesh)
         for group in layouts.zeros(config, self.ranks):
-            way = self.first_that_fits(config, counts[-1], group, ways, found)
+            way = self._first_that_fits(config, counts[-1], group, ways, found)
             if way is not None:
-                found += self.tries(config, counts, group, way)
+                found += self._tries(config, counts, group, way)
                 ways = ways[: ways.index(way)]
             if not ways or (way and way[1] != "full"):
                 break
@@ -57,11 +57,11 @@ class Candidates:
         groups = layouts.zeros(config, self.ranks)
         for micros in sorted(counts, key=lambda count: abs(log(count / start))):
             whole = self.options(config, micros, groups[0], layouts.MEMORY_OPTIONS[0])
-            if min(map(floor, whole)) < limit():
+            if min(map(_floor, whole)) < limit():
                 for group, splits in product(groups, (False, True)):
-                    yield [*self.needed(config, micros, group, splits, limit())]
+                    yield [*self._needed(config, micros, group, splits, limit())]
 
-    def needed(
+    def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
         """Estimates with the ways to save memory that are needed and take less than `limit`."""
@@ -71,14 +71,14 @@ class Candidates:
             for each in self.options(config, micros, group, way, splits):
                 parallel = each.config.parallel
                 ways = sure.setdefault((parallel.schedule, parallel.chunks, parallel.zero), [])
-                if each.seconds < limit and not any(keeps_more(other, way) for other in ways):
+                if each.seconds < limit and not any(_keeps_more(other, way) for other in ways):
                     quick = True
                     ways.extend([way] * self.fits(each, SURE))
                     yield each
             if not quick:
                 return
 
-    def first_that_fits(
+    def _first_that_fits(
         self,
         config: Config,
         micros: int,
@@ -98,7 +98,7 @@ class Candidates:
                 return None
         return ways[low] if low < len(ways) else None
 
-    def tries(
+    def _tries(
         self, config: Config, counts: Sequence[int], group: Sequence[int], way: tuple[bool, str]
     ) -> Iterator[Estimate]:
         """Estimates with more and more microbatches, until they fit and are no longer faster."""
@@ -145,12 +145,12 @@ def seconds_of(estimate: Estimate) -> float:
     return estimate.seconds
 
 
-def floor(estimate: Estimate) -> float:
+def _floor(estimate: Estimate) -> float:
     """Seconds that no other schedule nor ZeRO saves."""
     return estimate.seconds - estimate.bubble - estimate.waits["d"]
 
 
-def keeps_more(way: tuple[bool, str], other: tuple[bool, str]) -> bool:
+def _keeps_more(way: tuple[bool, str], other: tuple[bool, str]) -> bool:
     """Whether a way to save memory does nothing again that the other does not."""
     return way[0] >= other[0] and RECOMPUTE.index(way[1]) <= RECOMPUTE.index(other[1])
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.pass_costs import Pass
     from hpc3d.predict.planning.peak import StageContent
 
-TOKEN = 4  # bytes
-MESSAGES = ("message", "handled")  # costs for which the program is not run
+_TOKEN = 4  # bytes
+_MESSAGES = ("message", "handled")  # costs for which the program is not run
 
 
 class Estimate(NamedTuple):
@@ -105,10 +105,10 @@ class CostKey(NamedTuple):
     pipeline: tuple | None = None
 
 
-def key_of(cost: str, config: Config, **values: Any) -> CostKey:
+def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
     """The CostKey of a cost of a layout."""
     train = config.train
-    tensor = tuple([place for place in strides(config.mesh) if place[0] in "xyz"])
+    tensor = tuple([place for place in _strides(config.mesh) if place[0] in "xyz"])
     scheme = config.parallel.scheme
     return CostKey(cost, train.backend, train.dtype, train.fused_gelu, scheme, tensor, **values)
 
@@ -125,11 +125,11 @@ class Estimator:
         parallel, parts, chunks = config.parallel, self.parts(config), contents(config)
         stages, micros = [stage_content(each) for each in chunks], parallel.microbatches
         works = self.works(config, parts, stages)
-        totals = totals_of(works, micros)
+        totals = _totals_of(works, micros)
         sums, rest = self.update(config, stages[0])
         hidden = Counter(d=self.hidden(config, parts, stages[0], sums))
         after = (
-            without_hidden(sums, hidden)
+            _without_hidden(sums, hidden)
             + rest
             + self.world(config)
             + self.tied_exchange(config, stages)
@@ -143,7 +143,7 @@ class Estimator:
             {a: slowdown * s + (1 - slowdown) * step.idle[a] for a, s in step.waits.items()}
         )
         compute = total - bubble - waits.total()
-        fullest = self.fullest(config, parts, chunks, sums.peak, rest.peak)
+        fullest = self._fullest(config, parts, chunks, sums.peak, rest.peak)
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def passes(
@@ -151,7 +151,7 @@ class Estimator:
     ) -> float:
         """Seconds of the passes of a step, where cores take so many times as long."""
         parallel = config.parallel
-        seconds = [[slowed(each, slowdown) for each in work] for work in works]
+        seconds = [[_slowed(each, slowdown) for each in work] for work in works]
         times = StageTimes(*zip(*seconds), self.message(config, parts.block))
         schedule = find(parallel.schedule)
         return schedule.seconds(parallel.microbatches, parallel.chunks, times)
@@ -171,7 +171,7 @@ class Estimator:
         if sharing.ranks == 1:
             return 1.0
         if sharing.stage > 1:
-            slow = self.passes(config, parts, works, sharing.stage) + slowed(after, sharing.stage)
+            slow = self.passes(config, parts, works, sharing.stage) + _slowed(after, sharing.stage)
             chain = (slow - alone) / (sharing.stage - 1)
         return (sharing.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
@@ -184,15 +184,15 @@ class Estimator:
             return [works[stage] for stage in stages]
         handled, found = self.handled(config, parts.block), []
         for number, stage in enumerate(stages):
-            work, messages = works[stage], handled * messages_of(config, number)
+            work, messages = works[stage], handled * _messages_of(config, number)
             found.append(StageWork(messages + work.forward, messages + work.backward, work.weight))
         return found
 
-    def once(self, key: CostKey, make: Callable[[], Any]) -> Any:
+    def _once(self, key: CostKey, make: Callable[[], Any]) -> Any:
         """The cost of a CostKey, which `make()` finds."""
         if key not in self.found:
             self.found[key] = make()
-            self.costs += key.cost not in MESSAGES
+            self.costs += key.cost not in _MESSAGES
         return self.found[key]
 
     def sample(
@@ -209,16 +209,16 @@ class Estimator:
             layout = replace(config, parallel=changed)
             return LayerSample(layout, self.vocabulary, self.machine, ends)
 
-        key = key_of(
+        key = _key_of(
             "sample",
             config,
             zero=zero,
             keep=keep,
             recompute=recompute,
             together=both,
-            data=data_place(config),
+            data=_data_place(config),
         )
-        return self.once(key, make)
+        return self._once(key, make)
 
     def parts(self, config: Config) -> PartCosts:
         """The PartCosts costs of a microbatch."""
@@ -239,10 +239,10 @@ class Estimator:
             rows, columns = sample.stages[LAYER].block_of(sequences)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.passes(LAYER, sequences, halves)
-            first, last = self.once(key._replace(cost="ends", recompute=None), ends)
+            first, last = self._once(key._replace(cost="ends", recompute=None), ends)
             return PartCosts(layer, first, last, block)
 
-        key = key_of(
+        key = _key_of(
             "parts",
             config,
             zero=zero,
@@ -250,15 +250,15 @@ class Estimator:
             recompute=recompute,
             sequences=sequences // mesh.d,
             halves=halves,
-            data=data_place(config) if zero else None,
+            data=_data_place(config) if zero else None,
         )
-        return self.once(key, measure)
+        return self._once(key, measure)
 
     def held(self, config: Config, stage: Any) -> Counter:
         """Bytes of the parameters, gradients and states of a stage, by kind."""
         held = self.sample(config, config.parallel.zero).held
         total = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
-        return total + held[()] + (held[ends_of(stage)] if ends_of(stage) else Counter())
+        return total + held[()] + (held[_ends_of(stage)] if _ends_of(stage) else Counter())
 
     def update(self, config: Config, stage: Any) -> tuple[Pass, Pass]:
         """The Pass of the sums and that of the update, of as many layers as hold what a stage
@@ -270,8 +270,8 @@ class Estimator:
         def measure():
             return sample.update(times)
 
-        zero, data = config.parallel.zero, data_place(config)
-        return self.once(key_of("update", config, zero=zero, times=times, data=data), measure)
+        zero, data = config.parallel.zero, _data_place(config)
+        return self._once(_key_of("update", config, zero=zero, times=times, data=data), measure)
 
     def hidden(self, config: Config, parts: PartCosts, stage: Any, sums: Pass) -> float:
         """Seconds of the sums along d that the last backward pass of a stage hides.
@@ -288,11 +288,11 @@ class Estimator:
 
     def message(self, config: Config, nbytes: float) -> float:
         """Seconds of a message in flight to the next stage, in the mean of the stages."""
-        return self.between(config, "message", nbytes, self.on_its_way)
+        return self.between(config, "message", nbytes, self._on_its_way)
 
     def handled(self, config: Config, nbytes: float) -> Pass:
         """The Pass of a core that sends a message or takes one, in the mean of both."""
-        seconds = self.between(config, "handled", nbytes, self.in_hand)
+        seconds = self.between(config, "handled", nbytes, self._in_hand)
         return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
 
     def between(
@@ -310,15 +310,15 @@ class Estimator:
             column = config.mesh.grid().ranks_along("p", {})
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
-        place = next(each for each in strides(config.mesh) if each[0] == "p")
-        return self.once(key_of(name, config, nbytes=nbytes, pipeline=place), measure)
+        place = next(each for each in _strides(config.mesh) if each[0] == "p")
+        return self._once(_key_of(name, config, nbytes=nbytes, pipeline=place), measure)
 
-    def on_its_way(self, nbytes: float, pair: tuple[int, int]) -> float:
+    def _on_its_way(self, nbytes: float, pair: tuple[int, int]) -> float:
         if not self.machine.cores:
             return self.machine.call("send", nbytes, pair)
         return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
 
-    def in_hand(self, nbytes: float, pair: tuple[int, int]) -> float:
+    def _in_hand(self, nbytes: float, pair: tuple[int, int]) -> float:
         return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
 
     def call(self, axis: str, op: str, nbytes: float, members: Sequence[int]) -> Pass:
@@ -346,11 +346,11 @@ class Estimator:
         ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
             return NOTHING
-        batch = 2 * config.train.batch * config.model.sequence * TOKEN
+        batch = 2 * config.train.batch * config.model.sequence * _TOKEN
         word = self.call("world", "all_reduce", 8, ranks)
         return self.call("world", "broadcast", batch, ranks) + word * 3
 
-    def fullest(
+    def _fullest(
         self, config: Config, parts: PartCosts, chunks: Any, sums: int, rest: int
     ) -> tuple[int, dict[str, int]]:
         """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
@@ -375,7 +375,7 @@ class Estimator:
         return stage, dict(found[stage])
 
 
-def messages_of(config: Config, number: int) -> int:
+def _messages_of(config: Config, number: int) -> int:
     """How many messages a stage sends and takes in a pass of all its chunks; those of a V turn
     around at the last stage and end at the first."""
     ends = (number == 0) + (number == config.mesh.p - 1)
@@ -384,7 +384,7 @@ def messages_of(config: Config, number: int) -> int:
     )
 
 
-def slowed(done: Pass, slowdown: float) -> float:
+def _slowed(done: Pass, slowdown: float) -> float:
     """Seconds of a Pass where its core takes so many times as long."""
     if slowdown == 1:
         return done.seconds
@@ -392,7 +392,7 @@ def slowed(done: Pass, slowdown: float) -> float:
     return slowdown * (done.seconds - idle) + idle
 
 
-def totals_of(works: Sequence[StageWork], micros: int) -> list[Pass]:
+def _totals_of(works: Sequence[StageWork], micros: int) -> list[Pass]:
     """The Pass of each stage on so many microbatches; stages of the same content share a
     StageWork."""
     known = {id(work): work for work in works}
@@ -400,7 +400,7 @@ def totals_of(works: Sequence[StageWork], micros: int) -> list[Pass]:
     return [known[id(work)] for work in works]
 
 
-def without_hidden(done: Pass, hidden: Counter) -> Pass:
+def _without_hidden(done: Pass, hidden: Counter) -> Pass:
     """A Pass of which some seconds of calls, by axis, are hidden."""
     if not hidden.total():
         return done
@@ -411,7 +411,7 @@ def without_hidden(done: Pass, hidden: Counter) -> Pass:
 
 
 @cache
-def strides(mesh: MeshConfig) -> tuple[tuple[str, int, int], ...]:
+def _strides(mesh: MeshConfig) -> tuple[tuple[str, int, int], ...]:
     """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
     grid = mesh.grid()
     return tuple(
@@ -419,10 +419,10 @@ def strides(mesh: MeshConfig) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def data_place(config: Config) -> tuple[str, int, int]:
-    return next(place for place in strides(config.mesh) if place[0] == "d")
+def _data_place(config: Config) -> tuple[str, int, int]:
+    return next(place for place in _strides(config.mesh) if place[0] == "d")
 
 
-def ends_of(content: StageContent) -> tuple[LayerRange, ...]:
+def _ends_of(content: StageContent) -> tuple[LayerRange, ...]:
     """The ends of a model that a stage holds."""
     return tuple(part for part, here in zip((FIRST, LAST), content[1:]) if here)

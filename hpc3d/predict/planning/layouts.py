@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.estimate import PartCosts
 
-KINDS = {
+_KINDS = {
     "1d": "1-D",
     "1d-sequence": "1-D",
     "2d": "2-D",
@@ -43,9 +43,9 @@ MEMORY_OPTIONS = (
     (True, "full"),
     (False, "full"),
 )
-ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
-SHORT = 2  # candidates with the same p and d that are looked at in any case
-BOUND_MARGIN = 0.7  # of what one layout computes or moves, another may do without
+_ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
+_SHORT = 2  # candidates with the same p and d that are looked at in any case
+_BOUND_MARGIN = 0.7  # of what one layout computes or moves, another may do without
 
 
 class Candidate(NamedTuple):
@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 def kind(config: Config) -> str:
     """What the scheme is called; "none" where there is one rank on all tensor axes."""
     mesh = config.mesh
-    return "none" if mesh.x * mesh.y * mesh.z == 1 else KINDS[config.parallel.scheme]
+    return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
 
 
 def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple]:
@@ -78,10 +78,10 @@ def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple]:
             for x, y in product(divisors(rest), repeat=2):
                 if rest % (x * y) == 0:
                     z = rest // (x * y)
-                    yield from ((p, d, *scheme) for scheme in schemes(x, y, z))
+                    yield from ((p, d, *scheme) for scheme in _schemes(x, y, z))
 
 
-def schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
+def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
     """The schemes that have a use for these sizes, with sizes."""
     if z == 1 and x > 1 and y > 1:
         yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
@@ -129,7 +129,7 @@ def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], 
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
         group = groups.setdefault((candidate.config.mesh.p, candidate.config.mesh.d), [])
         known = candidate.kind in (each.kind for each in group)
-        (others if known and len(group) >= SHORT else group).append(candidate)
+        (others if known and len(group) >= _SHORT else group).append(candidate)
     return [*groups.values()], others
 
 
@@ -143,7 +143,7 @@ class Bounds:
         whole = machine.product(rows, columns, model.hidden, config.train.dtype)
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
-        self.launches = seconds(LayerSample(smallest(config), vocabulary, machine, ()), 1)
+        self.launches = _seconds(LayerSample(_smallest(config), vocabulary, machine, ()), 1)
         self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
 
     def near(self, stride: int) -> float:
@@ -154,7 +154,7 @@ class Bounds:
         volume = volumes(config)
         candidate = self.moves(config, volume)
         if self.placed and volume:
-            turned = self.moves(heaviest_last(config, volume), volume)
+            turned = self.moves(_heaviest_last(config, volume), volume)
             if sum(turned.moves.values()) < sum(candidate.moves.values()):
                 return turned
         return candidate
@@ -165,7 +165,7 @@ class Bounds:
         micros = config.parallel.microbatches * self.layers / config.mesh.p
         layer = parts.layer.forward + parts.layer.whole
         computed = micros * (layer.seconds - layer.waits.total() - self.launches)
-        self.ideal, self.fixed = max(self.ideal, BOUND_MARGIN * computed), fixed
+        self.ideal, self.fixed = max(self.ideal, _BOUND_MARGIN * computed), fixed
 
     def least(self, candidate: Candidate) -> float:
         """Seconds that a step takes at least: what it computes, with the number of microbatches
@@ -177,8 +177,8 @@ class Bounds:
             busy = self.ideal + micros * self.launches * self.layers / stages
             found.append(busy * (1 + (stages - 1) / (micros * chunks)))
             micros *= 2
-        alone = min(found) + BOUND_MARGIN * sum(candidate.moves.values())
-        busy = self.ideal + self.launches * self.layers / stages + BOUND_MARGIN * candidate.work
+        alone = min(found) + _BOUND_MARGIN * sum(candidate.moves.values())
+        busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work
         return self.fixed + max(
             alone, self.ranks_per_core * busy if self.ranks_per_core > 1 else 0.0
         )
@@ -201,13 +201,13 @@ class Bounds:
         return Candidate(config, found, work)
 
 
-def seconds(sample: LayerSample, sequences: int) -> float:
+def _seconds(sample: LayerSample, sequences: int) -> float:
     """Of a forward and a backward pass of a layer."""
     passes = sample.passes(LAYER, sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds
 
 
-def smallest(config: Config) -> Config:
+def _smallest(config: Config) -> Config:
     """A model of a layer that computes next to nothing, on one rank: what is left is launches."""
     model = replace(config.model, layers=1, hidden=1, heads=1, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
@@ -232,7 +232,7 @@ def volumes(config: Config) -> dict[str, float]:
     return found
 
 
-def heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
+def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
     """The layout with its axes in the order of their words, the last being innermost."""
     order = config.mesh.order.split()
     slots = [place for place, axis in enumerate(order) if axis in volume]
@@ -264,10 +264,10 @@ def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     the same passes."""
     if config.mesh.d == 1:
         return ((0,),)
-    return tuple(group for group in ZEROS if not violations(with_zero(config, group[0]), ranks))
+    return tuple(group for group in _ZEROS if not violations(_with_zero(config, group[0]), ranks))
 
 
-def with_zero(config: Config, zero: int) -> Config:
+def _with_zero(config: Config, zero: int) -> Config:
     return replace(config, parallel=replace(config.parallel, zero=zero))
 
 

@@ -67,19 +67,19 @@ class Pass(NamedTuple):
         """As many of it, one after the other."""
         if not times:
             return NOTHING
-        waits = multiplied(self.waits, times)
-        idle = waits if self.idle is self.waits else multiplied(self.idle, times)
+        waits = _multiplied(self.waits, times)
+        idle = waits if self.idle is self.waits else _multiplied(self.idle, times)
         peak = (times - 1) * max(0, self.left) + self.peak
         busy = times * self.busy
         return Pass(times * self.seconds, waits, times * self.left, peak, busy, idle)
 
 
-def multiplied(counts: Mapping[str, float], times: float) -> Counter:
+def _multiplied(counts: Mapping[str, float], times: float) -> Counter:
     return Counter({axis: times * seconds for axis, seconds in counts.items()})
 
 
-NONE = Counter()
-NOTHING = Pass(0.0, NONE, 0, 0, 0.0, NONE)
+_NONE = Counter()
+NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 class PassSeconds(NamedTuple):
@@ -97,7 +97,7 @@ class PassSeconds(NamedTuple):
         return PassSeconds(*(each * times for each in self))
 
 
-class WaitClock(Clock):
+class _WaitClock(Clock):
     """A clock that adds up for whom it waits, the members of a group.
 
     `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
@@ -151,7 +151,7 @@ class WaitClock(Clock):
         return Pending(finish)
 
 
-class HostDrivenWaitClock(WaitClock, HostDrivenClock):
+class _HostDrivenWaitClock(_WaitClock, HostDrivenClock):
     """The same where no device moves blocks: what the rank does for a call is a part of it."""
 
     def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> int:
@@ -190,7 +190,7 @@ class LayerSample:
     ) -> None:
         self.config, grid = config, config.mesh.grid()
         self.spec = spec_of(config, vocabulary)
-        self.clock = (HostDrivenWaitClock if machine.cores else WaitClock)(machine)
+        self.clock = (_HostDrivenWaitClock if machine.cores else _WaitClock)(machine)
         self.mesh = representative(grid, pool_of(config, self.clock), SingleStage())
         self.pool = self.mesh.pool
         self.axes = {tuple(grid.ranks_along(axis, {})): axis for axis in grid.sizes}
@@ -266,13 +266,13 @@ class LayerSample:
         clock.ends.clear()
         self.pool.reset_peak()
         result = work()
-        waits = self.by_axis(clock.waited - waited)
-        idle = waits if same else self.by_axis(clock.idle - idle)
+        waits = self._by_axis(clock.waited - waited)
+        idle = waits if same else self._by_axis(clock.idle - idle)
         left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
-    def by_axis(self, nanoseconds: Mapping[tuple[int, ...], int]) -> Counter:
+    def _by_axis(self, nanoseconds: Mapping[tuple[int, ...], int]) -> Counter:
         """Seconds by axis, of nanoseconds by group."""
         seconds = Counter()
         for members, spent in nanoseconds.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.planning.estimate import PartCosts
 
-PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
+_PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
 class StageWork(NamedTuple):
@@ -43,11 +43,11 @@ class StageContent(NamedTuple):
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """The Content of every chunk of every stage."""
     parallel, v_shaped = config.parallel, find(config.parallel.schedule).v_shaped
-    return contents_of(Placement(config.mesh.p, parallel.chunks, v_shaped), *config.layers())
+    return _contents_of(Placement(config.mesh.p, parallel.chunks, v_shaped), *config.layers())
 
 
 @cache
-def contents_of(place: Placement, *layers: tuple[int, ...]) -> list[tuple[StageContent, ...]]:
+def _contents_of(place: Placement, *layers: tuple[int, ...]) -> list[tuple[StageContent, ...]]:
     parts = range(place.parts)
     contents = [StageContent(len(layers[n]), n == 0, n == place.parts - 1) for n in parts]
     return [
@@ -93,7 +93,7 @@ def working_bytes(
     split = find(parallel.schedule).splits_backward
     works = [work_of(parts, content, split) for content in chunks]
     blocks = parts.block * messages(stages, parallel.microbatches, number)
-    moments = [*moments_of(config, number, works, blocks), (0, rest)]
+    moments = [*_moments_of(config, number, works, blocks), (0, rest)]
     layers = max(1, stage_content(chunks).layers)
     layer = parts.layer.weight if split else parts.layer.whole
     posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
@@ -110,21 +110,21 @@ def messages(stages: int, micros: int, stage: int) -> int:
     return 2 * min(neighbours, micros) or 1
 
 
-def moments_of(
+def _moments_of(
     config: Config, number: int, works: Sequence[StageWork], blocks: int
 ) -> Iterator[tuple[int, int]]:
     """(bytes that wait as a pass begins, bytes of the pass at its peak)."""
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
     parallel, stages = config.parallel, config.mesh.p
-    kinds = flights(parallel.schedule, stages, parallel.microbatches, parallel.chunks, number)
+    kinds = _flights(parallel.schedule, stages, parallel.microbatches, parallel.chunks, number)
     for (op, chunk), live, kept in kinds:
         held = sum(map(mul, live, forward)) + sum(map(mul, kept, inputs))
-        yield held, getattr(works[chunk], PASS[op]).peak + blocks
+        yield held, getattr(works[chunk], _PASS[op]).peak + blocks
 
 
 @cache
-def flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> list[tuple]:
+def _flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> list[tuple]:
     """What a stage keeps as its passes begin: ((op, chunk), activations, inputs of W), both in
     microbatches by chunk, from F to the end of B, and from there to the end of W.  Of the passes
     of a kind those are left out that keep no more of anything than another."""
@@ -141,9 +141,9 @@ def flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> lis
         (kind, counts[:chunks], counts[chunks:])
         for kind, all_counts in found.items()
         for counts in all_counts
-        if not any(beyond(other, counts) for other in all_counts)
+        if not any(_beyond(other, counts) for other in all_counts)
     ]
 
 
-def beyond(other: tuple[int, int], counts: tuple[int, int]) -> bool:
+def _beyond(other: tuple[int, int], counts: tuple[int, int]) -> bool:
     return other != counts and all(map(ge, other, counts))

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.layouts import Candidate
     from hpc3d.predict.planning.search import Found, Search, TimedCandidate
 
-CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
-NAMED = {
+_CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
+_NAMED = {
     "1-D": lambda config: kind(config) == "1-D",
     "2-D": lambda config: kind(config) == "2-D",
-    "cube": lambda config: kind(config) == "3-D" and is_cube(config.mesh),
-    "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in CUBOIDS,
+    "cube": lambda config: kind(config) == "3-D" and _is_cube(config.mesh),
+    "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
 }
-EACH = 2  # candidates that are timed for a name
-SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fastest
-NEW, KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
+_EACH = 2  # candidates that are timed for a name
+_SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fastest
+_NEW, _KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
 
 
 class RankedLayout(NamedTuple):
     """A layout with its step: `bubble` and `communication` are shares of it, `waits` seconds by
-    axis, `kinds` the bytes of the fullest rank, on `stage`.  Not `simulated`: estimated."""
+    axis, `kinds` the bytes of the fullest rank, on `stage`.  Not `_simulated`: estimated."""
 
     config: Config
     seconds: float
@@ -62,7 +62,7 @@ class Loser(NamedTuple):
     nearest: RankedLayout
 
 
-def is_cube(mesh: MeshConfig) -> bool:
+def _is_cube(mesh: MeshConfig) -> bool:
     return mesh.x == mesh.y == mesh.z > 1
 
 
@@ -82,7 +82,7 @@ def estimated(estimate: Estimate) -> RankedLayout:
     )
 
 
-def simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
+def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
     """The RankedLayout of a simulation; the waits are those of the stage that idles least."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
@@ -134,17 +134,17 @@ class Ranking:
         """The most promising of the offers, or None where it is not worth a simulation."""
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
         offer = min(near, key=self.least, default=None)
-        enough = quickest < inf and self.left < SHOWN * self.most
+        enough = quickest < inf and self.left < _SHOWN * self.most
         return None if enough or not offer or self.least(offer) > quickest else offer
 
     def least(self, estimate: Estimate) -> float:
         """Seconds that an estimate may turn out to be at least."""
-        ratios = self.ratios.get(family(estimate.config))
-        return estimate.seconds * (KIN * min(ratios) if ratios else NEW)
+        ratios = self.ratios.get(_family(estimate.config))
+        return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
         """Bytes that an estimate is likely to turn out to be."""
-        return estimate.peak * fmean(self.peaks.get(family(estimate.config), [1]))
+        return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
         """Bytes that an estimate may have to be simulated: it is to fit the surer, the less effort
@@ -156,13 +156,13 @@ class Ranking:
         """The RankedLayout of a layout by simulation."""
         config = estimate.config
         self.left -= simulation_cost(config)
-        row = simulated(config, self.search.estimator.vocabulary, self.machine)
+        row = _simulated(config, self.search.estimator.vocabulary, self.machine)
         self.known[config] = row
-        self.ratios.setdefault(family(config), []).append(row.seconds / estimate.seconds)
-        self.peaks.setdefault(family(config), []).append(row.peak / estimate.peak)
+        self.ratios.setdefault(_family(config), []).append(row.seconds / estimate.seconds)
+        self.peaks.setdefault(_family(config), []).append(row.peak / estimate.peak)
         return row
 
-    def corrected(self, estimate: Estimate) -> RankedLayout:
+    def _corrected(self, estimate: Estimate) -> RankedLayout:
         """The RankedLayout of an estimate, as wrong as others were."""
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
@@ -176,13 +176,13 @@ class Ranking:
         new = (one for one in each.offers if one.config not in self.known)
         likely = (one for one in new if self.peak(one) <= self.search.candidates.memory)
         quickest = min(fitting, key=lambda row: row.seconds, default=None)
-        return quickest or next(map(self.corrected, likely), None)
+        return quickest or next(map(self._corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
         """The RankedLayout of a candidate, by simulation while there is effort left."""
         row = self.row(each)
         while row and not row.simulated and simulation_cost(row.config) <= self.left:
-            self.run(self.offer(row.config))
+            self.run(self._offer(row.config))
             row = self.row(each)
         return row
 
@@ -195,45 +195,45 @@ class Ranking:
             rows = sorted(rows, key=lambda row: row.seconds)
             if not rows or rows[0].simulated:
                 return rows
-            self.run(self.offer(rows[0].config))
+            self.run(self._offer(rows[0].config))
 
     def fits(self, row: Estimate | RankedLayout) -> bool:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
         """Time some candidates of every name, too."""
-        for is_it in NAMED.values():
-            named = sorted(self.named_candidates(is_it, mesh), key=self.search.bounds.least)
-            self.found.widen(named[:EACH], self.search.timed)
+        for is_it in _NAMED.values():
+            named = sorted(self._named_candidates(is_it, mesh), key=self.search.bounds.least)
+            self.found.widen(named[:_EACH], self.search.timed)
 
-    def named_candidates(
+    def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
         """The candidates that have a name, with the p and d of a mesh if one is given."""
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
-            if is_it(candidate.config) and (mesh is None or alike(candidate.config.mesh, mesh)):
+            if is_it(candidate.config) and (mesh is None or _alike(candidate.config.mesh, mesh)):
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
         """Name -> the RankedLayout of the best layout of that name, with the p and d of a mesh if
         one is given; or None."""
-        return {name: self.called(is_it, mesh) for name, is_it in NAMED.items()}
+        return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
-    def called(
+    def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
         """The best of what was timed, or of what was simulated, among those that have a name."""
-        chosen = {id(candidate) for candidate in self.named_candidates(is_it, mesh)}
+        chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]
-        rows = [row for each in timed[:EACH] if (row := self.looked_at(each))]
+        rows = [row for each in timed[:_EACH] if (row := self.looked_at(each))]
         fitting = [row for row in rows if self.fits(row)]
         nearest = [estimated(self.nearest([each.best for each in timed]))] if timed else []
         return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 
     def losers(self, best: RankedLayout) -> list[Loser]:
         """Why all others lose against the row `best`."""
-        winner, groups = self.offer(best.config), {}
+        winner, groups = self._offer(best.config), {}
         for each in self.found.timed:
             if winner not in each.offers:
                 groups.setdefault(self.reason(each, winner), []).append(each.best)
@@ -243,7 +243,7 @@ class Ranking:
         ]
         return sorted(losers, key=lambda loser: -loser.count)
 
-    def offer(self, config: Config) -> Estimate:
+    def _offer(self, config: Config) -> Estimate:
         """The estimate of a layout."""
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         return next(offer for offer in offers if offer.config == config)
@@ -266,12 +266,12 @@ class Ranking:
         return max(more, key=more.get)
 
 
-def family(config: Config) -> tuple[MeshConfig, str, str]:
+def _family(config: Config) -> tuple[MeshConfig, str, str]:
     """What layouts have in common whose estimates are wrong alike."""
     return config.mesh, config.parallel.scheme, config.parallel.schedule
 
 
-def alike(mesh: MeshConfig, other: MeshConfig) -> bool:
+def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
     return (mesh.p, mesh.d) == (other.p, other.d)
 
 
@@ -293,8 +293,8 @@ def shown_layout(config: Config) -> str:
     shown = {key: tables["mesh"][key] for key in "pdxyz" if key in tables["mesh"]}
     shown |= scheme | tables["mesh"] | tables["parallel"]
     plain = {"microbatches": 1, "chunks": 1, "schedule": "none", **dict.fromkeys("pdxyz", 1)}
-    return " ".join(written(*item) for item in shown.items() if item not in plain.items())
+    return " ".join(_written(*item) for item in shown.items() if item not in plain.items())
 
 
-def written(key: str, value: Any) -> str:
+def _written(key: str, value: Any) -> str:
     return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
-REACH = 1.4  # times the fastest candidate: what others may gain by being looked into
-COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
+_REACH = 1.4  # times the fastest candidate: what others may gain by being looked into
+_COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
 
 
 class TimedCandidate(NamedTuple):
@@ -97,47 +97,49 @@ class Search:
             p, last = candidate.config.mesh.p, min(self.ranks, self.base.model.layers)
             log.info("%d sizes of a mesh, so far with p = %d of %d", len(candidates), p, last)
         if not candidates:
-            raise ValueError(self.refusal())
+            raise ValueError(self._refusal())
         self.calibrate(candidates)
         groups, others = layouts.shortlists(candidates)
         groups.sort(key=lambda group: self.bounds.least(group[0]))
         found = Found([], [], [], sum(map(self.variants, candidates)))
-        times = [self.consider(group[0], found, top, COARSE * most) for group in groups]
+        times = [self._consider(group[0], found, top, _COARSE * most) for group in groups]
         rest = [(time, candidate) for time, group in zip(times, groups) for candidate in group[1:]]
         rest.sort(key=lambda each: (each[0], self.bounds.least(each[1])))
         for candidate in [
             *(candidate for _, candidate in rest),
             *sorted(others, key=self.bounds.least),
         ]:
-            self.consider(candidate, found, top, COARSE * most)
+            self._consider(candidate, found, top, _COARSE * most)
         found.sort()
-        self.refine(found, most)
+        self._refine(found, most)
         return found
 
-    def refine(self, found: Found, most: int) -> None:
+    def _refine(self, found: Found, most: int) -> None:
         """Look for more in the candidates that may be among the best by it, in turn, as far as
         `most` costs go."""
 
         def limit():
-            return REACH * self.limit(found.timed, 1)
+            return _REACH * self.limit(found.timed, 1)
 
         near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
         for turn in zip_longest(*(self.candidates.every(best, limit) for best in near)):
             for number, more in enumerate(turn):
                 candidate, offers, *_ = found.timed[number]
-                found.timed[number] = self.offered(candidate, [*offers, *(more or ())])
-            if self.spent(most):
+                found.timed[number] = self._offered(candidate, [*offers, *(more or ())])
+            if self._spent(most):
                 break
         found.sort()
 
-    def spent(self, most: int) -> bool:
+    def _spent(self, most: int) -> bool:
         return self.estimator.costs >= most
 
-    def consider(self, candidate: layouts.Candidate, found: Found, top: int, most: float) -> float:
+    def _consider(
+        self, candidate: layouts.Candidate, found: Found, top: int, most: float
+    ) -> float:
         """Time a candidate, if it may be among the best; the seconds of its step, if it fits."""
         if self.bounds.least(candidate) > self.limit(found.timed, top):
             found.cut.append(candidate)
-        elif self.spent(most) and found.timed:
+        elif self._spent(most) and found.timed:
             found.left.append(candidate)
         else:
             log.info("%d sizes of a mesh timed, %d cut", len(found.timed), len(found.cut))
@@ -164,7 +166,7 @@ class Search:
             if not layouts.problems(config, self.ranks):
                 yield self.bounds.candidate(config)
 
-    def refusal(self) -> str:
+    def _refusal(self) -> str:
         """Why there is no layout: what is wrong with the first one."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
@@ -182,9 +184,9 @@ class Search:
 
     def timed(self, candidate: layouts.Candidate) -> TimedCandidate:
         """The TimedCandidate of a candidate, as far as it takes to compare it with others."""
-        return self.offered(candidate, self.candidates.promising(candidate.config))
+        return self._offered(candidate, self.candidates.promising(candidate.config))
 
-    def offered(self, candidate: layouts.Candidate, found: Sequence[Estimate]) -> TimedCandidate:
+    def _offered(self, candidate: layouts.Candidate, found: Sequence[Estimate]) -> TimedCandidate:
         """The TimedCandidate of a candidate with these estimates."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 
-class DeviceShape(AbstractArray):
+class _DeviceShape(AbstractArray):
     """An array of a device, without data."""
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class DeviceShape(AbstractArray):
 class DeviceShapes(AbstractPool):
     """Arrays of a device that count as a `cuda.DevicePool` does."""
 
-    kind, on_device = DeviceShape, True
+    kind, on_device = _DeviceShape, True
 
     def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__(meter)
@@ -54,7 +54,7 @@ class AbstractGpu(Gpu):
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
-        attention = AbstractAttention(pool)
+        attention = _AbstractAttention(pool)
         super().__init__(self.launched, self.multiplied, attention, empty, pool.bring)
         self.workspace = empty((WORKSPACE,), np.uint8)
 
@@ -84,7 +84,7 @@ class AbstractGpu(Gpu):
         return True
 
 
-class AbstractAttention:
+class _AbstractAttention:
     """What cuDNN does (cudnn_attention.Flash): of causal attention half of every product, with no
     scores in memory; five products backward, one of which is made again."""
 
@@ -121,7 +121,7 @@ class AbstractAttention:
         self.pool.meter.fused(flop, sum(array.nbytes for array in arrays), arrays[1].dtype)
 
 
-def on_pool(primitive: Primitive) -> Callable[..., Any]:
+def _on_pool(primitive: Primitive) -> Callable[..., Any]:
     """The CUDA rule of a primitive, on the abstract GPU of an array's pool."""
     rule = primitive.cuda_rule
     if rule is None:
@@ -129,9 +129,9 @@ def on_pool(primitive: Primitive) -> Callable[..., Any]:
     return lambda first, *rest, **named: rule(first.pool.gpu, first, *rest, **named)
 
 
-add_backend(DeviceShape, on_pool)
-contiguous.register(DeviceShape, lambda block: block)
-value_of.register(DeviceShape, lambda array: 0.0)
+add_backend(_DeviceShape, _on_pool)
+contiguous.register(_DeviceShape, lambda block: block)
+value_of.register(_DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config: Config) -> Config:

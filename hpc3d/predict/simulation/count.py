@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.program import Program
 
 CAPACITY = 1 << 12  # rows at first; a Prediction keeps its table
-COMM = CATEGORY.index("comm")
+_COMM = CATEGORY.index("comm")
 
 
 class InMemory(Recorder):
@@ -64,7 +64,7 @@ class Prediction(NamedTuple):
     def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(axis, op, phase) -> (calls, bytes received)."""
         calls, received = Counter(), Counter()
-        for row in self.events[self.events["category"] == COMM]:
+        for row in self.events[self.events["category"] == _COMM]:
             key = self.axes[row["group"]], OP[row["op"]], PHASE[row["phase"]]
             calls[key] += 1
             received[key] += int(row["bytes"])

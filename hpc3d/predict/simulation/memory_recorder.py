@@ -9,7 +9,7 @@ import numpy as np
 from hpc3d.trace.recorder import ROW, Recorder
 from hpc3d.trace.schema import EVENTS, record_type
 
-ROWS = record_type(EVENTS)
+_ROWS = record_type(EVENTS)
 
 
 class MemoryRecorder(Recorder):
@@ -21,7 +21,7 @@ class MemoryRecorder(Recorder):
 
     def rows(self, first: int = 0) -> np.ndarray:
         """A copy of the rows from number `first` on."""
-        return np.frombuffer(self.table, ROWS, self.count)[first:].copy()
+        return np.frombuffer(self.table, _ROWS, self.count)[first:].copy()
 
     def add(self, rows: np.ndarray, now: int) -> None:
         """Append the rows of a pass that was recorded before: it ends `now`."""

@@ -60,11 +60,11 @@ class PassRecorder:
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
-        before, peak, first = Counter(pool.live), pool.peak, self.sequence_numbers()
+        before, peak, first = Counter(pool.live), pool.peak, self._sequence_numbers()
         pool.reset_peak()
         known = {*micro.cache.arrays}
         yield
-        live, high = differences(pool.live, before), differences(pool.peak, before)
+        live, high = _differences(pool.live, before), _differences(pool.peak, before)
         high["all"] = pool.peak["all"] - before.total()
         pool.peak = peak | pool.peak
         if kind not in self.passes:
@@ -76,10 +76,10 @@ class PassRecorder:
                 wired=self.clock.wired - wired,
                 rows=self.ledger.rows(count),
                 first=first,
-                calls=differences(self.sequence_numbers(), first),
+                calls=_differences(self._sequence_numbers(), first),
                 live=live,
                 peak=high,
-                brought={key[-1]: placeholder(micro.cache.arrays[key]) for key in new},
+                brought={key[-1]: _placeholder(micro.cache.arrays[key]) for key in new},
             )
 
     @contextmanager
@@ -88,7 +88,7 @@ class PassRecorder:
     ) -> Iterator[None]:
         """Do the same again; in this context arrays come and go that outlive the pass."""
         recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
-        rows = self.shifted_rows(recorded, microbatch)
+        rows = self._shifted_rows(recorded, microbatch)
         self.clock.advance(recorded.length, recorded.busy, recorded.wired)
         self.ledger.add(rows, self.clock.now)
         for group, count in recorded.calls.items():
@@ -105,7 +105,7 @@ class PassRecorder:
         high = {name: change + before[name] for name, change in recorded.peak.items()}
         pool.peak |= Counter(high | {"all": total + recorded.peak["all"]})
 
-    def shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
+    def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
         """The rows of a pass as those of a microbatch that begins now."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
@@ -113,18 +113,18 @@ class PassRecorder:
         rows["microbatch"], rows["step"] = microbatch, self.ledger.step
         for group in recorded.calls:
             calls = (rows["group"] == group) & (rows["seq"] >= 0)
-            rows["seq"][calls] += self.sequence_numbers()[group] - recorded.first[group]
+            rows["seq"][calls] += self._sequence_numbers()[group] - recorded.first[group]
         return rows
 
-    def sequence_numbers(self) -> dict[int, int]:
+    def _sequence_numbers(self) -> dict[int, int]:
         return {group: comm.sequence["collective"] for group, comm in self.comms.items()}
 
 
-def differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int]:
+def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int]:
     return {name: new[name] - old[name] for name in new if new[name] != old[name]}
 
 
-def placeholder(array: Any) -> np.ndarray:
+def _placeholder(array: Any) -> np.ndarray:
     """An array of the host of the same shape and type, with the memory of one element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
@@ -164,13 +164,13 @@ class ReplayedStage:
         if self.microbatch in self.run:
             with self.recorder.record(kind, micro):
                 y, saved = self.stage.forward(x, micro)
-            held = leases(saved)
+            held = _leases(saved)
             kept = [getattr(array, "lease", None) in held for array in (x, y)]
-            self.results[kind] = array_spec(y, x), kept
+            self.results[kind] = _array_spec(y, x), kept
             return y, saved
         like, kept = self.results[kind]
         with self.recorder.replay(kind, micro, self.microbatch):
-            y = self.new_array(like, x)
+            y = self._new_array(like, x)
         return y, KeptArrays([array for array, holds in zip((x, y), kept) if holds])
 
     def backward(
@@ -188,13 +188,13 @@ class ReplayedStage:
             work = KeptArrays([dy] * holds)
             with self.recorder.replay(kind, micro, self.microbatch):
                 saved.arrays.clear()
-                dx = self.new_array(like, dy)
+                dx = self._new_array(like, dy)
         else:
             work = DeferredWeightGrads(self.recorder.ledger) if split else immediately
             with self.recorder.record(kind, micro):
                 dx = self.stage.backward(dy, saved, micro, work, finished)
-            held = leases([*work.work]) if split else ()
-            self.results[kind] = array_spec(dx, dy), getattr(dy, "lease", None) in held
+            held = _leases([*work.work]) if split else ()
+            self.results[kind] = _array_spec(dx, dy), getattr(dy, "lease", None) in held
         if split:
             defer(self.weight_grad, micro, work)
         return dx
@@ -209,10 +209,10 @@ class ReplayedStage:
             with self.recorder.record(kind, micro):
                 work.run()
 
-    def new_array(self, like: Any, given: Any) -> Any:
+    def _new_array(self, like: Any, given: Any) -> Any:
         """A new array of an ArraySpec, or the one that was given; anything else is the same
         again."""
-        if like is SAME_ARRAY:
+        if like is _SAME_ARRAY:
             return given
         return self.recorder.mesh.empty(*like) if isinstance(like, ArraySpec) else like
 
@@ -223,24 +223,24 @@ class ArraySpec(NamedTuple):
     kind: str
 
 
-SAME_ARRAY = object()  # the result of a pass of a stage without layers: what came in
+_SAME_ARRAY = object()  # the result of a pass of a stage without layers: what came in
 
 
-def array_spec(array: Any, given: Any) -> Any:
+def _array_spec(array: Any, given: Any) -> Any:
     """What it takes to make the like of an array, without its memory; other things as they are."""
     if not isinstance(array, AbstractArray):
         return array
     if isinstance(given, AbstractArray) and given.lease is array.lease:
-        return SAME_ARRAY
+        return _SAME_ARRAY
     return ArraySpec(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
 
 
-def leases(saved: Any) -> set[AbstractLease]:
+def _leases(saved: Any) -> set[AbstractLease]:
     """The memory that nested tuples, lists and arrays of them hold."""
     if isinstance(saved, AbstractArray):
         return {saved.lease} - {None}
     if isinstance(saved, (tuple, list)):
-        return set().union(*map(leases, saved))
+        return set().union(*map(_leases, saved))
     return set()
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.grid import Grid
     from hpc3d.predict.machine.machine import Machine
 
-CARD = "card"  # whose end is among those of the queues
+_CARD = "card"  # whose end is among those of the queues
 
 
 class Clock(CostMeter):
@@ -54,7 +54,7 @@ class Clock(CostMeter):
         self.wired += wired
 
     def work(self, seconds: float) -> None:
-        length = nanoseconds(self.slowdown * seconds)
+        length = _nanoseconds(self.slowdown * seconds)
         self.now, self.busy = self.now + length, self.busy + length
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
@@ -67,7 +67,7 @@ class Clock(CostMeter):
         self.work(self.machine.fused(flop, nbytes, dtype.name))
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> int:
-        return nanoseconds(self.machine.call(op, nbytes, members))
+        return _nanoseconds(self.machine.call(op, nbytes, members))
 
     def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
         """When a collective ends that begins now, or when those before it in its queue have
@@ -108,24 +108,24 @@ class HostDrivenClock(Clock):
 
     def wake_up(self, time: int) -> int:
         """When a rank goes on that waits until `time`."""
-        return time + nanoseconds(self.slowdown * self.machine.wakeup_s)
+        return time + _nanoseconds(self.slowdown * self.machine.wakeup_s)
 
     def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
         work, wired = legs(self.machine, op, nbytes, members)
         self.work(work)
-        self.ends[queue] = self.card_done(max(self.now, self.ends[queue]), wired)
+        self.ends[queue] = self._card_done(max(self.now, self.ends[queue]), wired)
         return self.wake_up(self.ends[queue])
 
-    def card_done(self, ready: int, seconds: float) -> int:
+    def _card_done(self, ready: int, seconds: float) -> int:
         """When the card has carried what is `ready` then and takes it so long.
 
         It is busy without a break from `since` on; the last call waits for it until `done`.
         """
         if seconds:
-            begin = max(ready, self.ends[CARD])
-            self.since = begin if begin > self.ends[CARD] else self.since
-            ready = self.ends[CARD] = begin + nanoseconds(seconds)
-        self.done = min(ready, self.ends[CARD])
+            begin = max(ready, self.ends[_CARD])
+            self.since = begin if begin > self.ends[_CARD] else self.since
+            ready = self.ends[_CARD] = begin + _nanoseconds(seconds)
+        self.done = min(ready, self.ends[_CARD])
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
@@ -141,12 +141,12 @@ class HostDrivenClock(Clock):
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
         work, wired = legs(self.machine, "send", nbytes, members)
         self.work(work)
-        return self.card_done(self.now, wired)
+        return self._card_done(self.now, wired)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         work, wired = legs(self.machine, "recv", nbytes, members)
         if arrival > self.now:
-            self.wired += min(arrival - self.now, nanoseconds(wired))
+            self.wired += min(arrival - self.now, _nanoseconds(wired))
             self.now = self.wake_up(arrival)
         self.work(work)
 
@@ -156,7 +156,7 @@ def clock_of(machine: Machine, slowdown: float = 1.0) -> Clock:
     return (HostDrivenClock if machine.cores else Clock)(machine, slowdown)
 
 
-def nanoseconds(seconds: float) -> int:
+def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulated_clock import Clock
 
 log = logging.getLogger(__name__)
-NEAR, ROUNDS = 1e-3, 4  # how near to the sum of the work a crowded step comes, and in how many
-SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
+_NEAR, _ROUNDS = 1e-3, 4  # how near to the sum of the work a crowded step comes, and in how many
+_SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
 
 
 class StageRun(NamedTuple):
@@ -104,7 +104,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
         )
     ranks = config.mesh.grid().size
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
-    steady = replace(config.train, steps=SECOND + 2)
+    steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
     program = program_of(config)
 
@@ -125,15 +125,15 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
     trainer = Trainer(
         mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches
     )
-    logits = bytes_of_logits(trainer)
+    logits = _bytes_of_logits(trainer)
     if not program.asynchronous:
-        replay_passes(trainer, mesh, ledger, clock, program)
-    for number in range(SECOND + 1):
+        _replay_passes(trainer, mesh, ledger, clock, program)
+    for number in range(_SECOND + 1):
         log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
         ledger.count, busy, wired = 0, clock.busy, clock.wired
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
-    memory = [row for row in ledger.memory if row[1] == SECOND]
+    memory = [row for row in ledger.memory if row[1] == _SECOND]
     return StageRun(
         rank=mesh.rank,
         rows=ledger.rows(),
@@ -142,20 +142,20 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
         step=ledger.steps[-1],
         memory=memory,
         peak=dict(mesh.pool.peak),
-        tables=bytes_of_tables(trainer.parameters),
+        tables=_bytes_of_tables(trainer.parameters),
         logits=logits,
         busy=clock.busy - busy,
         wired=clock.wired - wired,
     )
 
 
-def bytes_of_tables(parameters: Parameters) -> int:
+def _bytes_of_tables(parameters: Parameters) -> int:
     """Bytes of the values of token tables: the first stage has one, and the last its copy."""
     places = [parameters.places[item].value for item in parameters if item.rows]
     return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
 
 
-def bytes_of_logits(trainer: Trainer) -> int:
+def _bytes_of_logits(trainer: Trainer) -> int:
     """Bytes of this rank's logits of the largest microbatch; 0 on stages without the head."""
     train, count = trainer.config.train, trainer.config.parallel.microbatches
     rows = -(-train.batch // count) * trainer.config.model.sequence
@@ -167,7 +167,7 @@ def bytes_of_logits(trainer: Trainer) -> int:
     return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
-def replay_passes(
+def _replay_passes(
     trainer: Trainer, mesh: Mesh, ledger: MemoryRecorder, clock: Clock, program: Program
 ) -> None:
     """Let the engine of a trainer run few of its passes and play the others."""
@@ -215,11 +215,11 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
     stage = max(1.0, together / machine.cores) if machine.cores else 1.0
-    lanes = min(stage, lanes_of(grid, together, here))
+    lanes = min(stage, _lanes_of(grid, together, here))
     return CoreSharing(ranks_per_core(machine, grid.size), stage, lanes)
 
 
-def lanes_of(grid: Grid, together: int, here: range) -> int:
+def _lanes_of(grid: Grid, together: int, here: range) -> int:
     """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
     an axis joins all of them, so that they meet, and where none leads to another host."""
     lanes, crossing = together, False
@@ -246,8 +246,8 @@ def with_shared_cores(
     found = runs(slowdown)
     chain, wired = (step_length(found) - alone) / (slowdown - 1), fmean(run.wired for run in found)
     seconds = sharing.seconds(alone, chain, busy, wired)
-    for _ in range(ROUNDS):
-        if abs(step_length(found) - seconds) < NEAR * seconds:
+    for _ in range(_ROUNDS):
+        if abs(step_length(found) - seconds) < _NEAR * seconds:
             break
         slowdown += (seconds - step_length(found)) / chain
         found = runs(slowdown)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-COMM, COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
-RECOMPUTE = PHASE.index("recompute")
-MESSAGES = [OP.index("send"), OP.index("recv")]
+COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
+_RECOMPUTE = PHASE.index("recompute")
+_MESSAGES = [OP.index("send"), OP.index("recv")]
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     here = ranks // len(runs)  # of a stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)
-    again = here * sum(run.rows["flops"][run.rows["phase"] == RECOMPUTE].sum() for run in runs)
+    again = here * sum(run.rows["flops"][run.rows["phase"] == _RECOMPUTE].sum() for run in runs)
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
     tokens = config.train.batch * config.model.sequence
     return {
@@ -58,14 +58,14 @@ def bubble(runs: Sequence[StageRun]) -> float:
     `cost` is the longest time from the first to the last pass of a stage, `work` what the busiest
     one does in it: arXiv:2401.10241, section 5.3, its calls of the stage counted as work.
     """
-    spans, works = zip(*map(span_and_work, runs))
+    spans, works = zip(*map(_span_and_work, runs))
     return 1 - max(works) / max(spans)
 
 
-def span_and_work(run: StageRun) -> tuple[int, int]:
+def _span_and_work(run: StageRun) -> tuple[int, int]:
     """Nanoseconds from the first to the last pass, and those of them without waits for others."""
-    rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != COPY)]
-    message = np.isin(rows["op"], MESSAGES)
+    rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
+    message = np.isin(rows["op"], _MESSAGES)
     passes, waits = rows[~message], rows[message]
     begin, end = passes["t_start"].min(), (passes["t_start"] + passes["dur"]).max()
     inside = (waits["t_start"] >= begin) & (waits["t_start"] < end)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
-MESSAGES = [OP.index("send"), OP.index("recv")]
-BROADCAST, REDUCE = OP.index("broadcast"), OP.index("reduce")
-ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
+_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
+_MESSAGES = [OP.index("send"), OP.index("recv")]
+_BROADCAST, _REDUCE = OP.index("broadcast"), OP.index("reduce")
+_ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
 
 
 def write_trace(
@@ -43,31 +43,31 @@ def write_trace(
         )
     grid = config.mesh.grid()
     total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
-    if total > MOST_ROWS or grid.size > MOST_RANKS:
+    if total > MOST_ROWS or grid.size > _MOST_RANKS:
         raise ValueError(
             f"a trace of {grid.size:,} ranks would have {total:,} events, and "
-            f"{MOST_RANKS:,} and {MOST_ROWS:,} are the most: leave --out away, or simulate fewer "
+            f"{_MOST_RANKS:,} and {MOST_ROWS:,} are the most: leave --out away, or simulate fewer "
             "ranks or microbatches"
         )
     for rank in range(grid.size):
         coords = grid.coords(rank)
         run = runs[coords["p"]]
         first = {"p": coords["p"]}  # the coordinates of the rank that stands for all of a stage
-        here, there = (members(grid, each, run.axes) for each in (coords, first))
-        header = header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
+        here, there = (_members(grid, each, run.axes) for each in (coords, first))
+        header = _header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
         header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
-        tables = tables_of(rank, run, here, there)
+        tables = _tables_of(rank, run, here, there)
         write_segment(segment_path(folder, rank, 0), header, run.names, *tables)
     return merge(folder)
 
 
-def members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:
+def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:
     """The ranks of the groups of a rank."""
     world = [*range(grid.size)]
     return [world if axis == "world" else [*grid.ranks_along(axis, coords)] for axis in axes]
 
 
-def header_of(
+def _header_of(
     rank: int, coords: Mapping[str, int], config: Config, machine: Machine
 ) -> dict[str, Any]:
     grid = config.mesh.grid()
@@ -91,7 +91,7 @@ def header_of(
     }
 
 
-def tables_of(
+def _tables_of(
     rank: int, run: StageRun, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, ...]:
     """Events, steps, memory and samples of a rank that does what `run` did.
@@ -100,10 +100,10 @@ def tables_of(
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
-    peers = np.isin(events["op"], MESSAGES) & (events["peer"] >= 0)
+    peers = np.isin(events["op"], _MESSAGES) & (events["peer"] >= 0)
     events["peer"][peers] += rank - run.rank
     for group, (mine, others) in enumerate(zip(here, there, strict=True)):
-        turn_roots(events, group, rank, mine, others)
+        _turn_roots(events, group, rank, mine, others)
     step = np.array([run.step], record_type(STEPS))
     memory = np.array(run.memory, record_type(MEMORY))
     for table in (step, memory):
@@ -113,16 +113,18 @@ def tables_of(
     return events, step, memory, np.zeros(0, record_type(CLOCK_SAMPLES))
 
 
-def turn_roots(
+def _turn_roots(
     events: np.ndarray, group: int, rank: int, mine: Sequence[int], others: Sequence[int]
 ) -> None:
     """Name the roots of broadcasts and reductions among the members of this rank's group; the root
     of a broadcast receives nothing, nor does the member after the root of a reduction."""
-    rows = np.flatnonzero((events["group"] == group) & np.isin(events["op"], (BROADCAST, REDUCE)))
+    rows = np.flatnonzero(
+        (events["group"] == group) & np.isin(events["op"], (_BROADCAST, _REDUCE))
+    )
     root = np.searchsorted(others, events["peer"][rows])
-    behind = events["op"][rows] == REDUCE
+    behind = events["op"][rows] == _REDUCE
     receives = (root + behind) % len(mine) != mine.index(rank)
-    whole = events["count"][rows] * ITEM[events["dtype"][rows]]
+    whole = events["count"][rows] * _ITEM[events["dtype"][rows]]
     counted = events["seq"][rows] >= 0
     events["peer"][rows] = np.where(counted, np.array(mine)[root], events["peer"][rows])
     events["bytes"][rows] = np.where(counted, whole * receives, 0)

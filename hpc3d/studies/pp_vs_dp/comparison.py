@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-SLOWER = 16  # the second network, against the machine's own
-HIDDEN, BATCHES, SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
-RANKS, LAYERS = 16, 16
-MICROBATCHES = (1, 4, 16, 64)
+_SLOWER = 16  # the second network, against the machine's own
+_HIDDEN, _BATCHES, _SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
+_RANKS, _LAYERS = 16, 16
+_MICROBATCHES = (1, 4, 16, 64)
 
 
 def races(machine: Machine) -> list[dict[str, Any]]:
@@ -25,16 +25,16 @@ def races(machine: Machine) -> list[dict[str, Any]]:
     Microbatches: as many as stages, or four times as many where they still have a few sequences.
     """
     return [
-        race(each, RANKS, hidden, batch, RANKS if batch < 16 * RANKS else 4 * RANKS)
-        for each in (machine, slowed(machine, SLOWER))
-        for hidden in HIDDEN
-        for batch in BATCHES
+        race(each, _RANKS, hidden, batch, _RANKS if batch < 16 * _RANKS else 4 * _RANKS)
+        for each in (machine, slowed(machine, _SLOWER))
+        for hidden in _HIDDEN
+        for batch in _BATCHES
     ]
 
 
 def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> list[dict[str, Any]]:
     """The same race with ever more microbatches."""
-    return [race(machine, RANKS, hidden, batch, count) for count in MICROBATCHES]
+    return [race(machine, _RANKS, hidden, batch, count) for count in _MICROBATCHES]
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
@@ -52,8 +52,8 @@ def race(
     hidden: int,
     batch: int,
     microbatches: int,
-    layers: int = LAYERS,
-    sequence: int = SEQUENCE,
+    layers: int = _LAYERS,
+    sequence: int = _SEQUENCE,
 ) -> dict[str, Any]:
     """`ranks` stages with a number of microbatches against as many replicas without.
 
@@ -74,8 +74,8 @@ def race(
         "tokens": batch * sequence,
         "microbatches": microbatches,
         "boundary": 12 * layers * hidden * (1 - 1 / ranks) * wide,
-        "pipeline_bytes": max(received(run, "p") for run in stages),
-        "data_bytes": received(replicas[0], "d"),
+        "pipeline_bytes": max(_received(run, "p") for run in stages),
+        "data_bytes": _received(replicas[0], "d"),
         "pipeline_s": piped["step_time_s"],
         "data_s": copied["step_time_s"],
         "ideal_bubble": (ranks - 1) / (microbatches + ranks - 1),
@@ -85,17 +85,17 @@ def race(
         "data_memory": copied["memory"]["worst"]["all"],
         "data_fits": copied["memory"]["fits"],
     }
-    row |= {"moves_less": verdict(row, "bytes"), "wins": verdict(row, "s")}
+    row |= {"moves_less": _verdict(row, "bytes"), "wins": _verdict(row, "s")}
     return row | {"why": why(row)}
 
 
-def received(run: StageRun, axis: str) -> float:
+def _received(run: StageRun, axis: str) -> float:
     """Bytes that a rank receives along an axis; what it sends there counts for the other one."""
     calls = moved(run).get(axis, {})
     return sum(each["bytes"] for op, each in calls.items() if op != "send")
 
 
-def verdict(row: dict[str, Any], quantity: str) -> str:
+def _verdict(row: dict[str, Any], quantity: str) -> str:
     """Which of the two has less of it."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
-MEMORY = {"states": GREY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
-REASONS = {"bubble": "bubble", "messages": "messages", "passes": "small passes", "sums": "sums"}
-OVERLAP = {True: (GREEN, "overlapped with backward"), False: (RED, "after backward")}
-SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
+_MEMORY = {"states": GREY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
+_REASONS = {"bubble": "bubble", "messages": "messages", "passes": "small passes", "sums": "sums"}
+_OVERLAP = {True: (GREEN, "overlapped with backward"), False: (RED, "after backward")}
+_SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
 
 
 def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     """Write the figures of {table: rows} into a folder, each as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
+    for name, draw in _FIGURES.items():
         save(draw(found), folder / name)
 
 
@@ -35,7 +35,7 @@ def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     networks = [[*group] for _, group in groupby(found["races"], lambda row: row["network"])]
     figure, panels = empty(WIDTH, 0.6 + 2.7 * len(networks), len(networks))
     for panel, rows in zip(panels, networks):
-        image = race_panel(panel, rows)
+        image = _race_panel(panel, rows)
     panels[-1].set_xlabel("tokens of a step")
     ticks = [0.25, 0.5, 1, 2, 4]
     text = "time of the pipeline / of data parallelism"
@@ -46,16 +46,16 @@ def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     return figure
 
 
-def race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
+def _race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
     tokens, hidden = (sorted({row[key] for row in rows}) for key in ("tokens", "hidden"))
     ratios = np.empty((len(hidden), len(tokens)))
     for row in rows:
         size = np.log2(row["pipeline_s"] / row["data_s"])
         ratios[hidden.index(row["hidden"]), tokens.index(row["tokens"])] = size
         how = {"color": "white" if abs(size) > 1.4 else "black", "ha": "center", "va": "center"}
-        panel.text(row["tokens"], row["hidden"], cell(row), fontsize=7, **how)
+        panel.text(row["tokens"], row["hidden"], _cell(row), fontsize=7, **how)
     how = {"cmap": "PuOr_r", "vmin": -2, "vmax": 2}
-    image = panel.pcolormesh(edges(tokens), edges(hidden), ratios, **how)
+    image = panel.pcolormesh(_edges(tokens), _edges(hidden), ratios, **how)
     if ratios.min() < 0 < ratios.max():
         panel.contour(tokens, hidden, ratios, levels=[0], colors="black", linewidths=1.8)
     panel.plot([], [], color="black", linewidth=1.8, label="both take as long")
@@ -63,24 +63,24 @@ def race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
     text = "both move as many bytes: T = 12 L h (d-1)/d (bytes of a gradient / an activation)"
     panel.plot(*zip(*lines), color=GREEN, linestyle="--", linewidth=1.8, label=text)
     panel.set(xscale="log", yscale="log", title=rows[0]["network"], ylabel="hidden")
-    panel.set(xlim=edges(tokens)[[0, -1]], ylim=edges(hidden)[[0, -1]])
+    panel.set(xlim=_edges(tokens)[[0, -1]], ylim=_edges(hidden)[[0, -1]])
     panel.set_xticks(tokens, [f"{number:,}" for number in tokens])
     panel.set_yticks(hidden, hidden)
     panel.minorticks_off()
     return image
 
 
-def edges(middles: Sequence[float]) -> np.ndarray:
+def _edges(middles: Sequence[float]) -> np.ndarray:
     """The edges of cells with such middles, on a logarithmic axis."""
     logs = np.log(middles)
     between = (logs[1:] + logs[:-1]) / 2
     return np.exp([2 * logs[0] - between[0], *between, 2 * logs[-1] - between[-1]])
 
 
-def cell(row: dict[str, Any]) -> str:
+def _cell(row: dict[str, Any]) -> str:
     """The ratio, and the reason if the winner is not the one that moves fewer bytes."""
     ratio = f"{row['pipeline_s'] / row['data_s']:.2f}"
-    return f"{ratio}\n{REASONS[row['why']]}" if row["why"] else ratio
+    return f"{ratio}\n{_REASONS[row['why']]}" if row["why"] else ratio
 
 
 def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
@@ -88,7 +88,7 @@ def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
     figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
     for panel, rows in zip(panels, kinds):
-        partition_panel(panel, rows)
+        _partition_panel(panel, rows)
     panels[-1].set_xticks(range(len(rows)), [row["count"] for row in rows])
     panels[-1].set_xlabel("stages")
     handles, names = panels[0].get_legend_handles_labels()
@@ -96,14 +96,14 @@ def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     return figure
 
 
-def partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     places, bottom = np.arange(len(rows)), np.zeros(len(rows))
-    for part, colour in MEMORY.items():
+    for part, colour in _MEMORY.items():
         values = np.array([row[part] for row in rows]) / 1e9
         panel.bar(places, values, 0.6, bottom, color=colour, label=part)
         bottom = bottom + values
     how = {"color": NAVY, "linestyle": "--", "label": "layers in flight, closed form"}
-    panel.hlines([closed(row) for row in rows], places - 0.4, places + 0.4, **how)
+    panel.hlines([_closed(row) for row in rows], places - 0.4, places + 0.4, **how)
     panel.plot(places, [row["worst"] / 1e9 for row in rows], "o-", c="black", label="worst rank")
     above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "size": 7}
     for place, top, row in zip(places, bottom, rows):
@@ -111,24 +111,24 @@ def partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     panel.set(ylabel="memory [GB]", title=f"{rows[0]['partition']} partition")
 
 
-def closed(row: dict[str, Any]) -> float:
+def _closed(row: dict[str, Any]) -> float:
     """Where the activations end if they are those of the layers in flight and no more [GB]."""
     layer = row["activations"] / row["layers_held"]
     return (row["states"] + row["copies"] + row["in_flight"] * layer) / 1e9
 
 
-def messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
+def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Steps by the mean size of a message: of gradient buckets, and of calls of tensor axes."""
     figure, (above, below) = empty(WIDTH, 5.4, 2)
-    for overlap, (colour, label) in OVERLAP.items():
+    for overlap, (colour, label) in _OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
-        curve(above, rows, "step_s", color=colour, label=f"step, reductions {label}")
-    half(above, rows, "black", "half of the bandwidth (n1/2) of a reduction")
-    for scheme, colour in SCHEMES.items():
+        _curve(above, rows, "step_s", color=colour, label=f"step, reductions {label}")
+    _half(above, rows, "black", "half of the bandwidth (n1/2) of a reduction")
+    for scheme, colour in _SCHEMES.items():
         rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
-        curve(below, rows, "step_s", color=colour, label=f"{scheme}: step")
-        curve(below, rows, "calls_s", color=colour, linestyle=":", label=f"{scheme}: its calls")
-        half(below, rows, colour, f"n1/2 of a call of {scheme}")
+        _curve(below, rows, "step_s", color=colour, label=f"{scheme}: step")
+        _curve(below, rows, "calls_s", color=colour, linestyle=":", label=f"{scheme}: its calls")
+        _half(below, rows, colour, f"n1/2 of a call of {scheme}")
     below.set(xlabel="mean message [MB]", xscale="log", yscale="log")
     for panel in (above, below):
         panel.set_ylabel("time [ms]")
@@ -137,12 +137,12 @@ def messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     return figure
 
 
-def curve(panel: Axes, rows: Sequence[dict[str, Any]], key: str, **how: Any) -> None:
+def _curve(panel: Axes, rows: Sequence[dict[str, Any]], key: str, **how: Any) -> None:
     sizes, values = (np.array([row[name] for row in rows]) for name in ("message", key))
     panel.plot(sizes / 1e6, values * 1e3, marker="o", ms=3, **how)
 
 
-def half(panel: Axes, rows: Sequence[dict[str, Any]], colour: str, label: str) -> None:
+def _half(panel: Axes, rows: Sequence[dict[str, Any]], colour: str, label: str) -> None:
     how = {"color": colour, "linestyle": "--", "linewidth": 0.9}
     panel.axvline(rows[0]["half"] / 1e6, label=label, **how)
 
@@ -152,7 +152,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
     places, bottom = np.arange(len(rows)), np.zeros(len(rows))
-    for (axis, part), colour in parts(rows).items():
+    for (axis, part), colour in _parts(rows).items():
         values = np.array([row[f"{part}_s"][axis] for row in rows]) * 1e3
         panel.bar(places, values, 0.6, bottom, color=colour, label=f"{part}, {axis}")
         bottom = bottom + values
@@ -164,7 +164,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     return figure
 
 
-def parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
+def _parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     """(axis, part) -> colour, of the parts that are more than a thousandth of any row's sum."""
     shades = {
         "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),
@@ -179,9 +179,9 @@ def parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     }
 
 
-FIGURES = {
+_FIGURES = {
     "pipeline-or-data": races,
     "partition": partitions,
-    "message-size": messages,
+    "message-size": _messages,
     "waiting": waiting,
 }

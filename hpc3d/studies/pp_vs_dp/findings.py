@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 H100 = "machines/h100.toml"
-WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
+_WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
 def findings(machine: Machine) -> dict[str, Any]:
@@ -53,21 +53,21 @@ def main(options: Namespace) -> dict[str, Any]:
 
 def report(found: Mapping[str, Any]) -> None:
     print(f"{found['machine']}, {found['dtype']}")
-    print_races(found["races"], found["by_microbatches"])
-    print_partitions(found["partitions"])
-    print_messages(found["buckets"], found["microbatches"])
-    print_waiting(found["waiting"])
+    _print_races(found["races"], found["by_microbatches"])
+    _print_partitions(found["partitions"])
+    _print_messages(found["buckets"], found["microbatches"])
+    _print_waiting(found["waiting"])
 
 
-def print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
+def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
     print(f"\n1. {rows[0]['ranks']} stages or as many replicas: time of the pipeline over theirs")
     for network, group in groupby(rows, lambda row: row["network"]):
         cells = [*group]
-        fewer, wins = (count(cells, key) for key in ("moves_less", "wins"))
+        fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
             f"   {network}: of {len(cells)} the pipeline wins {wins}, moves fewer bytes in {fewer}"
         )
-        print_grid(cells)
+        _print_grid(cells)
     print("   it moves fewer, but loses by its b bubble, m messages, s small passes;")
     print("   d: it moves more, but reducing gradients costs the replicas more")
     large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
@@ -77,18 +77,18 @@ def print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]
     where = f"hidden {first['hidden']}, {first['tokens']:,} tokens"
     print(f"   {where}: it wins with {', '.join(map(str, many)) or 'no number of'} microbatches")
     print("   microbatches " + "".join(f"{row['microbatches']:7d}" for row in counted))
-    print("   ratio        " + "".join(f"{ratio(row):7.2f}" for row in counted))
+    print("   ratio        " + "".join(f"{_ratio(row):7.2f}" for row in counted))
 
 
-def count(rows: Sequence[dict[str, Any]], key: str) -> int:
+def _count(rows: Sequence[dict[str, Any]], key: str) -> int:
     return sum(row[key] == "pipeline" for row in rows)
 
 
-def ratio(row: dict[str, Any]) -> float:
+def _ratio(row: dict[str, Any]) -> float:
     return row["pipeline_s"] / row["data_s"]
 
 
-def print_grid(rows: Sequence[dict[str, Any]]) -> None:
+def _print_grid(rows: Sequence[dict[str, Any]]) -> None:
     tokens = sorted({row["tokens"] for row in rows})
     print(
         "   hidden "
@@ -97,19 +97,19 @@ def print_grid(rows: Sequence[dict[str, Any]]) -> None:
     )
     for hidden, group in groupby(rows, lambda row: row["hidden"]):
         cells = [*group]
-        values = "".join(f"{ratio(row):9.2f}{WHY[row['why']]}" for row in cells)
+        values = "".join(f"{_ratio(row):9.2f}{_WHY[row['why']]}" for row in cells)
         print(f"   {hidden:6d} {values} {cells[0]['boundary']:18,.0f}")
 
 
-def print_partitions(rows: Sequence[dict[str, Any]]) -> None:
+def _print_partitions(rows: Sequence[dict[str, Any]]) -> None:
     one, last = rows[0], {row["partition"]: row for row in rows}
     print("\n2. Memory of all ranks together [GB], microbatches of layers in flight in brackets")
     print("   stages                states  copies  activations     buffers     total  worst rank")
     for row in rows:
         print(
-            f"   {row['count']:3d} {row['partition']:8s}{gb(row, 'states'):15.2f}"
-            f"{gb(row, 'copies'):8.2f}{gb(row, 'activations'):8.2f} ({row['in_flight']:3d})"
-            f"{gb(row, 'buffers'):12.2f}{gb(row, 'total'):10.2f}{gb(row, 'worst'):12.2f}"
+            f"   {row['count']:3d} {row['partition']:8s}{_gb(row, 'states'):15.2f}"
+            f"{_gb(row, 'copies'):8.2f}{_gb(row, 'activations'):8.2f} ({row['in_flight']:3d})"
+            f"{_gb(row, 'buffers'):12.2f}{_gb(row, 'total'):10.2f}{_gb(row, 'worst'):12.2f}"
         )
     for name, row in last.items():
         times, worst = (row[key] / one[key] for key in ("total", "worst"))
@@ -119,12 +119,12 @@ def print_partitions(rows: Sequence[dict[str, Any]]) -> None:
         print(f", the worst rank {worst:.2f} times")
 
 
-def gb(row: dict[str, Any], key: str) -> float:
+def _gb(row: dict[str, Any], key: str) -> float:
     return row[key] / 1e9
 
 
-def print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
-    print_buckets(sums)
+def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
+    _print_buckets(sums)
     print("   scheme    microbatches   calls  message [MB]  half at  calls [ms]  step [ms]")
     for scheme, group in groupby(tensors, lambda row: row["scheme"]):
         rows = [*group]
@@ -143,7 +143,7 @@ def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
     return last / first
 
 
-def print_buckets(sums: Sequence[dict[str, Any]]) -> None:
+def _print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     half = sums[0]["half"] / 1e6
     print(f"\n3. Reductions by bucket; half of the bandwidth is reached with {half:.1f} MB")
     print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
@@ -160,7 +160,7 @@ def print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     print(f" {hidden[0]['bucket_mb']:g} MB and {last:+.0%} with {hidden[-1]['bucket_mb']:g}")
 
 
-def print_waiting(rows: Sequence[dict[str, Any]]) -> None:
+def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
     axes = [*rows[0]["wait_s"]]
     print("\n4. Uneven stages: a mean rank waits + transfers, by axis [ms]")
     print(f"   {'layers':12s} longest  step " + "".join(f"{axis:>16s}" for axis in axes))
@@ -169,11 +169,11 @@ def print_waiting(rows: Sequence[dict[str, Any]]) -> None:
         cells = "".join(f"{wait:8.2f} + {transfer:5.2f}" for wait, transfer in pairs)
         layers = ",".join(map(str, row["stages"]))
         print(f"   {layers:12s}{row['imbalance']:+8.0%}{row['step_s'] * 1e3:7.1f}{cells}")
-    (wait, transfer), (waits, transfers) = map(blocked, (rows[0], rows[-1]))
+    (wait, transfer), (waits, transfers) = map(_blocked, (rows[0], rows[-1]))
     print(f"   from the first to the last the wait is {waits / wait:.1f} times as long, ", end="")
     print(f"the transfer {transfers / transfer:.2f} times")
 
 
-def blocked(row: dict[str, Any]) -> tuple[float, float]:
+def _blocked(row: dict[str, Any]) -> tuple[float, float]:
     """Seconds of waiting and of transfer along all axes."""
     return sum(row["wait_s"].values()), sum(row["transfer_s"].values())

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-RANKS = 16  # replicas
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
+_RANKS = 16  # replicas
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
 # scheme -> its mesh, and the calls in which most of its bytes go along the innermost axis
-TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
-MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
+_TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
+_MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def buckets(
@@ -27,7 +27,7 @@ def buckets(
     layers: int = 24,
     batch: int = 64,
     sequence: int = 256,
-    sizes: Sequence[int] = BUCKETS,
+    sizes: Sequence[int] = _BUCKETS,
 ) -> list[dict[str, Any]]:
     """Rows by the size of the buckets of gradients that replicas reduce, with and without overlap.
 
@@ -35,9 +35,9 @@ def buckets(
     call has half of its bandwidth.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
-    half = half_bytes(machine, "all_reduce", range(RANKS))
+    half = half_bytes(machine, "all_reduce", range(_RANKS))
     return [
-        {"half": half} | bucket_row(machine, size, overlap, batch, model)
+        {"half": half} | _bucket_row(machine, size, overlap, batch, model)
         for overlap in (True, False)
         for size in sizes
     ]
@@ -49,12 +49,12 @@ def microbatches(
     layers: int = 8,
     batch: int = 512,
     sequence: int = 32,
-    counts: Sequence[int] = MICROBATCHES,
+    counts: Sequence[int] = _MICROBATCHES,
 ) -> list[dict[str, Any]]:
     """Rows by the number of microbatches, of which the messages of tensor axes are parts."""
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     return [
-        tensor_row(machine, scheme, count, batch, model) for scheme in TENSOR for count in counts
+        _tensor_row(machine, scheme, count, batch, model) for scheme in _TENSOR for count in counts
     ]
 
 
@@ -73,30 +73,30 @@ def half_bytes(machine: Machine, op: str, members: Iterable[int]) -> float:
     return high
 
 
-def bucket_row(
+def _bucket_row(
     machine: Machine, size: float, overlap: bool, batch: int, model: Mapping[str, int]
 ) -> dict[str, Any]:
     parallel = {"bucket_mb": size, "overlap": overlap}
-    runs, found = step(machine, resolved_config(machine, {"d": RANKS}, batch, parallel, **model))
+    runs, found = step(machine, resolved_config(machine, {"d": _RANKS}, batch, parallel, **model))
     sums = calls(runs[0], "d")
     return {
         "overlap": overlap,
         "bucket_mb": size,
         "calls": len(sums),
-        "message": mean_bytes(sums),
+        "message": _mean_bytes(sums),
         "exposed_s": found["communication"] * found["step_time_s"],
         "step_s": found["step_time_s"],
     }
 
 
-def tensor_row(
+def _tensor_row(
     machine: Machine, scheme: str, count: int, batch: int, model: Mapping[str, int]
 ) -> dict[str, Any]:
     """A step cut into so many microbatches, and its messages with it.
 
     1-D moves as many bytes as before, SUMMA the weights' panels with each microbatch again.
     """
-    mesh, op = TENSOR[scheme]
+    mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}
     runs, found = step(machine, resolved_config(machine, mesh, batch, parallel, **model))
     rows = calls(runs[0], *mesh)
@@ -105,7 +105,7 @@ def tensor_row(
         "scheme": scheme,
         "microbatches": count,
         "calls": len(rows),
-        "message": mean_bytes(rows),
+        "message": _mean_bytes(rows),
         "half": half_bytes(machine, op, range(inner)),
         "calls_s": float(rows["dur"].sum() / 1e9),
         "step_s": found["step_time_s"],
@@ -118,5 +118,5 @@ def calls(run: StageRun, *axes: str) -> np.ndarray:
     return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
 
 
-def mean_bytes(rows: np.ndarray) -> float:
+def _mean_bytes(rows: np.ndarray) -> float:
     return float(rows["bytes"].mean())

@@ -10,7 +10,7 @@ from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
-STAGES, TABLE = (1, 2, 4, 8, 16), 51200
+_STAGES, _TABLE = (1, 2, 4, 8, 16), 51200
 
 
 def partitions(
@@ -18,31 +18,31 @@ def partitions(
     layers: int = 32,
     hidden: int = 1024,
     microbatches: int = 16,
-    vocabulary: int = TABLE,
-    counts: Sequence[int] = STAGES,
+    vocabulary: int = _TABLE,
+    counts: Sequence[int] = _STAGES,
 ) -> list[dict[str, Any]]:
     """Rows for even stages and for those where the first one takes all layers but one a stage."""
     sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
-    whole, half = (memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
-    layer = (activations(whole) - activations(half)) / (layers - layers // 2)
+    whole, half = (_memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
+    layer = (_activations(whole) - _activations(half)) / (layers - layers // 2)
     rows = []
-    for name, stages_of in (("even", even), ("poor", poor)):
+    for name, stages_of in (("even", _even), ("poor", _poor)):
         for count in counts:
             stages = stages_of(layers, count)
-            found = memory(machine, stages, microbatches, sizes)
-            rows.append({"partition": name} | partition_row(found, stages, microbatches, layer))
+            found = _memory(machine, stages, microbatches, sizes)
+            rows.append({"partition": name} | _partition_row(found, stages, microbatches, layer))
     return rows
 
 
-def even(layers: int, count: int) -> list[int]:
+def _even(layers: int, count: int) -> list[int]:
     return [layers * (i + 1) // count - layers * i // count for i in range(count)]
 
 
-def poor(layers: int, count: int) -> list[int]:
+def _poor(layers: int, count: int) -> list[int]:
     return [layers - count + 1] + [1] * (count - 1)
 
 
-def memory(
+def _memory(
     machine: Machine, stages: Sequence[int], microbatches: int, sizes: dict[str, int]
 ) -> dict[str, Any]:
     """The `summary` of a step in which a microbatch is one sequence."""
@@ -52,7 +52,7 @@ def memory(
     return step(machine, config)[1]
 
 
-def partition_row(
+def _partition_row(
     found: Mapping[str, Any], stages: Sequence[int], microbatches: int, layer: float
 ) -> dict[str, Any]:
     """Sums over ranks, and the worst of them.
@@ -62,20 +62,20 @@ def partition_row(
     layer.  `copies` are the token tables but one, with their gradients and optimiser state.
     """
     ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
-    parameters, *others = (total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))
+    parameters, *others = (_total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))
     states = parameters + sum(others)
-    spare = total(ranks, "tables") - ranks[0]["tables"]
+    spare = _total(ranks, "tables") - ranks[0]["tables"]
     copies = spare * states / parameters
     count = len(stages)
     return {
         "count": count,
         "stages": stages,
         "in_flight": sum(min(microbatches, count - i) * n for i, n in enumerate(stages)),
-        "layers_held": activations(found) / layer,
+        "layers_held": _activations(found) / layer,
         "states": states - copies,
         "copies": copies,
-        "activations": activations(found),
-        "buffers": total(ranks, "communication") + total(ranks, "workspace"),
+        "activations": _activations(found),
+        "buffers": _total(ranks, "communication") + _total(ranks, "workspace"),
         "total": found["memory"]["total"],
         "worst": worst["all"],
         "worst_stage": worst["stage"],
@@ -83,9 +83,9 @@ def partition_row(
     }
 
 
-def total(ranks: Iterable[Mapping[str, float]], kind: str) -> float:
+def _total(ranks: Iterable[Mapping[str, float]], kind: str) -> float:
     return sum(peaks[kind] for peaks in ranks)
 
 
-def activations(found: Mapping[str, Any]) -> float:
-    return total(found["memory"]["stages"], "activation")
+def _activations(found: Mapping[str, Any]) -> float:
+    return _total(found["memory"]["stages"], "activation")

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-SEND, RECV = OP.index("send"), OP.index("recv")
-BETWEEN = ("p", "world")
-UNEVEN = ((4, 4, 4, 4), (5, 4, 4, 3), (6, 4, 3, 3), (8, 3, 3, 2), (10, 2, 2, 2))
+_SEND, _RECV = OP.index("send"), OP.index("recv")
+_BETWEEN = ("p", "world")
+_UNEVEN = ((4, 4, 4, 4), (5, 4, 4, 3), (6, 4, 3, 3), (8, 3, 3, 2), (10, 2, 2, 2))
 
 
 def waiting(
     machine: Machine,
     hidden: int = 2048,
     microbatches: int = 16,
-    uneven: Sequence[Sequence[int]] = UNEVEN,
+    uneven: Sequence[Sequence[int]] = _UNEVEN,
 ) -> list[dict[str, Any]]:
     """A row for each way to cut the layers: wait and transfer of a mean rank, by axis."""
     mesh = {"p": len(uneven[0]), "d": 2, "x": 2}
@@ -56,11 +56,11 @@ def waiting(
 
 def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
     """{axis: (seconds of waiting, seconds of transfer)} of a mean rank, for StageRuns."""
-    waits, transfers, last = Counter(), Counter(), arrivals(runs)
+    waits, transfers, last = Counter(), Counter(), _arrivals(runs)
     for run in runs:
         for row in calls(run):
             axis = run.axes[row["group"]]
-            until = 0 if row["op"] == SEND else last[call_instance(run, row)]
+            until = 0 if row["op"] == _SEND else last[_call_instance(run, row)]
             start, length = int(row["t_start"]), int(row["dur"])
             wait = max(0, min(start + length, until) - start)
             waits[axis] += wait
@@ -73,22 +73,22 @@ def calls(run: StageRun) -> np.ndarray:
     return run.rows[run.rows["category"] == COMM]
 
 
-def arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
+def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
     """Meeting -> when the last of its members made its call [ns]."""
     last = {}
     for run in runs:
         for row in calls(run):
-            key = call_instance(run, row)
+            key = _call_instance(run, row)
             last[key] = max(last.get(key, 0), int(row["posted"]))
     return last
 
 
-def call_instance(run: StageRun, row: np.void) -> tuple:
+def _call_instance(run: StageRun, row: np.void) -> tuple:
     """What a call is part of: the number of a collective, or a message and its two ends.
 
     Along the other axes a rank stands for all members.
     """
     axis, rank, peer = run.axes[row["group"]], run.rank, int(row["peer"])
-    ends = {SEND: (rank, peer), RECV: (peer, rank)}.get(int(row["op"]), ())
-    here = () if axis in BETWEEN else (rank,)
+    ends = {_SEND: (rank, peer), _RECV: (peer, rank)}.get(int(row["op"]), ())
+    here = () if axis in _BETWEEN else (rank,)
     return axis, *here, *ends, int(row["seq"])
