@@ -115,7 +115,7 @@ def _most_costs(ranks: int) -> int:
 
 
 def _most_effort(ranks: int) -> int:
-    """What is simulated, in ms of hpc3d.predict.planning.ranking.simulation_cost."""
+    """What is simulated, in ms as hpc3d.predict.planning.ranking counts them."""
     return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)
 
 

@@ -1,6 +1,7 @@
 """What a reader of the code would stumble over is counted, and stays within limits."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,6 +12,12 @@ SOURCES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in sorted(ROOT.rglob("*.py"))
     if path.name not in ("__init__.py", "__main__.py")
+}
+
+USERS = {
+    path.relative_to(ROOT.parent).as_posix(): path.read_text(encoding="utf-8")
+    for folder in (ROOT, ROOT.parent / "tests")
+    for path in sorted(folder.rglob("*.py"))
 }
 
 
@@ -89,12 +96,78 @@ def untyped(sources):
     ]
 
 
+def foreign_underscores(sources):
+    """What a module imports although it is private to another one."""
+    return [
+        f"{path}: {node.module}.{each.name}"
+        for path, node in nodes(sources, ast.ImportFrom)
+        for each in node.names
+        if re.match("_[^_]", each.name)
+    ]
+
+
+def lonely_names(sources):
+    """Functions and constants that only their own module uses, and no underscore says so."""
+    users = defaultdict(set)
+    for path, source in USERS.items():
+        for name in mentions(ast.parse(source)):
+            users[name].add(path)
+    return [
+        f"{path}: {name}"
+        for path, source in sources.items()
+        for name in sorted(own_names(ast.parse(source)))
+        if name not in FOUND_BY_NAME and not users[name] - {f"hpc3d/{path}"}
+    ]
+
+
+def mentions(tree):
+    """What a source takes from others: imports, attributes, and names in texts, such as of what a
+    test replaces or a command finds by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.split("[.:]", node.value)[-1]
+
+
+def own_names(tree):
+    """The public functions and constants of a module, but for functions that a decorator or a
+    public table holds, and constants that its docstrings name."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and not target.id.startswith("_")
+    }
+    held = {each.id for value in constants.values() for each in ast.walk(value) if is_name(each)}
+    held |= {name for name, node in functions.items() if node.decorator_list}
+    docs = [
+        ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
+    ]
+    free = {name for name in functions if not name.startswith("_")} - held
+    return free | {*constants} - {*re.findall(r"\w+", " ".join(docs))}
+
+
+FOUND_BY_NAME = ("main", "log", "SHAPES", "row_of")  # commands, logging, launches of .cu files
+DOCUMENTED = ast.Module | ast.FunctionDef | ast.ClassDef
+
+
+def is_name(node):
+    return isinstance(node, ast.Name)
+
+
 LIMITS = [
     (doubled_classes, 0, {"a.py": "class A: pass", "b.py": "class A: pass"}),
     (doubled_files, 0, {"one/a.py": "", "two/a.py": ""}),
     (full_folders, 0, {f"one/{number}.py": "" for number in range(21)}),
     (long_functions, 0, {"a.py": "def f():\n" + 41 * "    0\n"}),
     (untyped, 0, {"a.py": "def f(a, /, b: int, *, c: str, d=0) -> None: pass"}),
+    (foreign_underscores, 0, {"a.py": "from hpc3d.b import _c, d, __version__"}),
+    (lonely_names, 0, {"a.py": "def nobody_takes_it():\n    pass\n\n\ndef _own():\n    pass\n"}),
     (many_parameters, 10, {"a.py": "def f(a, b, c, d, e, f, g, h): pass"}),
 ]
 

@@ -18,8 +18,8 @@ from functools import update_wrapper
 from typing import Any
 
 # A rule takes what its primitive takes; that of CUDA takes a `Gpu` (hpc3d.cuda.gpu) before it.
-Rule = Callable[..., Any]
-BACKENDS: dict[type, Callable[[Primitive], Rule | None]] = {}  # the rule for arrays of a type
+_Rule = Callable[..., Any]
+BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # the rule for arrays of a type
 PRIMITIVES: list[Primitive] = []
 
 
@@ -29,11 +29,11 @@ class Primitive:
     `abstract_rule` and `cuda_rule` are None where there is none.
     """
 
-    def __init__(self, numpy: Rule, abstract_rule: Rule | None = None) -> None:
+    def __init__(self, numpy: _Rule, abstract_rule: _Rule | None = None) -> None:
         self.numpy, self.abstract_rule = numpy, abstract_rule
-        self.cuda_rule: Rule | None = None
-        self.registered: dict[type, Rule] = {}
-        self.chosen: dict[type, Rule] = {}
+        self.cuda_rule: _Rule | None = None
+        self.registered: dict[type, _Rule] = {}
+        self.chosen: dict[type, _Rule] = {}
         update_wrapper(self, numpy)
         PRIMITIVES.append(self)
 
@@ -41,21 +41,21 @@ class Primitive:
         rule = self.chosen.get(type(first)) or self._choose(type(first))
         return rule(first, *rest, **named)
 
-    def _choose(self, kind: type) -> Rule:
+    def _choose(self, kind: type) -> _Rule:
         """The rule for arrays of a type, from now on."""
         backend = BACKENDS.get(kind)
         rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy
         return self.chosen.setdefault(kind, rule)
 
-    def abstract(self, rule: Rule) -> Rule:
+    def abstract(self, rule: _Rule) -> _Rule:
         self.abstract_rule = rule
         return rule
 
-    def cuda(self, rule: Rule) -> Rule:
+    def cuda(self, rule: _Rule) -> _Rule:
         self.cuda_rule = rule
         return rule
 
-    def register(self, kind: type, rule: Rule) -> None:
+    def register(self, kind: type, rule: _Rule) -> None:
         """Let arrays of a type take a rule of their own."""
         self.registered[kind] = rule
         self.chosen.pop(kind, None)
@@ -64,13 +64,13 @@ class Primitive:
 primitive = Primitive
 
 
-def composite(function: Rule) -> Primitive:
+def composite(function: _Rule) -> Primitive:
     """A primitive whose body consists of what arrays without data do by themselves, and so is its
     abstract rule as well."""
     return Primitive(function, function)
 
 
-def add_backend(kind: type, rule_of: Callable[[Primitive], Rule | None]) -> None:
+def add_backend(kind: type, rule_of: Callable[[Primitive], _Rule | None]) -> None:
     """Let arrays of a type take `rule_of(primitive)`, instead of what they took before."""
     BACKENDS[kind] = rule_of
     for each in PRIMITIVES:

@@ -19,19 +19,19 @@ REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  
 # NVRTC's, besides the architecture and FOLDER among the folders of headers: lambdas have no
 # __device__ in front of them.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-LOAD = 16  # bytes that a thread loads at once
+_LOAD = 16  # bytes that a thread loads at once
 WARP = 32
 ROWS_PER_STRIP, STRIPS = 64, 128  # of the first pass of a sum over rows, at least and at most
 BLOCKS = 2048  # of a grid that strides
 
-SCALARS = {
+_SCALARS = {
     "int": np.int32,
     "unsigned": np.uint32,
     "long long": np.int64,
     "float": np.float32,
     "double": np.float64,
 }
-POINTEES = {
+_POINTEES = {
     "float": "float32",
     "double": "float64",
     "long long": "int64",
@@ -115,7 +115,7 @@ SHAPES = {
 # `row_of` a number of elements.  Of flat arrays rows is 1; of sum_repeated and its like it is the
 # rows of the result; of sum_strips, one or two sums; of attention, B heads matrices of T columns.
 # The arrays that it reads before it writes them follow; of others all are one or the other.
-DECLARATION = re.compile(
+_DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)\)\s+(\w+)\(([^)]*)\)"
 )
@@ -144,7 +144,7 @@ class Kernel(NamedTuple):
 
     def launch(self, real: str | None, rows: int, columns: int) -> Launch:
         """The grid and the block for work of that size."""
-        pack = LOAD // (2 if real in ("float16", "bfloat16") else 4)
+        pack = _LOAD // (2 if real in ("float16", "bfloat16") else 4)
         return self.shape(rows, columns, pack, self.threads)
 
     def bind(
@@ -173,11 +173,11 @@ class Kernel(NamedTuple):
     def pointee(self, name: str, real: str | None) -> str | None:
         """The dtype that a pointer points to, None of a number."""
         kind, star, _ = self.parameters[name].removeprefix("const ").partition("*")
-        return {**POINTEES, "T": real}[kind] if star else None
+        return {**_POINTEES, "T": real}[kind] if star else None
 
     def typed(self, name: str, value: Any) -> Any:
         kind = self.parameters[name]
-        return value if kind.endswith("*") else SCALARS[kind](value)
+        return value if kind.endswith("*") else _SCALARS[kind](value)
 
 
 def text(source: str) -> str:
@@ -195,7 +195,7 @@ def kernels() -> dict[str, Kernel]:
     """All kernels by name, as their texts declare them."""
     found = {}
     for source in sources():
-        for shape, elements, updated, template, threads, name, listed in declared(source):
+        for shape, elements, updated, template, threads, name, listed in _declared(source):
             how = row_of(int(elements)) if shape == "row_of" else SHAPES[shape]
             parameters = dict(map(parameter, listed.split(",")))
             names = updated.split(", ") if updated else []
@@ -205,8 +205,8 @@ def kernels() -> dict[str, Kernel]:
     return found
 
 
-def declared(source: str) -> list[tuple[str, ...]]:
-    return DECLARATION.findall(text(source))
+def _declared(source: str) -> list[tuple[str, ...]]:
+    return _DECLARATION.findall(text(source))
 
 
 def parameter(declared: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ _CHUNK = 1 << 16  # tokens that share a checksum
 _SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
 _PREPARE = "make it with python -m hpc3d.prepare"
 
-Report = Callable[[int], None]
+_Report = Callable[[int], None]
 
 _reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPARE)
 
@@ -185,7 +185,7 @@ def verify(path: str | Path) -> None:
 
 
 def write_tokens(
-    path: Path, texts: Sequence[Path], tokenizer: Tokenizer, report: Report = lambda size: None
+    path: Path, texts: Sequence[Path], tokenizer: Tokenizer, report: _Report = lambda size: None
 ) -> None:
     """Write the token file `path` from `texts`, a piece in memory at a time.
 
@@ -208,7 +208,7 @@ def write_tokens(
         file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
 
 
-def _encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: Report) -> Iterator[np.ndarray]:
+def _encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: _Report) -> Iterator[np.ndarray]:
     """Yield the ids of each piece, and END after each text."""
     for text in texts:
         for piece in pieces(text):

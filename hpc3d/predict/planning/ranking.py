@@ -102,7 +102,7 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
     )
 
 
-def simulation_cost(config: Config) -> float:
+def _simulation_cost(config: Config) -> float:
     """What it takes to simulate a layout, roughly in ms: its layers, its stages, its passes."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
@@ -149,13 +149,13 @@ class Ranking:
     def room(self, estimate: Estimate) -> float:
         """Bytes that an estimate may have to be simulated: it is to fit the surer, the less effort
         is left after it."""
-        left = (self.left - simulation_cost(estimate.config)) / self.most
+        left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
 
     def run(self, estimate: Estimate) -> RankedLayout:
         """The RankedLayout of a layout by simulation."""
         config = estimate.config
-        self.left -= simulation_cost(config)
+        self.left -= _simulation_cost(config)
         row = _simulated(config, self.search.estimator.vocabulary, self.machine)
         self.known[config] = row
         self.ratios.setdefault(_family(config), []).append(row.seconds / estimate.seconds)
@@ -181,7 +181,7 @@ class Ranking:
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
         """The RankedLayout of a candidate, by simulation while there is effort left."""
         row = self.row(each)
-        while row and not row.simulated and simulation_cost(row.config) <= self.left:
+        while row and not row.simulated and _simulation_cost(row.config) <= self.left:
             self.run(self._offer(row.config))
             row = self.row(each)
         return row
