@@ -10,7 +10,7 @@ from hpc3d.predict.simulation.replay import PassRecorder
 from hpc3d.predict.simulation.simulated_clock import Clock
 
 
-def studio():
+def pass_recorder():
     """One of a rank without peers, whose clock stands still."""
     mesh = SimpleNamespace(pool=Pool(), comms={})
     return PassRecorder(mesh, MemoryRecorder(0, lambda: 0), Clock(machine=None))
@@ -19,19 +19,19 @@ def studio():
 @pytest.mark.parametrize(
     ("freed", "taken"), [("activation", "gradient"), ("gradient", "activation")]
 )
-def test_what_a_played_pass_frees_goes_before_what_it_takes(freed, taken):
+def test_what_a_replayed_pass_frees_goes_before_what_it_takes(freed, taken):
     """800 bytes go, then 500 come: in none of three passes are there more than when it began,
     though the two together would be."""
-    stage, micro = studio(), SimpleNamespace(cache=SimpleNamespace(arrays={}))
-    pool = stage.mesh.pool
+    recorder, micro = pass_recorder(), SimpleNamespace(cache=SimpleNamespace(arrays={}))
+    pool = recorder.mesh.pool
     pool.count(taken, 0)  # neither the order in which kinds came nor that of their names matters
     held = [pool.empty((800,), "u1", freed) for _ in range(3)]
-    with stage.record("pass", micro):
+    with recorder.record("pass", micro):
         held.pop()
         held.append(pool.empty((500,), "u1", taken))
     for number in (1, 2):  # without an array of their own: what a pass keeps is only counted
         pool.reset_peak()
-        with stage.replay("pass", micro, number):
+        with recorder.replay("pass", micro, number):
             pass
         assert (pool.live[freed], pool.live[taken]) == (800 * (2 - number), 500 * (1 + number))
         assert pool.peak["all"] == 800 * (3 - number) + 500 * number
