@@ -10,6 +10,7 @@ from hpc3d import limits
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, validate
 from hpc3d.config.rules import divisors, unknown_values, wrong_parts, wrong_pipeline
+from hpc3d.model.families import block_products
 from tests.elided import elided
 
 TABLE = Path(__file__).parent.parent / "docs" / "limits.md"
@@ -51,12 +52,13 @@ def test_a_number_of_many_digits_is_short():
 def test_products_are_bounded():
     model, train = Config().model, Config().train
     wide = replace(model, hidden=2**20, vocabulary=2**27, layers=limits.MOST_LAYERS)
-    (line,) = limits.too_large(replace(Config(), model=wide, train=replace(train, batch=1)))
-    assert line.startswith("model.hidden x hidden x 12 x layers = 131941395333120000: ")
+    config = replace(Config(), model=wide, train=replace(train, batch=1))
+    (line,) = limits.too_large(config, block_products(wide))
+    assert line.startswith("model.layers x weights of a block = 131941395333120000: ")
     long = replace(model, sequence=2**27, heads=1, vocabulary=256)
     for batch, wrong in ((2, 0), (5, 1)):  # 2^27 rows of 2^27 scores are 2^54
         config = replace(Config(), model=long, train=replace(train, batch=batch))
-        assert len([*limits.too_large(config)]) == wrong
+        assert len([*limits.too_large(config, block_products(long))]) == wrong
     mesh = replace(Config().mesh, p=1, d=2**10, x=2**10, y=1, z=1)
     assert not [*wrong_parts(replace(Config(), mesh=mesh))]
     (line,) = wrong_parts(replace(Config(), mesh=replace(mesh, y=2)))
