@@ -22,7 +22,7 @@ from tests.runs import losses, newest, said, train, words
 from tests.strided import strided
 
 slow = pytest.mark.slow
-FOUR_AND_64 = [4, pytest.param(64, marks=slow)]
+TWO_AND_64 = [2, pytest.param(64, marks=slow)]
 
 # Bad input
 
@@ -86,7 +86,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("ranks", FOUR_AND_64)
+@pytest.mark.parametrize("ranks", TWO_AND_64)
 @pytest.mark.parametrize("bad", strided(BAD, 3, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
@@ -293,7 +293,7 @@ def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, long, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "ranks"), [("1d", 4), *(pytest.param(name, 8, marks=slow) for name in SCHEMES)]
+    ("scheme", "ranks"), [("1d", 2), *(pytest.param(name, 8, marks=slow) for name in SCHEMES)]
 )
 def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):
     path = train(ranks, tmp_path, train__steps=STEPS, parallel__scheme=scheme)
