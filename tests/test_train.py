@@ -192,6 +192,7 @@ def test_every_rank_has_every_step_with_the_same_loss(run):
     assert len({row[1:] for row in rows}) == 3
 
 
+@slow
 def test_passes_and_steps_are_of_one_clock(tmp_path):
     """Four ranks that take turns: on the wall their passes take longer than they compute."""
     sizes = {"train__steps": 2, "train__batch": 24, "model__hidden": 48}
@@ -307,6 +308,7 @@ def test_a_data_axis_and_mpi_have_the_same_losses(ranks, serial, tmp_path):
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
+@slow
 def test_another_seed_has_other_losses(serial, tmp_path):
     path = train(1, tmp_path, train__steps=2, seed=4321)
     assert np.abs(losses(path) - serial[:2]).min() > 1e-6
