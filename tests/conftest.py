@@ -1,6 +1,7 @@
 """What all tests have in common; the examples that they draw are the same in every run, but for
 `make fuzz` (tests.fuzz)."""
 
+import gc
 import random
 
 import pytest
@@ -18,6 +19,12 @@ if settings:
         "fuzz", max_examples=200, deadline=None, database=None, print_blob=True
     )
     settings.load_profile("test")
+
+
+def pytest_collection_finish():
+    """What was imported stays: without it, to look for garbage is cheap, and done in time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.runs import losses, newest, said, train, words
 from tests.strided import strided
 
 slow = pytest.mark.slow
-FOUR_AND_64 = [4, pytest.param(64, marks=slow)]
+TWO_AND_64 = [2, pytest.param(64, marks=slow)]
 
 # Bad input
 
@@ -86,7 +86,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("ranks", FOUR_AND_64)
+@pytest.mark.parametrize("ranks", TWO_AND_64)
 @pytest.mark.parametrize("bad", strided(BAD, 3, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
@@ -192,6 +192,7 @@ def test_every_rank_has_every_step_with_the_same_loss(run):
     assert len({row[1:] for row in rows}) == 3
 
 
+@slow
 def test_passes_and_steps_are_of_one_clock(tmp_path):
     """Four ranks that take turns: on the wall their passes take longer than they compute."""
     sizes = {"train__steps": 2, "train__batch": 24, "model__hidden": 48}
@@ -293,7 +294,7 @@ def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, long, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "ranks"), [("1d", 4), *(pytest.param(name, 8, marks=slow) for name in SCHEMES)]
+    ("scheme", "ranks"), [("1d", 2), *(pytest.param(name, 8, marks=slow) for name in SCHEMES)]
 )
 def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):
     path = train(ranks, tmp_path, train__steps=STEPS, parallel__scheme=scheme)
@@ -307,6 +308,7 @@ def test_a_data_axis_and_mpi_have_the_same_losses(ranks, serial, tmp_path):
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
+@slow
 def test_another_seed_has_other_losses(serial, tmp_path):
     path = train(1, tmp_path, train__steps=2, seed=4321)
     assert np.abs(losses(path) - serial[:2]).min() > 1e-6

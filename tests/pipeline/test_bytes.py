@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.trace.recorder import Recorder
+from hpc3d.predict.simulation.count import InMemory
 from hpc3d.trace.schema import EVENTS, OP, record_type
 from tests.pipeline.mixes import config_of, trainer_of, words_of
 from tests.strided import strided
@@ -46,7 +46,7 @@ def counted(line):
 
 
 def first_step(mesh, config):
-    recorder = Recorder("unused", {"rank": mesh.rank})
+    recorder = InMemory(None, {"rank": mesh.rank}, 1 << 10)
     trainer = trainer_of(mesh.traced(recorder), config)
     trainer.step(0)
     assert recorder.dropped == 0

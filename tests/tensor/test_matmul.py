@@ -25,7 +25,10 @@ def operands(integers=False):
         x, w, dy = (generator.integers(-8, 9, shape).astype(np.float64) for shape in shapes)
     else:
         x, w, dy = (generator.normal(size=shape) for shape in shapes)
-    return x, w, dy, x @ w, dy @ w.T, x.T @ dy
+    found = x, w, dy, x @ w, dy @ w.T, x.T @ dy
+    for matrix in found:
+        matrix.flags.writeable = False  # a rank that holds all of it has this one
+    return found
 
 
 def stored(matrix, layout, mesh):

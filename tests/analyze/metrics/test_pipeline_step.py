@@ -85,7 +85,9 @@ def test_in_flight_are_as_many_as_the_schedule_says(run):
         assert passes.in_flight(step) == wanted
 
 
-@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (3, 3), (4, 6)])
+@pytest.mark.parametrize(
+    ("stages", "micros"), [(2, 4), (3, 3), pytest.param(4, 6, marks=pytest.mark.slow)]
+)
 def test_an_asynchronous_schedule_runs_on_from_step_to_step(tmp_path, stages, micros):
     sizes = {"mesh__p": stages, "parallel__microbatches": micros}
     folder = trained(tmp_path / "run", stages, parallel__schedule="pipedream-2bw", **sizes)

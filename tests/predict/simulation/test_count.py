@@ -97,7 +97,7 @@ def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():
     """175 B parameters on 1,024 ranks: a rank of the middle of the pipeline."""
     words = (
         "--model.layers 96 --model.hidden 12288 --model.heads 96 --model.sequence 2048 "
-        "--model.vocabulary 51200 --train.batch 1024 --parallel.microbatches 64 "
+        "--model.vocabulary 51200 --train.batch 1024 --parallel.microbatches 16 "
         "--mesh.p 8 --mesh.x 2 --mesh.y 8 --mesh.z 8 --parallel.schedule 1f1b"
     )
     config = resolve(load(None, words.split()), 1024)
