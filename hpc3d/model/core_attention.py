@@ -36,31 +36,30 @@ class CoreAttention:
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""
-        how = self._how(micro)
+        sizes, mask = self.sizes, self._mask(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
-            out, p = attend(qkv, *how)
+            out, p = attend(qkv, sizes.sequence, sizes.width, self.mesh.empty, mask)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
         """The gradient of [q|k|v] from that of the output."""
-        qkv, p, how = *saved, self._how(micro)
+        qkv, p = saved
+        sizes, mask = self.sizes, self._mask(micro)
         if self.selective:
             p = self.recompute(qkv, micro)
         with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
-            return attend_grad(dout, qkv, p, *how)
+            return attend_grad(dout, qkv, p, sizes.sequence, sizes.width, self.mesh.empty, mask)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """The probabilities once more: half of the work."""
-        trace, half, how = self.mesh.trace, self._flops(qkv) // 2, self._how(micro)
+        sizes, mask = self.sizes, self._mask(micro)
+        trace, half = self.mesh.trace, self._flops(qkv) // 2
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, *how)
+            return attend_again(qkv, sizes.sequence, sizes.width, self.mesh.empty, mask)
 
-    def _how(self, micro):
-        """The operands of attention besides its arrays: sizes, `empty`, and the `Mask` of this
-        rank's probabilities [B, heads * T * T] or None."""
-        sizes = self.sizes
-        mask = self.dropout.mask(micro, 1, sizes.heads * sizes.sequence**2)
-        return sizes.sequence, sizes.width, self.mesh.empty, mask
+    def _mask(self, micro):
+        """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""
+        return self.dropout.mask(micro, 1, self.sizes.heads * self.sizes.sequence**2)
 
     def _flops(self, qkv):
         """Of q k' and p v: 2 products of 2 T D for every row and head."""
