@@ -161,10 +161,11 @@ def _add_options(add):
     add("--name", required=True, help=f"{', '.join(SCHEDULES)} or csv:FILE")
     add("--stages", required=True, type=_size, metavar="P", help="number of stages")
     add("--microbatches", required=True, type=_size, metavar="M", help="microbatches of a step")
-    add("--forward", type=_seconds, default=1.0, metavar="S", help=_time("a forward pass"))
-    add("--backward", type=_seconds, default=1.0, metavar="S", help=_time("an input gradient"))
-    add("--weight", type=_seconds, default=1.0, metavar="S", help=_time("weight gradients"))
-    add("--comm", type=_seconds, default=0.0, metavar="S", help="seconds of a message (0)")
+    add("--forward", type=_times, default=1.0, metavar="S", help=_time("a forward pass"))
+    add("--backward", type=_times, default=1.0, metavar="S", help=_time("an input gradient"))
+    add("--weight", type=_times, default=1.0, metavar="S", help=_time("weight gradients"))
+    comm = "seconds of a message (0), or of one over each border between parts: 1,2,3"
+    add("--comm", type=_times, default=0.0, metavar="S", help=comm)
     add(
         "--chunks",
         type=_size,
@@ -181,7 +182,16 @@ _size = whole(0, _MOST_PASSES)  # what is too small for a schedule is refused by
 
 
 def _time(what):
-    return f"seconds of {what} of a microbatch on a stage, all chunks together (1)"
+    return (
+        f"seconds of {what} of a microbatch on a stage, all chunks together (1), or on each part: "
+        "8,13,19,20"
+    )
+
+
+def _times(text):
+    """A number of seconds, or a list of some with commas."""
+    values = [_seconds(each) for each in text.split(",")]
+    return values if len(values) > 1 else values[0]
 
 
 def _seconds(text):
@@ -196,12 +206,12 @@ def _seconds(text):
 
 
 def _schedule(options):
-    cost = Cost(options.forward, options.backward, options.weight, options.comm)
-    if not any(cost[:3]):
-        raise ValueError("--forward, --backward and --weight are all 0: give one of them a time")
     if options.chunks is None:
         options.chunks = find(options.name).chunks or 2
     _refuse_large(options)
+    cost = _costs(options)
+    if not any(any(each[:3]) for each in ([cost] if isinstance(cost, Cost) else cost)):
+        raise ValueError("--forward, --backward and --weight are all 0: give one of them a time")
     if options.png:
         need("--png", "matplotlib")
     passes, placement = instruction_streams(
@@ -219,6 +229,25 @@ def _schedule(options):
         draw_gantt([(_title(found), spans(rows))], options.png)
     if options.json:
         print(json.dumps(found))
+
+
+def _costs(options):
+    """The Cost of all stages, or where a list is given the Costs of the parts."""
+    given = {name: getattr(options, name) for name in ("forward", "backward", "weight", "comm")}
+    if not any(isinstance(value, list) for value in given.values()):
+        return Cost(*given.values())
+    parts = options.stages * options.chunks
+    for name, value in given.items():
+        count, what = (parts - 1, "borders") if name == "comm" else (parts, "parts")
+        if isinstance(value, list):
+            if len(value) != count:
+                raise ValueError(
+                    f"--{name}: {len(value)} numbers for {count} {what}: give one for each, or one"
+                )
+        else:
+            given[name] = [value if name == "comm" else value / options.chunks] * count
+    given["comm"].append(0.0)  # behind the last part there is none
+    return [Cost(*times) for times in zip(*given.values(), strict=True)]
 
 
 def _refuse_large(options):

@@ -90,6 +90,9 @@ def test_a_picture_is_written(capsys, tmp_path):
             ["--name", "1f1b", *SMALL, "--forward", "0", "--backward", "0", "--weight", "0"],
             "are all 0",
         ),
+        (["--name", "1f1b", *SMALL, "--forward", "1,2,3"], "--forward: 3 numbers for 2 parts"),
+        (["--name", "gpipe", *SMALL, "--comm", "1,2"], "--comm: 2 numbers for 1 borders"),
+        (["--name", "zb-v", *SMALL, "--weight", "1,2"], "--weight: 2 numbers for 4 parts"),
     ],
 )
 def test_bad_input_is_one_line_and_2(capsys, words, line):
@@ -98,6 +101,29 @@ def test_bad_input_is_one_line_and_2(capsys, words, line):
     assert err.startswith("hpc3d.simulate: ")
     assert line in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("loads", "seconds"),
+    [((21, 19, 5, 15), 573), ((19, 3, 18, 20), 600)],
+)
+def test_parts_may_take_different_times(loads, seconds, capsys):
+    """Two cuts of loads 8 11 2 1 18 5 4 11: the one with the lighter heaviest stage is slower."""
+    times = ["--forward", ",".join(map(str, loads)), "--weight", "0"]
+    times += ["--backward", ",".join(str(2 * load) for load in loads)]
+    sizes = ["--stages", "4", "--microbatches", "8", "--json"]
+    code, out, _ = simulate(capsys, "--name", "1f1b", *sizes, *times)
+    assert code == 0 and json.loads(out.splitlines()[-1])["makespan"] == seconds
+
+
+def test_one_number_of_a_list_is_that_of_a_stage(capsys):
+    """Two chunks of 1 s are a stage of 2 s; a border takes its time both ways."""
+    line = ["--name", "interleaved", "--stages", "2", "--microbatches", "2", "--json"]
+    found = []
+    for forward, comm in (("2", "0.5"), ("1,1,1,1", "0.5,0.5,0.5")):
+        _, out, _ = simulate(capsys, *line, "--forward", forward, "--comm", comm)
+        found.append(json.loads(out.splitlines()[-1])["makespan"])
+    assert found[0] == found[1]
 
 
 def test_a_file_that_deadlocks_is_refused(capsys, tmp_path):
