@@ -35,6 +35,8 @@ def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarra
     load[-1, 0] = 0.0
     seconds = cuts.forward + cuts.backward
     in_flight = np.minimum(np.arange(1, width), limits.microbatches)
+    if limits.all_in_flight:
+        in_flight = np.full(width - 1, limits.microbatches)
     for before in range(cuts.count - 2, -1, -1):
         after = cuts.after(before)
         stage = seconds[after] - seconds[before] + limits.seconds(cuts.moved(before, after))

@@ -52,13 +52,13 @@ def planned(
 ) -> GraphPlan:
     """The best GraphPlan; ValueError if nothing fits, with what would."""
     cuts = cuts_of(graph)
-    names = (schedule,) if schedule else _SCHEDULES
+    limits = limits._replace(all_in_flight=schedule == "gpipe")
     if objective == "load":
         ends = lightest(cuts, limits)
-        found = ends and min(timed(cuts, limits, name, ends) for name in names)
+        found = ends and timed(cuts, limits, schedule or "1f1b", ends)
         proven = cuts.exact
     else:
-        found = quickest(cuts, limits, names)
+        found = quickest(cuts, limits, (schedule,) if schedule else _SCHEDULES)
         proven = bool(found) and found.proven
     if not found:
         raise ValueError(_nothing_fits(cuts, limits))
@@ -93,7 +93,7 @@ def _stages(graph, cuts, limits, found):
 
 
 def _nothing_fits(cuts: Downsets | Chain, limits):
-    """What the partition with the emptiest fullest stage holds."""
+    """The line that says how much memory would do."""
     low, high = limits.memory, float(cuts.memory[-1] + limits.microbatches * cuts.saved[-1])
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
@@ -101,6 +101,12 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
         low, high = (low, middle) if fits else (middle, high)
     return (
         f"no partition into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
-        f"the nearest needs {high:.6g}; use --memory {-(-high // 1e6):.0f}MB, more ranks, or "
-        "fewer microbatches"
+        f"the nearest needs {high:.6g}; use --memory {_enough(high)}, more ranks, or fewer "
+        "microbatches"
     )
+
+
+def _enough(nbytes):
+    """A size as an option takes it, not below `nbytes`."""
+    unit, name = (1e6, "MB") if nbytes >= 1e7 else (1, "B")
+    return f"{-(-nbytes // unit):.0f}{name}"

@@ -6,13 +6,15 @@ from hpc3d.partition.atom_graph import Graph
 
 
 class Limits(NamedTuple):
-    """What a plan may use: stages at most, bytes of a rank (None: any), bytes/s of a link, and the
-    microbatches of a step."""
+    """What a plan may use: stages at most, bytes of a rank and bytes/s of a link (None: any), the
+    microbatches of a step, and whether all of them are in flight on every stage (GPipe), or no
+    more than there are stages from there on (1F1B)."""
 
     ranks: int
     memory: float | None = None
     bandwidth: float | None = None
     microbatches: int = 1
+    all_in_flight: bool = False
 
     def seconds(self, nbytes: float) -> float:
         """Of a transfer."""

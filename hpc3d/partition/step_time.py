@@ -23,7 +23,7 @@ from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
-MOST_STEPS = 20_000  # that are run on the clock, of one schedule and number of stages
+MOST_PASSES = 1_000_000  # that are run on the clock, of one schedule and number of stages
 
 
 class Timed(NamedTuple):
@@ -62,13 +62,15 @@ class _Search:
         self.micros = limits.microbatches
         self.passes, self.placement = instruction_streams(schedule, stages, self.micros)
         self.in_flight = [in_flight(stream).activations for stream in self.passes]
-        self.rest, self.left, self.best = None, MOST_STEPS, None
+        steps = MOST_PASSES // (2 * stages * self.micros)
+        self.rest, self.left, self.best = None, max(1, steps), None
 
     def run(self):
         """Find the best."""
         computed = self.limits._replace(ranks=self.stages, memory=None, bandwidth=None)
         self.rest = table(self.cuts, computed)[1]
-        start = lightest(self.cuts, self.limits._replace(ranks=self.stages))
+        flights = self.limits._replace(all_in_flight=self.schedule == "gpipe")
+        start = lightest(self.cuts, flights._replace(ranks=self.stages))
         if start and len(start) == self.stages:
             self._try_out(tuple(start))
         self.extend((), 0)

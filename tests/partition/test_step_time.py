@@ -43,6 +43,6 @@ def test_a_step_is_that_of_the_clock():
 
 
 def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
-    monkeypatch.setattr(step_time, "MOST_STEPS", 2)
+    monkeypatch.setattr(step_time, "MOST_PASSES", 64)
     found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
     assert found and not found.proven
