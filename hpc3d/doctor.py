@@ -263,7 +263,7 @@ def clocks(job: Job) -> Iterator[Finding]:
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
 
-    nodes = homes_of(job).nodes
+    nodes = homes_of(job.gather(job.place())).nodes
     if len(set(nodes)) == 1:
         return
     world = build({"x": job.size}, job.comm, transport="mpi").world

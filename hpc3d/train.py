@@ -86,7 +86,7 @@ def train(job: Job, words: list[str]) -> None:
     from hpc3d.runtime.shared_folder import refuse_unshared
 
     config, resumed = job.from_root(lambda: asked(job, words))
-    ours, homes = hardware(job, config), homes_of(job)
+    ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
     refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
     opened = job.on_root(lambda: prepare(config, resumed))
     plan = job.from_root(lambda: opened.plan)
@@ -299,13 +299,15 @@ def _saver_of(
     job: Job, plan: RunPlan, trainer: Trainer, batches: Batches | None, log: Log
 ) -> Saver:
     """What saves the run; if it does so by itself, what that takes is said first."""
-    from hpc3d.checkpoints.cost import forecast
     from hpc3d.checkpoints.saver import Saver
     from hpc3d.config.load import to_toml
 
     how = plan.config.checkpoint
-    for line in forecast(job, plan.folder, trainer, how.keep) if how.every else ():
-        log.say(line)
+    if how.every:
+        from hpc3d.checkpoints.cost import forecast
+
+        for line in forecast(job, plan.folder, trainer, how.keep):
+            log.say(line)
 
     def header(done):
         position = batches.position(done) if batches else None

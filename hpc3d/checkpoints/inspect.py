@@ -14,8 +14,9 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values, wrong_parts
-from hpc3d.model.families import ModelSpec, family_of
+from hpc3d.model.families import family_of
 from hpc3d.model.parameters import Parameters
+from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split

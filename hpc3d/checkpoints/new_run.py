@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import name_of
-from hpc3d.checkpoints.sharded import StoredPiece, complete, write_shard
+from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
 from hpc3d.training.optimizer import optimizer_of
@@ -25,15 +25,6 @@ from hpc3d.training.optimizer import optimizer_of
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.training.optimizer import StateSpec
-
-
-class InitialState(NamedTuple):
-    """The state of a model that has made no step: what `Snapshot` is of a run, for one rank that
-    holds all of it.  The arrays are made one after the other."""
-
-    pieces: list
-    arrays: Iterator[np.ndarray]
-    nbytes: int
 
 
 def initial_state(

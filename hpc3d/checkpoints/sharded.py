@@ -30,7 +30,6 @@ from hpc3d.training.optimizer import MASTER
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.checkpoints.new_run import InitialState
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import FlatSlices, Parameter, Parameters
     from hpc3d.training.optimizer import Optimizer
@@ -92,6 +91,15 @@ def arrays(
 
 
 # Writing
+
+
+class InitialState(NamedTuple):
+    """The state of a model that has made no step: what `Snapshot` is of a run, for one rank that
+    holds all of it.  The arrays are made one after the other."""
+
+    pieces: list
+    arrays: Iterator[np.ndarray]
+    nbytes: int
 
 
 def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> None:

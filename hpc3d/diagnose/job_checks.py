@@ -132,7 +132,7 @@ def _sources() -> str:
 
 def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
     """Whether all hosts see the same `folder`: in it, one of rank 0's."""
-    made, homes = None, homes_of(job)
+    made, homes = None, homes_of(job.gather(job.place()))
     if job.rank == 0:
         with suppress(OSError):
             made = scratch(folder)

@@ -15,9 +15,9 @@ from hpc3d.tensor.matmul import Saved
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.families import ModelSpec
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
-    from hpc3d.model.stage import Microbatch
+    from hpc3d.model.spec import ModelSpec
 
 
 class BlockSaved(NamedTuple):

@@ -10,8 +10,8 @@ from hpc3d.ops.attention import attend, attend_again, attend_grad
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.families import ModelSpec
-    from hpc3d.model.stage import Microbatch
+    from hpc3d.model.microbatch import Microbatch
+    from hpc3d.model.spec import ModelSpec
 
 
 class AttentionSaved(NamedTuple):

@@ -21,10 +21,10 @@ from hpc3d.tensor.matmul import Matmul, Saved
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.families import ModelSpec
     from hpc3d.model.layers import EmbeddingSaved
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
-    from hpc3d.model.stage import Microbatch
+    from hpc3d.model.spec import ModelSpec
     from hpc3d.tensor.matmul import SavedForWeight
 
 

@@ -32,8 +32,8 @@ from hpc3d.tensor.matmul import Matmul
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
-    from hpc3d.model.stage import Microbatch
     from hpc3d.tensor.matmul import Saved, SavedForWeight
     from hpc3d.tensor.split import Split
 

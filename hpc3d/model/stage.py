@@ -5,85 +5,18 @@ Forward and backward keep nothing in the stage, so any number of microbatches ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from hpc3d.model.gpt2 import add_table
 from hpc3d.model.layers import immediately
-from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.families import ModelSpec
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
-
-
-def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
-    """How a microbatch brings numbers to arrays of the host: they are there."""
-    return make(micro)
-
-
-class Microbatch(NamedTuple):
-    """A microbatch: tokens and targets [sequences, T], the same on all ranks.
-
-    `first` is the number of its first sequence in the batch of training step `step`; the gradient
-    is that of its summed loss times `scale`.  `cache` brings numbers of the host to where the
-    model's arrays are.
-    """
-
-    step: int
-    first: int
-    tokens: np.ndarray
-    targets: np.ndarray
-    scale: float
-    cache: Callable = _without_cache
-
-    @property
-    def sequences(self) -> int:
-        return len(self.tokens)
-
-    def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """`make(micro)`, where the model's arrays are; it is the same under the same name."""
-        return self.cache(self, name, make)
-
-    def factor(self) -> Any:
-        """`scale` there."""
-        return self.cached("scale", lambda micro: micro.scale)
-
-    def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
-        """This rank's sequences, for rows that lie as in `layout`."""
-        rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
-        return batch[rows.slices(batch.shape[:1], mesh)]
-
-
-def microbatches(
-    step: int,
-    tokens: np.ndarray,
-    targets: np.ndarray,
-    count: int,
-    alone: bool = False,
-    cache: Callable[..., Any] = _without_cache,
-) -> Iterator[Microbatch]:
-    """A batch [sequences, T] cut into `count` microbatches.
-
-    The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
-    over the tokens whose target is not IGNORE, so that uneven microbatches weigh what they hold.
-    """
-    ends = [len(tokens) * number // count for number in range(count + 1)]
-    whole = valid_tokens(targets)
-    for first, stop in pairwise(ends):
-        part = slice(first, stop)
-        valid = valid_tokens(targets[part]) if alone else whole
-        yield Microbatch(step, first, tokens[part], targets[part], 1 / valid, cache)
-
-
-def valid_tokens(targets: np.ndarray) -> int:
-    return max(1, int((targets != IGNORE).sum()))
+    from hpc3d.model.spec import ModelSpec
 
 
 def _ignore(unit: str) -> None:

@@ -7,13 +7,10 @@ may have been given the same one, and a container may have the name of its neigh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from hpc3d.runtime.job import Job
+from typing import Any, NamedTuple
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CLOCKS = "/proc/self/ns/time"
@@ -92,9 +89,8 @@ class Homes(NamedTuple):
         return " and ".join(found)
 
 
-def homes_of(job: Job) -> Homes:
-    """The Homes of a job; collective."""
-    places = job.gather(job.place())
+def homes_of(places: Sequence[Mapping[str, Any]]) -> Homes:
+    """The Homes of a job, of whose ranks these are the places (`Job.place`)."""
     return Homes([place["host"] for place in places], [place["node"] for place in places])
 
 

@@ -14,9 +14,11 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
-from hpc3d.model.families import GPT2, ModelSpec
+from hpc3d.model.families import GPT2
+from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import build, microbatches
+from hpc3d.model.spec import ModelSpec
+from hpc3d.model.stage import build
 from hpc3d.predict.simulation.simulated_clock import representative
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.extras import need
-from hpc3d.model.families import ModelSizes
+from hpc3d.model.spec import ModelSizes
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Communicator
-    from hpc3d.trace.recorder import Recorder
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
@@ -35,7 +34,7 @@ class Traced:
     the two ends of one.
     """
 
-    def __init__(self, comm: Communicator, recorder: Recorder, group: int) -> None:
+    def __init__(self, comm: Communicator, recorder: Any, group: int) -> None:
         self.comm, self.recorder, self.group = comm, recorder, group
         self.rank, self.size = comm.rank, comm.size
         self.members, self.pool = comm.members, comm.pool

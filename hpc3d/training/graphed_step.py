@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc3d.cuda.graph import CudaGraph
-    from hpc3d.model.stage import Microbatch
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.passes import Group
-    from hpc3d.training.trainer import Trainer
 
 
 class GraphedStep:
     """Runs the steps of `trainer` by `graph` (hpc3d.cuda.graph)."""
 
-    def __init__(self, trainer: Trainer, graph: CudaGraph) -> None:
+    def __init__(self, trainer: Any, graph: CudaGraph) -> None:
         self.trainer, self.graph = trainer, graph
         self.warm = self.recording = self.done = False
         self.results, self.peak = (), Counter()
@@ -58,9 +57,9 @@ class GraphedStep:
         pool.peak |= self.peak
 
 
-def replay_of(trainer: Trainer, wanted: bool) -> GraphedStep | None:
-    """The GraphedStep of a trainer on a device, None where it is not `wanted`, or nothing runs."""
-    if not wanted or not trainer.mesh.pool.on_device:
+def replay_of(trainer: Any) -> GraphedStep | None:
+    """The GraphedStep of a trainer on a device, None where nothing runs."""
+    if not trainer.mesh.pool.on_device:
         return None
     from hpc3d.cuda.graph import CudaGraph
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import GuardConfig
     from hpc3d.model.parameters import Parameter
-    from hpc3d.training.trainer import Trainer
 
 SHOWN = 10  # lines about what is wrong
 
@@ -86,7 +85,7 @@ def _on_any_rank(mesh: Mesh, count: int) -> bool:
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
 
-def refuse(trainer: Trainer) -> None:
+def refuse(trainer: Any) -> None:
     """Raise what explains a loss or norm that is not finite, or a note that is wrong."""
     mesh, corrupt = trainer.mesh, [GuardFinding(0, line) for line in trainer.mesh.guard.found]
     if _on_any_rank(mesh, len(corrupt)):
@@ -94,7 +93,7 @@ def refuse(trainer: Trainer) -> None:
     stop(mesh, _not_finite(trainer), NotFinite)
 
 
-def _not_finite(trainer: Trainer) -> list[GuardFinding]:
+def _not_finite(trainer: Any) -> list[GuardFinding]:
     """Finds of what is not finite on this rank, nearest to the cause first: its parameters, else
     its share of the loss and, of the last unit in the model that has any, its gradients."""
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
@@ -142,7 +141,7 @@ class ReplicaCheck:
     """Compares, after every `every`-th step (0: never), what must have the same bits on several
     ranks: parameters and the optimiser's states, by a hash of 64 bits each."""
 
-    def __init__(self, trainer: Trainer, every: int) -> None:
+    def __init__(self, trainer: Any, every: int) -> None:
         self.trainer, self.mesh, self.every = trainer, trainer.mesh, every
         self.axes = [axis for axis in self.mesh.sizes if self.mesh.size(axis) > 1]
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.model.stage import microbatches, valid_tokens
+from hpc3d.model.microbatch import microbatches, valid_tokens
 
 if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
-    from hpc3d.model.stage import Microbatch
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.program import Program
 
 

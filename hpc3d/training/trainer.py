@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import value_of
-from hpc3d.model.families import ModelSpec, family_of
+from hpc3d.model.families import family_of
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
+from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.program import program_of
 from hpc3d.training import guard
-from hpc3d.training.graphed_step import replay_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.optimizer import learning_rate, optimizer_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.instruction import Placement
     from hpc3d.pipeline.program import Program
     from hpc3d.pipeline.stage_protocol import PipelineStage
+    from hpc3d.training.graphed_step import GraphedStep
 
 
 class Step(NamedTuple):
@@ -81,10 +82,16 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program)
         self.groups = program.steps(mesh.coord("p"))
-        self.replay = replay_of(self, train.cuda_graph)
+        self.replay = self._replay() if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.local_loss = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
+
+    def _replay(self) -> GraphedStep | None:
+        """What runs steps as one launch, where the mesh is one of devices."""
+        from hpc3d.training.graphed_step import replay_of
+
+        return replay_of(self)
 
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """The parts of the model on this rank, one per chunk, and the pipeline stage of the other

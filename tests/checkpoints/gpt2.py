@@ -11,7 +11,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
 from hpc3d.model.families import GPT2
-from hpc3d.model.stage import Microbatch
+from hpc3d.model.microbatch import Microbatch
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import SGD
 from tests.model.whole import Model

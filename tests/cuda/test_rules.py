@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from hpc3d.comm import threads
-from hpc3d.training import trainer as loop
 from hpc3d.training.graphed_step import GraphedStep
 from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
@@ -73,7 +72,8 @@ def test_ranks_train_as_one_with_numpy(line, launcher):
 def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
     """From the third step on nothing is launched one by one but the update."""
     expected, launched = serial(alone(line)).totals, []
-    monkeypatch.setattr(loop, "replay_of", lambda trainer, _: GraphedStep(trainer, rules.Tape()))
+    replay_of = "hpc3d.training.graphed_step.replay_of"
+    monkeypatch.setattr(replay_of, lambda trainer: GraphedStep(trainer, rules.Tape()))
 
     def recorded(mesh, config):
         trainer = trainer_of(mesh, replace(config, train=replace(config.train, cuda_graph=True)))

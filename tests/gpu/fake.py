@@ -60,13 +60,14 @@ class Fake:
 
     def pool(self):
         """Arrays with the rules of a device, whose kernels the emulator runs."""
-        from hpc3d.training import trainer as loop
-        from hpc3d.training.graphed_step import GraphedStep
+        from hpc3d.training import graphed_step
         from tests.cuda import rules
 
         if not self.ruled:
             rules.register(rules.Launcher(self.launch()))
-            loop.replay_of = lambda trainer, wanted: wanted and GraphedStep(trainer, rules.Tape())
+            graphed_step.replay_of = lambda trainer: graphed_step.GraphedStep(
+                trainer, rules.Tape()
+            )
             self.ruled = True
 
         class HostPool(rules.CudaPool):

@@ -11,8 +11,9 @@ import pytest
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.model.block import Block
-from hpc3d.model.families import GPT2, ModelSizes, ModelSpec
+from hpc3d.model.families import GPT2
 from hpc3d.model.parameters import Parameters
+from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.tensor.split import SCHEMES
 from tests.mpi import checked

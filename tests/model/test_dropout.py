@@ -7,7 +7,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.model.layers import Dropout
-from hpc3d.model.stage import Microbatch
+from hpc3d.model.microbatch import Microbatch
 from hpc3d.ops import rows
 from hpc3d.ops.attention import attend, attend_grad
 from hpc3d.ops.random import Mask, keep_mask, philox_key

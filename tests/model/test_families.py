@@ -10,9 +10,11 @@ from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.input_file import Config
 from hpc3d.config.rules import received_elements
 from hpc3d.model import families
-from hpc3d.model.families import GPT2, ModelSizes, ModelSpec, block_products, block_weights
+from hpc3d.model.families import GPT2, block_products, block_weights
+from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import LAYER, build, microbatches
+from hpc3d.model.spec import ModelSizes, ModelSpec
+from hpc3d.model.stage import LAYER, build
 from hpc3d.predict.planning.layouts import volumes
 from hpc3d.tensor.split import Split
 from hpc3d.training import footprint
@@ -103,11 +105,3 @@ def test_words_volumes_and_memory_ask_the_products(factor):
     alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
     tables = (48 + SEQUENCE) * HIDDEN
     assert footprint.parameters(alone) == 4 * 4 * (config.model.layers * weights + tables)
-
-
-def test_names_for_export():
-    names = GPT2.names
-    assert names.full_name_of("layers.3.norm1.gamma") == "transformer.h.3.ln_1.weight"
-    assert names.full_name_of("layers.0.down.bias") == "transformer.h.0.mlp.c_proj.bias"
-    assert names.full_name_of("embedding.token") == "transformer.wte.weight"
-    assert names.full_name_of("head.table") == "lm_head.weight"

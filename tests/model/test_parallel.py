@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.model.families import ModelSizes
+from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.split import Split
 from tests.model.whole import Model

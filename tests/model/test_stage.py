@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
-from hpc3d.model.families import ModelSizes
+from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
 from hpc3d.tensor.split import Split

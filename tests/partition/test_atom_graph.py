@@ -1,9 +1,7 @@
 """Graphs of atoms, groups that stay together, and downsets."""
 
-import pytest
-
 from hpc3d.partition.atom_graph import Atom, Graph, Value, bits, contracted
-from tests.partition.graphs import chain, partitions, random_graph
+from tests.partition.graphs import chain
 
 DIAMOND = [Value(0, (1, 2), 4.0), Value(1, (3,), 1.0), Value(2, (3,), 2.0)]
 
@@ -17,20 +15,6 @@ def test_bytes_count_a_value_once():
     assert graph.bytes_out(0b0001) == 4 and graph.bytes_in(0b0110) == 4
     assert graph.bytes_in(0b1000) == 3 and graph.bytes_out(0b0110) == 3
     assert graph.bytes_in(0b0100) == 4 and graph.bytes_out(0b1111) == 0
-
-
-def test_the_downsets_of_a_diamond():
-    graph = Graph(atoms(4), DIAMOND)
-    assert graph.downsets(6) == [0, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
-    assert graph.downsets(5) is None
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_downsets_are_closed_under_inputs_and_all_there(seed):
-    graph = random_graph(seed)
-    closed = {downset for (downset,) in partitions(graph, 1)}
-    two = {pair[0] for pair in partitions(graph, 2)}
-    assert {*graph.downsets(1 << len(graph))} == {0} | closed | two
 
 
 def test_atoms_in_any_order_are_sorted():

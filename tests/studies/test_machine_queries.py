@@ -5,7 +5,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from hpc3d.model.families import GPT2, ModelSizes
+from hpc3d.model.families import GPT2
+from hpc3d.model.spec import ModelSizes
 from hpc3d.model.stage import LayerRange
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.studies.machine_queries import work_of

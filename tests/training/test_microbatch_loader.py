@@ -3,7 +3,7 @@
 import numpy as np
 
 from hpc3d.comm.threads import run
-from hpc3d.model.stage import microbatches
+from hpc3d.model.microbatch import microbatches
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.pipeline.program import program_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader

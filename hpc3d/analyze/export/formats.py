@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.analyze.export import kineto, perfetto, pipit
+from hpc3d.analyze.export.events import Events
 from hpc3d.analyze.metrics.columns import event_values, hosts, labels, slices
 from hpc3d.plain import plain_in
 from hpc3d.trace.trace_config import one_time
@@ -24,29 +24,6 @@ COLUMNS = (
 )
 _CODED = ("category", "phase", "op", "axis", "dtype", "name")
 FORMATS = {"perfetto": perfetto.write, "pipit": pipit.write, "hta": kineto.write}
-
-
-@dataclass(frozen=True)
-class Events:
-    """What is exported: the events of some steps, sorted by rank and start, and whose they are.
-
-    `columns` are COLUMNS and the times `start`, `end`, `posted` and `wait`, in ns from the first
-    start on any rank; `names` are {code: name} of the columns that hold codes.  `links` are pairs
-    of rows, [links, 2]: a send and its receive, and a call that others waited for and each of
-    those that did.  Where ranks have no time in common (`one_time`), because they counted their
-    CPU time, there are no links, and wait is 0.  `steps` are (rank, step, begin, end),
-    `rows` the slice of each rank.
-    """
-
-    columns: dict
-    names: dict
-    links: np.ndarray
-    one_time: bool
-    steps: list
-    rows: list
-    groups: list
-    hosts: dict
-    axes: list
 
 
 def events_of(

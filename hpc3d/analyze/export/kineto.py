@@ -19,7 +19,7 @@ from hpc3d.analyze.export.perfetto import records
 from hpc3d.trace.schema import STREAM
 
 if TYPE_CHECKING:
-    from hpc3d.analyze.export.formats import Events
+    from hpc3d.analyze.export.events import Events
 
 COMPUTE, _CALLS = 7, 20  # the stream of computation, and the first one of calls
 _HOST = 1  # process and thread of the launches and steps

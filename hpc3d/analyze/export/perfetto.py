@@ -18,7 +18,7 @@ from hpc3d.comm.grid import Grid
 from hpc3d.trace.schema import STREAM
 
 if TYPE_CHECKING:
-    from hpc3d.analyze.export.formats import Events
+    from hpc3d.analyze.export.events import Events
 
 _STEPS = -1  # the thread of the training steps
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpc3d.analyze.report.table_format import in_csv
 
 if TYPE_CHECKING:
-    from hpc3d.analyze.export.formats import Events
+    from hpc3d.analyze.export.events import Events
 
 
 def write(events: Events, folder: Path) -> Path:

@@ -11,25 +11,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.analyze.report.palette import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    LIGHT,
+    NAVY,
+    ORANGE,
+    PALE,
+    PINK,
+    RED,
+    SAND,
+    YELLOW,
+)
 from hpc3d.comm.mesh import AXES, WORLD, along
 from hpc3d.trace.schema import CATEGORY
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis
 
-# Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
-BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
-NAVY, PINK, BLACK, _YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
-COLOURS = (BLUE, ORANGE, GREEN, RED, NAVY, PINK, BLACK)
-SAND, GREY, LIGHT, _PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
-
 # Of calls by where they go, and of other time by category: no two have one colour.
-_OF_AXES = (ORANGE, RED, _YELLOW, "#A6761D", NAVY, BLUE, PINK, "#7B3FA0")
+_OF_AXES = (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK, "#7B3FA0")
 _OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
 _PARTS = {
     **dict(zip(map(along, (*AXES, WORLD)), _OF_AXES, strict=True)),
     **dict(zip(CATEGORY, _OF_CATEGORIES, strict=True)),
-    "unrecorded": _PALE,
+    "unrecorded": PALE,
     "recorded": "#2E6B4F",
 }
 _RANK_PARTS = {
@@ -39,7 +48,7 @@ _RANK_PARTS = {
     "wait": LIGHT,
     "copy": PINK,
     "other": SAND,
-    "unrecorded": _PALE,
+    "unrecorded": PALE,
 }
 _LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
 _LETTERS = 32  # of a host's name

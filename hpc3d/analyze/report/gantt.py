@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.analyze.report.charts import COLOURS
+from hpc3d.analyze.report.palette import COLOURS
 from hpc3d.extras import need
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.analyze.report.charts import COLOURS, Bars, Heat, Lines
+from hpc3d.analyze.report.charts import Bars, Heat, Lines
+from hpc3d.analyze.report.palette import COLOURS
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes
 
 if TYPE_CHECKING:

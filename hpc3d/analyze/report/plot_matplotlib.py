@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.report.charts import COLOURS, Bars, Heat, Lines
+from hpc3d.analyze.report.charts import Bars, Heat, Lines
 from hpc3d.analyze.report.gantt import Panels, gantt
+from hpc3d.analyze.report.palette import COLOURS
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes
 from hpc3d.extras import need
 

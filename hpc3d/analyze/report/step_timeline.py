@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import cell_values, event_values, labelled, labels
-from hpc3d.analyze.report.charts import (
+from hpc3d.analyze.report.palette import (
     BLACK,
     BLUE,
     GREEN,

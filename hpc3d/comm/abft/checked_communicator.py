@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from hpc3d.comm.communicator import Communicator
 from hpc3d.comm.mesh import along
 
 if TYPE_CHECKING:
-    from hpc3d.comm.abft.checker import AbftChecker
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import MeshRecorder
 
@@ -47,7 +46,7 @@ class CheckedCommunicator(Communicator):
     sum only one number comes; behind it stands the norm of the sums of the rows that were given.
     """
 
-    def __init__(self, comm: Communicator, ledger: AbftChecker, axis: str) -> None:
+    def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
         # Of these nothing is noted.

@@ -9,12 +9,9 @@ members on one host than on another are taken for such, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from hpc3d.predict.machine.collective_costs import best
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
 
 # Of each call what is done inside the hosts; across it is the call itself.
 _INSIDE = {
@@ -48,7 +45,7 @@ class Legs(NamedTuple):
     wired: float
 
 
-def crossing(machine: Machine, members: Sequence[int]) -> Crossing | None:
+def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
     """The Crossing of a group; None if all of it are on one host."""
     hosts = machine.by_node(members)
     if len(hosts) == 1:
@@ -75,7 +72,7 @@ def carried(op: str, nbytes: float, there: Crossing) -> float:
     return block * counted(op, there.hosts)
 
 
-def legs(machine: Machine, op: str, nbytes: float, members: Sequence[int]) -> Legs:
+def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
     """The Legs of a call whose trace counts `nbytes`; all of it is work where no card is."""
     there = machine.crossing(members) if machine.cores else None
     if there is None:
@@ -88,7 +85,7 @@ def legs(machine: Machine, op: str, nbytes: float, members: Sequence[int]) -> Le
     return Legs(work, best(op, there.hosts, across, there.alpha, there.beta))
 
 
-def _handed(machine: Machine, op: str, nbytes: float, hosts: int) -> float:
+def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:
     """Seconds of a core that hands a card its part of a call and takes what comes: those
     that the call takes among as many members in memory, if that was measured."""
     table = machine.anywhere.get((op, hosts))

@@ -12,10 +12,7 @@ Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operation
 from __future__ import annotations
 
 from math import ceil, floor, log2, sqrt
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Level
+from typing import NamedTuple
 
 _SHORT = 512 * 1024  # bytes: MPICH gathers and scatters by doubling up to here
 
@@ -142,6 +139,14 @@ def best(
         for cost, fits in ALGORITHMS[op]
         if fits(g, nbytes)
     )
+
+
+class Level(NamedTuple):
+    """Members that are joined alike: seconds a message and seconds a byte."""
+
+    members: int
+    alpha: float
+    beta: float
 
 
 def hierarchical_all_reduce(nbytes: float, inside: Level, across: Level) -> float:

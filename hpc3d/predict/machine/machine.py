@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hpc3d.config.input_file import STRICT
 from hpc3d.predict.machine import between_hosts
-from hpc3d.predict.machine.collective_costs import best, hierarchical_all_reduce
+from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all_reduce
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
@@ -110,14 +110,6 @@ class CallTable:
         # No negative latency, however the first knots lie.
         beta = min(y[0] / x[0], max(0.0, (y[1] - y[0]) / (x[1] - x[0])))
         return y[0] - (x[0] - nbytes) * beta
-
-
-class Level(NamedTuple):
-    """Members that are joined alike: seconds a message and seconds a byte."""
-
-    members: int
-    alpha: float
-    beta: float
 
 
 class Route(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import fmean, mean
@@ -21,7 +21,7 @@ from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PassSeconds
+from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts
 from hpc3d.predict.planning.peak import (
     StageWork,
     buckets,
@@ -66,16 +66,6 @@ class Estimate(NamedTuple):
     def held(self) -> int:
         """The bytes that are there between steps, too."""
         return sum(self.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer"))
-
-
-@dataclass(frozen=True, eq=False)
-class PartCosts:
-    """The PassSeconds of the parts of a model, and the bytes of a block between them."""
-
-    layer: PassSeconds
-    first: PassSeconds
-    last: PassSeconds
-    block: int
 
 
 class CostKey(NamedTuple):

@@ -24,7 +24,7 @@ from hpc3d.predict.simulation.simulator import ranks_per_core
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.planning.estimate import PartCosts
+    from hpc3d.predict.planning.pass_costs import PartCosts
 
 _KINDS = {
     "1d": "1-D",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,8 +19,9 @@ import numpy as np
 from hpc3d.comm.communicator import Pending
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import immediately
+from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import LAYER, Microbatch, build
+from hpc3d.model.stage import LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
@@ -295,3 +297,13 @@ class LayerSample:
             _, sums = self.measured(buckets.wait)
             _, rest = self.measured(update)
         return sums, rest
+
+
+@dataclass(frozen=True, eq=False)
+class PartCosts:
+    """The PassSeconds of the parts of a model, and the bytes of a block between them."""
+
+    layer: PassSeconds
+    first: PassSeconds
+    last: PassSeconds
+    block: int

@@ -19,7 +19,7 @@ from hpc3d.predict.planning.pass_costs import NOTHING, Pass
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.predict.planning.estimate import PartCosts
+    from hpc3d.predict.planning.pass_costs import PartCosts
 
 _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractLease
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.stage import Microbatch
+    from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.simulation.memory_recorder import MemoryRecorder

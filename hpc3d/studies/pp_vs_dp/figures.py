@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.report.charts import BLUE, GREEN, GREY, LIGHT, NAVY, ORANGE, PINK, RED
+from hpc3d.analyze.report.palette import BLUE, GREEN, GREY, LIGHT, NAVY, ORANGE, PINK, RED
 from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save
 
 if TYPE_CHECKING:

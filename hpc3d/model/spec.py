@@ -1,0 +1,131 @@
+"""What a model is built from and counted by: its sizes, its family, its split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpc3d.tensor.split import Split
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model; `std` is that of the initial weights.  With `fused_gelu` a device does
+    GELU within products, where it has whole matrices."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int | None
+    tied: bool = True
+    gelu: str = "tanh"
+    dropout: float = 0.0
+    std: float = 0.02
+    fused_gelu: bool = False
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def ffn(self) -> int:
+        """Of the hidden layer of the MLP."""
+        return 4 * self.hidden
+
+
+class WeightProduct(NamedTuple):
+    """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
+    is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2)."""
+
+    name: str
+    inputs: int
+    outputs: int
+    turned: bool = False
+    rows: float = 1
+
+    @property
+    def weights(self) -> int:
+        """Elements of W."""
+        return self.inputs * self.outputs
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a token, forward."""
+        return 2 * self.rows * self.weights
+
+
+class ExportNames(NamedTuple):
+    """What `transformers` calls a family and its arrays: those of the `ends` by the whole name of
+    the parameter, those of `layers` by layer, after the number of the `block`."""
+
+    model_type: str
+    architecture: str
+    prefix: str
+    block: str
+    ends: Mapping[str, str]
+    layers: Mapping[str, str]
+
+    def name_of(self, parameter: str) -> str:
+        """Its name of a parameter of ours, without the prefix of all but the head."""
+        if parameter in self.ends:
+            return self.ends[parameter]
+        _, number, layer, part = parameter.split(".")
+        part = {"gamma": "weight", "beta": "bias"}.get(part, part)
+        return f"{self.block}.{number}.{self.layers[layer]}.{part}"
+
+    def full_name_of(self, parameter: str) -> str:
+        """The same with the prefix."""
+        name = self.name_of(parameter)
+        return name if parameter == "head.table" else self.prefix + name
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models by its `kind`.
+
+    sizes     (the section [model], vocabulary) -> ModelSizes
+    block     a layer of the model: (mesh, parameters, spec, number)
+    norm      its norm: (mesh, parameters, name, width, layout)
+    first     the end with the token table: (mesh, parameters, spec, table)
+    last      the end with the loss: the same
+    products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
+    head      of the last end: the same
+    attention operations of the core of attention, of a token in a block, forward: (sizes)
+    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute)
+    names     what `transformers` calls its parameters
+    """
+
+    kind: str
+    sizes: Callable
+    block: type
+    norm: type
+    first: type
+    last: type
+    products: Callable
+    head: Callable
+    attention: Callable
+    kept: Callable
+    names: ExportNames
+
+    def flops(self, sizes: ModelSizes) -> float:
+        """Floating-point operations of a token, forward, of products and attention: one third of
+        those of a step without recomputation."""
+        block = sum(product.flops for product in self.products(sizes)) + self.attention(sizes)
+        return sizes.layers * block + sum(product.flops for product in self.head(sizes))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
+    products of each kind of layer, the operands that these `keep` for backward, the `seed` of
+    dropout, and what backward does again, `recompute` ("none", "selective" or "full")."""
+
+    family: Family
+    sizes: ModelSizes
+    splits: Mapping[str, Split]
+    keep: str = "xw"
+    seed: int = 0
+    recompute: str = "none"

@@ -1,0 +1,47 @@
+"""The places where a graph may be cut."""
+
+import numpy as np
+import pytest
+
+from hpc3d.partition import downsets
+from hpc3d.partition.atom_graph import Atom, Graph, Value
+from hpc3d.partition.downsets import cuts_of
+from tests.partition.graphs import partitions, random_graph
+
+DIAMOND = [Value(0, (1, 2), 4.0), Value(1, (3,), 1.0), Value(2, (3,), 2.0)]
+
+
+def atoms(count):
+    return [Atom((name,), 1.0, 2.0, 3.0, 4.0, 5.0) for name in "abcdefgh"[:count]]
+
+
+def test_the_downsets_of_a_diamond():
+    graph = Graph(atoms(4), DIAMOND)
+    assert graph.downsets(6) == [0, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
+    assert graph.downsets(5) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_downsets_are_closed_under_inputs_and_all_there(seed):
+    graph = random_graph(seed)
+    closed = {downset for (downset,) in partitions(graph, 1)}
+    two = {pair[0] for pair in partitions(graph, 2)}
+    assert {*graph.downsets(1 << len(graph))} == {0} | closed | two
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_both_know_the_sums_and_bytes_of_every_cut(seed, monkeypatch):
+    """Counted anew from the graph, value by value."""
+    graph = random_graph(seed)
+    for most in (downsets.MOST_WORK, 0):
+        monkeypatch.setattr(downsets, "MOST_WORK", most)
+        cuts = cuts_of(graph)
+        assert cuts.exact == bool(most)
+        for before in range(cuts.count - 1):
+            held = cuts.stage(0, before) if before else 0
+            assert cuts.forward[before] == graph.total("forward", held)
+            assert cuts.crossing[before] == graph.bytes_out(held)
+            after = cuts.after(before)
+            stages = [cuts.stage(before, end) for end in after]
+            moved = [graph.bytes_in(each) + graph.bytes_out(each) for each in stages]
+            np.testing.assert_array_equal(cuts.moved(before, after), moved)
