@@ -1,11 +1,14 @@
 """Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D in one algebra.
 
-PUBLIC is the Python interface (docs/api.md).  A name is imported when it is first asked for: a
-rank pays for nothing that it does not use.
+From Python (docs/api.md):
+
+    from hpc3d import Grid, Layout, Matmul, SCHEDULES, SCHEMES, Split, load_config, run_threads
 """
 
 __version__ = "0.1.0"
 
+# The Python interface.  A name is imported when it is first asked for: a rank pays for nothing
+# that it does not use.
 PUBLIC = {
     "Grid": "hpc3d.comm.grid:Grid",
     "Layout": "hpc3d.tensor.layout:Layout",

@@ -35,12 +35,22 @@ def answer(word: str) -> int:
     import hpc3d
 
     if word in ("-h", "--help"):
-        print(listing())
+        _say(listing())
     elif word == "--version":
         print(f"hpc3d {hpc3d.__version__}")
     else:
         return refuse(word)
     return 0
+
+
+def _say(text: str) -> None:
+    """Print to whoever still reads."""
+    from hpc3d.cli import read_no_more
+
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        read_no_more()
 
 
 def listing() -> str:

@@ -12,7 +12,7 @@ EXTRAS = {
     "bokeh": "report",
     "jinja2": "report",
     "matplotlib": "report",
-    "networkx": "torch",
+    "networkx": "partition",
     "pandas": "report",
     "safetensors": "exchange",
     "scipy": "exact",

@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _step_parser():
-    parser = Parser("simulate", _STEP)
+    usage = "%(prog)s INPUT.toml|RUN_DIR --machine NAME|FILE [options] [--section.key value ...]"
+    parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
     add("--machine", required=True, metavar="NAME|FILE", help="of inputs/machines, as h100")

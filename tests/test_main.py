@@ -42,6 +42,14 @@ def test_every_command_is_listed_with_the_first_line_of_its_text():
     assert done.returncode == 0
 
 
+def test_who_reads_one_line_of_the_list_sees_no_traceback():
+    command = [sys.executable, "-m", "hpc3d"]
+    done = subprocess.run(
+        f"{' '.join(command)} | head -1", shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("hpc3d ") and not done.stderr
+
+
 def test_the_list_costs_no_numpy_and_starts_no_mpi():
     names = loaded(python("hpc3d"))
     assert "importlib.resources" in names

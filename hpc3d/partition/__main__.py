@@ -41,11 +41,11 @@ def _parser():
     add("--graph", type=Path, required=True, metavar="COSTS.json", help="the graph and its costs")
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="stages at most")
     add("--memory", type=size, metavar="32GB", help="memory of a rank (default: no limit)")
-    add("--bandwidth", type=rate, metavar="10GB", help="bytes per second (default: any)")
+    add("--bandwidth", type=rate, metavar="10GB", help="bytes per second (default: unlimited)")
     micros = whole(1, MOST_PASSES)
     add("--microbatches", type=micros, default=1, metavar="M", help="microbatches of a step (1)")
     add("--schedule", choices=("1f1b", "gpipe"), help="(default: the one with the shorter step)")
-    add("--objective", choices=("time", "load"), default="time", help="what is least (time)")
+    add("--objective", choices=("time", "load"), default="time", help="what to minimise (time)")
     add("--json", action="store_true", help=JSON)
     return parser
 
@@ -65,9 +65,9 @@ def _plan(options):
 
 
 def _show(plan, limits):
-    print(
-        f"{len(plan.stages)} stages, schedule {plan.schedule}, {limits.microbatches} microbatches"
-    )
+    stages = _counted(len(plan.stages), "stage", "stages")
+    micros = _counted(limits.microbatches, "microbatch", "microbatches")
+    print(f"{stages}, {micros}, schedule {plan.schedule}")
     print(f"step            {plan.time:.6g} s")
     print(f"heaviest stage  {plan.load:.6g} s per microbatch")
     print(f"fullest stage   {plan.memory / 1e6:.6g} MB")
@@ -79,6 +79,10 @@ def _show(plan, limits):
             f"{nbytes / 1e6:12.6g}" for nbytes in (stage.bytes_in, stage.bytes_out, stage.held)
         )
         print(f"{number:5d}  {times}{sizes}  {plain(_some(stage.ids))}")
+
+
+def _counted(count, one, many):
+    return f"{count} {one if count == 1 else many}"
 
 
 def _how(plan):

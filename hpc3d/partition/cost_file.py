@@ -9,18 +9,20 @@ one value with several readers, unless their "value" tells them apart.  A group 
 on one stage.
 """
 
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
-from math import isfinite
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from hpc3d import files
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 from hpc3d.plain import Problems
 
 MOST_NODES, _MOST_LINES = 100_000, 20
+_MOST = 1e30  # seconds or bytes, so that sums are numbers
 _STRICT = {"extra": "forbid"}
 _NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
 
@@ -39,8 +41,8 @@ class Node:
 @dataclass
 class Edge:
     __pydantic_config__ = _STRICT
-    source: str | int
-    target: str | int
+    source: Annotated[str | int, Field(alias="from")]
+    target: Annotated[str | int, Field(alias="to")]
     bytes: float = 0.0
     value: str | int | None = None
 
@@ -69,37 +71,28 @@ def load(path: Path) -> Graph:
 
 
 def _parsed(path):
-    from pydantic import TypeAdapter, ValidationError
-
     text = files.read(path, files.MOST_JSON)
     try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
-    for edge in _edges_of(tree):
-        for ours, theirs in (("source", "from"), ("target", "to")):
-            if theirs in edge:
-                edge[ours] = edge.pop(theirs)
-    try:
-        return TypeAdapter(_CostFile).validate_json(json.dumps(tree), strict=True)
+        return TypeAdapter(_CostFile).validate_json(text, strict=True)
     except ValidationError as errors:
-        lines = [_explained(error) for error in errors.errors()[:_MOST_LINES]]
-        raise Problems([f"{path}: {line}" for line in lines]) from None
+        lines = dict.fromkeys(map(_explained, errors.errors()))
+        raise Problems([f"{path}: {line}" for line in [*lines][:_MOST_LINES]]) from None
 
 
 def _explained(error):
-    key = ".".join(str(part) for part in error["loc"] if part not in ("str", "int"))
-    if error["type"] == "unexpected_keyword_argument":
-        return f"{key}: unknown key; take it out"
-    if error["type"] == "missing":
-        return f"{key}: lacks it"
+    """One line for one of pydantic's errors; both of a bad id are the same."""
+    where = [part for part in error["loc"] if part not in ("str", "int")]
+    key = ".".join(f"{part!s:.60}" for part in where) or "it"
+    known = {
+        "json_invalid": f"no JSON: {error.get('ctx', {}).get('error', '')}",
+        "unexpected_keyword_argument": f"{key}: unknown key; take it out",
+        "missing": f"{key} is missing",
+        "dataclass_type": f"{key}: must be a table in braces",
+    }
+    if error["loc"][-1:] in (("str",), ("int",)):
+        return f"{key}: must be a text or a whole number"
     reason = error["msg"][0].lower() + error["msg"][1:]
-    return f"{key or 'it'}: {reason}, not {error['input']!r:.60}"
-
-
-def _edges_of(tree):
-    edges = tree.get("edges") if isinstance(tree, dict) else None
-    return [edge for edge in edges if isinstance(edge, dict)] if isinstance(edges, list) else []
+    return known.get(error["type"], f"{key}: {reason}, not {error['input']!r:.60}")
 
 
 def _wrong(found):
@@ -110,7 +103,7 @@ def _wrong(found):
     known = Counter(node.id for node in found.nodes)
     for name, count in known.items():
         if count > 1:
-            yield f"node {name!r} is there {count} times: give each its own id"
+            yield f"node {name!r:.60} is there {count} times: give each its own id"
     for node in found.nodes:
         for name in _NUMBERS:
             yield from _not_a_cost(f"node {node.id!r}: {name}", getattr(node, name))
@@ -118,7 +111,7 @@ def _wrong(found):
         yield from _wrong_edge(edge, known)
     for name in chain.from_iterable(found.together):
         if name not in known:
-            yield f"together: there is no node {name!r}"
+            yield f"together: there is no node {name!r:.60}"
 
 
 def _wrong_edge(edge, known):
@@ -132,5 +125,5 @@ def _wrong_edge(edge, known):
 
 
 def _not_a_cost(what, value):
-    if not (isfinite(value) and value >= 0):
-        yield f"{what} = {value!r}: must be a number, 0 or more"
+    if not 0 <= value <= _MOST:
+        yield f"{what} = {value!r:.30}: must be a number of 0 or more and {_MOST:g} at most"

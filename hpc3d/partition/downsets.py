@@ -14,11 +14,13 @@ import numpy as np
 from hpc3d.partition.atom_graph import Graph, bits
 
 MOST_WORK = 5e9  # pairs of downsets, times values: some tens of seconds
+_MOST_DOWNSETS = 5_000
 
 
 def cuts_of(graph: Graph) -> Downsets | Chain:
     """All downsets of a graph, or where pairs of them are too many its chain."""
-    found = graph.downsets(int((MOST_WORK / (1 + len(graph.values))) ** 0.5))
+    most = int((MOST_WORK / (1 + len(graph.values))) ** 0.5)
+    found = graph.downsets(min(most, _MOST_DOWNSETS))
     return Chain(graph) if found is None else Downsets(graph, found)
 
 

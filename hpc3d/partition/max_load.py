@@ -18,10 +18,13 @@ def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
     load of the heaviest stage, and of those one with few; None if none fits the memory."""
     following, load = table(cuts, limits)
     least = load[0].min()
-    if np.isinf(least):
-        return None
+    return None if np.isinf(least) else path(following, int((load[0] <= least).argmax()))
+
+
+def path(following: np.ndarray, stages: int) -> list[int]:
+    """The downsets behind so many stages, from the first on, by a `table`."""
     at, ends = 0, []
-    for left in range(int((load[0] <= least).argmax()), 0, -1):
+    for left in range(stages, 0, -1):
         at = int(following[at, left])
         ends.append(at)
     return ends

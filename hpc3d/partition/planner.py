@@ -11,6 +11,7 @@ from hpc3d.partition.stages import Limits, held, load
 from hpc3d.partition.step_time import quickest, timed
 
 _SCHEDULES = ("1f1b", "gpipe")
+_MOST_CELLS, _MOST_STEPS = 1e8, 4e9  # of the table that a search begins with
 
 
 class _PlannedStage(NamedTuple):
@@ -52,6 +53,7 @@ def planned(
 ) -> GraphPlan:
     """The best GraphPlan; ValueError if nothing fits, with what would."""
     cuts = cuts_of(graph)
+    _refuse_large(cuts, limits)
     limits = limits._replace(all_in_flight=schedule == "gpipe")
     if objective == "load":
         ends = lightest(cuts, limits)
@@ -71,6 +73,15 @@ def planned(
         cuts.count,
         cuts.exact,
     )
+
+
+def _refuse_large(cuts, limits):
+    width = min(limits.ranks, cuts.count - 1) + 1
+    if cuts.count * width > _MOST_CELLS or cuts.count**2 * width > _MOST_STEPS:
+        raise ValueError(
+            f"{cuts.count - 1} nodes on {limits.ranks} ranks are too many to search: group nodes "
+            'by "together", or use fewer ranks'
+        )
 
 
 def _stages(graph, cuts, limits, found):
@@ -99,8 +110,9 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
         middle = (low + high) / 2
         fits = lightest(cuts, limits._replace(memory=middle))
         low, high = (low, middle) if fits else (middle, high)
+    what = "partition" if cuts.exact else "cut of the chain of sorted nodes"
     return (
-        f"no partition into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
+        f"no {what} into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
         f"the nearest needs {high:.6g}; use --memory {_enough(high)}, more ranks, or fewer "
         "microbatches"
     )

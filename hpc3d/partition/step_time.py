@@ -17,13 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.partition.downsets import Chain, Downsets
-from hpc3d.partition.max_load import lightest, table
+from hpc3d.partition.max_load import path, table
 from hpc3d.partition.stages import Limits
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
-MOST_PASSES = 1_000_000  # that are run on the clock, of one schedule and number of stages
+MOST_PASSES = 1_000_000  # that are run on the clock, in all searches together
+_LOOK = 32  # passes that one look at how to go on counts for
 
 
 class Timed(NamedTuple):
@@ -44,36 +45,36 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
 
 def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...]) -> Timed | None:
     """The shortest step of all numbers of stages and `schedules`; None if nothing fits."""
-    searches = []
-    for stages in range(1, min(limits.ranks, cuts.count - 1) + 1):
-        for name in schedules if stages > 1 else ("none",):
-            searches.append(_Search(cuts, limits, name, stages))
-            searches[-1].run()
+    most = range(1, min(limits.ranks, cuts.count - 1) + 1)
+    kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
+    searches = [_Search(cuts, limits, *kind) for kind in dict.fromkeys(kinds)]
+    tables = {
+        flights: table(cuts, limits._replace(bandwidth=None, all_in_flight=flights))
+        for flights in {search.name == "gpipe" for search in searches}
+    }
+    for search in searches:
+        search.run(*tables[search.name == "gpipe"], MOST_PASSES // len(searches))
     found = [search.best for search in searches if search.best]
     best = min(found, key=lambda each: (each.seconds, len(each.ends)), default=None)
     return best and best._replace(proven=cuts.exact and all(each.left > 0 for each in searches))
 
 
 class _Search:
-    """That of one schedule and number of stages."""
+    """That of the schedule of a name and a number of stages."""
 
-    def __init__(self, cuts, limits, schedule, stages):
-        self.cuts, self.limits, self.schedule, self.stages = cuts, limits, schedule, stages
+    def __init__(self, cuts, limits, name, stages):
+        self.cuts, self.limits, self.name, self.stages = cuts, limits, name, stages
         self.micros = limits.microbatches
-        self.passes, self.placement = instruction_streams(schedule, stages, self.micros)
+        self.passes, self.placement = instruction_streams(name, stages, self.micros)
         self.in_flight = [in_flight(stream).activations for stream in self.passes]
-        steps = MOST_PASSES // (2 * stages * self.micros)
-        self.rest, self.left, self.best = None, max(1, steps), None
+        self.rest, self.left, self.best = None, 0, None
 
-    def run(self):
-        """Find the best."""
-        computed = self.limits._replace(ranks=self.stages, memory=None, bandwidth=None)
-        self.rest = table(self.cuts, computed)[1]
-        flights = self.limits._replace(all_in_flight=self.schedule == "gpipe")
-        start = lightest(self.cuts, flights._replace(ranks=self.stages))
-        if start and len(start) == self.stages:
-            self._try_out(tuple(start))
-        self.extend((), 0)
+    def run(self, following, rest, passes):
+        """Find the best, with the table of hpc3d.partition.max_load."""
+        self.rest, self.left = rest, passes
+        if np.isfinite(rest[0, self.stages]):
+            self._try_out(tuple(path(following, self.stages)))
+            self.extend((), 0)
 
     def extend(self, ends, before):
         """Go through all ways to go on behind the stages that end at `ends`."""
@@ -81,6 +82,7 @@ class _Search:
         if behind == 0:
             self._try_out((*ends, self.cuts.count - 1))
             return
+        self.left -= _LOOK
         after = self.cuts.after(before)[:-1]
         bound = self.least(before, after, here, behind)
         for place in np.argsort(bound, kind="stable"):
@@ -118,7 +120,7 @@ class _Search:
         starts = (0, *ends[:-1])
         if any(self.held(*cut, stage) > self.room for stage, cut in enumerate(zip(starts, ends))):
             return
-        self.left -= 1
+        self.left -= 2 * self.stages * self.micros
         found = self.step(ends)
         if not self.best or found.seconds < self.best.seconds:
             self.best = found
@@ -127,7 +129,7 @@ class _Search:
         """The Timed of a partition."""
         stages = _costs(self.cuts, ends, self.limits)
         seconds = makespan(timeline(self.passes, self.placement, stages))
-        return Timed(float(seconds), self.schedule, ends, tuple(self.in_flight))
+        return Timed(float(seconds), self.name, ends, tuple(self.in_flight))
 
 
 def _costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:

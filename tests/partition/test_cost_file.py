@@ -48,18 +48,21 @@ def test_groups(tmp_path):
 
 WRONG = [
     ({"nodes": []}, "no nodes"),
-    ({}, "nodes: lacks it"),
+    ({}, "nodes is missing"),
     ({"nodes": nodes("a", "a")}, "node 'a' ... 2 times"),
     ({"nodes": [{"id": "a", "forward": -1}]}, "node 'a': forward = -1.0: ... 0 or more"),
     ({"nodes": [{"id": "a", "forward": 1e999}]}, "node 'a': forward = inf"),
     ({"nodes": [{"id": "a", "forward": "long"}]}, "nodes.0.forward: ... 'long'"),
     ({"nodes": [{"id": "a", "seconds": 1}]}, "nodes.0.seconds: unknown key"),
-    ({"nodes": [{"forward": 1}]}, "nodes.0.id: lacks it"),
+    ({"nodes": [{"forward": 1}]}, "nodes.0.id is missing"),
     ({"nodes": nodes("a"), "edges": [edge("a", "b")]}, "from 'a' to 'b': ... no node 'b'"),
     ({"nodes": nodes("a"), "edges": [edge("a", "a")]}, "from 'a' to 'a': ... take it out"),
     ({"nodes": nodes(*"ab"), "edges": [edge("a", "b", bytes=-4)]}, "bytes = -4.0"),
     ({"nodes": nodes("a"), "together": [["a", "z"]]}, "together: ... no node 'z'"),
     ({"nodes": nodes("a"), "edges": 3}, "edges"),
+    ({"nodes": nodes("a"), "edges": [{"from": "a"}]}, "edges.0.to is missing"),
+    ({"nodes": nodes(1.5)}, "nodes.0.id: ... a text or a whole number"),
+    ({"nodes": [{"id": "a", "memory": 1e31}]}, "memory = 1e+31: ... 1e+30"),
 ]
 
 
