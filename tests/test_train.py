@@ -92,7 +92,6 @@ def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)
     done = mpirun(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=60)
-    assert done.seconds < 20
     found = said(done)
     assert len(found) == len(expected)
     for line in expected:

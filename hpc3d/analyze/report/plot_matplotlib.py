@@ -5,6 +5,7 @@ Only figures need matplotlib, which the extra `report` installs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import singledispatch
 from pathlib import Path
@@ -30,7 +31,9 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure as PATH.png and PATH.svg, the same bytes for the same figure."""
     from matplotlib import rc_context
 
-    with rc_context({"svg.hashsalt": path.name}):
+    with rc_context({"svg.hashsalt": path.name}), warnings.catch_warnings():
+        # Names in a trace may be longer than a figure is wide: then it keeps the default layout.
+        warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
         figure.set_layout_engine("none")  # what was laid out for one stays for the other
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
