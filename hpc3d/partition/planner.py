@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hpc3d.limits import MOST_PASSES
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.max_load import lightest
@@ -11,7 +12,7 @@ from hpc3d.partition.stages import Limits, held, load
 from hpc3d.partition.step_time import quickest, timed
 
 _SCHEDULES = ("1f1b", "gpipe")
-_MOST_CELLS, _MOST_STEPS = 1e8, 4e9  # of the table that a search begins with
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # of the table that a search begins with
 
 
 class _PlannedStage(NamedTuple):
@@ -67,7 +68,7 @@ def planned(
     return GraphPlan(
         objective,
         found.schedule,
-        float(found.seconds),
+        found.seconds,
         _stages(graph, cuts, limits, found),
         proven,
         cuts.count,
@@ -81,6 +82,11 @@ def _refuse_large(cuts, limits):
         raise ValueError(
             f"{cuts.count - 1} nodes on {limits.ranks} ranks are too many to search: group nodes "
             'by "together", or use fewer ranks'
+        )
+    if (width - 1) * limits.microbatches > MOST_PASSES:
+        raise ValueError(
+            f"--microbatches {limits.microbatches}: on {width - 1} stages at most "
+            f"{MOST_PASSES // (width - 1)} are laid out; use fewer"
         )
 
 

@@ -45,18 +45,25 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
 
 def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...]) -> Timed | None:
     """The shortest step of all numbers of stages and `schedules`; None if nothing fits."""
-    most = range(1, min(limits.ranks, cuts.count - 1) + 1)
+    most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly quicker
     kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
-    searches = [_Search(cuts, limits, *kind) for kind in dict.fromkeys(kinds)]
+    kinds = [*dict.fromkeys(kinds)]
     tables = {
         flights: table(cuts, limits._replace(bandwidth=None, all_in_flight=flights))
-        for flights in {search.name == "gpipe" for search in searches}
+        for flights in {name == "gpipe" for name, _ in kinds}
     }
-    for search in searches:
-        search.run(*tables[search.name == "gpipe"], MOST_PASSES // len(searches))
-    found = [search.best for search in searches if search.best]
-    best = min(found, key=lambda each: (each.seconds, len(each.ends)), default=None)
-    return best and best._replace(proven=cuts.exact and all(each.left > 0 for each in searches))
+    best, left, proven = None, MOST_PASSES, cuts.exact
+    for number, (name, stages) in enumerate(kinds):
+        if best and left <= 0:
+            return best
+        search = _Search(cuts, limits, name, stages)
+        share = left // (len(kinds) - number)
+        search.run(*tables[name == "gpipe"], share)
+        left -= share - search.left
+        proven &= search.left > 0
+        found = [each for each in (best, search.best) if each]
+        best = min(found, key=lambda each: (each.seconds, len(each.ends)), default=None)
+    return best and best._replace(proven=proven)
 
 
 class _Search:

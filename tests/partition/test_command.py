@@ -77,3 +77,8 @@ def test_bad_options(words, costs, capsys):
 def test_a_file_that_is_not_there(tmp_path, capsys):
     assert main(["--graph", str(tmp_path / "none.json"), "--ranks", "2"]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+def test_more_passes_than_are_laid_out(costs, capsys):
+    code, err = planned(capsys, costs, "--microbatches", "100000")
+    assert code == 2 and "65536" in err and err.count("\n") == 1

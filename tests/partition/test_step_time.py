@@ -46,3 +46,18 @@ def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
     monkeypatch.setattr(step_time, "MOST_PASSES", 64)
     found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
     assert found and not found.proven
+
+
+def test_all_searches_together_run_so_many_passes_and_one_step(monkeypatch):
+    """Of 20 numbers of stages and two schedules, with 16 microbatches."""
+    run, passes = step_time.timeline, []
+
+    def counted(streams, *rest):
+        passes.append(sum(map(len, streams)))
+        return run(streams, *rest)
+
+    monkeypatch.setattr(step_time, "MOST_PASSES", 5_000)
+    monkeypatch.setattr(step_time, "timeline", counted)
+    found = quickest(cuts_of(chain(range(1, 21))), Limits(20, microbatches=16), ("1f1b", "gpipe"))
+    assert found and not found.proven
+    assert 5_000 <= sum(passes) <= 5_000 + 2 * 20 * 16
