@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ USERS = {
     for path in sorted(folder.rglob("*.py"))
 }
 
+parsed = cache(ast.parse)
+
 
 def several(found):
     """The names that were found more than once, with their places."""
@@ -28,7 +31,7 @@ def several(found):
 
 def nodes(sources, *kinds):
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, kinds):
                 yield path, node
 
@@ -72,7 +75,7 @@ def many_parameters(sources):
 def public_functions(sources):
     """Functions and methods that others may call, each with its path and its parameters."""
     for path, source in sources.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         for home in [tree, *(each for each in classes if not each.name.startswith("_"))]:
             for node in home.body:
@@ -108,16 +111,22 @@ def foreign_underscores(sources):
 
 def lonely_names(sources):
     """Functions and constants that only their own module uses, and no underscore says so."""
-    users = defaultdict(set)
-    for path, source in USERS.items():
-        for name in mentions(ast.parse(source)):
-            users[name].add(path)
     return [
         f"{path}: {name}"
         for path, source in sources.items()
-        for name in sorted(own_names(ast.parse(source)))
-        if name not in FOUND_BY_NAME and not users[name] - {f"hpc3d/{path}"}
+        for name in sorted(own_names(parsed(source)))
+        if name not in FOUND_BY_NAME and not users()[name] - {f"hpc3d/{path}"}
     ]
+
+
+@cache
+def users():
+    """The files that mention a name."""
+    found = defaultdict(set)
+    for path, source in USERS.items():
+        for name in mentions(parsed(source)):
+            found[name].add(path)
+    return found
 
 
 def mentions(tree):
