@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.mpi import ROOT, checked
 
 
@@ -15,6 +17,7 @@ def test_calls_are_between_ranks():
     assert "calls are between ranks: mpirun -np 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_calls_are_measured_against_those_of_mpi():
     out = checked(2, "-m", "hpc3d.bench", "calls", "--rounds", "1", "--json")
     *_, last = out.splitlines()

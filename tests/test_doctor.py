@@ -18,6 +18,7 @@ from hpc3d.trace import file
 from tests.diagnose.planted import only, script, verdicts
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import ended
+from tests.strided import strided
 
 HERE = Path(sys.executable).parent
 ALONE = [
@@ -72,6 +73,7 @@ def test_this_machine_is_well(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_two_ranks_are_well_and_one_speaks(tmp_path):
     done = mpirun(2, "-m", "hpc3d.doctor", "--json", "--out", tmp_path, timeout=60)
     rows = findings(done)
@@ -84,6 +86,7 @@ def test_two_ranks_are_well_and_one_speaks(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_planted_on_ranks_is_found(tmp_path):
     done = mpirun(3, "-m", "tests.diagnose.on_job_checks", tmp_path, timeout=100)
     found = dict(map(json.loads, done.stdout.splitlines()))
@@ -205,7 +208,7 @@ def test_a_launcher_that_starts_nothing(does, remedy, options, tmp_path):
         assert said in "\n".join(found.printed)
 
 
-@pytest.mark.parametrize("trap", ["", "trap '' TERM\n"])
+@pytest.mark.parametrize("trap", strided(["", "trap '' TERM\n"], 2))
 def test_a_launcher_that_hangs_is_ended(trap, options, tmp_path):
     forever = f"sleep 9999.{os.getpid()}"
     launcher = script(tmp_path / "mpirun", f"{trap}echo began\n{forever} & {forever}")

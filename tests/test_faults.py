@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "auto", ranks=2, quick=True),
+        case(0, "auto", ranks=2),
         case(0, "auto"),
         case(3, "mpi"),
         case(0, "mpi", ranks=64),
@@ -168,6 +168,7 @@ def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
     ended.assert_checkpoint()
 
 
+@slow
 def test_a_text_that_disappears_is_named(tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "results"
     text.write_text("a line\n" * 1000)
@@ -194,6 +195,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@slow
 def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
     done = mpirun(2, "-c", NO_ROOM, *words(tmp_path, train__steps=2))
     (line,) = said(done)
@@ -236,6 +238,7 @@ def assert_all_accounted_for(ranks, present, missing):
     assert not present & absent
 
 
+@slow
 def test_a_launcher_that_is_told_to_end_leaves_a_trace(tmp_path):
     ended = Fault(tmp_path, "end the launcher", 2, 1)
     assert ended.lasted < 10

@@ -17,42 +17,27 @@ REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
 PRODUCT = r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"
 FAULTS = [
     ("product", CHECKED, 3, PRODUCT, 2),
-    pytest.param("product", CHECKED, 3, PRODUCT, 8, marks=slow),
-    pytest.param(
-        "weight",
-        {},
-        4,
-        r"layer 1, up.weight: 1 of \d+ .* value .*finite$",
-        8,
-        marks=slow,
-    ),
-    pytest.param(
+    ("product", CHECKED, 3, PRODUCT, 8),
+    ("weight", {}, 4, r"layer 1, up.weight: 1 of \d+ .* value .*finite$", 8),
+    (
         "received",
         CHECKED | {"mesh__transport": "mpi"},
         3,
         r".*: all_gather of \d+ .* float64 along \w+: .* rank \d ",
         8,
-        marks=slow,
     ),
-    pytest.param(
+    (
         "replica",
         REPLICAS,
         3,
         r"parameter layers.1.norm2.gamma: .* ranks 0 1 2 3 4 5 6 7 along x ",
         8,
-        marks=slow,
     ),
-    pytest.param(
-        "gradient",
-        {},
-        4,
-        r"layer 0, qkv.weight: 1 of \d+ .* gradient .*finite$",
-        8,
-        marks=slow,
-    ),
+    ("gradient", {}, 4, r"layer 0, qkv.weight: 1 of \d+ .* gradient .*finite$", 8),
 ]
 
 
+@slow
 @pytest.mark.parametrize(("fault", "values", "code", "line", "ranks"), FAULTS)
 def test_a_wrong_number_ends_the_job_and_is_named(fault, values, code, line, ranks, tmp_path):
     file, out = tmp_path / "time", tmp_path / "results"

@@ -12,6 +12,7 @@ import pytest
 import hpc3d
 from hpc3d.__main__ import COMMANDS, main
 from tests.mpi import mpirun
+from tests.strided import strided
 
 FOLDER = Path(hpc3d.__file__).parent
 
@@ -76,7 +77,7 @@ def test_the_version():
     assert (done.returncode, done.stdout) == (0, f"hpc3d {hpc3d.__version__}\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", strided(COMMANDS, 3))
 def test_each_command_is_the_module_of_its_name(command, capsys):
     texts = []
     for how in (("hpc3d", command), (f"hpc3d.{command}",)):

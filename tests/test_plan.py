@@ -64,6 +64,7 @@ def best():
     return out.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_the_best_layouts_are_listed(best):
     *lines, _ = best
     assert lines[0] == "8 ranks of h100, 80.00 GB each"
@@ -74,6 +75,7 @@ def test_the_best_layouts_are_listed(best):
         assert part in text
 
 
+@pytest.mark.slow
 def test_json_has_the_same(best):
     found = json.loads(best[-1])
     assert (found["machine"], found["ranks"], found["memory_bytes"]) == ("h100", 8, 80e9)

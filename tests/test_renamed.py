@@ -143,6 +143,7 @@ def test_a_table_or_a_value_of_another_type_is_refused_as_before(text, file):
         load(file(text), [])
 
 
+@pytest.mark.slow
 def test_all_ranks_together_warn_once(tmp_path):
     path = tmp_path / "input.toml"
     path.write_text("guard.spike = 5.0\n", encoding="utf-8")
@@ -185,6 +186,7 @@ def test_an_old_checkpoint_is_read(run, capsys):
     assert [*changes(run, config)] == [] and warnings(capsys) == []
 
 
+@pytest.mark.slow
 def test_an_old_run_goes_on_without_a_warning(run, tmp_path):
     """Its losses, of both versions, are those of a run of the same length with new names."""
     anew = tmp_path / "anew.toml"

@@ -204,6 +204,7 @@ def test_passes_and_steps_are_of_one_clock(tmp_path):
         assert isinstance(trace.attrs["cores"], int) and trace.attrs["cores"] > 0
 
 
+@slow
 def test_a_run_without_a_trace(tmp_path):
     path = train(1, tmp_path, train__steps=1, trace__enabled="false")
     assert not list((path / "trace").iterdir())
@@ -292,15 +293,15 @@ def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, long, tmp_path)
     np.testing.assert_allclose(losses(path), long, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "ranks"), [("1d", 2), *(pytest.param(name, 8, marks=slow) for name in SCHEMES)]
-)
+@slow
+@pytest.mark.parametrize(("scheme", "ranks"), [("1d", 2), *((name, 8) for name in SCHEMES)])
 def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):
     path = train(ranks, tmp_path, train__steps=STEPS, parallel__scheme=scheme)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=slow)])
+@slow
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_a_data_axis_and_mpi_have_the_same_losses(ranks, serial, tmp_path):
     how = {"mesh__d": 2, "mesh__transport": "mpi", "parallel__keep_gathered": "false"}
     path = train(ranks, tmp_path, train__steps=STEPS, **how)

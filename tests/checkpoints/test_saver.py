@@ -74,6 +74,7 @@ def latest(folder):
     return int((folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
 
 
+@pytest.mark.slow
 def test_kill_at_every_point(base, layout, whole):
     saved = []
     for point, code, folder in attempts(base, layout, kill):
@@ -88,6 +89,7 @@ def test_kill_at_every_point(base, layout, whole):
     assert saved == sorted(saved) and {*saved} == {BEFORE, BEFORE + 1}
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_every_point(base, layout, capfd):
     def full(path):
         names = [path] if path else []  # the system names no file that cannot be synced

@@ -57,7 +57,7 @@ WAYS = (
 FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
 
 
-@pytest.mark.parametrize("size", strided([3, 2], 2))
+@pytest.mark.parametrize("size", strided([2, 3], 2))
 @pytest.mark.parametrize(
     ("transport", "dtype", "case"),
     [
@@ -74,6 +74,7 @@ def test_every_call(transport, dtype, size, case, monkeypatch):
     on_devices(size, lambda comm: case(Brought(comm), dtype), transport)
 
 
+@pytest.mark.slow
 def test_real_ranks():
     """The calls as mpi4py takes them, along two axes of a mesh."""
     out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)

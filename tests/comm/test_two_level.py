@@ -7,13 +7,14 @@ from tests.mpi import checked
 SHARED, MPI, HOSTS = "SharedMemory", "MpiCommunicator", "TwoLevel"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "longs", "kinds"),
     [
-        pytest.param("abcde", [1, 1 << 16], [MPI, MPI, MPI, MPI], marks=pytest.mark.slow),
+        ("abcde", [1, 1 << 16], [MPI, MPI, MPI, MPI]),
         ("abba", [1], [MPI, MPI, HOSTS]),
-        pytest.param("aababb", [1 << 16], [SHARED, MPI, MPI, MPI, HOSTS], marks=pytest.mark.slow),
-        pytest.param("abccab", [1], [MPI, MPI, MPI, MPI, HOSTS], marks=pytest.mark.slow),
+        ("aababb", [1 << 16], [SHARED, MPI, MPI, MPI, HOSTS]),
+        ("abccab", [1], [MPI, MPI, MPI, MPI, HOSTS]),
     ],
 )
 def test_ranks_of_several_hosts(hosts, longs, kinds):

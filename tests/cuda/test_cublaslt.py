@@ -125,7 +125,14 @@ def expected(a, b, add, scale, fused):
 
 
 @pytest.mark.parametrize(("factors", "dtype"), TYPES)
-@pytest.mark.parametrize("count", [(), (1,), (3,)], ids=["one", "batch of 1", "batch of 3"])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param((), id="one", marks=pytest.mark.slow),
+        pytest.param((1,), id="batch of 1", marks=pytest.mark.slow),
+        pytest.param((3,), id="batch of 3"),
+    ],
+)
 def test_products(lt, factors, dtype, count):
     """Of any transposes, paddings, sums and epilogues."""
     ways = itertools.product(LAYOUTS, LAYOUTS, ("none", "same", "other"), FUSED)

@@ -6,6 +6,7 @@ import tracemalloc
 
 import h5py
 import numpy as np
+import pytest
 
 from hpc3d.data.token_file import write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
@@ -23,6 +24,7 @@ def test_a_large_text_is_never_in_memory(tmp_path, output):
     assert len(row(output)) == large.stat().st_size + 1
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_fits_its_type(tmp_path, output):
     class Wide:
         name, vocabulary, json = "wide", 70_000, "x" * 200_000

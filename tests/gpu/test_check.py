@@ -31,6 +31,7 @@ def outcomes(result):
     return {name: case["outcome"] for name, case in result["cases"].items()}
 
 
+@pytest.mark.slow
 def test_trouble_is_reported_and_costs_no_other_case(tmp_path, capfd):
     result = planted(tmp_path, "trouble")
     assert outcomes(result) == {
@@ -62,6 +63,7 @@ def test_trouble_is_reported_and_costs_no_other_case(tmp_path, capfd):
     assert command.verdict([result], fake=False) == command.FAILED
 
 
+@pytest.mark.slow
 def test_what_has_no_time_left_is_skipped(tmp_path):
     result = planted(tmp_path, "slow", seconds=1.8, case_limit=10.0)
     cases = result["cases"]

@@ -44,12 +44,12 @@ def trained(line, recompute):
     return run(config.mesh.sizes(), lambda mesh: train(mesh, config))
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 4, 1))
+@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
 def test_full(line):
     is_serial_and_the_same_to_the_last_bit(line, "full")
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 4))
+@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
 def test_selective(line):
     is_serial_and_the_same_to_the_last_bit(line, "selective")
 

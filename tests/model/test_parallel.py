@@ -82,7 +82,7 @@ def on_mesh(name, cuboid, data, kind):
 ON = [*product(SPLITS, CUBOIDS)]
 
 
-@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 5))
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 9))
 def test_parallel_is_serial(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 

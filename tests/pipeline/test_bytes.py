@@ -93,7 +93,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("line", BETWEEN)
+@pytest.mark.parametrize("line", strided(BETWEEN, 2))
 def test_stages_hand_over_activations_and_their_gradients(line):
     """2 v M b s h e / ranks sent and received by a stage of v chunks, less at the ends.
 

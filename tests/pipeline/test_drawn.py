@@ -11,6 +11,7 @@ from tests.mpi import checked
 from tests.pipeline.drawn import MODELS, mixes
 from tests.pipeline.in_torch import RULES
 from tests.pipeline.mixes import alone, config_of, cover, ranks, same, serial, train
+from tests.strided import strided
 
 
 @cache
@@ -62,7 +63,7 @@ FOUND = (
 )
 
 
-@pytest.mark.parametrize("line", FOUND)
+@pytest.mark.parametrize("line", strided(FOUND, 3))
 def test_what_was_drawn_once_and_wrong_is_right(line):
     right(f"{MODELS[0]} {line}")
 

@@ -65,6 +65,7 @@ def test_the_trace_is_reported_like_a_measured_one(capsys, tmp_path):
     assert simulate(capsys, INPUT, *MACHINE, "--out", out)[0] == 2
 
 
+@pytest.mark.slow
 def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
     run = train(2, tmp_path, mesh__x=2, train__steps=2)
     machine = tmp_path / "machine.toml"

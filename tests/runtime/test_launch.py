@@ -10,7 +10,6 @@ import pytest
 
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said
-from tests.strided import strided
 
 slow = pytest.mark.slow
 
@@ -36,6 +35,7 @@ def test_real_ranks_yield_on_one_core(one_core, tmp_path):
     assert done.stdout.split() == ["1", "1"] * 2
 
 
+@slow
 def test_real_ranks_share_the_cores(tmp_path):
     cores = len(os.sched_getaffinity(0))
     done, _ = job(2, "environment", tmp_path)
@@ -107,8 +107,9 @@ def test_a_rank_alone_fails_without_a_word_of_mpi(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
+@slow
 @pytest.mark.parametrize(
-    "mode", strided(["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"], 3)
+    "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
 )
 def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
     done, _ = job(2, mode, tmp_path)

@@ -42,6 +42,7 @@ def test_it_is_told_to_end_then_killed(text, code, begun):
     assert process.returncode == code
 
 
+@pytest.mark.slow
 def test_another_process_with_its_number_is_left_alone(begun):
     process = begun(WAITS)
     end_later((process.pid, "0"))

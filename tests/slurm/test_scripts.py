@@ -151,6 +151,7 @@ def test_only_a_run_that_saved_at_the_signal_is_queued_again(
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if again else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("said", "code"), [("step 3", 1), ("run kept in results/job-7", 0)])
 def test_a_launcher_that_ends_well_before_the_run_does_is_a_failure(said, code, site):
     program(site / "bin/launch", f"echo {said}")
@@ -159,6 +160,7 @@ def test_a_launcher_that_ends_well_before_the_run_does_is_a_failure(said, code, 
     assert process.returncode == code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "ends", "code"), [("step 3", 0, 1), ("run kept in results", 0, 0), ("", 5, 5)]
 )

@@ -74,6 +74,7 @@ def test_published_rates_become_seconds():
     assert (config.mesh.p, config.mesh.d, config.parallel.microbatches) == (64, 6, 512)
 
 
+@pytest.mark.slow
 def test_smaller_steps_of_sc21_are_within_10_percent(machine):
     found = rows([weak(values) for values in WEAK_SCALING[:4]], machine)
     assert errors(found)["mean"] <= 0.10

@@ -71,6 +71,7 @@ def test_schemes_may_have_batches_of_their_own(machine):
     assert not any(map(reproduces, found))
 
 
+@pytest.mark.slow
 def test_the_planned_cuboid_is_the_cube_only_where_tokens_and_features_match(machine):
     assert len(cuboids()) == len(set(cuboids())) == 28
     square = planned(machine, point(machine, 64, 8192, "float32"))

@@ -43,6 +43,7 @@ def test_the_rows_are_composed(rows):
     assert bends(bent) == pytest.approx(0.002, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_known_machine_and_its_profiles_are_found(rows):
     """From steps that it was given; a profile that no row tells about has the factor 1."""
     few = rows[::EVERY].copy()

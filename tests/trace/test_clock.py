@@ -134,12 +134,13 @@ def test_a_skew_is_found_again_on_threads(ranks):
     assert found_once(worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
-        pytest.param(8, "auto", id="in a node", marks=pytest.mark.slow),
+        pytest.param(8, "auto", id="in a node"),
         pytest.param(4, "mpi", id="two hosts"),
-        pytest.param(8, "mpi", id="four hosts", marks=pytest.mark.slow),
+        pytest.param(8, "mpi", id="four hosts"),
     ],
 )
 def test_a_skew_is_found_again_on_real_ranks(ranks, transport):

@@ -35,13 +35,14 @@ ACTS = {
 slow = pytest.mark.slow
 
 
+@slow
 @pytest.mark.parametrize(
     ("act", "ranks"),
     [
         ("SIGTERM of one rank", 2),
-        pytest.param("SIGTERM of one rank", 4, marks=slow),
-        pytest.param("signal of one rank", 4, marks=slow),
-        pytest.param("file", 4, marks=slow),
+        ("SIGTERM of one rank", 4),
+        ("signal of one rank", 4),
+        ("file", 4),
     ],
 )
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):

@@ -130,6 +130,7 @@ def test_the_first_step_is_left_out_where_there_are_others(times, tmp_path):
     assert rows["compute"]["seconds"] == pytest.approx(7e-3)
 
 
+@pytest.mark.slow
 def test_a_layer_that_got_slower_is_found(tmp_path):
     def nap(recorder, name):
         slow = recorder.layer == 1 and recorder.phase == "forward"

@@ -233,6 +233,7 @@ def test_the_path_of_many_ranks_is_that_of_the_last_to_arrive(tmp_path):
 NAP = 0.2  # longer than a rank of a busy machine waits for a core
 
 
+@pytest.mark.slow
 def test_a_slow_layer_dominates_the_path(tmp_path):
     def nap(recorder, name):
         slow = recorder.layer == 5 and recorder.phase == "backward" and recorder.step == 1

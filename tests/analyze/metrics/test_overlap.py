@@ -45,7 +45,8 @@ def exposed(trace):
 PIPELINE = {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4}
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(PIPELINE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, PIPELINE])
 def test_sums_that_overlap_are_less_exposed(more, slow_line, tmp_path):
     def nap(recorder, name):
         return 4 * NAP if name == "gelu" and recorder.phase != "forward" else 0

@@ -35,7 +35,7 @@ SYNCHRONOUS = [
 
 @pytest.fixture(
     scope="module",
-    params=strided([(each,) for each in SYNCHRONOUS], 2, ids=lambda case: str(case[0])),
+    params=strided([(each,) for each in SYNCHRONOUS], 4, 2, ids=lambda case: str(case[0])),
 )
 def run(request, tmp_path_factory):
     """Passes of a run, the streams of its stages, their placement, the ranks of each stage."""

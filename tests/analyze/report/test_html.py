@@ -210,6 +210,7 @@ def test_a_page_of_several_runs_has_a_section_each(tmp_path):
     assert found.tags["img"] == len(stems)
 
 
+@pytest.mark.slow
 def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
     with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as opened:
         run = analyze_run(opened)

@@ -228,6 +228,7 @@ def reported(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_report_has_the_table_and_the_figure(hand, capsys):
     (result,) = reported(capsys, hand)["runs"]
     assert result["pipeline"] == [pytest.approx(row) for row in TABLE]
@@ -265,6 +266,7 @@ def test_figures_are_numbered_where_there_are_several_runs(hand, tmp_path, capsy
     assert len((out / "tables" / "pipeline.csv").read_text().splitlines()) == 1 + 4
 
 
+@pytest.mark.slow
 def test_a_plain_run_has_neither_table_nor_figure(tmp_path, capsys):
     plain = by_hand(tmp_path / "plain", {0: STAGE_0[:1]}, parallel__scheme="1d")
     assert reported(capsys, plain)["runs"][0]["pipeline"] == []

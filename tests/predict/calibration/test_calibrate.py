@@ -72,12 +72,14 @@ def found(tmp_path_factory):
     return machine_of(computed, **FACTS)
 
 
+@pytest.mark.slow
 def test_products_are_found_again(found):
     rates = found.gemm["float32"]
     assert len(rates.flop) > 5
     assert rates.rate == pytest.approx([*map(KNOWN.gemm["float32"].curve, rates.flop)], rel=0.01)
 
 
+@pytest.mark.slow
 def test_kernels_are_found_again(found):
     assert found.launch_s == pytest.approx(KNOWN.launch_s, rel=0.2)
     assert {*KNOWN.kernels} < {*found.kernels}

@@ -20,6 +20,7 @@ from hpc3d.predict.simulation.simulator import (
     with_shared_cores,
 )
 from tests.predict.planning.test_search import ROOT, config_of, settled
+from tests.strided import strided
 
 ALPHA, WIRE, LAUNCH, MEMORY, NEAR, NEAR_ALPHA = 1e-4, 25e6, 1e-6, 1e9, 2e9, 1e-5
 MB = 1e6
@@ -178,7 +179,7 @@ def seconds(config, machine):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("line", strided(LAYOUTS, 3))
 def test_an_estimate_for_crowded_hosts_is_near_the_simulation(line, ranks):
     machine, config = hosts(ranks, wake=2e-5), layout(line)
     found, taken = Estimator(256, machine).estimate(config), seconds(config, machine)
@@ -189,7 +190,7 @@ def test_an_estimate_for_crowded_hosts_is_near_the_simulation(line, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("line", strided(LAYOUTS, 3, 1))
 def test_bounds_are_below_simulations_of_crowded_hosts(line, ranks):
     machine, config = hosts(ranks, wake=2e-5), layout(line)
     estimator, bounds = Estimator(256, machine), layouts.Bounds(config, 8, 256, machine)
@@ -209,7 +210,7 @@ LANES = {
 }
 
 
-@pytest.mark.parametrize("line", [line for line in LAYOUTS if "p=2" not in line])
+@pytest.mark.parametrize("line", strided([line for line in LAYOUTS if "p=2" not in line], 3))
 def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
     """At a wire ever faster; lanes that take turns hide some of it from each other."""
     config, lanes = layout(line), LANES.get(line, 1)
@@ -257,6 +258,7 @@ def test_without_a_crowd_a_step_is_run_once():
     assert shares == [1.0]
 
 
+@pytest.mark.slow
 def test_a_plan_simulates_the_cube():
     """2 hosts of 4 on one core each: it ties for the first place where there are no stages."""
     machine = hosts(4, wake=2e-5)

@@ -18,6 +18,7 @@ def test_slow_links_are_why_others_lose():
     assert sum(loser.count for loser in losers) == len(found.timed) - 1
 
 
+@pytest.mark.slow
 def test_layouts_have_names():
     searched, found = search()
     ranking = Ranking(searched, found, CLUSTER, most=1e9)

@@ -68,6 +68,7 @@ def hold(space):
     assert all(more <= less for more, less in pairwise(found))
 
 
+@pytest.mark.slow
 def test_no_layout_of_two_ranks_is_quicker():
     hold(Space("2 256 4 64 256 4 float32", 2, CLUSTER, (16e9, 20e6, 16e6)))
 

@@ -15,6 +15,7 @@ from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.simulator import simulate
+from tests.strided import strided
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = Machine(
@@ -94,7 +95,7 @@ p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("line", strided(LAYOUTS, 3))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)
@@ -150,6 +151,7 @@ def every_layout(searched, ways):
                 yield replace(candidate.config, parallel=parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory", "ways"),
     [

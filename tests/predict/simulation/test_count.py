@@ -45,7 +45,7 @@ def counted(config):
 
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
-LINES = [*strided([*MIXES, *SMALL], 11), *(pytest.param(line, marks=slow) for line in MANY)]
+LINES = [*strided([*MIXES, *SMALL], 11, 6), *(pytest.param(line, marks=slow) for line in MANY)]
 
 
 @pytest.mark.parametrize("line", LINES)

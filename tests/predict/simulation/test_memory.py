@@ -27,13 +27,14 @@ LAYOUTS = [
 FOUR = {"mesh__p": 2, "mesh__d": 2, "parallel__zero": 1, "parallel__microbatches": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(ranks, layout, id=" ".join(map(str, layout.values())), marks=marks)
-        for ranks, layout, marks in [
-            (4, FOUR, []),
-            *((8, layout, [pytest.mark.slow]) for layout in LAYOUTS),
+        pytest.param(ranks, layout, id=" ".join(map(str, layout.values())))
+        for ranks, layout in [
+            (4, FOUR),
+            *((8, layout) for layout in LAYOUTS),
         ]
     ],
 )

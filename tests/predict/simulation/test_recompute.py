@@ -38,7 +38,7 @@ def repeated(prediction, phase):
 
 
 @pytest.mark.parametrize(
-    ("line", "recompute"), strided([*product(MIXES, ("selective", "full"))], 3)
+    ("line", "recompute"), strided([*product(MIXES, ("selective", "full"))], 7)
 )
 def test_predicted_is_counted_and_the_forward_pass_is_repeated_once(line, recompute):
     config = config_of(f"{line} recompute={recompute}")

@@ -37,7 +37,7 @@ def simulated(line):
     return config, simulate(config, config.model.vocabulary, MACHINE)
 
 
-@pytest.mark.parametrize("line", [*strided(PIPELINES, 3), *PLAYED])
+@pytest.mark.parametrize("line", [*strided(PIPELINES, 7), *PLAYED])
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)

@@ -13,9 +13,10 @@ from hpc3d.trace.annotations import write_prediction
 from hpc3d.trace.checks_per_rank import violations
 from tests.predict.fixed import MACHINE
 from tests.predict.simulation.test_simulator import ASYNCHRONOUS, PIPELINES, simulated
+from tests.strided import strided
 
 
-@pytest.mark.parametrize("line", PIPELINES[len(ASYNCHRONOUS) :: 5])
+@pytest.mark.parametrize("line", strided(PIPELINES[len(ASYNCHRONOUS) :: 5], 3))
 def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
     config, runs = simulated(line)
     path = write_trace(tmp_path, runs, config, MACHINE)
