@@ -1,7 +1,13 @@
-"""Partition any model into pipeline stages: from the costs of its operations to a plan.
+"""Partition any model into pipeline stages: from a torch module, or the costs of a graph.
 
+python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
+
+MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
+dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
+on meta tensors, and costs what the machine needs for its operations. Without --microbatches their
+number is searched, too.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a
@@ -21,12 +27,16 @@ from pathlib import Path
 
 from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
 from hpc3d.extras import need
-from hpc3d.limits import MOST_PASSES
+from hpc3d.limits import INT32, MOST_PASSES
 from hpc3d.plain import plain
+from hpc3d.shipped import shipped
+
+_MACHINE = "machines/h100.toml"
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
-load [s] and memory [B] of the heaviest and the fullest stage, proven, stages (ids), replicas"""
+load [s] and memory [B] of the heaviest and the fullest stage, proven, stages (ids), replicas,
+borders (nbytes, behind, next_best [s], instead)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,12 +48,22 @@ def main(argv: list[str] | None = None) -> int:
 def _parser():
     parser = Parser("partition", __doc__)
     add = parser.add_argument
-    add("--graph", type=Path, required=True, metavar="COSTS.json", help="the graph and its costs")
+    add("model", nargs="?", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
+    add("--graph", type=Path, metavar="COSTS.json", help="a graph and its costs")
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="stages at most")
-    add("--memory", type=size, metavar="32GB", help="memory of a rank (default: no limit)")
-    add("--bandwidth", type=rate, metavar="10GB", help="bytes per second (default: unlimited)")
+    add("--machine", metavar="NAME|FILE", help="of inputs/machines, for a module (h100)")
+    add(
+        "--batch",
+        type=whole(1, INT32),
+        metavar="B",
+        help="samples of a step (those of the inputs)",
+    )
+    memory = "memory of a rank (default: the machine's; for a graph no limit)"
+    add("--memory", type=size, metavar="32GB", help=memory)
+    bandwidth = "bytes per second, for a graph (default: unlimited)"
+    add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
     micros = whole(1, MOST_PASSES)
-    add("--microbatches", type=micros, default=1, metavar="M", help="microbatches of a step (1)")
+    add("--microbatches", type=micros, metavar="M", help="of a step (default: searched; graph: 1)")
     add("--schedule", choices=("1f1b", "gpipe"), help="(default: the one with the shorter step)")
     add("--objective", choices=("time", "load"), default="time", help="what to minimise (time)")
     add("--json", action="store_true", help=JSON)
@@ -51,17 +71,41 @@ def _parser():
 
 
 def _plan(options):
+    if (options.model is None) == (options.graph is None):
+        raise ValueError("give either MODULE:FACTORY or --graph COSTS.json")
     need("partition", "networkx")
+    plan, limits = (_of_file if options.graph else _of_module)(options)
+    _show(plan, limits)
+    if options.json:
+        print(json.dumps(_as_json(plan, limits)))
+
+
+def _of_file(options):
     from hpc3d.partition import cost_file
     from hpc3d.partition.planner import planned
     from hpc3d.partition.stages import Limits
 
+    if options.machine or options.batch:
+        raise ValueError("--machine and --batch are for a module: a graph has its own costs")
     graph = cost_file.load(options.graph)
-    limits = Limits(options.ranks, options.memory, options.bandwidth, options.microbatches)
-    plan = planned(graph, limits, options.objective, options.schedule)
-    _show(plan, limits)
-    if options.json:
-        print(json.dumps(_as_json(plan, limits)))
+    micros = options.microbatches or 1
+    limits = Limits(options.ranks, options.memory, options.bandwidth, micros)
+    return planned(graph, limits, options.objective, options.schedule), limits
+
+
+def _of_module(options):
+    need(options.model, "torch")
+    from hpc3d.partition.capture import capture, made
+    from hpc3d.partition.module_plan import Wanted, planned_module
+    from hpc3d.predict.machine import machine_file
+
+    if options.bandwidth:
+        raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
+    machine = machine_file.load(options.machine or shipped(_MACHINE))
+    captured = capture(*made(options.model))
+    names = ("ranks", "memory", "batch", "microbatches", "schedule", "objective")
+    wanted = Wanted(**{name: getattr(options, name) for name in names})
+    return planned_module(captured, machine, wanted)
 
 
 def _show(plan, limits):
@@ -79,6 +123,17 @@ def _show(plan, limits):
             f"{nbytes / 1e6:12.6g}" for nbytes in (stage.bytes_in, stage.bytes_out, stage.held)
         )
         print(f"{number:5d}  {times}{sizes}  {plain(_some(stage.ids))}")
+    if plan.borders:
+        print("\nborder  crossing [MB]  behind; the next best place for it alone")
+    for number, border in enumerate(plan.borders, 1):
+        print(f"{number:6d}  {border.nbytes / 1e6:13.6g}  {plain(_explained(border, plan.time))}")
+
+
+def _explained(border, seconds):
+    if border.next_best is None:
+        return f"{border.behind}; no other place fits"
+    longer = 100 * (border.next_best / seconds - 1) if seconds else 0.0
+    return f"{border.behind}; behind {border.instead} the step is {longer:+.2f} %"
 
 
 def _counted(count, one, many):
@@ -110,6 +165,7 @@ def _as_json(plan, limits):
         "memory": plan.memory,
         "stages": [stage.ids for stage in plan.stages],
         "replicas": [1] * len(plan.stages),
+        "borders": [border._asdict() for border in plan.borders],
     }
 
 

@@ -53,6 +53,11 @@ class Downsets:
         rest = np.arange(before + 1, self.count)
         return rest[self.members[rest][:, self.members[before]].all(1)]
 
+    def between(self, before: int, after: int) -> np.ndarray:
+        """The numbers of the downsets that hold more than the one and less than the other."""
+        found = self.after(before)
+        return found[(found < after) & (self.members[after] | ~self.members[found]).all(1)]
+
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
         """Bytes of the values that enter and that leave a stage between two downsets."""
         entering = self.made[before] & (self.read[after] > self.read[before])
@@ -94,6 +99,9 @@ class Chain:
 
     def after(self, before: int) -> np.ndarray:
         return np.arange(before + 1, self.count)
+
+    def between(self, before: int, after: int) -> np.ndarray:
+        return np.arange(before + 1, after)
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
         first = (self.earlier < before) & (self.reader >= before)  # to read it in the stage

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from hpc3d.limits import MOST_PASSES
 from hpc3d.partition.atom_graph import Graph
+from hpc3d.partition.borders import moved, settled
 from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, held, load
@@ -27,6 +29,17 @@ class _PlannedStage(NamedTuple):
     held: float
 
 
+class _PlannedBorder(NamedTuple):
+    """What lies between two stages: the bytes of a microbatch that cross it forward, the id before
+    it, and the seconds of the step if it lay where it is next best, behind `instead`; these are
+    None where it could lie nowhere else."""
+
+    nbytes: float
+    behind: str | int
+    next_best: float | None
+    instead: str | int | None
+
+
 class GraphPlan(NamedTuple):
     """A partition of a graph; `proven` if no other is better, and by what cuts it was found."""
 
@@ -34,6 +47,7 @@ class GraphPlan(NamedTuple):
     schedule: str
     time: float
     stages: list[_PlannedStage]
+    borders: list[_PlannedBorder]
     proven: bool
     cuts: int
     all_cuts: bool
@@ -63,6 +77,7 @@ def planned(
     else:
         found = quickest(cuts, limits, (schedule,) if schedule else _SCHEDULES)
         proven = bool(found) and found.proven
+        found = found if proven or not found else settled(cuts, limits, found)
     if not found:
         raise ValueError(_nothing_fits(cuts, limits))
     return GraphPlan(
@@ -70,6 +85,7 @@ def planned(
         found.schedule,
         found.seconds,
         _stages(graph, cuts, limits, found),
+        _borders(graph, cuts, limits, found),
         proven,
         cuts.count,
         cuts.exact,
@@ -107,6 +123,27 @@ def _stages(graph, cuts, limits, found):
             )
         )
     return stages
+
+
+def _borders(graph, cuts, limits, found):
+    """Every border, and what the step takes if it alone is moved."""
+    borders = []
+    for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
+        others = [*moved(cuts, limits, found, number)]
+        best = min(others, key=lambda each: each.seconds, default=None)
+        borders.append(
+            _PlannedBorder(
+                float(cuts.crossing[here]),
+                _last(graph, cuts, before, here),
+                best and best.seconds,
+                best and _last(graph, cuts, before, best.ends[number]),
+            )
+        )
+    return borders
+
+
+def _last(graph, cuts, before, after):
+    return graph.ids(cuts.stage(before, after))[-1]
 
 
 def _nothing_fits(cuts: Downsets | Chain, limits):

@@ -7,18 +7,20 @@ from hpc3d.partition.atom_graph import Graph
 
 class Limits(NamedTuple):
     """What a plan may use: stages at most, bytes of a rank and bytes/s of a link (None: any), the
-    microbatches of a step, and whether all of them are in flight on every stage (GPipe), or no
-    more than there are stages from there on (1F1B)."""
+    microbatches of a step, whether all of them are in flight on every stage (GPipe), or no more
+    than there are stages from there on (1F1B), and the seconds of a message without bytes."""
 
     ranks: int
     memory: float | None = None
     bandwidth: float | None = None
     microbatches: int = 1
     all_in_flight: bool = False
+    latency: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
         """Of a transfer."""
-        return nbytes / self.bandwidth if self.bandwidth else 0.0
+        moved = nbytes / self.bandwidth if self.bandwidth else 0.0
+        return self.latency * (nbytes > 0) + moved
 
 
 def load(graph: Graph, members: int, limits: Limits) -> float:

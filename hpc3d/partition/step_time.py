@@ -38,9 +38,10 @@ class Timed(NamedTuple):
     proven: bool = False
 
 
-def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed:
-    """The step of a partition."""
-    return _Search(cuts, limits, schedule if ends[1:] else "none", len(ends)).step(tuple(ends))
+def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed | None:
+    """The step of a partition; None if a stage does not fit."""
+    search = _Search(cuts, limits, schedule if ends[1:] else "none", len(ends))
+    return search.step(tuple(ends)) if search.fits(ends) else None
 
 
 def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...]) -> Timed | None:
@@ -49,7 +50,7 @@ def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...])
     kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
     kinds = [*dict.fromkeys(kinds)]
     tables = {
-        flights: table(cuts, limits._replace(bandwidth=None, all_in_flight=flights))
+        flights: table(cuts, limits._replace(bandwidth=None, latency=0.0, all_in_flight=flights))
         for flights in {name == "gpipe" for name, _ in kinds}
     }
     best, left, proven = None, MOST_PASSES, cuts.exact
@@ -122,10 +123,14 @@ class _Search:
         saved = self.cuts.saved[after] - self.cuts.saved[before]
         return self.cuts.memory[after] - self.cuts.memory[before] + self.in_flight[stage] * saved
 
+    def fits(self, ends):
+        """Whether every stage does."""
+        cuts = enumerate(zip((0, *ends[:-1]), ends, strict=True))
+        return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
+
     def _try_out(self, ends):
         """Run the step of a partition that fits, and keep it if it is the shortest."""
-        starts = (0, *ends[:-1])
-        if any(self.held(*cut, stage) > self.room for stage, cut in enumerate(zip(starts, ends))):
+        if not self.fits(ends):
             return
         self.left -= 2 * self.stages * self.micros
         found = self.step(ends)

@@ -82,3 +82,32 @@ def test_a_file_that_is_not_there(tmp_path, capsys):
 def test_more_passes_than_are_laid_out(costs, capsys):
     code, err = planned(capsys, costs, "--microbatches", "100000")
     assert code == 2 and "65536" in err and err.count("\n") == 1
+
+
+def test_a_module_is_planned(capsys):
+    pytest.importorskip("torch")
+    words = "--ranks", "2", "--machine", "v100-4x16", "--batch", str(1 << 20), "--json"
+    assert main(["inputs.partition.mlp:small", *words]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert [*map(len, found["stages"])] == [6, 6] and found["microbatches"] > 1
+    assert found["borders"][0]["behind"] == found["stages"][0][-1] == "2.1/gelu_2"
+    assert any("2.1/gelu_2; behind" in line for line in text)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "either MODULE:FACTORY or --graph"),
+        (("a:b", "--graph", "c"), "either MODULE:FACTORY or --graph"),
+        (("a:b", "--bandwidth", "1GB"), "--bandwidth is for a graph"),
+        (("--graph", "c", "--machine", "h100"), "--machine and --batch are for a module"),
+        (("no.such.module:b",), "there is no module no"),
+        (("tests.partition.sample_models:decides",), "sample_models.py:"),
+    ],
+)
+def test_what_no_plan_comes_from_is_refused_in_a_line(words, line, capsys):
+    pytest.importorskip("torch")
+    assert main([*words, "--ranks", "2"]) == 2
+    err = capsys.readouterr().err
+    assert line in err and err.count("\n") == 1

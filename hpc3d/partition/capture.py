@@ -1,0 +1,331 @@
+"""What an unmodified torch module computes: a graph of operations, without data or memory.
+
+torch.export traces the module on fake tensors with a batch of any size in dimension 0.  Its
+operations become *pieces*, which a plan never cuts: every value that crosses a border carries the
+batch in its first dimension, so that replicas can share it by rows.  So
+
+* an operation on the batch is a piece of its own;
+* what does not depend on the batch (a transposed weight, a mask) is cheap and has a private copy
+  in every piece that reads it, and a size is computed from the batch that a stage has;
+* what depends on the batch but does not carry it (a mean), and results in tuples, stay with their
+  readers; what shares memory that is written to, or a buffer, stays together.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_aggregate
+
+_WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+class Piece(NamedTuple):
+    """Operations that stay together: `nodes` are its own, `copies` what it computes for itself;
+    `weights` are the names of the parameters and buffers that it reads, `module` the path of the
+    module of its first operation."""
+
+    nodes: tuple[fx.Node, ...]
+    copies: tuple[fx.Node, ...]
+    weights: tuple[str, ...]
+    module: str
+
+
+class Captured(NamedTuple):
+    """A module as pieces in a topological order; `readers` maps a node whose value crosses from
+    piece to piece to the pieces that read it, `places` a node to its piece."""
+
+    program: ExportedProgram
+    batch: int
+    pieces: list[Piece]
+    places: dict[fx.Node, int]
+    readers: dict[fx.Node, tuple[int, ...]]
+    weights: dict[fx.Node, str]
+    inputs: tuple[fx.Node, ...]
+
+
+def made(name: str) -> tuple[torch.nn.Module, tuple]:
+    """The module and the example inputs that `MODULE:FACTORY` returns, as fake tensors, so that a
+    model of any size takes no memory; torch's generators stay as they were.  ValueError with a
+    line where it cannot be had.
+    """
+    place, colon, factory = name.partition(":")
+    if not colon or not place or not factory:
+        raise ValueError(f"{name}: give a module and a function in it, as package.module:factory")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    make = _found(name, place, factory)
+    try:
+        with _undisturbed(), _fake():
+            result = make()
+    except Exception as error:
+        raise ValueError(f"{name} raised {_said(error)}") from error
+    if not (
+        isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)
+    ):
+        raise ValueError(f"{name} must return an nn.Module and a tuple of example inputs")
+    module, inputs = result
+    return module, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def _found(name: str, place: str, factory: str) -> Callable[[], Any]:
+    try:
+        make = importlib.import_module(place)
+        for part in factory.split("."):
+            make = getattr(make, part)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name}: there is no module {error.name}") from None
+    except AttributeError:
+        raise ValueError(f"{name}: {place} has no {factory}") from None
+    except Exception as error:
+        raise ValueError(f"{name}: importing {place} raised {_said(error)}") from error
+    return make
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Torch's generators are afterwards what they were, and of its own log nothing is printed."""
+    state, level = torch.get_rng_state(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(level)
+        torch.set_rng_state(state)
+
+
+def capture(module: torch.nn.Module, inputs: tuple) -> Captured:
+    """The pieces of a module that is called with `inputs`, which carry the batch in dimension 0.
+
+    The module stays as it was.  ValueError with file and line where it cannot be captured: what it
+    does depends on its data, or nothing carries a batch.
+    """
+    batch = _batch_of(inputs)
+    rows = Dim("batch", min=2)
+    shapes = map_aggregate(inputs, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
+    try:
+        with _undisturbed():
+            model, like = _without_data(module, inputs)
+            program = export(model, like, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise ValueError(f"this model cannot be captured: {_said(error)}") from error
+    return _pieces(program, batch)
+
+
+def _batch_of(inputs: tuple) -> int:
+    for leaf in tensors(inputs):
+        if leaf.dim():
+            if leaf.shape[0] < 2:
+                raise ValueError("give example inputs with a batch of 2 or more in dimension 0")
+            return leaf.shape[0]
+    raise ValueError("the example inputs have no batch dimension: give a tensor with one")
+
+
+def _carries(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+
+
+def _without_data(module: torch.nn.Module, inputs: tuple) -> tuple[torch.nn.Module, tuple]:
+    """A module and its inputs as fake tensors: themselves, or copies of what has data."""
+    own = [*module.parameters(), *module.buffers()]
+    with detect_fake_mode([*own, *tensors(inputs)]) or _fake():
+        known = {id(each): _empty(each) for each in own}
+        if any(id(each) != id(like) for each, like in zip(own, known.values(), strict=True)):
+            module = copy.deepcopy(module, known)
+        return module, map_aggregate(inputs, _empty)
+
+
+def _fake():
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def _empty(tensor):
+    if isinstance(tensor, FakeTensor) or not isinstance(tensor, torch.Tensor):
+        return tensor
+    like = torch.empty_like(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
+    return like
+
+
+def _said(error: Exception) -> str:
+    """What an error says in a line, and where in the user's files it was raised."""
+    told = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (
+        os.path.dirname(__file__),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.__file__),
+    )
+    theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
+    return f"{text:.300} ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else f"{text:.300}"
+
+
+def _pieces(program: ExportedProgram, batch: int) -> Captured:
+    """The operations of a program, grouped by the rules above."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    weights = {
+        node: signature[node.name].target
+        for node in placeholders
+        if signature[node.name].kind in _WEIGHTS
+    }
+    inputs = tuple(node for node in placeholders if node not in weights)
+    follows = _followers(nodes, inputs) | {n for n in nodes if weights.keys() & {*_written(n)}}
+    joined = _Joined(node for node in nodes if node in follows)
+    for node in joined.members:
+        if not carries_batch(node):
+            for reader in node.users:
+                if reader in joined.members:
+                    joined.join(node, reader)
+    for group in _sharing(program, nodes, weights, joined.members):
+        for other in group[1:]:
+            joined.join(group[0], other)
+    return _ordered(program, batch, nodes, weights, inputs, joined)
+
+
+def _followers(nodes, inputs):
+    """The operations whose results depend on the values of the batch, not on its size alone."""
+    follows = set(inputs)
+    for node in nodes:
+        if not _is_size(node) and any(each in follows for each in node.all_input_nodes):
+            follows.add(node)
+    return follows
+
+
+def _is_size(node):
+    return isinstance(node.meta.get("val"), (torch.SymInt, int))
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    """All of them in tuples, lists and dicts."""
+    found: list[Any] = []
+    map_aggregate(values, found.append)
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def carries_batch(node: fx.Node) -> bool:
+    """Whether dimension 0 of a node's value is the batch, or a multiple of it."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    rows = value.shape[0]
+    if not isinstance(rows, torch.SymInt):
+        return False
+    size = rows.node.expr
+    (symbol, *others) = size.free_symbols or (None,)
+    return symbol is not None and not others and (size / symbol).is_integer is True
+
+
+def _sharing(program, nodes, weights, members):
+    """Groups of operations that must stay together: of memory that one of them writes to, and of a
+    buffer that one of them writes to, with all others of the module that has it."""
+    memory, written = defaultdict(list), set()
+    for node in nodes:
+        for value in tensors(node.meta.get("val")):
+            memory[value.untyped_storage()._cdata].append(node)
+        for target in _written(node):
+            written.add(target)
+    for target in written:
+        value = target.meta.get("val")
+        if target in weights:
+            owner = weights[target].rpartition(".")[0]
+            group = [node for node in members if _module(node) == owner]
+        else:
+            group = [n for n in memory[value.untyped_storage()._cdata] if n in members]
+            group += [reader for node in group for reader in node.users if reader in members]
+        if group:
+            yield group
+
+
+def _written(node):
+    """The nodes whose values an operation changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = (
+                node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            )
+            if isinstance(given, fx.Node):
+                yield given
+
+
+def _module(node):
+    """The path of the module that an operation is in; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = [*stack.values()][-1]
+    return path.removeprefix("L['self'].").removeprefix("L['self']")
+
+
+class _Joined:
+    """Disjoint sets of nodes."""
+
+    def __init__(self, nodes):
+        self.members = {node: node for node in nodes}
+
+    def find(self, node):
+        while self.members[node] is not node:
+            self.members[node] = node = self.members[self.members[node]]
+        return node
+
+    def join(self, one, other):
+        self.members[self.find(one)] = self.find(other)
+
+
+def _ordered(program, batch, nodes, weights, inputs, joined):
+    """The Captured of sets of nodes, each set where its last node is computed."""
+    groups = defaultdict(list)
+    for node in nodes:
+        if node in joined.members:
+            groups[joined.find(node)].append(node)
+    order = {node: number for number, node in enumerate(nodes)}
+    groups = sorted(groups.values(), key=lambda group: order[group[0]])
+    places = {node: place for place, group in enumerate(groups) for node in group}
+    pieces = [_piece(group, places, weights, inputs, order) for group in groups]
+    readers = defaultdict(set)
+    for node, place in places.items():
+        for reader in node.users:
+            if places.get(reader, place) != place:
+                readers[node].add(places[reader])
+    crossing = {node: tuple(sorted(found)) for node, found in readers.items()}
+    return Captured(program, batch, pieces, places, crossing, weights, inputs)
+
+
+def _piece(group, places, weights, inputs, order):
+    """A set of nodes with copies of all that they read and that follows no input."""
+    seen, copies, todo, names = set(), [], [*group], {}
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source in weights:
+                names[weights[source]] = None
+            elif source not in places and source not in seen and source not in inputs:
+                seen.add(source)
+                if not _is_size(source):
+                    todo.append(source)
+                copies.append(source)
+    copies.sort(key=order.get)
+    return Piece(tuple(group), tuple(copies), tuple(sorted(names)), _module(group[0]))

@@ -1,0 +1,210 @@
+"""What the operations of a captured module cost on a machine, for a batch of a given size.
+
+The graph runs once on fake tensors, which have shapes and an autograd graph but no data.
+Products, convolutions and attention are counted in floating-point operations, all else in bytes:
+
+    product     2 m n k; backward once more for each operand that needs a gradient
+    attention   4 b h s t d, and 10 b h s t d backward: its products again, and four more
+    the rest    reads and writes every byte once; backward reads the gradient and what was read
+
+Tensors that backward needs are counted once each, by storage, parameters aside.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hpc3d.partition.capture import Captured, tensors
+from hpc3d.predict.machine.machine import Machine
+
+_aten = torch.ops.aten
+
+
+class OperationCost(NamedTuple):
+    """Seconds forward and backward, bytes that are saved for backward, and bytes of the result."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    saved: float = 0.0
+    nbytes: float = 0.0
+
+
+class Work(NamedTuple):
+    """Products (batch, m, n, k), a fused kernel's operations, and bytes that are moved."""
+
+    products: tuple[tuple[int, int, int, int], ...] = ()
+    flop: float = 0.0
+    nbytes: float = 0.0
+
+
+def costs(captured: Captured, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
+    """The OperationCost of every operation of a microbatch of `batch` samples."""
+    return _Meter(captured, machine, batch).measured()
+
+
+class _Meter(fx.Interpreter):
+    """Runs a program on fake tensors, and counts."""
+
+    def __init__(self, captured, machine, batch):
+        super().__init__(captured.program.graph_module, garbage_collect_values=False)
+        self.captured, self.machine, self.batch = captured, machine, batch
+        self.found, self.known, self.saved, self.kept = {}, set(), 0, []
+
+    def measured(self):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda value: value)
+        with FakeTensorMode(), torch.enable_grad(), hooks:
+            self.run(*self._given())
+        return self.found
+
+    def _given(self):
+        """The weights and the inputs of the program."""
+        program, weights = self.captured.program, self.captured.weights
+        state = {**program.state_dict, **program.constants}
+        for node in (node for node in program.graph.nodes if node.op == "placeholder"):
+            if node not in weights:
+                yield self._empty(node.meta["val"])
+                continue
+            yield (value := self._empty(state[weights[node]]))
+            self.known.add(value.untyped_storage()._cdata)
+            self.kept.append(value)
+
+    def _empty(self, value):
+        """A tensor like one of the program, of this batch; what is no tensor stays."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = [size if isinstance(size, int) else self._size(size) for size in value.shape]
+        like = torch.empty(shape, dtype=value.dtype)
+        return like.requires_grad_(isinstance(value, torch.nn.Parameter) and value.requires_grad)
+
+    def _size(self, size):
+        expression = size.node.expr
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, self.batch)))
+
+    def _saved(self, value):
+        storage = value.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.saved += storage.nbytes()
+            self.kept.append(value)  # while it lives, no other storage has its number
+        return value
+
+    def run_node(self, node):
+        if node.op != "call_function":
+            return super().run_node(node)
+        before, operands = self.saved, tensors(self.fetch_args_kwargs_from_env(node))
+        result = super().run_node(node)
+        forward, backward = _work(node, operands, result, self.saved - before)
+        self.found[node] = OperationCost(
+            self._seconds(forward, result),
+            self._seconds(backward, result),
+            self.saved - before,
+            _nbytes(result),
+        )
+        return result
+
+    def _seconds(self, work, result):
+        (first, *_) = tensors(result) or [torch.empty(0)]
+        dtype = str(first.dtype).removeprefix("torch.")
+        seconds = sum(self.machine.product(m, n, k, dtype, b) for b, m, n, k in work.products)
+        if work.flop:
+            return seconds + self.machine.fused(work.flop, work.nbytes, dtype)
+        return seconds + (self.machine.kernel("other", work.nbytes) if work.nbytes else 0.0)
+
+
+_NOTHING = Work()
+
+
+def _work(node, operands, result, saved):
+    """The Work of an operation forward and backward."""
+    if _is_view(node):
+        return _NOTHING, _NOTHING
+    name = getattr(node.target, "overloadpacket", node.target)
+    if name in _PRODUCTS and len(operands) >= 2:
+        return _PRODUCTS[name](operands, result)
+    moved = _nbytes(operands) + _nbytes(result)
+    needed = [each for each in operands if each.requires_grad]
+    if not needed:
+        return Work(nbytes=moved), _NOTHING
+    if name in _LOOKUPS:
+        table, rows = operands[0], _nbytes(result)
+        return Work(nbytes=2 * rows), Work(nbytes=2 * rows + _nbytes(table))
+    back = 0 if name in _SUMS else _nbytes(result) + saved + _nbytes(needed)
+    return Work(nbytes=moved), Work(nbytes=back)
+
+
+def _is_view(node):
+    """Whether an operation moves nothing: its result lies in the memory of its argument."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return True  # getitem
+    return any(each.alias_info and not each.alias_info.is_write for each in schema.returns)
+
+
+def _linear(operands, result):
+    x, weight = operands[:2]
+    return _of_products(operands, (1, x.numel() // x.shape[-1], weight.shape[0], x.shape[-1]))
+
+
+def _matmul(operands, result):
+    a, b = operands[-2:]
+    k = a.shape[-1]
+    if b.dim() == 2 and a.dim() > 2:
+        return _of_products([a, b], (1, a.numel() // k, b.shape[-1], k))
+    m, n = a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1
+    return _of_products([a, b], (result.numel() // (m * n), m, n, k))
+
+
+def _of_products(operands, sizes):
+    """A product, and backward one for each of its two operands that needs a gradient."""
+    batch, m, n, k = sizes
+    back = [(batch, m, k, n), (batch, k, n, m)]
+    needed = [each for each, operand in zip(back, operands) if operand.requires_grad]
+    return Work(products=(sizes,)), Work(products=tuple(needed))
+
+
+def _convolution(operands, result):
+    """As the product of all windows [places, channels x kernel] with the kernels."""
+    x, weight = operands[:2]
+    transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]
+    places = x if transposed else result
+    groups = max(1, (result if transposed else x).shape[1] // weight.shape[1])
+    m = places.numel() // places.shape[1]
+    return _of_products(
+        [x, weight], (groups, m, weight.shape[0] // groups, weight.numel() // weight.shape[0])
+    )
+
+
+def _attention(operands, result):
+    q, k, v = operands[:3]
+    flop = 2 * prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    moved = _nbytes([q, k, v, result])
+    back = 2.5 * flop if any(each.requires_grad for each in (q, k, v)) else 0
+    return Work(flop=flop, nbytes=moved), Work(flop=back, nbytes=2 * moved)
+
+
+_PRODUCTS = {
+    _aten.linear: _linear,
+    _aten.matmul: _matmul,
+    _aten.mm: _matmul,
+    _aten.bmm: _matmul,
+    _aten.addmm: _matmul,
+    _aten.baddbmm: _matmul,
+    _aten.conv1d: _convolution,
+    _aten.conv2d: _convolution,
+    _aten.conv3d: _convolution,
+    _aten.conv_transpose1d: _convolution,
+    _aten.conv_transpose2d: _convolution,
+    _aten.conv_transpose3d: _convolution,
+    _aten.scaled_dot_product_attention: _attention,
+}
+_LOOKUPS = {_aten.embedding}
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # the gradient passes as it is
+
+
+def _nbytes(values):
+    return sum(each.numel() * each.element_size() for each in tensors(values))

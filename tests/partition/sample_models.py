@@ -1,0 +1,89 @@
+"""Models that capture has to understand, and factories that it refuses."""
+
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpc3d.partition.capture import capture, made
+
+HERE = "tests.partition.sample_models"
+
+
+@cache
+def captured(name):
+    """The Captured of `MODULE:FACTORY`."""
+    return capture(*made(name))
+
+
+def small(name):
+    """That of one of inputs/partition."""
+    return captured(f"inputs.partition.{name}:small")
+
+
+class Branches(nn.Module):
+    """A value with two readers, a mean that goes back to all rows, memory that is written to, and
+    a mask that no input decides."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, width)
+        self.out.weight = self.left.weight
+
+    def forward(self, x):
+        x = self.norm(x)
+        one = self.left(x).relu_()
+        mask = torch.ones(x.shape[1], x.shape[1]).tril().sum(0)
+        two, three = (self.right(x) * mask).chunk(2, 1)
+        centred = torch.cat([two, three], 1) - one.mean()
+        return self.out(one + centred)
+
+
+def branches():
+    return Branches(), torch.zeros(6, 8)
+
+
+class Decides(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+def decides():
+    return Decides(), torch.zeros(4, 4)
+
+
+def nothing():
+    return None
+
+
+def fails():
+    raise RuntimeError("no such size")
+
+
+def without_batch():
+    return nn.Identity(), torch.tensor(1.0)
+
+
+def one_sample():
+    return nn.Linear(2, 2), torch.zeros(1, 2)
+
+
+class Sequence(nn.Module):
+    """Its batch is in dimension 1: nothing can be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        return functional.gelu(self.two(functional.gelu(self.one(x)))).transpose(0, 1)
+
+
+def time_first():
+    return Sequence(), torch.zeros(4, 3, 4)

@@ -1,0 +1,108 @@
+"""A module as pieces: what may be cut, what may not, and how it is refused."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hpc3d.partition.capture import capture, carries_batch, made  # noqa: E402
+from tests.partition.sample_models import HERE, captured, small  # noqa: E402
+
+
+@pytest.fixture(params=["mlp", "bert", "resnet", "unet"])
+def model(request):
+    return small(request.param)
+
+
+def test_only_values_with_the_batch_cross_a_border(model):
+    assert model.readers and all(map(carries_batch, model.readers))
+
+
+def test_every_weight_is_read_by_a_piece(model):
+    state = model.program.state_dict
+    read = {id(state[name]) for piece in model.pieces for name in piece.weights}
+    assert read == set(map(id, state.values()))
+
+
+def test_what_a_piece_computes_needs_its_own_nodes_its_copies_and_what_crosses(model):
+    """In the order in which they stand: so every piece can be run by itself."""
+    for place, piece in enumerate(model.pieces):
+        there = {*model.weights, *model.inputs, *model.readers}
+        for node in sorted((*piece.copies, *piece.nodes), key=[*model.program.graph.nodes].index):
+            missing = {*node.all_input_nodes} - there
+            assert not missing, (place, node, missing)
+            there.add(node)
+
+
+def test_a_tied_weight_is_read_by_both_pieces():
+    names = {"tokens.weight", "head.weight"}
+    readers = [piece.module for piece in small("bert").pieces if names & {*piece.weights}]
+    assert readers == ["tokens", "head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("bert:large", 336), ("resnet:resnet152_x8", 3729)]
+)
+def test_a_model_of_any_size_takes_no_memory(name, millions):
+    """The numbers of parameters that arXiv:1810.04805 and RaNNC (arXiv:2103.16063) give."""
+    module, _ = made(f"inputs.partition.{name}")
+    assert round(sum(each.numel() for each in module.parameters()) / 1e6) == millions
+
+
+def piece_of(found, name):
+    (place,) = {place for node, place in found.places.items() if node.name == name}
+    return place
+
+
+def test_what_does_not_carry_the_batch_stays_with_its_readers():
+    found = captured(f"{HERE}:branches")
+    assert piece_of(found, "mean") == piece_of(found, "sub")
+    assert piece_of(found, "chunk") == piece_of(found, "getitem") == piece_of(found, "getitem_1")
+    masked = found.pieces[piece_of(found, "mul")]
+    assert {"ones", "tril", "sum_1"} <= {node.name for node in masked.copies}
+    assert not {node for node in found.places if node.name in ("ones", "tril", "sum_1")}
+
+
+def test_what_is_written_in_place_stays_with_who_made_it_and_who_reads_it():
+    found = captured(f"{HERE}:branches")
+    assert piece_of(found, "linear") == piece_of(found, "relu_") == piece_of(found, "mean")
+
+
+def test_a_buffer_stays_with_the_module_that_writes_it():
+    found = captured(f"{HERE}:branches")
+    assert piece_of(found, "add_") == piece_of(found, "batch_norm")
+
+
+def test_a_module_and_the_generator_stay_as_they_were():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+        capture(module, (torch.ones(4, 4),))
+        assert torch.equal(torch.get_rng_state(), state)
+        for name, value in module.state_dict().items():
+            assert value.device.type == "cpu" and torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("decides", r"cannot be captured: .*sample_models.py:\d+"),
+        ("nothing", "must return an nn.Module and a tuple"),
+        ("fails", r"raised RuntimeError: no such size \(.*sample_models.py:\d+\)"),
+        ("without_batch", "no batch dimension"),
+        ("one_sample", "a batch of 2 or more"),
+        ("absent", "has no absent"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_in_a_line(name, line):
+    with pytest.raises(ValueError, match=line) as found:
+        captured(f"{HERE}:{name}")
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["tests", ":f", "no.such.module:f"])
+def test_a_factory_that_is_not_there_is_refused(name):
+    with pytest.raises(ValueError, match="^" + name.partition(":")[0]):
+        made(name)

@@ -1,0 +1,69 @@
+"""The costs of operations, against torch's counter on a run with data, and against formulas."""
+
+import importlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from hpc3d.partition.operation_costs import costs  # noqa: E402
+from hpc3d.predict.machine.machine import Link, Machine, Rates  # noqa: E402
+from tests.partition.sample_models import small  # noqa: E402
+
+SLOW = 1e-30  # what it counts of bytes
+FLOP = Machine(
+    "flop",
+    "one second a floating-point operation, none a byte",
+    ranks_per_node=8,
+    cores=1,
+    memory_gb=1.0,
+    memory_bandwidth=1 / SLOW,
+    launch_s=0.0,
+    gemm={"float32": Rates(1.0, (1.0,), (1.0,))},
+    links=(Link(0, 0.0, 1.0),),
+)
+
+
+def counted(module, inputs):
+    """What torch counts of a pass forward and back with data."""
+    with FlopCounterMode(display=False) as counter:
+        module(*inputs).sum().backward()
+    return counter.get_total_flops()
+
+
+def total(captured, batch):
+    found = costs(captured, FLOP, batch).values()
+    return sum(each.forward for each in found), sum(each.backward for each in found)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "unet"])
+def test_operations_are_those_that_torch_counts(name):
+    module, inputs = importlib.import_module(f"inputs.partition.{name}").small()
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    expected = counted(module, inputs)
+    forward, backward = total(small(name), len(inputs[0]))
+    assert forward + backward == pytest.approx(expected, rel=1e-9)
+
+
+def test_attention_is_counted_by_its_formula():
+    """Of BERT with 4 layers, 4 heads of 8 and 8 x 16 tokens; torch counts its other products."""
+    attention = 4 * 4 * 8 * 4 * 16 * 16 * 8
+    rows, tokens, hidden, vocabulary = 8, 8 * 16, 32, 64
+    products = 4 * 2 * tokens * 12 * hidden**2 + 2 * tokens * (hidden**2 + hidden * vocabulary)
+    products += 2 * rows * (hidden**2 + 2 * hidden)
+    forward, backward = total(small("bert"), 8)
+    assert forward == pytest.approx(products + attention, rel=1e-9)
+    assert backward == pytest.approx(2 * products + 2.5 * attention, rel=1e-9)
+
+
+def test_half_a_batch_costs_half():
+    whole, half = (total(small("bert"), batch) for batch in (8, 4))
+    assert half == pytest.approx([each / 2 for each in whole], rel=1e-9)
+
+
+def test_what_is_saved_is_counted_once():
+    """Of Linear and GELU: the inputs of both, and no weight."""
+    found = costs(small("mlp"), FLOP, 16)
+    assert sum(each.saved for each in found.values()) == 2 * 6 * 16 * 64 * 4
