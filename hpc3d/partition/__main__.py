@@ -6,8 +6,8 @@ python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwi
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
-on meta tensors, and costs what the machine needs for its operations. Without --microbatches their
-number is searched, too.
+on fake tensors, and costs what the machine needs for its operations. --replicas of every stage and
+--microbatches of each are searched where they are not given.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a
@@ -16,7 +16,7 @@ stage holds always (memory), per microbatch in flight (saved), and of what repli
 with several readers, unless a "value" tells them apart. Nodes in a group of "together" stay on one
 stage.
 
-A plan has one stage per rank, in an order in which values only flow forward. --objective time is
+Values only flow forward from stage to stage. --objective time is
 the shortest step under a pipeline schedule, load the lightest heaviest stage: what it computes,
 and once per value the transfer of each that enters it and of each that leaves it.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
 from hpc3d.extras import need
-from hpc3d.limits import INT32, MOST_PASSES
+from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.plain import plain
 from hpc3d.shipped import shipped
 
@@ -50,7 +50,13 @@ def _parser():
     add = parser.add_argument
     add("model", nargs="?", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
     add("--graph", type=Path, metavar="COSTS.json", help="a graph and its costs")
-    add("--ranks", type=number_of_ranks, required=True, metavar="N", help="stages at most")
+    add(
+        "--ranks",
+        type=number_of_ranks,
+        required=True,
+        metavar="N",
+        help="stages, times their replicas",
+    )
     add("--machine", metavar="NAME|FILE", help="of inputs/machines, for a module (h100)")
     add(
         "--batch",
@@ -64,6 +70,8 @@ def _parser():
     add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
     micros = whole(1, MOST_PASSES)
     add("--microbatches", type=micros, metavar="M", help="of a step (default: searched; graph: 1)")
+    replicas = "of every stage, for a module (searched)"
+    add("--replicas", type=whole(1, MOST_RANKS), metavar="R", help=replicas)
     add("--schedule", choices=("1f1b", "gpipe"), help="(default: the one with the shorter step)")
     add("--objective", choices=("time", "load"), default="time", help="what to minimise (time)")
     add("--json", action="store_true", help=JSON)
@@ -74,10 +82,10 @@ def _plan(options):
     if (options.model is None) == (options.graph is None):
         raise ValueError("give either MODULE:FACTORY or --graph COSTS.json")
     need("partition", "networkx")
-    plan, limits = (_of_file if options.graph else _of_module)(options)
-    _show(plan, limits)
+    plan, limits, replicas = (_of_file if options.graph else _of_module)(options)
+    _show(plan, limits, replicas)
     if options.json:
-        print(json.dumps(_as_json(plan, limits)))
+        print(json.dumps(_as_json(plan, limits, replicas)))
 
 
 def _of_file(options):
@@ -85,12 +93,12 @@ def _of_file(options):
     from hpc3d.partition.planner import planned
     from hpc3d.partition.stages import Limits
 
-    if options.machine or options.batch:
-        raise ValueError("--machine and --batch are for a module: a graph has its own costs")
+    if options.machine or options.batch or options.replicas:
+        raise ValueError("--machine, --batch and --replicas are for a module, not for a graph")
     graph = cost_file.load(options.graph)
     micros = options.microbatches or 1
     limits = Limits(options.ranks, options.memory, options.bandwidth, micros)
-    return planned(graph, limits, options.objective, options.schedule), limits
+    return planned(graph, limits, options.objective, options.schedule), limits, 1
 
 
 def _of_module(options):
@@ -103,13 +111,14 @@ def _of_module(options):
         raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     captured = capture(*made(options.model))
-    names = ("ranks", "memory", "batch", "microbatches", "schedule", "objective")
-    wanted = Wanted(**{name: getattr(options, name) for name in names})
-    return planned_module(captured, machine, wanted)
+    wanted = Wanted(**{name: getattr(options, name) for name in Wanted._fields})
+    found = planned_module(captured, machine, wanted)
+    return found.stages, found.limits, found.replicas
 
 
-def _show(plan, limits):
+def _show(plan, limits, replicas):
     stages = _counted(len(plan.stages), "stage", "stages")
+    stages += f" of {replicas} ranks" if replicas > 1 else ""
     micros = _counted(limits.microbatches, "microbatch", "microbatches")
     print(f"{stages}, {micros}, schedule {plan.schedule}")
     print(f"step            {plan.time:.6g} s")
@@ -154,7 +163,7 @@ def _some(ids):
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"
 
 
-def _as_json(plan, limits):
+def _as_json(plan, limits, replicas):
     return {
         "objective": plan.objective,
         "schedule": plan.schedule,
@@ -164,7 +173,7 @@ def _as_json(plan, limits):
         "load": plan.load,
         "memory": plan.memory,
         "stages": [stage.ids for stage in plan.stages],
-        "replicas": [1] * len(plan.stages),
+        "replicas": [replicas] * len(plan.stages),
         "borders": [border._asdict() for border in plan.borders],
     }
 

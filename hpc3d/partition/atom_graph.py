@@ -6,6 +6,7 @@ which values only flow forward; the stages up to any one are a *downset*, closed
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import networkx as nx
@@ -78,19 +79,24 @@ class Graph:
 
     def downsets(self, limit: int) -> list[int] | None:
         """All downsets, the empty one first, by size; None if there are more than `limit`."""
-        found, last = [0], {0}
-        while last:
-            grown = {
-                downset | 1 << atom
-                for downset in last
-                for atom, inputs in enumerate(self.inputs)
-                if not downset >> atom & 1 and not inputs & ~downset
-            }
-            if len(found) + len(grown) > limit:
-                return None
-            found += sorted(grown)
-            last = grown
-        return found
+        return _downsets(tuple(self.inputs), limit)
+
+
+@lru_cache(maxsize=4)  # one graph with other costs is asked again
+def _downsets(all_inputs, limit):
+    found, last = [0], {0}
+    while last:
+        grown = {
+            downset | 1 << atom
+            for downset in last
+            for atom, inputs in enumerate(all_inputs)
+            if not downset >> atom & 1 and not inputs & ~downset
+        }
+        if len(found) + len(grown) > limit:
+            return None
+        found += sorted(grown)
+        last = grown
+    return found
 
 
 def bits(members: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from hpc3d.partition.stages import Limits
 from hpc3d.partition.step_time import Timed, timed
 
 _NEAR = 16  # places of a border that are tried
-_MOST_PASSES = 300_000  # that are run on the clock to improve a plan
+_MOST_PASSES = 100_000  # that are run on the clock to improve a plan
 
 
 def moved(cuts: Downsets | Chain, limits: Limits, found: Timed, number: int) -> Iterator[Timed]:

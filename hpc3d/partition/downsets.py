@@ -2,7 +2,8 @@
 
 `Downsets` has all of them.  Where these are too many, `Chain` has those of one sorted order, the
 first 0, 1, 2 ... atoms.  Both know by downset the sums over its atoms (`forward`, `backward`,
-`memory`, `saved`) and `crossing`, the bytes of the values that cross the border behind it.
+`memory`, `saved`, `parameters`) and `crossing`, the bytes of the values that cross the border
+behind it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Downsets:
             row[list(bits(downset))] = True
         self.forward, self.backward = self._sum(graph, "forward"), self._sum(graph, "backward")
         self.memory, self.saved = self._sum(graph, "memory"), self._sum(graph, "saved")
+        self.parameters = self._sum(graph, "parameters")
         readers = np.zeros((len(graph.values), len(graph)))
         for row, value in zip(readers, graph.values, strict=True):
             row[list(value.targets)] = 1
@@ -78,6 +80,7 @@ class Chain:
         self.count = len(graph) + 1
         self.forward, self.backward = self._sums(graph, "forward"), self._sums(graph, "backward")
         self.memory, self.saved = self._sums(graph, "memory"), self._sums(graph, "saved")
+        self.parameters = self._sums(graph, "parameters")
         reads = []  # of a value: who read it before or made it, who reads it next, bytes
         for value in graph.values:
             reads += [(*ends, value.nbytes) for ends in pairwise((value.source, *value.targets))]

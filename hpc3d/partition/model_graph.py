@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
-from hpc3d.partition.capture import Captured
-from hpc3d.partition.operation_costs import OperationCost, costs
+from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
 _ADAMW = 2  # arrays of a parameter's size that the optimiser keeps
 
 
-def graph_of(captured: Captured, machine: Machine, batch: int) -> Graph:
-    """The Graph of a module for microbatches of `batch` samples; an id is a piece's operations."""
-    found = costs(captured, machine, batch)
+def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
+    """The Graph of a module for microbatches of `batch` samples; an atom's id is its module and
+    its first operation."""
+    captured, found = operations.captured, operations.costs(machine, batch)
     atoms = [_atom(captured, piece, found) for piece in captured.pieces]
     values = [
         Value(captured.places[node], readers, found[node].nbytes)

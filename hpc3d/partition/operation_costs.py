@@ -1,6 +1,6 @@
-"""What the operations of a captured module cost on a machine, for a batch of a given size.
+"""What the operations of a captured module cost on a machine, for a batch of any size.
 
-The graph runs once on fake tensors, which have shapes and an autograd graph but no data.
+The graph runs on fake tensors, which have shapes and an autograd graph but no data.
 Products, convolutions and attention are counted in floating-point operations, all else in bytes:
 
     product     2 m n k; backward once more for each operand that needs a gradient
@@ -42,17 +42,65 @@ class Work(NamedTuple):
     nbytes: float = 0.0
 
 
-def costs(captured: Captured, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-    """The OperationCost of every operation of a microbatch of `batch` samples."""
-    return _Meter(captured, machine, batch).measured()
+class _Operation(NamedTuple):
+    """What an operation does forward and backward, and the bytes that it saves and makes."""
+
+    forward: Work
+    backward: Work
+    saved: float
+    nbytes: float
+
+
+class Operations:
+    """The operations of a captured module for a batch of any size.
+
+    They are counted for two sizes; every size of an array is linear in that of the batch, and so
+    is what is counted.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        low, high = (_Meter(captured, batch) for batch in (_LOW, _HIGH))
+        self.low, self.high, self.dtypes = low.measured(), high.measured(), low.dtypes
+
+    def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
+        """The OperationCost of each for a microbatch of `batch` samples."""
+        way = (batch - _LOW) / (_HIGH - _LOW)
+        return {
+            node: _cost(machine, _on_the_line(low, self.high[node], way), self.dtypes[node])
+            for node, low in self.low.items()
+        }
+
+
+_LOW, _HIGH = 2, 4
+
+
+def _on_the_line(low, high, way):
+    """Numbers in tuples of tuples, `way` of the way from the one to the other."""
+    if not isinstance(low, tuple):
+        return low + way * (high - low)
+    parts = [_on_the_line(*each, way) for each in zip(low, high, strict=True)]
+    return type(low)(*parts) if hasattr(low, "_fields") else tuple(parts)
+
+
+def _cost(machine, operation, dtype):
+    seconds = (_seconds(machine, work, dtype) for work in operation[:2])
+    return OperationCost(*seconds, *operation[2:])
+
+
+def _seconds(machine, work, dtype):
+    seconds = sum(machine.product(m, n, k, dtype, batch) for batch, m, n, k in work.products)
+    if work.flop:
+        return seconds + machine.fused(work.flop, work.nbytes, dtype)
+    return seconds + (machine.kernel("other", work.nbytes) if work.nbytes else 0.0)
 
 
 class _Meter(fx.Interpreter):
-    """Runs a program on fake tensors, and counts."""
+    """Runs a program on fake tensors of a batch, and counts."""
 
-    def __init__(self, captured, machine, batch):
+    def __init__(self, captured, batch):
         super().__init__(captured.program.graph_module, garbage_collect_values=False)
-        self.captured, self.machine, self.batch = captured, machine, batch
+        self.captured, self.batch, self.dtypes = captured, batch, {}
         self.found, self.known, self.saved, self.kept = {}, set(), 0, []
 
     def measured(self):
@@ -99,21 +147,11 @@ class _Meter(fx.Interpreter):
         before, operands = self.saved, tensors(self.fetch_args_kwargs_from_env(node))
         result = super().run_node(node)
         forward, backward = _work(node, operands, result, self.saved - before)
-        self.found[node] = OperationCost(
-            self._seconds(forward, result),
-            self._seconds(backward, result),
-            self.saved - before,
-            _nbytes(result),
-        )
-        return result
-
-    def _seconds(self, work, result):
         (first, *_) = tensors(result) or [torch.empty(0)]
-        dtype = str(first.dtype).removeprefix("torch.")
-        seconds = sum(self.machine.product(m, n, k, dtype, b) for b, m, n, k in work.products)
-        if work.flop:
-            return seconds + self.machine.fused(work.flop, work.nbytes, dtype)
-        return seconds + (self.machine.kernel("other", work.nbytes) if work.nbytes else 0.0)
+        self.dtypes[node] = str(first.dtype).removeprefix("torch.")
+        saved = self.saved - before
+        self.found[node] = _Operation(forward, backward, saved, _nbytes(result))
+        return result
 
 
 _NOTHING = Work()

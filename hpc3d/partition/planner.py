@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 from hpc3d.limits import MOST_PASSES
@@ -61,6 +62,18 @@ class GraphPlan(NamedTuple):
     def memory(self) -> float:
         """Of the fullest stage."""
         return max(stage.held for stage in self.stages)
+
+
+def rough(graph: Graph, limits: Limits, schedule: str | None = None) -> float:
+    """About the seconds of the best plan: those of the cut with the lightest heaviest stage; inf
+    where none fits."""
+    cuts, found = cuts_of(graph), []
+    _refuse_large(cuts, limits)
+    for name in (schedule,) if schedule else _SCHEDULES:
+        kept = limits._replace(all_in_flight=name == "gpipe")
+        if ends := lightest(cuts, kept):
+            found.append(timed(cuts, kept, name, ends))
+    return min((each.seconds for each in found if each), default=inf)
 
 
 def planned(

@@ -1,14 +1,28 @@
 """Stages of a graph on a pipeline: what each takes and holds."""
 
+from math import inf
 from typing import NamedTuple
 
 from hpc3d.partition.atom_graph import Graph
 
 
+class Wire(NamedTuple):
+    """What something that moves takes: seconds for nothing, and bytes/s."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency * (nbytes > 0) + nbytes / self.bandwidth
+
+
 class Limits(NamedTuple):
     """What a plan may use: stages at most, bytes of a rank and bytes/s of a link (None: any), the
-    microbatches of a step, whether all of them are in flight on every stage (GPipe), or no more
-    than there are stages from there on (1F1B), and the seconds of a message without bytes."""
+    microbatches of a step, and whether all of them are in flight on every stage (GPipe), or no
+    more than there are stages from there on (1F1B).
+
+    `latency` is that of a message, and `sums` what replicas take at the end of a step to sum the
+    gradients of a stage (None: there is one of each)."""
 
     ranks: int
     memory: float | None = None
@@ -16,11 +30,11 @@ class Limits(NamedTuple):
     microbatches: int = 1
     all_in_flight: bool = False
     latency: float = 0.0
+    sums: Wire | None = None
 
     def seconds(self, nbytes: float) -> float:
         """Of a transfer."""
-        moved = nbytes / self.bandwidth if self.bandwidth else 0.0
-        return self.latency * (nbytes > 0) + moved
+        return Wire(self.latency, self.bandwidth or inf).seconds(nbytes)
 
 
 def load(graph: Graph, members: int, limits: Limits) -> float:

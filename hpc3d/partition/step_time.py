@@ -140,7 +140,12 @@ class _Search:
     def step(self, ends):
         """The Timed of a partition."""
         stages = _costs(self.cuts, ends, self.limits)
-        seconds = makespan(timeline(self.passes, self.placement, stages))
+        rows = timeline(self.passes, self.placement, stages)
+        seconds = makespan(rows)
+        if self.limits.sums:
+            parameters = np.diff(self.cuts.parameters[[0, *ends]])
+            sums = map(self.limits.sums.seconds, parameters)
+            seconds = max(row[-1][1] + each for row, each in zip(rows, sums, strict=True))
         return Timed(float(seconds), self.name, ends, tuple(self.in_flight))
 
 

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from hpc3d.partition.capture import capture, carries_batch, made  # noqa: E402
-from tests.partition.sample_models import HERE, captured, small  # noqa: E402
+import torch
+
+from hpc3d.partition.capture import capture, carries_batch, made
+from tests.partition.sample_models import HERE, captured, small
 
 
 @pytest.fixture(params=["mlp", "bert", "resnet", "unet"])

@@ -86,7 +86,7 @@ def test_more_passes_than_are_laid_out(costs, capsys):
 
 def test_a_module_is_planned(capsys):
     pytest.importorskip("torch")
-    words = "--ranks", "2", "--machine", "v100-4x16", "--batch", str(1 << 20), "--json"
+    words = "--ranks", "2", "--replicas", "1", "--batch", str(1 << 20), "--json"
     assert main(["inputs.partition.mlp:small", *words]) == 0
     *text, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
@@ -101,7 +101,7 @@ def test_a_module_is_planned(capsys):
         ((), "either MODULE:FACTORY or --graph"),
         (("a:b", "--graph", "c"), "either MODULE:FACTORY or --graph"),
         (("a:b", "--bandwidth", "1GB"), "--bandwidth is for a graph"),
-        (("--graph", "c", "--machine", "h100"), "--machine and --batch are for a module"),
+        (("--graph", "c", "--machine", "h100"), "are for a module"),
         (("no.such.module:b",), "there is no module no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
     ],

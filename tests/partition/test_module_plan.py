@@ -17,26 +17,34 @@ def planned(name="bert", ranks=2, **how):
     return planned_module(small(name), MACHINE, Wanted(ranks, **how))
 
 
-def test_the_number_of_microbatches_is_that_of_the_shortest_step():
-    counts = (1, 2, 4, 8)
-    times = [planned("mlp", batch=1 << 20, microbatches=count)[0].time for count in counts]
-    plan, limits = planned("mlp", batch=1 << 20)
-    assert plan.time <= min(times) and limits.microbatches >= 2
+def test_replicas_and_microbatches_are_those_of_the_shortest_step():
+    ways = [(replicas, micros) for replicas in (1, 2, 4) for micros in (1, 2, 4, 8)]
+    times = {
+        way: planned("mlp", 4, batch=1 << 16, replicas=way[0], microbatches=way[1]).stages.time
+        for way in ways
+    }
+    found = planned("mlp", 4, batch=1 << 16)
+    assert found.stages.time == min(times.values())
 
 
-def test_larger_work_is_cut_where_small_work_is_not():
-    assert len(planned("mlp", batch=16)[0].stages) == 1
-    assert len(planned("mlp", batch=1 << 20)[0].stages) == 2
+def test_a_model_is_cut_where_a_rank_has_no_room_for_it():
+    """Parameters with gradients and moments, of which replicas have all."""
+    whole, least = planned("mlp", 4, batch=64), 4 * 6 * (64 * 64 + 64) * 4
+    assert len(whole.stages.stages) == 1 and whole.stages.memory > least
+    cut = planned("mlp", 4, batch=64, memory=0.9 * least)
+    assert len(cut.stages.stages) > 1 and cut.stages.memory <= 0.9 * least
 
 
-def test_stages_hold_less_than_the_memory():
-    alone, _ = planned("mlp", 1, microbatches=1)
-    plan, _ = planned("mlp", 4, microbatches=1, memory=0.6 * alone.memory)
-    assert len(plan.stages) > 1 and plan.memory <= 0.6 * alone.memory
+def test_sums_of_gradients_end_the_step():
+    """On 2 ranks with all of the model: the passes of half of the batch, and one sum."""
+    half = planned("mlp", 1, batch=1 << 9, microbatches=1).stages.time
+    both = planned("mlp", 2, batch=1 << 10, replicas=2, microbatches=1).stages.time
+    parameters = 6 * (64 * 64 + 64) * 4
+    assert both - half == pytest.approx(MACHINE.call("all_reduce", parameters, range(2)), rel=0.1)
 
 
 def test_a_border_is_explained_by_the_next_best():
-    plan, _ = planned("unet", 3, batch=1 << 12, microbatches=8, schedule="1f1b")
+    plan = planned("unet", 3, batch=1 << 12, replicas=1, microbatches=8, schedule="1f1b").stages
     assert len(plan.borders) == len(plan.stages) - 1 > 0
     for border, stage in zip(plan.borders, plan.stages):
         assert border.behind == stage.ids[-1] and border.nbytes > 0
@@ -47,8 +55,15 @@ def test_a_border_is_explained_by_the_next_best():
     ("how", "line"),
     [
         ({"memory": 1e5}, "the nearest needs .*; use --memory "),
-        ({"batch": 8, "microbatches": 3}, "3 microbatches of 8 samples"),
-        ({"ranks": 100}, r"the model has \d+ pieces .* for 100 ranks"),
+        (
+            {"batch": 8, "microbatches": 3},
+            "8 samples on 2 ranks in any number of replicas and 3 micro",
+        ),
+        (
+            {"batch": 9, "replicas": 2},
+            "9 samples on 2 ranks in 2 replicas and any number of micro",
+        ),
+        ({"ranks": 100, "replicas": 1}, r"the model has \d+ pieces .* for 100 stages"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(how, line):
@@ -58,4 +73,4 @@ def test_what_cannot_be_planned_is_refused(how, line):
 
 def test_a_batch_that_is_not_first_leaves_nothing_to_cut():
     with pytest.raises(ValueError, match="only values with the batch in dimension 0"):
-        planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4))
+        planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4, replicas=1))

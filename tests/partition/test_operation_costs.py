@@ -4,13 +4,13 @@ import importlib
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode
 
-from hpc3d.partition.operation_costs import costs  # noqa: E402
-from hpc3d.predict.machine.machine import Link, Machine, Rates  # noqa: E402
-from tests.partition.sample_models import small  # noqa: E402
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.predict.machine.machine import Link, Machine, Rates
+from tests.partition.sample_models import small
 
 SLOW = 1e-30  # what it counts of bytes
 FLOP = Machine(
@@ -34,7 +34,7 @@ def counted(module, inputs):
 
 
 def total(captured, batch):
-    found = costs(captured, FLOP, batch).values()
+    found = Operations(captured).costs(FLOP, batch).values()
     return sum(each.forward for each in found), sum(each.backward for each in found)
 
 
@@ -65,5 +65,5 @@ def test_half_a_batch_costs_half():
 
 def test_what_is_saved_is_counted_once():
     """Of Linear and GELU: the inputs of both, and no weight."""
-    found = costs(small("mlp"), FLOP, 16)
+    found = Operations(small("mlp")).costs(FLOP, 16)
     assert sum(each.saved for each in found.values()) == 2 * 6 * 16 * 64 * 4
