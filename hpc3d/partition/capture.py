@@ -24,15 +24,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import Any, NamedTuple
+from warnings import catch_warnings
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_aggregate
 
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -61,28 +60,38 @@ class Captured(NamedTuple):
     inputs: tuple[fx.Node, ...]
 
 
-def made(name: str) -> tuple[torch.nn.Module, tuple]:
-    """The module and the example inputs that `MODULE:FACTORY` returns, as fake tensors, so that a
-    model of any size takes no memory; torch's generators stay as they were.  ValueError with a
-    line where it cannot be had.
+def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
+    """The module and the example inputs that `MODULE:FACTORY` returns, arguments in a tuple or by
+    name in a dict.
+
+    They are fake tensors where the factory works with such, so that a model of any size takes no
+    memory; torch's generators stay as they were.  ValueError with a line where it cannot be had.
     """
     place, colon, factory = name.partition(":")
     if not colon or not place or not factory:
         raise ValueError(f"{name}: give a module and a function in it, as package.module:factory")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    make = _found(name, place, factory)
+    result = _called(name, _found(name, place, factory))
+    match result:
+        case torch.nn.Module() as module, (tuple() | dict()) as inputs:
+            return module, inputs
+        case torch.nn.Module() as module, torch.Tensor() as only:
+            return module, (only,)
+    raise ValueError(f"{name} must return an nn.Module and a tuple of example inputs")
+
+
+def _called(name, make):
+    """What a factory returns, with data where it wants to look into its tensors."""
     try:
         with _undisturbed(), _fake():
-            result = make()
-    except Exception as error:
-        raise ValueError(f"{name} raised {_said(error)}") from error
-    if not (
-        isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)
-    ):
-        raise ValueError(f"{name} must return an nn.Module and a tuple of example inputs")
-    module, inputs = result
-    return module, inputs if isinstance(inputs, tuple) else (inputs,)
+            return make()
+    except Exception:
+        try:
+            with _undisturbed():
+                return make()
+        except Exception as error:
+            raise ValueError(f"{name} raised {_said(error)}") from error
 
 
 def _found(name: str, place: str, factory: str) -> Callable[[], Any]:
@@ -101,18 +110,22 @@ def _found(name: str, place: str, factory: str) -> Callable[[], Any]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Torch's generators are afterwards what they were, and of its own log nothing is printed."""
+    """Torch's generators are afterwards what they were, and nothing is printed meanwhile."""
     state, level = torch.get_rng_state(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with (
+            redirect_stdout(StringIO()),
+            redirect_stderr(StringIO()),
+            catch_warnings(action="ignore"),
+        ):
             yield
     finally:
         logging.disable(level)
         torch.set_rng_state(state)
 
 
-def capture(module: torch.nn.Module, inputs: tuple) -> Captured:
+def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
     """The pieces of a module that is called with `inputs`, which carry the batch in dimension 0.
 
     The module stays as it was.  ValueError with file and line where it cannot be captured: what it
@@ -120,17 +133,18 @@ def capture(module: torch.nn.Module, inputs: tuple) -> Captured:
     """
     batch = _batch_of(inputs)
     rows = Dim("batch", min=2)
-    shapes = map_aggregate(inputs, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
+    shapes = _mapped(inputs, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
     try:
         with _undisturbed():
             model, like = _without_data(module, inputs)
-            program = export(model, like, dynamic_shapes=shapes, strict=False)
+            given = ((), like) if isinstance(like, dict) else (like, None)
+            program = export(model, *given, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ValueError(f"this model cannot be captured: {_said(error)}") from error
     return _pieces(program, batch)
 
 
-def _batch_of(inputs: tuple) -> int:
+def _batch_of(inputs):
     for leaf in tensors(inputs):
         if leaf.dim():
             if leaf.shape[0] < 2:
@@ -139,31 +153,43 @@ def _batch_of(inputs: tuple) -> int:
     raise ValueError("the example inputs have no batch dimension: give a tensor with one")
 
 
-def _carries(leaf: Any, batch: int) -> bool:
+def _carries(leaf, batch):
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def _without_data(module: torch.nn.Module, inputs: tuple) -> tuple[torch.nn.Module, tuple]:
-    """A module and its inputs as fake tensors: themselves, or copies of what has data."""
-    own = [*module.parameters(), *module.buffers()]
-    with detect_fake_mode([*own, *tensors(inputs)]) or _fake():
-        known = {id(each): _empty(each) for each in own}
-        if any(id(each) != id(like) for each, like in zip(own, known.values(), strict=True)):
-            module = copy.deepcopy(module, known)
-        return module, map_aggregate(inputs, _empty)
+def _without_data(module, inputs):
+    """Copies of a module and its inputs, whose tensors are all fake."""
+    with _fake():
+        known = {id(each): _empty(each) for part in module.modules() for each in _held(part)}
+        return copy.deepcopy(module, known), _mapped(inputs, _empty)
 
 
 def _fake():
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
+def _held(part):
+    """The tensors that a module has itself: parameters, buffers, and plain attributes."""
+    return tensors([*part._parameters.values(), *part._buffers.values(), *vars(part).values()])
+
+
 def _empty(tensor):
-    if isinstance(tensor, FakeTensor) or not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor):
         return tensor
-    like = torch.empty_like(tensor)
+    like = torch.empty(tensor.shape, dtype=tensor.dtype)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
     return like
+
+
+def _mapped(values, function):
+    """`function` of every leaf of tuples, lists and dicts."""
+    if isinstance(values, dict):
+        return {key: _mapped(value, function) for key, value in values.items()}
+    if isinstance(values, tuple | list):
+        found = [_mapped(value, function) for value in values]
+        return found if isinstance(values, list) else tuple(found)
+    return function(values)
 
 
 def _said(error: Exception) -> str:
@@ -219,9 +245,14 @@ def _is_size(node):
 
 def tensors(values: Any) -> list[torch.Tensor]:
     """All of them in tuples, lists and dicts."""
-    found: list[Any] = []
-    map_aggregate(values, found.append)
-    return [each for each in found if isinstance(each, torch.Tensor)]
+    if isinstance(values, torch.Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, dict) else values
+    return [
+        tensor
+        for each in (inner if isinstance(values, tuple | list | dict) else ())
+        for tensor in tensors(each)
+    ]
 
 
 def carries_batch(node: fx.Node) -> bool:

@@ -120,6 +120,8 @@ def _wire(machine, op, members):
 
 
 def _refuse_few(graph, wanted):
+    if not len(graph):
+        raise ValueError("the model computes nothing from its inputs")
     stages = wanted.ranks // (wanted.replicas or wanted.ranks)
     if len(graph) < stages:
         raise ValueError(

@@ -87,3 +87,40 @@ class Sequence(nn.Module):
 
 def time_first():
     return Sequence(), torch.zeros(4, 3, 4)
+
+
+def by_name():
+    """Inputs by their names, of which one is a number."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return {"y": super().forward(x) * scale}
+
+    return Scaled(4, 4), {"x": torch.zeros(4, 4), "scale": 2.0}
+
+
+def copies_of_a_layer():
+    """As nn.TransformerEncoder makes them."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), torch.zeros(4, 3, 8)
+
+
+def looks_into_its_weights():
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    module[0].weight.detach().numpy()[:] = 1.0
+    return module, torch.zeros(4, 4)
+
+
+class Held(nn.Module):
+    """A table that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.ones(4)
+
+    def forward(self, x):
+        return x * self.table
+
+
+def held():
+    return Held(), torch.zeros(4, 4)

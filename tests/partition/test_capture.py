@@ -88,6 +88,15 @@ def test_a_module_and_the_generator_stay_as_they_were():
 
 
 @pytest.mark.parametrize(
+    ("name", "pieces"),
+    [("by_name", 2), ("copies_of_a_layer", None), ("looks_into_its_weights", 3), ("held", 1)],
+)
+def test_modules_as_they_are_written(name, pieces):
+    found = captured(f"{HERE}:{name}")
+    assert found.batch == 4 and len(found.pieces) == (pieces or len(found.pieces)) > 0
+
+
+@pytest.mark.parametrize(
     ("name", "line"),
     [
         ("decides", r"cannot be captured: .*sample_models.py:\d+"),
