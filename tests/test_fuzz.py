@@ -91,14 +91,15 @@ def test_without_a_find_it_ends_when_the_time_is_up(tmp_path):
     assert int(rounds.split()[-2]) > 2 * 200  # examples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         pytest.param(WRONG, "number=5000,", id="wrong"),
-        pytest.param(BY_HAND, "assert 0.", id="by hand", marks=pytest.mark.slow),
-        pytest.param(HANGS, "no end in sight: {'number': ", id="hangs", marks=pytest.mark.slow),
-        pytest.param(DEADLOCK, "no end in sight: {'number': ", id="locks", marks=pytest.mark.slow),
-        pytest.param(LARGE, "MemoryError", id="large", marks=pytest.mark.slow),
+        pytest.param(BY_HAND, "assert 0.", id="by hand"),
+        pytest.param(HANGS, "no end in sight: {'number': ", id="hangs"),
+        pytest.param(DEADLOCK, "no end in sight: {'number': ", id="locks"),
+        pytest.param(LARGE, "MemoryError", id="large"),
     ],
 )
 def test_a_find_ends_it_with_what_repeats_it(text, line, tmp_path):

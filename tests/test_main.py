@@ -104,6 +104,7 @@ def test_what_is_no_command_is_refused_in_a_line(word, line, capsys):
     assert error.startswith(line)
 
 
+@pytest.mark.slow
 def test_ranks_are_told_once(tmp_path):
     done = mpirun(3, "-m", "hpc3d", "trian", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("did you mean train?")) == (2, 1)

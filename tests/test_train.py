@@ -87,7 +87,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", TWO_AND_64)
-@pytest.mark.parametrize("bad", strided(BAD, 3, ids=lambda bad: bad.__name__))
+@pytest.mark.parametrize("bad", strided(BAD, 9, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)

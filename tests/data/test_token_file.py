@@ -13,6 +13,7 @@ from hpc3d.data.tokenizer import ByteTokenizer
 from tests.data.prepared import TEXT, call, row
 
 
+@pytest.mark.slow
 def test_a_large_text_is_never_in_memory(tmp_path, output):
     large = tmp_path / "large.txt"
     large.write_bytes(b"one long line " * (4 << 20))

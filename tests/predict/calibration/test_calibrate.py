@@ -88,6 +88,7 @@ def test_kernels_are_found_again(found):
         assert found.kernels[name] == pytest.approx(rate, rel=0.05), name
 
 
+@pytest.mark.slow
 def test_calls_are_found_again(found):
     calls = {(table.op, table.members): table for table in found.measured}
     assert {("all_gather", 2), ("reduce_scatter", 2), ("send", 2), ("recv", 2)} < {*calls}
