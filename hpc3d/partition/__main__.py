@@ -83,7 +83,7 @@ def _plan(options):
         raise ValueError("give either MODULE:FACTORY or --graph COSTS.json")
     need("partition", "networkx")
     plan, limits, replicas = (_of_file if options.graph else _of_module)(options)
-    _show(plan, limits, replicas)
+    _show(plan, limits, replicas, options.ranks)
     if options.json:
         print(json.dumps(_as_json(plan, limits, replicas)))
 
@@ -116,11 +116,13 @@ def _of_module(options):
     return found.stages, found.limits, found.replicas
 
 
-def _show(plan, limits, replicas):
+def _show(plan, limits, replicas, ranks):
     stages = _counted(len(plan.stages), "stage", "stages")
     stages += f" of {replicas} ranks" if replicas > 1 else ""
     micros = _counted(limits.microbatches, "microbatch", "microbatches")
     print(f"{stages}, {micros}, schedule {plan.schedule}")
+    if idle := ranks - replicas * len(plan.stages):
+        print(f"{_counted(idle, 'rank', 'ranks')} of {ranks} left idle: the step is shorter so")
     print(f"step            {plan.time:.6g} s")
     print(f"heaviest stage  {plan.load:.6g} s per microbatch")
     print(f"fullest stage   {plan.memory / 1e6:.6g} MB")

@@ -17,6 +17,7 @@ import copy
 import importlib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections import defaultdict
@@ -48,8 +49,8 @@ class Piece(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A module as pieces in a topological order; `readers` maps a node whose value crosses from
-    piece to piece to the pieces that read it, `places` a node to its piece."""
+    """A module as pieces in the order of the program; `readers` maps a node whose value crosses
+    from piece to piece to the pieces that read it, `places` a node to its piece."""
 
     program: ExportedProgram
     batch: int
@@ -78,32 +79,42 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
             return module, inputs
         case torch.nn.Module() as module, torch.Tensor() as only:
             return module, (only,)
-    raise ValueError(f"{name} must return an nn.Module and a tuple of example inputs")
+    raise ValueError(f"{name} must return an nn.Module and its inputs, in a tuple or a dict")
 
 
 def _called(name, make):
     """What a factory returns, with data where it wants to look into its tensors."""
     try:
-        with _undisturbed(), _fake():
-            return make()
-    except Exception:
         try:
-            with _undisturbed():
+            with _undisturbed(), _fake():
                 return make()
         except Exception as error:
-            raise ValueError(f"{name} raised {_said(error)}") from error
+            if not _asks_for_data(error):
+                raise
+        with _undisturbed():
+            return make()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name} raised {_said(error)}") from error
+
+
+def _asks_for_data(error):
+    """Whether an error is that of a fake tensor, which has no data."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)
+    return inside or "tensor subclasses" in str(error)
 
 
 def _found(name: str, place: str, factory: str) -> Callable[[], Any]:
     try:
-        make = importlib.import_module(place)
+        with _undisturbed():
+            make = importlib.import_module(place)
         for part in factory.split("."):
             make = getattr(make, part)
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: there is no module {error.name}") from None
     except AttributeError:
         raise ValueError(f"{name}: {place} has no {factory}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: importing {place} raised {_said(error)}") from error
     return make
 
@@ -139,9 +150,53 @@ def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
             model, like = _without_data(module, inputs)
             given = ((), like) if isinstance(like, dict) else (like, None)
             program = export(model, *given, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        raise ValueError(f"this model cannot be captured: {_said(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"this model cannot be captured: {_explained(error)}") from error
+    _refuse(program)
     return _pieces(program, batch)
+
+
+def _explained(error):
+    said = _said(error)
+    if "Constraints violated" in said or "specialized" in str(error):
+        return "it fixes the size of its batch, or another size that depends on it; " + said
+    if "data-dependent" in said:
+        return "what it does depends on the values of its tensors; " + said
+    return said
+
+
+def _refuse(program):
+    """ValueError for operations whose cost or place cannot be told."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            what = "blocks of torch.no_grad, autocast and the like are not captured yet"
+            inner = [
+                each
+                for source in node.all_input_nodes
+                if source.op == "get_attr"
+                for each in getattr(program.graph_module, source.target).graph.nodes
+            ]
+            (place, *_) = [*filter(None, map(_where, inner)), ""]
+            raise ValueError(f"{what}{place}")
+        for tensor in tensors(node.meta.get("val")):
+            sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
+            if any(str(symbol).startswith("u") for each in sizes for symbol in _symbols(each)):
+                what = "the size of a tensor depends on the values of another"
+                raise ValueError(f"{what}: {node.name}{_where(node)}")
+            if len(sizes) > 1:
+                what = "samples are related to each other, with the batch in two dimensions"
+                raise ValueError(f"{what}: {node.name}{_where(node)}")
+
+
+def _symbols(size):
+    return size.node.expr.free_symbols
+
+
+def _where(node):
+    """The user's line of an operation."""
+    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+    found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
+    return f" ({found[0][0]}:{found[0][1]})" if found else ""
 
 
 def _batch_of(inputs):
@@ -188,7 +243,10 @@ def _mapped(values, function):
         return {key: _mapped(value, function) for key, value in values.items()}
     if isinstance(values, tuple | list):
         found = [_mapped(value, function) for value in values]
-        return found if isinstance(values, list) else tuple(found)
+        named = hasattr(values, "_fields")
+        return (
+            type(values)(*found) if named else found if isinstance(values, list) else tuple(found)
+        )
     return function(values)
 
 
@@ -234,7 +292,8 @@ def _followers(nodes, inputs):
     """The operations whose results depend on the values of the batch, not on its size alone."""
     follows = set(inputs)
     for node in nodes:
-        if not _is_size(node) and any(each in follows for each in node.all_input_nodes):
+        made = tensors(node.meta.get("val"))
+        if made and any(each in follows for each in node.all_input_nodes):
             follows.add(node)
     return follows
 
@@ -281,7 +340,8 @@ def _sharing(program, nodes, weights, members):
         value = target.meta.get("val")
         if target in weights:
             owner = weights[target].rpartition(".")[0]
-            group = [node for node in members if _module(node) == owner]
+            used = {node for node in members if target in node.all_input_nodes}
+            group = [node for node in members if node in used or _module(node) == owner]
         else:
             group = [n for n in memory[value.untyped_storage()._cdata] if n in members]
             group += [reader for node in group for reader in node.users if reader in members]
@@ -333,7 +393,7 @@ def _ordered(program, batch, nodes, weights, inputs, joined):
     for node in nodes:
         if node in joined.members:
             groups[joined.find(node)].append(node)
-    order = {node: number for number, node in enumerate(nodes)}
+    order = {node: number for number, node in enumerate(program.graph.nodes)}
     groups = sorted(groups.values(), key=lambda group: order[group[0]])
     places = {node: place for place, group in enumerate(groups) for node in group}
     pieces = [_piece(group, places, weights, inputs, order) for group in groups]

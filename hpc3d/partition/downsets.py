@@ -62,9 +62,12 @@ class Downsets:
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
         """Bytes of the values that enter and that leave a stage between two downsets."""
-        entering = self.made[before] & (self.read[after] > self.read[before])
         leaving = self.open[after] & ~self.made[before]
-        return (entering.astype(float) + leaving) @ self.nbytes
+        return self.entering(before, after) + leaving @ self.nbytes
+
+    def entering(self, before: int, after: np.ndarray) -> np.ndarray:
+        """Bytes of the values that a stage between two downsets reads from others."""
+        return (self.made[before] & (self.read[after] > self.read[before])) @ self.nbytes
 
     def stage(self, before: int, after: int) -> int:
         """The set of atoms between two downsets."""
@@ -107,10 +110,12 @@ class Chain:
         return np.arange(before + 1, after)
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
+        return self.entering(before, after) + self._leaving(before)[after]
+
+    def entering(self, before: int, after: np.ndarray) -> np.ndarray:
         first = (self.earlier < before) & (self.reader >= before)  # to read it in the stage
         ends, weights = self.reader[first].astype(int) + 1, self.nbytes[first]
-        entering = np.cumsum(np.bincount(ends, weights, self.count + 1))
-        return entering[after] + self._leaving(before)[after]
+        return np.cumsum(np.bincount(ends, weights, self.count + 1))[after]
 
     def stage(self, before: int, after: int) -> int:
         return (1 << int(after)) - (1 << int(before))

@@ -45,7 +45,8 @@ def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarra
         stage = seconds[after] - seconds[before] + limits.seconds(cuts.moved(before, after))
         candidates = np.maximum(load[after, :-1], stage[:, None])
         if limits.memory is not None:
-            saved = (cuts.saved[after] - cuts.saved[before])[:, None] * in_flight
+            received = cuts.entering(before, after) if limits.keeps_received else 0.0
+            saved = (cuts.saved[after] - cuts.saved[before] + received)[:, None] * in_flight
             fixed = (cuts.memory[after] - cuts.memory[before])[:, None]
             candidates[fixed + saved > limits.memory] = np.inf
         chosen = candidates.argmin(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
+from hpc3d.partition.capture import carries_batch
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
@@ -49,6 +50,6 @@ def _atom(captured, piece, found):
 
 
 def _name_of(piece):
-    """The module of a piece and its first operation that is more than a view."""
-    first = piece.nodes[0].name
+    """The module of a piece and its first operation on the batch."""
+    first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return f"{piece.module}/{first}" if piece.module else first

@@ -60,14 +60,22 @@ def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> Modu
         samples = _samples(captured, wanted, *way)
         return graph(samples), _limits(machine, wanted, *way), wanted.schedule
 
-    times = {way: rough(*given(way)) for way in ways}
+    times = {way: _about(*given(way)) for way in ways}
     fitting = [way for way in sorted(ways, key=times.get) if times[way] < inf]
     found = []
     for way in fitting[:_SEARCHED] or ways[-1:]:
         model, limits, schedule = given(way)
         plan = planned(model, limits, wanted.objective, schedule)
         found.append(ModulePlan(plan, way[0], limits))
-    return min(found, key=lambda each: each.stages.time)
+    return min(found, key=lambda each: getattr(each.stages, wanted.objective))
+
+
+def _about(graph, limits, schedule):
+    """The seconds of `rough`; inf also for what is too large to search."""
+    try:
+        return rough(graph, limits, schedule)
+    except ValueError:
+        return inf
 
 
 def _ways(captured: Captured, wanted: Wanted) -> Iterator[tuple[int, int]]:
@@ -82,10 +90,11 @@ def _ways(captured: Captured, wanted: Wanted) -> Iterator[tuple[int, int]]:
         for micros in _counts(batch // replicas, wanted.microbatches)
     ]
     if not pairs:
-        raise ValueError(
-            f"{batch} samples on {wanted.ranks} ranks in {fixed or 'any number of'} replicas and "
-            f"{wanted.microbatches or 'any number of'} microbatches: give numbers that divide them"
-        )
+        if fixed and wanted.ranks % fixed:
+            raise ValueError(f"--replicas {fixed} does not divide {wanted.ranks} ranks")
+        shares = [f"{fixed} replicas"] if fixed else []
+        shares += [f"{wanted.microbatches} microbatches"] if wanted.microbatches else []
+        raise ValueError(f"{' of '.join(shares)} cannot share {batch} samples evenly: use --batch")
     return iter(pairs)
 
 
@@ -111,7 +120,8 @@ def _limits(machine, wanted, replicas, micros):
         ends = (0, replicas) if wanted.ranks <= node else (node - 1, node)
         wire = _wire(machine, "send", ends)
     sums = _wire(machine, "all_reduce", range(replicas)) if replicas > 1 else None
-    return Limits(stages, room, wire.bandwidth, micros, latency=wire.latency, sums=sums)
+    limits = Limits(stages, room, wire.bandwidth, micros, latency=wire.latency)
+    return limits._replace(sums=sums, keeps_received=True)
 
 
 def _wire(machine, op, members):
@@ -125,6 +135,6 @@ def _refuse_few(graph, wanted):
     stages = wanted.ranks // (wanted.replicas or wanted.ranks)
     if len(graph) < stages:
         raise ValueError(
-            f"the model has {len(graph)} pieces that a border can lie between, for {stages} "
-            "stages: use more replicas; only values with the batch in dimension 0 cross a border"
+            f"too few pieces for a pipeline of {stages} stages: it has {len(graph)}, between "
+            "which the batch crosses in dimension 0; use --replicas, or fewer ranks"
         )

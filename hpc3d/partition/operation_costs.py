@@ -7,17 +7,20 @@ Products, convolutions and attention are counted in floating-point operations, a
     attention   4 b h s t d, and 10 b h s t d backward: its products again, and four more
     the rest    reads and writes every byte once; backward reads the gradient and what was read
 
-Tensors that backward needs are counted once each, by storage, parameters aside.
+Tensors that backward needs are counted once each, by storage, with the operation that makes them;
+parameters aside.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hpc3d.partition.capture import Captured, tensors
 from hpc3d.predict.machine.machine import Machine
@@ -102,12 +105,13 @@ class _Meter(fx.Interpreter):
         super().__init__(captured.program.graph_module, garbage_collect_values=False)
         self.captured, self.batch, self.dtypes = captured, batch, {}
         self.found, self.known, self.saved, self.kept = {}, set(), 0, []
+        self.node, self.makers, self.savings = None, {}, Counter()
 
     def measured(self):
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda value: value)
         with FakeTensorMode(), torch.enable_grad(), hooks:
             self.run(*self._given())
-        return self.found
+        return {node: each._replace(saved=self.savings[node]) for node, each in self.found.items()}
 
     def _given(self):
         """The weights and the inputs of the program."""
@@ -138,6 +142,7 @@ class _Meter(fx.Interpreter):
         if storage._cdata not in self.known:
             self.known.add(storage._cdata)
             self.saved += storage.nbytes()
+            self.savings[self.makers.get(storage._cdata, self.node)] += storage.nbytes()
             self.kept.append(value)  # while it lives, no other storage has its number
         return value
 
@@ -145,13 +150,33 @@ class _Meter(fx.Interpreter):
         if node.op != "call_function":
             return super().run_node(node)
         before, operands = self.saved, tensors(self.fetch_args_kwargs_from_env(node))
-        result = super().run_node(node)
-        forward, backward = _work(node, operands, result, self.saved - before)
+        self.node = node
+        result, flop = self._counted(node)
+        for tensor in tensors(result):
+            self.makers.setdefault(tensor.untyped_storage()._cdata, node)
+            self.kept.append(tensor)
+        saved = self.saved - before
+        works = (
+            _contraction(flop, operands, result) if flop else _work(node, operands, result, saved)
+        )
         (first, *_) = tensors(result) or [torch.empty(0)]
         self.dtypes[node] = str(first.dtype).removeprefix("torch.")
-        saved = self.saved - before
-        self.found[node] = _Operation(forward, backward, saved, _nbytes(result))
+        self.found[node] = _Operation(*works, 0, _nbytes(result))
         return result
+
+    def _counted(self, node):
+        """The result, and the floating-point operations where torch composes it of products."""
+        if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
+            return super().run_node(node), 0
+        with FlopCounterMode(display=False) as counter:
+            result = super().run_node(node)
+        return result, counter.get_total_flops()
+
+
+def _contraction(flop, operands, result):
+    moved = _nbytes([*operands, result])
+    back = flop * sum(each.requires_grad for each in operands)
+    return Work(flop=flop, nbytes=moved), Work(flop=back, nbytes=2 * moved)
 
 
 _NOTHING = Work()
@@ -159,7 +184,7 @@ _NOTHING = Work()
 
 def _work(node, operands, result, saved):
     """The Work of an operation forward and backward."""
-    if _is_view(node):
+    if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)
     if name in _PRODUCTS and len(operands) >= 2:
@@ -175,26 +200,32 @@ def _work(node, operands, result, saved):
     return Work(nbytes=moved), Work(nbytes=back)
 
 
-def _is_view(node):
-    """Whether an operation moves nothing: its result lies in the memory of its argument."""
+def _is_view(node, operands, result):
+    """Whether an operation moves nothing: its result lies in the memory of an operand."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return True  # getitem
-    return any(each.alias_info and not each.alias_info.is_write for each in schema.returns)
+    writes = schema and any(
+        each.alias_info and each.alias_info.is_write for each in schema.arguments
+    )
+    memory = {each.untyped_storage()._cdata for each in operands}
+    return not writes and all(each.untyped_storage()._cdata in memory for each in tensors(result))
+
+
+def _rows(x):
+    return x.numel() // max(1, x.shape[-1])
 
 
 def _linear(operands, result):
     x, weight = operands[:2]
-    return _of_products(operands, (1, x.numel() // x.shape[-1], weight.shape[0], x.shape[-1]))
+    return _of_products(operands, (1, _rows(x), weight.shape[0], x.shape[-1]))
 
 
 def _matmul(operands, result):
     a, b = operands[-2:]
     k = a.shape[-1]
     if b.dim() == 2 and a.dim() > 2:
-        return _of_products([a, b], (1, a.numel() // k, b.shape[-1], k))
+        return _of_products([a, b], (1, _rows(a), b.shape[-1], k))
     m, n = a.shape[-2] if a.dim() > 1 else 1, b.shape[-1] if b.dim() > 1 else 1
-    return _of_products([a, b], (result.numel() // (m * n), m, n, k))
+    return _of_products([a, b], (result.numel() // max(1, m * n), m, n, k))
 
 
 def _of_products(operands, sizes):
@@ -210,11 +241,9 @@ def _convolution(operands, result):
     x, weight = operands[:2]
     transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]
     places = x if transposed else result
-    groups = max(1, (result if transposed else x).shape[1] // weight.shape[1])
-    m = places.numel() // places.shape[1]
-    return _of_products(
-        [x, weight], (groups, m, weight.shape[0] // groups, weight.numel() // weight.shape[0])
-    )
+    groups = max(1, (result if transposed else x).shape[1] // max(1, weight.shape[1]))
+    m, kernel = places.numel() // max(1, places.shape[1]), weight[:1].numel()
+    return _of_products([x, weight], (groups, m, weight.shape[0] // groups, kernel))
 
 
 def _attention(operands, result):
@@ -223,6 +252,14 @@ def _attention(operands, result):
     moved = _nbytes([q, k, v, result])
     back = 2.5 * flop if any(each.requires_grad for each in (q, k, v)) else 0
     return Work(flop=flop, nbytes=moved), Work(flop=back, nbytes=2 * moved)
+
+
+def _recurrent(operands, result):
+    """Every weight with every token of the sequence."""
+    x, weights = operands[0], [each for each in operands[1:] if each.dim() == 2]
+    flop = 2 * _rows(x) * sum(each.numel() for each in weights)
+    back = 2 * flop if any(each.requires_grad for each in weights) else 0
+    return Work(flop=flop, nbytes=_nbytes(operands)), Work(flop=back, nbytes=_nbytes(operands))
 
 
 _PRODUCTS = {
@@ -239,7 +276,12 @@ _PRODUCTS = {
     _aten.conv_transpose2d: _convolution,
     _aten.conv_transpose3d: _convolution,
     _aten.scaled_dot_product_attention: _attention,
+    _aten.lstm: _recurrent,
+    _aten.gru: _recurrent,
+    _aten.rnn_tanh: _recurrent,
+    _aten.rnn_relu: _recurrent,
 }
+_COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
 _SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # the gradient passes as it is
 

@@ -132,7 +132,7 @@ def _stages(graph, cuts, limits, found):
                 graph.bytes_in(members),
                 graph.bytes_out(members),
                 load(graph, members, limits),
-                held(graph, members, flight),
+                held(graph, members, flight, limits.keeps_received),
             )
         )
     return stages
@@ -169,8 +169,8 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
     what = "partition" if cuts.exact else "cut of the chain of sorted nodes"
     return (
         f"no {what} into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
-        f"the nearest needs {high:.6g}; use --memory {_enough(high)}, more ranks, or fewer "
-        "microbatches"
+        f"the nearest needs {high:.6g}; use --memory {_enough(high)}, more ranks, or "
+        f"{'more' if limits.keeps_received else 'fewer'} microbatches"
     )
 
 

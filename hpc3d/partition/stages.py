@@ -22,7 +22,9 @@ class Limits(NamedTuple):
     more than there are stages from there on (1F1B).
 
     `latency` is that of a message, and `sums` what replicas take at the end of a step to sum the
-    gradients of a stage (None: there is one of each)."""
+    gradients of a stage (None: there is one of each).  With `keeps_received` a stage also holds
+    the values that it received, for every microbatch in flight.
+    """
 
     ranks: int
     memory: float | None = None
@@ -31,6 +33,7 @@ class Limits(NamedTuple):
     all_in_flight: bool = False
     latency: float = 0.0
     sums: Wire | None = None
+    keeps_received: bool = False
 
     def seconds(self, nbytes: float) -> float:
         """Of a transfer."""
@@ -45,6 +48,8 @@ def load(graph: Graph, members: int, limits: Limits) -> float:
     return computed + limits.seconds(moved)
 
 
-def held(graph: Graph, members: int, in_flight: float) -> float:
-    """Bytes that a stage holds with so many microbatches in flight."""
-    return graph.total("memory", members) + in_flight * graph.total("saved", members)
+def held(graph: Graph, members: int, in_flight: float, received: bool = False) -> float:
+    """Bytes that a stage holds with so many microbatches in flight, and what it `received` for
+    them."""
+    kept = graph.total("saved", members) + (graph.bytes_in(members) if received else 0.0)
+    return graph.total("memory", members) + in_flight * kept

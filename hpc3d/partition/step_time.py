@@ -121,6 +121,8 @@ class _Search:
     def held(self, before, after, stage):
         """Bytes of the stage between two downsets."""
         saved = self.cuts.saved[after] - self.cuts.saved[before]
+        if self.limits.keeps_received:
+            saved = saved + self.cuts.entering(before, after)
         return self.cuts.memory[after] - self.cuts.memory[before] + self.in_flight[stage] * saved
 
     def fits(self, ends):

@@ -124,3 +124,66 @@ class Held(nn.Module):
 
 def held():
     return Held(), torch.zeros(4, 4)
+
+
+class Function(nn.Module):
+    """A layer, and what a function makes of its result and the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x), x)
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+def picks():
+    return Function(lambda y, x: y[x[:, 0] > 0]), torch.zeros(4, 4)
+
+
+def contrasts():
+    return Function(lambda y, x: y @ x.T), torch.zeros(4, 4)
+
+
+def fixes_its_batch():
+    return Function(lambda y, x: y + torch.ones(4, 4)), torch.zeros(4, 4)
+
+
+def untaught():
+    def function(y, x):
+        with torch.no_grad():
+            z = x * 2
+        return y + z
+
+    return Function(function), torch.zeros(4, 4)
+
+
+def contracts():
+    return Function(lambda y, x: torch.einsum("bi,bi->b", y, x)), torch.zeros(4, 4)
+
+
+def repeats():
+    return Function(lambda y, x: y[:, None].expand(-1, 4, -1).reshape(-1, 16)), torch.zeros(4, 4)
+
+
+class Counts(nn.Module):
+    """A buffer of a module without operations, which is read before it is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = nn.Module()
+        self.state.register_buffer("seen", torch.zeros(4))
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.two(self.one(x) + self.state.seen)
+        self.state.seen.copy_(y.mean(0))
+        return y
+
+
+def counts():
+    return Counts(), torch.zeros(6, 4)

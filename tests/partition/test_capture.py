@@ -76,6 +76,11 @@ def test_a_buffer_stays_with_the_module_that_writes_it():
     assert piece_of(found, "add_") == piece_of(found, "batch_norm")
 
 
+def test_a_buffer_is_read_where_it_is_written():
+    found = captured(f"{HERE}:counts")
+    assert piece_of(found, "add") == piece_of(found, "copy_")
+
+
 def test_a_module_and_the_generator_stay_as_they_were():
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -100,7 +105,12 @@ def test_modules_as_they_are_written(name, pieces):
     ("name", "line"),
     [
         ("decides", r"cannot be captured: .*sample_models.py:\d+"),
-        ("nothing", "must return an nn.Module and a tuple"),
+        ("nothing", "must return an nn.Module and its inputs"),
+        ("leaves", "raised SystemExit: 3"),
+        ("picks", r"the size of a tensor depends on the values .*sample_models.py:\d+\)"),
+        ("untaught", r"torch.no_grad.* not captured yet .*sample_models.py:\d+\)"),
+        ("contrasts", r"with the batch in two dimensions: .*sample_models.py:\d+\)"),
+        ("fixes_its_batch", "it fixes the size of its batch"),
         ("fails", r"raised RuntimeError: no such size \(.*sample_models.py:\d+\)"),
         ("without_batch", "no batch dimension"),
         ("one_sample", "a batch of 2 or more"),

@@ -35,6 +35,16 @@ def test_a_model_is_cut_where_a_rank_has_no_room_for_it():
     assert len(cut.stages.stages) > 1 and cut.stages.memory <= 0.9 * least
 
 
+def test_a_stage_keeps_what_it_received():
+    """A perceptron that has room for 4 of 6 layers: Linear and GELU both keep what they read, the
+    first stage also what it sends."""
+    layer, array = 4 * (64 * 64 + 64) * 4, 16 * 64 * 4
+    cut = planned("mlp", 2, batch=16, replicas=1, microbatches=1, memory=4.5 * layer)
+    first, last = cut.stages.stages
+    assert first.held == len(first.ids) / 2 * layer + (len(first.ids) + 1) * array
+    assert last.held == len(last.ids) / 2 * layer + len(last.ids) * array
+
+
 def test_sums_of_gradients_end_the_step():
     """On 2 ranks with all of the model: the passes of half of the batch, and one sum."""
     half = planned("mlp", 1, batch=1 << 9, microbatches=1).stages.time
@@ -55,15 +65,10 @@ def test_a_border_is_explained_by_the_next_best():
     ("how", "line"),
     [
         ({"memory": 1e5}, "the nearest needs .*; use --memory "),
-        (
-            {"batch": 8, "microbatches": 3},
-            "8 samples on 2 ranks in any number of replicas and 3 micro",
-        ),
-        (
-            {"batch": 9, "replicas": 2},
-            "9 samples on 2 ranks in 2 replicas and any number of micro",
-        ),
-        ({"ranks": 100, "replicas": 1}, r"the model has \d+ pieces .* for 100 stages"),
+        ({"batch": 8, "microbatches": 3}, "3 microbatches cannot share 8 samples"),
+        ({"batch": 9, "replicas": 2}, "2 replicas cannot share 9 samples"),
+        ({"replicas": 4}, "--replicas 4 does not divide 2 ranks"),
+        ({"ranks": 100, "replicas": 1}, r"of 100 stages: it has \d+"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(how, line):
@@ -72,5 +77,5 @@ def test_what_cannot_be_planned_is_refused(how, line):
 
 
 def test_a_batch_that_is_not_first_leaves_nothing_to_cut():
-    with pytest.raises(ValueError, match="only values with the batch in dimension 0"):
+    with pytest.raises(ValueError, match="the batch crosses in dimension 0"):
         planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4, replicas=1))

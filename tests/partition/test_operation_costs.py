@@ -1,6 +1,7 @@
 """The costs of operations, against torch's counter on a run with data, and against formulas."""
 
 import importlib
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Link, Machine, Rates
-from tests.partition.sample_models import small
+from tests.partition.sample_models import HERE, captured, small
 
 SLOW = 1e-30  # what it counts of bytes
 FLOP = Machine(
@@ -24,6 +25,8 @@ FLOP = Machine(
     gemm={"float32": Rates(1.0, (1.0,), (1.0,))},
     links=(Link(0, 0.0, 1.0),),
 )
+
+BYTES = replace(FLOP, memory_bandwidth=1.0)
 
 
 def counted(module, inputs):
@@ -67,3 +70,16 @@ def test_what_is_saved_is_counted_once():
     """Of Linear and GELU: the inputs of both, and no weight."""
     found = Operations(small("mlp")).costs(FLOP, 16)
     assert sum(each.saved for each in found.values()) == 2 * 6 * 16 * 64 * 4
+
+
+def test_what_is_composed_of_products_is_counted_as_torch_does():
+    """einsum of [b, 4] and [b, 4] to [b], of 4 samples, behind a layer."""
+    forward, _ = total(captured(f"{HERE}:contracts"), 4)
+    assert forward == 2 * 4 * 4 * 4 + 2 * 4 * 4
+
+
+def test_a_copy_moves_bytes_and_a_view_does_not():
+    found = Operations(captured(f"{HERE}:repeats")).costs(BYTES, 4)
+    seconds = {node.name: each.forward for node, each in found.items()}
+    assert seconds["unsqueeze"] == seconds["expand"] == 0
+    assert seconds["reshape"] == pytest.approx(2 * 4 * 16 * 4)

@@ -190,7 +190,8 @@ class Machine:
         (S. Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches.
         ValueError where the machine has no rates of the type.
         """
-        moved = 0 if self.cores else batch * (m * k + k * n + m * n) * ITEMSIZE[dtype]
+        itemsize = 0 if self.cores else ITEMSIZE.get(dtype, 0)
+        moved = batch * (m * k + k * n + m * n) * itemsize
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused(self, flop: float, nbytes: float, dtype: str) -> float:
