@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.limits import memory
+from hpc3d.trace.heaps import check_heaps
 from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
 from hpc3d.trace.segment import replacing
 
@@ -185,6 +186,7 @@ def open_file(path: Path) -> File:
             f" {REMEDY}"
         )
     with explained(path):
+        check_heaps(path)
         return h5py.File(path, "r")
 
 
