@@ -54,6 +54,13 @@ def ready(block: Any) -> Pending:
     return Pending(lambda: block)
 
 
+def all_of(pending: Sequence[Pending]) -> Pending:
+    """The blocks of all in a tuple, or the block of the only one."""
+    if len(pending) == 1:
+        return pending[0]
+    return Pending(lambda: tuple(each.wait() for each in pending))
+
+
 class Communicator:
     """`size` members along one axis, of which this is number `rank`.
 

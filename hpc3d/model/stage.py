@@ -70,6 +70,7 @@ class Stage:
         table: Parameter | None,
     ) -> None:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
+        self.dtype = parameters.dtype
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
@@ -129,6 +130,10 @@ class Stage:
         """What `finished` is called with."""
         ends = [end.name for end in (self.embeddings, self.head) if end]
         return [*ends, *(block.name for block in self.blocks)]
+
+    def incoming(self, kind: str, micro: Microbatch) -> list[tuple[tuple[int, ...], Any]]:
+        """A block and its gradient are alike."""
+        return [(self.block_of(micro.sequences), self.dtype)]
 
     def block_of(self, sequences: int) -> tuple[int, ...]:
         """The shape of this rank's block of the activations between stages."""

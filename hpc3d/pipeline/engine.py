@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.comm.communicator import ready
+from hpc3d.comm.communicator import all_of, ready
 from hpc3d.model.layers import immediately
 from hpc3d.pipeline.instruction import MESSAGES
 
@@ -79,7 +79,7 @@ class Engine:
     ) -> None:
         self.mesh, self.stages, self.placement = mesh, stages, placement
         self.buckets, self.weights, self.update, self.clock = buckets, weights, update, clock
-        self.stage, self.dtype = mesh.coord("p"), buckets.parameters.dtype
+        self.stage = mesh.coord("p")
         self.micros: Mapping[int, Microbatch] = {}
         # By microbatch and chunk; messages by kind before that, those that are sent by channel.
         self.saved: dict[tuple[int, int], Any] = {}
@@ -181,10 +181,12 @@ class Engine:
         peer, _ = self.placement.other(self.stage, instruction)
         if (peer, kind) in self.sent:
             self.sent.pop((peer, kind)).wait()
-        self.sent[peer, kind] = self.mesh.comm("p").send(self.outbox.pop((kind, *key)), peer)
+        block, comm = self.outbox.pop((kind, *key)), self.mesh.comm("p")
+        arrays = block if isinstance(block, tuple) else (block,)
+        self.sent[peer, kind] = all_of([comm.send(array, peer) for array in arrays])
 
     def receive(self, instruction: Instruction) -> None:
         kind, (mb, chunk) = instruction.op[-1], instruction[1:]
         peer, _ = self.placement.other(self.stage, instruction)
-        shape = self.stages[chunk].block_of(self.micros[mb].sequences)
-        self.inbox[kind, mb, chunk] = self.mesh.comm("p").recv(shape, self.dtype, peer)
+        arrays, comm = self.stages[chunk].incoming(kind, self.micros[mb]), self.mesh.comm("p")
+        self.inbox[kind, mb, chunk] = all_of([comm.recv(*array, peer) for array in arrays])

@@ -4,14 +4,15 @@
 whose passes are mostly played.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
 class PipelineStage(Protocol):
     """A part of a model on one rank, which runs in one go: a chunk of a pipeline stage.
 
-    Blocks between stages are this rank's, of the shape of `block_of` and of the parameters' type.
+    A block between stages is this rank's part of what crosses: the arrays that `incoming` names, in
+    a tuple where they are not exactly one.
     A stage keeps nothing of a pass in itself: what backward needs is in `saved`, so any number of
     microbatches may be in flight, and their backward passes may come in any order.  All ranks of
     the stage make the same calls in the same order.
@@ -22,9 +23,9 @@ class PipelineStage(Protocol):
         """The names of its parts that `finished` is called with, those of their parameters'
         `unit`: the gradient of each is summed over replicas when it is whole."""
 
-    def block_of(self, sequences: int) -> tuple[int, ...]:
-        """The shape [rows, columns] of this rank's block of what comes in from the stage before,
-        and of its gradient, of a microbatch of so many sequences."""
+    def incoming(self, kind: str, micro: Any) -> Sequence[tuple[tuple[int, ...], Any]]:
+        """Shape and type of each array of the block that comes in for a microbatch: F from the
+        part before, B the gradient from the part after."""
 
     def forward(self, x: Any, micro: Any) -> tuple[Any, Any]:
         """Y, and what `backward` needs of this microbatch (`model.stage.Microbatch`).

@@ -36,7 +36,7 @@ def other_parameters(wanted, found):
 
 
 def test_the_members_of_the_protocol():
-    assert set(MEMBERS) == {"units", "block_of", "forward", "backward"}
+    assert set(MEMBERS) == {"units", "incoming", "forward", "backward"}
 
 
 @pytest.mark.parametrize("kind", [Stage, ReplayedStage])
@@ -49,8 +49,8 @@ class Sound:
     def units(self):
         return []
 
-    def block_of(self, sequences):
-        return (sequences, 1)
+    def incoming(self, kind, micro):
+        return [((micro.sequences, 1), "float64")]
 
     def forward(self, x, micro):
         return x, None
@@ -73,7 +73,7 @@ def test_a_stage_that_lacks_a_member_is_found(name):
 PLANTED = {
     "forward": lambda self, micro, x: (x, None),
     "backward": lambda self, dy, saved, micro, defer: dy,
-    "block_of": lambda self, sequences, features: (sequences, features),
+    "incoming": lambda self, kind, sequences: [((sequences, 1), kind)],
     "units": lambda self: [],
 }
 

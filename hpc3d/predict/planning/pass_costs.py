@@ -258,7 +258,8 @@ class LayerSample:
         return done._replace(left=left)
 
     def block(self, stage: PipelineStage, micro: Microbatch) -> Array:
-        return self.mesh.empty(stage.block_of(micro.sequences), self.config.train.dtype)
+        ((shape, dtype),) = stage.incoming("F", micro)
+        return self.mesh.empty(shape, dtype)
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
         """What `work()` returns, and its Pass."""

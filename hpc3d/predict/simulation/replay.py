@@ -149,8 +149,8 @@ class ReplayedStage:
     def units(self) -> list[str]:
         return self.stage.units
 
-    def block_of(self, sequences: int) -> tuple[int, ...]:
-        return self.stage.block_of(sequences)
+    def incoming(self, kind: str, micro: Microbatch) -> Sequence[tuple[tuple[int, ...], Any]]:
+        return self.stage.incoming(kind, micro)
 
     def kind(self, name: str, micro: Microbatch) -> tuple[str, int, int]:
         return name, self.chunk, micro.sequences
