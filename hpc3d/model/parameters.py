@@ -47,7 +47,9 @@ class Parameter:
     """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
 
     `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
-    `completed_last` one, such as that, is complete only when the step ends.
+    `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
+    the model whose backward pass completes the gradient: layer, norm, ...  One that is `frozen`
+    has a value and nothing else: no gradient, and no state of the optimiser.
     """
 
     name: str
@@ -61,14 +63,14 @@ class Parameter:
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
+    frozen: bool = False
+    unit: str = ""
     value: Any = field(default=None, repr=False)
     grad: Any = field(default=None, repr=False)
 
-    @property
-    def unit(self) -> str:
-        """The part of the model whose backward pass completes the gradient: layer, norm, ..."""
+    def __post_init__(self) -> None:
         words = self.name.split(".")
-        return ".".join(words[:2]) if words[0] == "layers" else words[0]
+        self.unit = self.unit or ".".join(words[:2] if words[0] == "layers" else words[:1])
 
     def start(self, seed: int, mesh: Mesh) -> None:
         """Set `value` to this rank's block of the initial tensor."""
@@ -154,7 +156,8 @@ class Parameters:
         """
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
-        matrices = [item for item in self.items if self.whole_matrices and len(item.shape) == 2]
+        trained = [item for item in self.items if not item.frozen]
+        matrices = [item for item in trained if self.whole_matrices and len(item.shape) == 2]
         self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
         values = grads = states = 0
         for item in self.items:
@@ -168,7 +171,7 @@ class Parameters:
         for item in self.items:
             item.start(seed, self.mesh)
         whole = {*matrices}
-        self.pieces = _merged([item for item in self.items if item not in whole], self.places)
+        self.pieces = _merged([item for item in trained if item not in whole], self.places)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
@@ -198,6 +201,9 @@ class Parameters:
     def _slices_of(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
         """The place of a parameter behind those that take up the first `values`, ... elements."""
         value = prod(item.layout.block(item.shape, self.mesh))
+        if item.frozen:
+            place, none = slice(values, values + value), slice(grads, grads)
+            return FlatSlices(place, none, place, none, slice(states, states))
         grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
         own = min(value, grad)
         if item in self.owners:
@@ -232,8 +238,9 @@ class Parameters:
         """Let the parameters show the flat arrays."""
         for item, place in self.places.items():
             item.value = _view(self.value, place.value, item.layout.block(item.shape, self.mesh))
-            layout = item.grad_layout or item.layout
-            item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
+            if not item.frozen:
+                layout = item.grad_layout or item.layout
+                item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
 
     def copy_on_write(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
@@ -256,7 +263,7 @@ class Parameters:
         """Whether this rank's own part of a parameter is the copy that counts."""
         layout = item.grad_layout or item.layout
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
-        sharded |= {DATA} if self.parts > 1 else set()
+        sharded |= {DATA} if self.parts > 1 and not item.frozen else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 

@@ -103,7 +103,8 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
     found = []
     if not np.isfinite(trainer.local_loss):
         found.append(GuardFinding(1, f"{where}its share of the loss is {trainer.local_loss}"))
-    grads = [item for item in trainer.parameters if _count_not_finite(item.grad)]
+    trained = [item for item in trainer.parameters if not item.frozen]
+    grads = [item for item in trained if _count_not_finite(item.grad)]
     last = max(map(_depth, grads), default=None)
     found += [
         GuardFinding(2 + _FAR - last, where + _described(item, item.grad, "gradient"))

@@ -52,6 +52,25 @@ def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
         assert (parameters.value.size, parameters.grad.size, parameters.states) == (12, 12, 6)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_frozen_parameter_has_a_value_and_nothing_else(zero):
+    """It lies between two others; the first of the replicas has the copy that counts."""
+
+    def add(parameters):
+        parameters.add("a", (6,), Layout(""), **SUMMED)
+        parameters.add("mean", (5,), Layout(""), frozen=True, mean=2.0)
+        parameters.add("b", (4,), Layout(""), **SUMMED)
+
+    for rank, parameters in enumerate(replicas(2, zero, add)):
+        (frozen,) = (item for item in parameters if item.frozen)
+        assert (frozen.value == 2).all() and frozen.grad is None
+        assert parameters.counts(frozen) == (rank == 0)
+        assert (parameters.value.size, parameters.grad.size) == (15, 10)
+        assert parameters.states == (10 if zero == 0 else 5)
+        updated = sum(piece.value.stop - piece.value.start for piece in parameters.pieces)
+        assert updated == parameters.states
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_the_own_part_of_a_matrix_is_the_block_of_its_gradient(zero, rank):
