@@ -14,6 +14,7 @@ from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.shared_memory import SharedMemory, usable
+from hpc3d.comm.stage_mesh import Line, stage_mesh
 from hpc3d.comm.two_level import TwoLevel
 
 if TYPE_CHECKING:
@@ -61,6 +62,22 @@ def build(
         blocks = DevicePool(device)
         comms = communicators(transport, cart, lines, blocks)
     return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
+
+
+def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
+    """The hpc3d.comm.stage_mesh of an MPI job, whose ranks talk as those of `build` do, and what
+    makes communicators of some ranks."""
+    comm, pool = MPI.COMM_WORLD.Dup(), Pool()
+    nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
+
+    def line(members):
+        hosts = [nodes[rank] for rank in members]
+        if len(members) == 1:
+            return Self(pool, comm.rank)
+        made = comm.Create_group(comm.group.Incl([*members]))
+        return _communicator_of(made, members, pool, hosts)
+
+    return stage_mesh(replicas, rows, line(range(comm.size)), line), line
 
 
 def _communicator_of(

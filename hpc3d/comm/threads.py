@@ -13,6 +13,7 @@ from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, ready
 from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.stage_mesh import Line, stage_mesh
 
 
 class ThreadGroup:
@@ -133,6 +134,39 @@ def run(
     rank is raised here; the other ranks are woken up and end.
     """
     ranks, groups = meshes(shape, pool_of)
+    return _on_threads(ranks, groups, function)
+
+
+def run_stages(
+    replicas: Sequence[int], rows: int, function: Callable[[Mesh, Line], Any]
+) -> list[Any]:
+    """The same on a hpc3d.comm.stage_mesh, with what makes communicators of some ranks."""
+    size, pool = sum(replicas), Pool()
+    world = ThreadGroup(range(size))
+    groups: dict[tuple[int, ...], ThreadGroup] = {}
+
+    def line_of(rank):
+        def line(members):
+            group = groups.setdefault(tuple(members), ThreadGroup(members))
+            return Threads(group, group.members.index(rank), pool)
+
+        return line
+
+    lines = [line_of(rank) for rank in range(size)]
+    ranks = [
+        stage_mesh(replicas, rows, Threads(world, rank, pool) if size > 1 else Self(pool), line)
+        for rank, line in enumerate(lines)
+    ]
+
+    def work(mesh):
+        return function(mesh, lines[mesh.rank])
+
+    return _on_threads(ranks, [world, *groups.values()], work)
+
+
+def _on_threads(
+    ranks: Sequence[Mesh], groups: Sequence[ThreadGroup], function: Callable[[Mesh], Any]
+) -> list[Any]:
     results, errors = [None] * len(ranks), []
 
     def work(mesh):

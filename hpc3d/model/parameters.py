@@ -49,7 +49,8 @@ class Parameter:
     `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
     `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
     the model whose backward pass completes the gradient: layer, norm, ...  One that is `frozen`
-    has a value and nothing else: no gradient, and no state of the optimiser.
+    has a value and nothing else: no gradient, and no state of the optimiser.  One that is not
+    `counted` is a copy of what another pipeline stage has.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Parameter:
     tied_peer: int | None = None
     completed_last: bool = False
     frozen: bool = False
+    counted: bool = True
     unit: str = ""
     value: Any = field(default=None, repr=False)
     grad: Any = field(default=None, repr=False)
@@ -265,6 +267,7 @@ class Parameters:
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
         sharded |= {DATA} if self.parts > 1 and not item.frozen else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
+        first &= item.counted
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 
 

@@ -34,6 +34,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+_NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -275,7 +276,7 @@ def _pieces(program: ExportedProgram, batch: int) -> Captured:
         if signature[node.name].kind in _WEIGHTS
     }
     inputs = tuple(node for node in placeholders if node not in weights)
-    follows = _followers(nodes, inputs) | {n for n in nodes if weights.keys() & {*_written(n)}}
+    follows = _followers(nodes, inputs) | {n for n in nodes if weights.keys() & {*written_by(n)}}
     joined = _Joined(node for node in nodes if node in follows)
     for node in joined.members:
         if not carries_batch(node):
@@ -334,7 +335,7 @@ def _sharing(program, nodes, weights, members):
     for node in nodes:
         for value in tensors(node.meta.get("val")):
             memory[value.untyped_storage()._cdata].append(node)
-        for target in _written(node):
+        for target in written_by(node):
             written.add(target)
     for target in written:
         value = target.meta.get("val")
@@ -349,8 +350,12 @@ def _sharing(program, nodes, weights, members):
             yield group
 
 
-def _written(node):
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose values an operation changes in place."""
+    if getattr(node.target, "overloadpacket", None) in _NORMS:  # whose schema does not say so
+        *_, mean, variance, in_training = node.args[:6]
+        yield from (each for each in (mean, variance) if in_training and each is not None)
+        return
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return

@@ -1,0 +1,103 @@
+"""The mesh of a pipeline whose stages may have different numbers of replicas.
+
+Ranks are numbered stage by stage.  The replicas of a stage share the rows of a microbatch in
+order; where two stages have equally many, a rank sends its rows to the one with the same number,
+otherwise every rank sends to those that need some of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from hpc3d.comm.communicator import Communicator, Pending
+from hpc3d.comm.mesh import DATA, Mesh
+
+# What makes the communicator of some ranks, this one among them; all of them call it.
+Line = Callable[[Sequence[int]], Communicator]
+
+def ranks_of(replicas: Sequence[int]) -> list[range]:
+    """The ranks of every stage."""
+    return [range(*ends) for ends in pairwise(accumulate(replicas, initial=0))]
+
+
+def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:
+    """The stage of a rank, and its number among the replicas."""
+    return next(
+        (stage, ranks.index(rank)) for stage, ranks in enumerate(ranks_of(replicas)) if rank in ranks
+    )
+
+
+def shares(rows: int, replicas: int) -> list[range]:
+    """The rows of each replica, which differ by one where they must."""
+    return [
+        range(rows * place // replicas, rows * (place + 1) // replicas)
+        for place in range(replicas)
+    ]
+
+
+def stage_mesh(
+    replicas: Sequence[int],
+    rows: int,
+    world: Communicator,
+    line: Line,
+) -> Mesh:
+    """The mesh with the axes p and d, for microbatches of `rows` samples."""
+    stages, (stage, place) = ranks_of(replicas), place_of(replicas, world.rank)
+    comms: dict[str, Communicator] = {}
+    if len(stages) > 1 and len({*replicas}) == 1:
+        comms["p"] = line([ranks[place] for ranks in stages])
+    elif len(stages) > 1:
+        comms["p"] = SplitRows(world, stages, stage, rows)
+    if len(stages[stage]) > 1:
+        comms[DATA] = line(stages[stage])
+    sizes = {"p": len(stages), DATA: len(stages[stage])}
+    return Mesh(sizes, {"p": stage, DATA: place}, comms, world)
+
+
+class SplitRows(Communicator):
+    """Messages between stages with different numbers of replicas.
+
+    A block has one or several rows for each of this rank's samples; every peer that shares samples
+    gets or brings their rows.
+    """
+
+    def __init__(
+        self, world: Communicator, stages: Sequence[range], stage: int, rows: int
+    ) -> None:
+        self.world, self.stages = world, stages
+        self.rows = [shares(rows, len(ranks)) for ranks in stages]
+        self.mine = self.rows[stage][stages[stage].index(world.rank)]
+        first = [next(self._shared(peer), (ranks[0],))[0] for peer, ranks in enumerate(stages)]
+        super().__init__(stage, len(stages), first, world.pool)
+
+    def _shared(self, peer: int) -> Iterator[tuple[int, slice]]:
+        """The ranks of another stage that share samples with this one, and these of its own."""
+        for rank, theirs in zip(self.stages[peer], self.rows[peer], strict=True):
+            first, stop = max(self.mine.start, theirs.start), min(self.mine.stop, theirs.stop)
+            if first < stop:
+                yield rank, slice(first - self.mine.start, stop - self.mine.start)
+
+    def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
+        """The same in rows of a block."""
+        each = rows // len(self.mine)
+        for rank, samples in self._shared(peer):
+            yield rank, slice(samples.start * each, samples.stop * each)
+
+    def _send(self, block: Any, peer: int) -> Pending:
+        sent = [self.world.send(block[part], rank) for rank, part in self._parts(len(block), peer)]
+        return Pending(lambda: [each.wait() for each in sent])
+
+    def _recv(self, shape: Sequence[int], dtype: Any, peer: int) -> Pending:
+        whole, parts = self.pool.empty(shape, dtype, "activation"), []
+        for rank, part in self._parts(shape[0], peer):
+            rows = part.stop - part.start
+            parts.append((part, self.world.recv((rows, *shape[1:]), dtype, rank)))
+
+        def joined():
+            for part, pending in parts:
+                whole[part] = pending.wait()
+            return whole
+
+        return Pending(joined)

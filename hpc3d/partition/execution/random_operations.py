@@ -1,0 +1,121 @@
+"""Dropout that draws the same numbers on every cut, microbatch and replica.
+
+Whether an element of a sample is dropped depends on the seed, the name of the operation, the step
+and the number of the sample in the batch, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+from torch.nn import functional
+
+from hpc3d.ops.random import keep_mask, philox_key
+
+_aten = torch.ops.aten
+
+
+class Draw(NamedTuple):
+    """For whom numbers are drawn: `samples` of the batch of a step from number `first` on."""
+
+    seed: int
+    step: int
+    first: int
+    samples: int
+
+
+def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
+    """Let the copy of an operation draw its numbers by the name of the `original` and a Draw.
+
+    ValueError for random operations that have no rule.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return
+    given = _arguments(node)
+    if not given.get(_RATES.get(packet, ""), 1.0) or given.get("train") is False:
+        return
+    if packet not in _RULES:
+        raise ValueError(
+            f"{original.name}: {packet} would draw other numbers on another cut; use dropout"
+        )
+    node.target, node.kwargs = _RULES[packet], given
+    node.args = original.name, draw, _batch_dim(original)
+
+
+def _arguments(node):
+    """All arguments of an operation by name."""
+    schema = node.target._schema.arguments
+    given = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return given | {each.name: value for each, value in zip(schema, node.args)} | node.kwargs
+
+
+def _batch_dim(node):
+    """The dimension of an operation's result that grows with the batch; None if there is none."""
+    sizes = node.meta["val"].shape
+    return next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
+
+
+def _factors(name, draw, dim, rate, shape, dtype):
+    """0 or 1 / (1 - rate) for every element of an array of that shape, whose dimension `dim` is
+    that of the samples, or several of each."""
+    rows = 1 if dim is None else shape[dim]
+    rest = [*shape] if dim is None else [size for place, size in enumerate(shape) if place != dim]
+    first = 0 if dim is None else draw.first * rows // draw.samples
+    key = philox_key((draw.seed, name, draw.step))
+    width = prod(rest)
+    kept = keep_mask(key, rate, (range(first, first + rows), range(width)), width)
+    factors = torch.from_numpy(kept).to(dtype).mul_(1 / (1 - rate))
+    return factors.view(shape) if dim is None else factors.view(rows, *rest).movedim(0, dim)
+
+
+def _dropout(name, draw, dim, input, p, train):
+    return input * _factors(name, draw, dim, p, input.shape, input.dtype)
+
+
+def _dropout_in_place(name, draw, dim, self, p, train):
+    return self.mul_(_factors(name, draw, dim, p, self.shape, self.dtype))
+
+
+def _feature_dropout(name, draw, dim, input, p, train):
+    """Whole channels are dropped."""
+    shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
+    return input * _factors(name, draw, dim, p, shape, input.dtype)
+
+
+def _attention(name, draw, dim, query, key, value, attn_mask, dropout_p, is_causal, **how):
+    """softmax(q k' scale + mask) v with dropout of the probabilities."""
+    if how.get("enable_gqa"):
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+    scale = how.get("scale") or query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-2, -1) * scale
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    kept = functional.softmax(scores, -1)
+    kept = kept * _factors(name, draw, dim, dropout_p, kept.shape, kept.dtype)
+    return kept @ value
+
+
+_RULES = {
+    _aten.dropout: _dropout,
+    _aten.dropout_: _dropout_in_place,
+    _aten.feature_dropout: _feature_dropout,
+    _aten.scaled_dot_product_attention: _attention,
+}
+_RATES = {
+    **dict.fromkeys(_RULES, "p"),
+    _aten.scaled_dot_product_attention: "dropout_p",
+    _aten.lstm: "dropout",
+    _aten.gru: "dropout",
+    _aten.rnn_tanh: "dropout",
+    _aten.rnn_relu: "dropout",
+}

@@ -1,0 +1,114 @@
+"""The batch of a step, shared by rows among microbatches and the replicas of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpc3d.partition.capture import Captured, carries_batch
+from hpc3d.partition.execution.stage_program import size_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from hpc3d.comm.mesh import Mesh
+
+
+class SampleRows(NamedTuple):
+    """This rank's samples of a microbatch of training step `step`: number `first` of its batch and
+    the `samples` from there on.
+
+    `inputs` are those of the model by their nodes; the gradient is that of the summed losses times
+    `scale`.
+    """
+
+    step: int
+    first: int
+    samples: int
+    inputs: Mapping[fx.Node, Any]
+    scale: float
+
+
+def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Iterator[range]:
+    """The samples of a replica in each microbatch, which differ by one where they must."""
+    for number in range(microbatches):
+        first, stop = (batch * end // microbatches for end in (number, number + 1))
+        rows = stop - first
+        ends = (first + rows * end // replicas for end in (replica, replica + 1))
+        yield range(*ends)
+
+
+def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
+    """The inputs of a model in the order of `captured.inputs`."""
+    if isinstance(inputs, dict):
+        names = captured.program.call_spec.in_spec.child(1).context
+        inputs = tuple(inputs[name] for name in names)
+    return [*_leaves(inputs)]
+
+
+def _leaves(values):
+    inner = values.values() if isinstance(values, dict) else values
+    if not isinstance(inner, tuple | list | type({}.values())):
+        yield values
+        return
+    for each in inner:
+        yield from _leaves(each)
+
+
+class SampleLoader:
+    """Batches, made on rank 0 (elsewhere `batches` = None), broadcast and cut.
+
+    `batches(step)` gives the inputs of the model for a training step, flat, all tensors that carry
+    the batch with the same number of samples.
+    """
+
+    asynchronous = False
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        captured: Captured,
+        batches: Callable[[int], list[Any]] | None,
+        rows: Iterable[range],
+    ) -> None:
+        self.mesh, self.captured, self.batches, self.rows = mesh, captured, batches, [*rows]
+        self.samples = captured.batch
+        self.valid: dict[int, int] = {}
+
+    def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
+        """number -> SampleRows of the microbatches of step `number`, of the mean loss times
+        `factor`."""
+        self.valid, inputs = {number: self.samples}, self.batch(number)
+        scale = factor / self.samples
+        return {
+            place: SampleRows(number, rows.start, len(rows), _cut(inputs, rows), scale)
+            for place, rows in enumerate(self.rows)
+        }
+
+    def batch(self, step: int) -> dict[fx.Node, Any]:
+        """The inputs of a whole batch by node, in memory of this rank's own."""
+        nodes = self.captured.inputs
+        given = self.batches(step) if self.batches else [None] * len(nodes)
+        return {node: self._told(node, value) for node, value in zip(nodes, given, strict=True)}
+
+    def _told(self, node, value):
+        """An input as rank 0 has it."""
+        like = node.meta["val"]
+        if not isinstance(like, torch.Tensor):
+            return like
+        shape = [size_of(size, self.samples) for size in like.shape]
+        whole = torch.empty(shape, dtype=like.dtype) if value is None else value.contiguous()
+        block = whole.numpy().reshape(-1).view(np.uint8)
+        told = self.mesh.world.broadcast(block if self.batches else block[:0], 0).wait()
+        return torch.from_numpy(np.array(told)).view(like.dtype).view(shape)
+
+
+def _cut(inputs, rows):
+    """The inputs for some samples."""
+    return {
+        node: value[rows.start : rows.stop] if carries_batch(node) else value
+        for node, value in inputs.items()
+    }

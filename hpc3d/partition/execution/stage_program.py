@@ -1,0 +1,159 @@
+"""The parts of a captured module as programs of their own.
+
+A part computes its pieces and private copies of the cheap operations that they read.  What a later
+part needs of it goes through all parts between, which hand it on: so every border has one list of
+values, in the order of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hpc3d.partition.capture import Captured, written_by
+from hpc3d.partition.execution.random_operations import Draw, make_reproducible
+
+
+class StageProgram(NamedTuple):
+    """A part of a model.
+
+    `module` takes a Draw, `sizes` in numbers, and then tensors: those `received` from the part
+    before, `inputs` of the model and `weights` by name.  It returns those `sent` to the next part
+    and the `outputs` of the model that are made here, and writes to the buffers `written`.
+    """
+
+    module: fx.GraphModule
+    sizes: tuple[torch.SymInt | int, ...]
+    received: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    weights: tuple[str, ...]
+    sent: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    written: tuple[str, ...]
+
+    def run(
+        self, draw: Draw, received: Sequence, inputs: Mapping, weights: Mapping
+    ) -> tuple[tuple, tuple]:
+        """What is sent and what is put out for the samples of a Draw, given all inputs of the
+        model by their nodes and weights by their names."""
+        sizes = [size_of(size, draw.samples) for size in self.sizes]
+        tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
+        made = self.module(draw, *sizes, *received, *tensors)
+        return made[: len(self.sent)], made[len(self.sent) :]
+
+
+def size_of(size: torch.SymInt | int, batch: int) -> int:
+    """A size, which may depend on the batch, in numbers."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
+
+
+def stage_programs(captured: Captured, parts: Sequence[Sequence[int]]) -> list[StageProgram]:
+    """The programs of a model whose pieces are shared out to `parts`, in the order of the
+    pipeline.
+
+    ValueError if a value would have to flow backward, and for random operations that have no rule.
+    """
+    place = {piece: number for number, part in enumerate(parts) for piece in part}
+    crossing = dict(_crossing(captured, place))
+    return [_program(captured, part, crossing, number) for number, part in enumerate(parts)]
+
+
+def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
+    """(value, (the part that makes it, the last one that reads it)) of all that cross borders."""
+    for node in captured.program.graph.nodes:
+        if node in captured.readers:
+            first = place[captured.places[node]]
+            readers = [place[piece] for piece in captured.readers[node]]
+            if min(readers) < first:
+                raise ValueError(
+                    f"{node.name} of stage {first} is needed on stage {min(readers)}: values only "
+                    "flow forward"
+                )
+            if max(readers) > first:
+                yield node, (first, max(readers))
+
+
+def _program(captured, part, crossing, number):
+    """The StageProgram of part `number`."""
+    received = [node for node, (first, last) in crossing.items() if first < number <= last]
+    sent = [node for node, (first, last) in crossing.items() if first <= number < last]
+    wanted = set()
+    for piece in (captured.pieces[number] for number in part):
+        wanted |= {*piece.nodes, *piece.copies}
+    order = [node for node in captured.program.graph.nodes if node in wanted]
+    outputs = [node for node in outputs_of(captured) if node in wanted]
+    return _Emitter(captured, received, order).emitted(sent, outputs)
+
+
+def outputs_of(captured: Captured) -> list[fx.Node]:
+    """What the model returns, each once, of what depends on its inputs."""
+    (output,) = (node for node in captured.program.graph.nodes if node.op == "output")
+    return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.places]
+
+
+class _Emitter:
+    """Copies operations into a graph of their own, with placeholders for all that they need."""
+
+    def __init__(self, captured, received, order):
+        self.order, self.captured = order, captured
+        self.sizes = [node for node in order if _is_size(node)]
+        needed = dict.fromkeys(source for node in order for source in node.all_input_nodes)
+        self.inputs = [node for node in captured.inputs if node in needed]
+        self.weights = [node for node in captured.weights if node in needed]
+        self.names = [captured.weights[node] for node in self.weights]
+        self.received = received
+        self.graph, self.copies = fx.Graph(), {}
+
+    def emitted(self, sent, outputs):
+        draw = self.graph.placeholder("draw")
+        for node in (*self.sizes, *self.received, *self.inputs, *self.weights):
+            self.copies[node] = self.graph.placeholder(node.name)
+        for node in self.order:
+            if node not in self.copies:
+                self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
+                make_reproducible(self.copies[node], node, draw)
+        self.graph.output(tuple(self.copies[node] for node in (*sent, *outputs)))
+        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        sizes = tuple(node.meta["val"] for node in self.sizes)
+        targets = {each for node in self.order for each in written_by(node)}
+        written = [self.captured.weights[node] for node in self.weights if node in targets]
+        ends = map(tuple, (self.received, self.inputs, self.names, sent, outputs, written))
+        return StageProgram(module, sizes, *ends)
+
+
+def _is_size(node):
+    return isinstance(node.meta.get("val"), (torch.SymInt, int))
+
+
+def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
+    """Those values that cross borders or are put out which have a gradient."""
+    found = {}
+    state = {**captured.program.state_dict, **captured.program.constants}
+    with FakeTensorMode() as fake:
+        weights = {name: _like(fake, state[name]) for name in captured.weights.values()}
+        inputs = {node: _like(fake, node.meta["val"]) for node in captured.inputs}
+        for program in programs:
+            received = [found[node] for node in program.received]
+            sent, put_out = program.run(Draw(0, 0, 0, _ROWS), received, inputs, weights)
+            found.update(zip(program.sent, sent, strict=True))
+            found.update(zip(program.outputs, put_out, strict=True))
+    return {node for node, value in found.items() if value.requires_grad}
+
+
+_ROWS = 2
+
+
+def _like(fake, value):
+    """A fake tensor like one of a model, with `_ROWS` samples."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = [size_of(size, _ROWS) for size in value.shape]
+    like = torch.empty(shape, dtype=value.dtype)
+    return like.requires_grad_(isinstance(value, torch.nn.Parameter) and value.requires_grad)

@@ -1,0 +1,62 @@
+"""Weights that several stages of a pipeline have: one gradient, counted once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.comm.stage_mesh import Line, ranks_of
+from hpc3d.model.gradient_buckets import Buckets
+
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.model.parameters import Parameter, Parameters
+
+Owners = dict[str, tuple[int, ...]]  # of a weight: the stages that have it
+
+
+def owners_of(names: Iterable[Iterable[str]]) -> Owners:
+    """The stages of each weight, given the names on every stage."""
+    found = defaultdict(list)
+    for stage, here in enumerate(names):
+        for name in dict.fromkeys(here):
+            found[name].append(stage)
+    return {name: tuple(stages) for name, stages in found.items()}
+
+
+def lines_of_owners(
+    owners: Owners, replicas: Sequence[int], stage: int, line: Line
+) -> dict[tuple[int, ...], Communicator]:
+    """By the stages that share weights, this one among them: the communicator of all their
+    ranks."""
+    ranks = ranks_of(replicas)
+    groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})
+    return {
+        stages: line([rank for number in stages for rank in ranks[number]]) for stages in groups
+    }
+
+
+class TiedBuckets(Buckets):
+    """Buckets that also sum the gradients of weights over all ranks that have them; their
+    `partial` names no axis, so that nobody has summed them before."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        size: int,
+        shared: Sequence[tuple[Communicator, Sequence[Parameter]]],
+    ) -> None:
+        super().__init__(parameters, size)
+        self.shared = shared
+
+    def wait(self) -> None:
+        super().wait()
+        for line, items in self.shared:
+            mine = np.concatenate([item.grad.reshape(-1) for item in items])
+            total, start = line.all_reduce(mine).wait(), 0
+            for item in items:
+                item.grad.reshape(-1)[...] = total[start : start + item.grad.size]
+                start += item.grad.size

@@ -1,0 +1,131 @@
+"""A part of an unmodified torch module as a stage of hpc3d.pipeline's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.stage_program import StageProgram, size_of
+from hpc3d.partition.execution.torch_weights import TorchWeights, is_trained
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from hpc3d.partition.execution.sample_batches import SampleRows
+
+
+class _Kept(NamedTuple):
+    """What backward needs of a microbatch: tensors that were received, and what was made of them
+    (None: it is computed again, with the buffers as they were)."""
+
+    received: Sequence[torch.Tensor]
+    made: Sequence[torch.Tensor] | None
+    buffers: dict[str, torch.Tensor]
+
+
+class TorchStage:
+    """A `PipelineStage` of a StageProgram; the last part of the model has its `loss`.
+
+    With `recompute` it keeps of a microbatch what it received only.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        weights: TorchWeights,
+        graded: Collection[fx.Node],
+        seed: int,
+        loss: fx.Node | None = None,
+        recompute: bool = False,
+    ) -> None:
+        self.program, self.weights, self.seed, self.recompute = program, weights, seed, recompute
+        self.graded_in = [node in graded for node in program.received]
+        self.graded_out = [node in graded for node in program.sent]
+        self.loss = None if loss is None else program.outputs.index(loss)
+
+    @property
+    def units(self) -> list[str]:
+        like = self.weights.like
+        return [name for name in self.program.weights if is_trained(like[name])]
+
+    def incoming(
+        self, kind: str, micro: SampleRows
+    ) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        ends = (self.program.received, self.program.sent)[kind == "B"]
+        graded = [True] * len(ends) if kind == "F" else self.graded_out
+        return [
+            spec_of(node.meta["val"], micro.samples)
+            for node, wanted in zip(ends, graded, strict=True)
+            if wanted
+        ]
+
+    def forward(self, x: Any, micro: SampleRows) -> tuple[Any, _Kept]:
+        received = [_tensor(array) for array in _arrays(x)]
+        for tensor, has_gradient in zip(received, self.graded_in, strict=True):
+            tensor.requires_grad_(has_gradient)
+        # A second forward pass meets the buffers as the first one did, and writes to copies.
+        names = self.program.written if self.recompute else ()
+        buffers = {name: self.weights.tensors[name].clone() for name in names}
+        with torch.set_grad_enabled(not self.recompute):
+            made = self._run(received, micro, self.weights.tensors)
+        kept = _Kept(received, None if self.recompute else made, buffers)
+        if self.loss is not None:
+            return micro.samples * float(made[-1].detach()), kept
+        return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
+
+    def _run(self, received, micro, tensors):
+        """What is sent; of the last part the mean loss of the samples."""
+        draw = Draw(self.seed, micro.step, micro.first, micro.samples)
+        sent, outputs = self.program.run(draw, received, micro.inputs, tensors)
+        return sent if self.loss is None else [outputs[self.loss]]
+
+    def backward(
+        self,
+        dy: Any,
+        saved: _Kept,
+        micro: SampleRows,
+        defer: Callable[..., None],
+        finished: Callable[[str], None],
+    ) -> Any:
+        made = saved.made
+        if made is None:
+            made = self._run(saved.received, micro, {**self.weights.tensors, **saved.buffers})
+        ends = [tensor for tensor in made if tensor.requires_grad]
+        if self.loss is None:
+            gradients = [_tensor(array) for array in _arrays(dy)]
+        else:
+            gradients = [torch.full_like(made[-1], micro.samples * micro.scale)]
+        self.weights.completed = lambda name: defer(finished, name)
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        for unit in self.units:
+            defer(finished, unit)
+        if not self.program.received:
+            return None
+        leaves = [leaf for leaf in saved.received if leaf.requires_grad]
+        return tuple(_gradient(leaf).numpy() for leaf in leaves)
+
+
+def spec_of(like: torch.Tensor, samples: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of the array of a value of a captured program, for so many samples."""
+    shape = tuple(size_of(size, samples) for size in like.shape)
+    return shape, torch.empty(0, dtype=like.dtype).numpy().dtype
+
+
+def _arrays(block):
+    """The arrays of a block as a tuple; none of None."""
+    return block if isinstance(block, tuple) else () if block is None else (block,)
+
+
+def _tensor(array):
+    """A tensor on an array, which may be one that others read."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _gradient(leaf):
+    """That of a tensor, zero where nothing that the loss needs has read it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

@@ -1,0 +1,145 @@
+"""The parameters and buffers of a rank's stages as torch tensors in the house's flat arrays.
+
+A parameter and its gradient are views of the blocks of hpc3d.model.parameters: torch adds to the
+gradient, and all else (sums over replicas, clipping, the update, checkpoints) is the house's.
+Buffers and parameters without gradient are frozen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpc3d.partition.capture import Captured
+from hpc3d.tensor.layout import Layout
+
+if TYPE_CHECKING:
+    from hpc3d.model.parameters import Parameter, Parameters
+
+
+def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """How a tensor lies in checkpoints: as a vector, or a matrix [first dimension, the rest]."""
+    return (prod(shape),) if len(shape) < 2 else (shape[0], prod(shape[1:]))
+
+
+def stored_shapes(captured: Captured) -> dict[str, tuple[int, ...]]:
+    """That of every parameter and buffer of a model."""
+    return {
+        name: stored_shape(like.shape)
+        for name, like in state_of(captured).items()
+        if name in captured.program.state_dict
+    }
+
+
+def state_of(captured: Captured) -> dict[str, torch.Tensor]:
+    """The parameters, buffers and constants that the operations of a model read, without data."""
+    program = captured.program
+    return {
+        name: program.state_dict.get(name, program.constants.get(name))
+        for name in captured.weights.values()
+    }
+
+
+def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same with the data of a module that the model was captured from."""
+    held = dict(module.named_parameters(remove_duplicate=False))
+    held |= dict(module.named_buffers(remove_duplicate=False))
+    for name in captured.weights.values():
+        if name in held:
+            yield name, held[name].detach()
+        else:
+            constant = captured.program.constants[name]
+            yield name, _attribute(module, name, constant).detach()
+
+
+def _attribute(module, path, otherwise):
+    """A tensor that a module has as a plain attribute."""
+    for part in path.split("."):
+        module = getattr(module, part, otherwise)
+    return module
+
+
+class TorchWeights:
+    """Those of one rank, by name: `tensors`, and `items` of the Parameters that they lie in.
+
+    Of those in `shared` other pipeline stages have a copy, too; this rank's counts where
+    `counted` says so.  Constants lie in no Parameters.  `completed(name)` is called in a backward
+    pass when the gradient of a parameter is whole.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        parameters: Parameters,
+        names: Iterable[str],
+        shared: Mapping[str, bool],
+    ) -> None:
+        self.like = state_of(captured)
+        self.items: dict[str, Parameter] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.completed: Callable[[str], object] = _nobody
+        for name in names:
+            if name in captured.program.state_dict:
+                self.items[name] = self._added(parameters, name, shared)
+            else:
+                self.tensors[name] = torch.empty_like(self.like[name], device="cpu")
+
+    def _added(self, parameters, name, shared):
+        like = self.like[name]
+        shape, how = stored_shape(like.shape), {"counted": shared.get(name, True), "unit": name}
+        if not is_trained(like):
+            how["frozen"] = True
+        elif name in shared:
+            how |= {"completed_last": True, "decay": like.dim() > 1}
+        else:
+            how |= {"partial": ("d",), "decay": like.dim() > 1}
+        return parameters.add(name, shape, Layout(*[""] * len(shape)), **how)
+
+    def bind(self) -> None:
+        """Make the tensors; the arrays of the Parameters exist."""
+        for name, item in self.items.items():
+            like = self.like[name]
+            if not item.frozen:
+                self.tensors[name] = self._trained(name, item, like)
+            elif like.dtype == torch.from_numpy(item.value).dtype:
+                self.tensors[name] = torch.from_numpy(item.value).view(like.shape)
+            else:
+                self.tensors[name] = torch.zeros(like.shape, dtype=like.dtype)
+
+    def _trained(self, name, item, like):
+        tensor = torch.nn.Parameter(torch.from_numpy(item.value).view(like.shape))
+        tensor.grad = torch.from_numpy(item.grad).view(like.shape)
+        tensor.register_post_accumulate_grad_hook(lambda _: self.completed(name))
+        return tensor
+
+    def fill(self, name: str, value: torch.Tensor) -> None:
+        """Set one that this rank has."""
+        if name in self.tensors:
+            self.tensors[name].detach().copy_(value)
+
+    def store(self) -> None:
+        """Write buffers of other types, such as counters, to their Parameters."""
+        for name, item in self._apart():
+            item.value[...] = self.tensors[name].numpy().reshape(item.shape)
+
+    def load(self) -> None:
+        """Read them from there."""
+        for name, item in self._apart():
+            self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
+
+    def _apart(self):
+        """Buffers that are not views of their Parameters."""
+        for name, item in self.items.items():
+            if item.frozen and self.tensors[name].dtype != torch.from_numpy(item.value).dtype:
+                yield name, item
+
+
+def is_trained(like: torch.Tensor) -> bool:
+    return isinstance(like, torch.nn.Parameter) and like.requires_grad
+
+
+def _nobody(name: str) -> None:
+    """The `completed` of a rank that no backward pass runs on."""
