@@ -19,28 +19,21 @@ run.watchdog_s; 1 a rank failed (the job ends).
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from hpc3d.runtime import environment, launch
-from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 
 if TYPE_CHECKING:
-    from hpc3d.checkpoints.saver import Saver
     from hpc3d.comm.device_setup import Hardware
-    from hpc3d.comm.watchdog import Watchdog
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
     from hpc3d.pipeline.program import Program
     from hpc3d.runtime.job import Job
-    from hpc3d.training.guard import GuardError
-    from hpc3d.training.log import Log
-    from hpc3d.training.stop_request import Stop
-    from hpc3d.training.trainer import Step, Trainer
+    from hpc3d.training.run_loop import RunningJob, RunPlan
 
 
 class Asked(NamedTuple):
@@ -49,16 +42,6 @@ class Asked(NamedTuple):
 
     config: Config
     run: Path | None
-
-
-class RunPlan(NamedTuple):
-    """What rank 0 tells the others before the first step."""
-
-    config: Config
-    folder: Path
-    git: str
-    resumed: bool
-    changes: list[str]
 
 
 class Opened(NamedTuple):
@@ -91,42 +74,24 @@ def train(job: Job, words: list[str]) -> None:
     opened = job.on_root(lambda: prepare(config, resumed))
     plan = job.from_root(lambda: opened.plan)
     program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
-    from hpc3d.training.guard import GuardError
+    from hpc3d.training.run_loop import trained
     from hpc3d.training.stop_request import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
     batches = opened.batches if opened else None
     run = _begin(job, plan, program, batches, ours._replace(homes=homes))
-    try:
-        done = _steps(plan, run, stop)
-    except GuardError as wrong:
-        _give_up(job, plan, run, wrong)
-    _end(job, plan, run, done)
-    if done < config.train.steps:
-        raise JobExit(STOPPED if run.saver.saved == done else FAILED)
-
-
-class _RunningJob(NamedTuple):
-    """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
-
-    trainer: Trainer
-    saver: Saver
-    watchdog: Watchdog
-    log: Log
-    batches: Batches | None
-    start: int
+    trained(job, plan, run, stop)
 
 
 def _begin(
     job: Job, plan: RunPlan, program: Program, batches: Batches | None, hardware: Hardware
-) -> _RunningJob:
-    """The _RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
+) -> RunningJob:
+    """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
+    from hpc3d.checkpoints.saver import saver_of
     from hpc3d.comm.cartesian import build
-    from hpc3d.comm.watchdog import Watchdog
-    from hpc3d.training.guard import guarded
-    from hpc3d.training.log import Log
-    from hpc3d.training.trace_setup import CLOCKS, recorded
+    from hpc3d.training.log import layout_lines
+    from hpc3d.training.run_loop import RunningJob, equipped
     from hpc3d.training.trainer import Trainer
 
     config = plan.config
@@ -136,100 +101,15 @@ def _begin(
 
         job.exit_hooks.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
-    mesh = guarded(mesh, config.guard)
-    watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)
-    mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)
-    log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
-    log.header(plan, mesh, job, hardware)
-    _, clock = CLOCKS[config.trace.clock]
+    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
-    for line in plan.changes:
-        log.say(f"resume: {line}")
     start = 0
     if plan.resumed:
         from hpc3d.checkpoints.resume import resume
 
         start = resume(job, plan.folder, trainer, log.say)
-    saver = _saver_of(job, plan, trainer, batches, log)
-    return _RunningJob(trainer, saver, watchdog, log, batches, start)
-
-
-def _steps(plan: RunPlan, run: _RunningJob, stop: Stop) -> int:
-    """Make the steps, until the last one or a request to stop; how many are done."""
-    from hpc3d.training.guard import LossSpikes, ReplicaCheck
-
-    config, trainer, log = plan.config, run.trainer, run.log
-    replicas, spikes = (
-        ReplicaCheck(trainer, config.guard.replicas_every),
-        LossSpikes(config.guard.loss_spike_sigma),
-    )
-    for number in range(run.start, config.train.steps):
-        run.watchdog.step(number)
-        if number % config.trace.sync_every == 0:
-            trainer.mesh.trace.synchronise()
-        step = trainer.step(number, stop.request)
-        log.step(step)
-        if line := spikes.see(step.loss):
-            log.say(line)
-        replicas.after(number)
-        run.saver.after(number)
-        if step.stop_request and number + 1 < config.train.steps:
-            _stop_early(plan, run, step)
-            return number + 1
-    if spikes.count:
-        log.say(f"{spikes.count} loss spikes in all")
-    return config.train.steps
-
-
-def _stop_early(plan: RunPlan, run: _RunningJob, step: Step) -> None:
-    """Save what can be saved, and say why there is no further step."""
-    from hpc3d.training.stop_request import reason
-
-    run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}")
-    saved = run.saver.stop(step.number)
-    run.saver.wait()
-    run.log.say(
-        f"saved: go on with --resume {plan.folder}"
-        if saved
-        else "nothing is saved: this schedule has passes in flight that no checkpoint holds"
-    )
-
-
-def _end(job: Job, plan: RunPlan, run: _RunningJob, done: int) -> None:
-    """After the last step: everything on disk, one trace of all ranks."""
-    run.watchdog.stop()  # the last save may take its time
-    run.saver.wait()
-    run.trainer.mesh.trace.synchronise()
-    _save_position(plan, run.batches, done)
-    launch.finish(job)
-    job.barrier()
-    if job.rank == 0 and plan.config.trace.enabled:
-        from hpc3d.trace.merge import merge
-
-        merge(plan.folder)
-    if plan.resumed and run.saver.saved < done:
-        run.log.say("nothing of these steps is saved: checkpoint.every is 0")
-    run.log.say(f"run kept in {plan.folder}")
-    job.barrier()
-
-
-def _give_up(job: Job, plan: RunPlan, run: _RunningJob, wrong: GuardError) -> NoReturn:
-    """All ranks: end the job because of a wrong number, saying once what is known of it."""
-    from hpc3d.training.guard import lines
-
-    run.watchdog.stop()
-    run.saver.wait()
-    for line in lines(wrong, job.gather(wrong.found)):
-        run.log.warn(line)
-    saved = any((plan.folder / "checkpoints").glob("step-????????"))
-    run.log.warn(
-        f"go on from the last checkpoint with --resume {plan.folder}"
-        if saved
-        else "nothing was saved (checkpoint.every): start again"
-    )
-    launch.finish(job)
-    job.barrier()
-    raise JobExit(wrong.code)
+    saver = saver_of(job, plan, trainer, batches, log)
+    return RunningJob(trainer, saver, watchdog, log, batches, start)
 
 
 def explain() -> None:
@@ -267,6 +147,7 @@ def prepare(config: Config, run: Path | None) -> Opened:
     from hpc3d.pipeline.program import program_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
+    from hpc3d.training.run_loop import RunPlan
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     vocabulary = config.model.vocabulary or tokens.vocabulary
@@ -295,40 +176,10 @@ def prepare(config: Config, run: Path | None) -> Opened:
     return Opened(plan, batches, program, lock)
 
 
-def _saver_of(
-    job: Job, plan: RunPlan, trainer: Trainer, batches: Batches | None, log: Log
-) -> Saver:
-    """What saves the run; if it does so by itself, what that takes is said first."""
-    from hpc3d.checkpoints.saver import Saver
-    from hpc3d.config.load import to_toml
-
-    how = plan.config.checkpoint
-    if how.every:
-        from hpc3d.checkpoints.cost import forecast
-
-        for line in forecast(job, plan.folder, trainer, how.keep):
-            log.say(line)
-
-    def header(done):
-        position = batches.position(done) if batches else None
-        return {"run_id": plan.folder.name, "config": to_toml(plan.config), "position": position}
-
-    return Saver(plan.folder, trainer, how, header, log.say)
-
-
 def _programs(config: Config, program: Program) -> list[Program]:
     """Rank 0: what each rank runs, the part of its pipeline stage."""
     grid = config.mesh.grid()
     return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
-
-
-def _save_position(plan: RunPlan, batches: Batches | None, done: int) -> None:
-    """Rank 0: where in the data the run ended, for one that goes on from here."""
-    from hpc3d.training.run_folder import write_text
-
-    if batches is not None:
-        position = {"step": done, **batches.position(done)}
-        write_text(plan.folder / "position.json", json.dumps(position) + "\n")
 
 
 if __name__ == "__main__":

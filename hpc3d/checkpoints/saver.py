@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.checkpoints.sharded import Snapshot, complete, write_shard
+from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import sync
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import CheckpointConfig
+    from hpc3d.runtime.job import Job
+    from hpc3d.training.log import Log
+    from hpc3d.training.run_loop import RunBatches, RunPlan
     from hpc3d.training.trainer import Trainer
 
 
@@ -103,3 +107,21 @@ class Saver:
         if self.report:
             self.say(f"{self.report}, {self.exposed:.2f} s of it in the way of training")
         self.thread, self.report = None, ""
+
+
+def saver_of(
+    job: Job, plan: RunPlan, trainer: Trainer, batches: RunBatches | None, log: Log
+) -> Saver:
+    """What saves the run; if it does so by itself, what that takes is said first."""
+    how = plan.config.checkpoint
+    if how.every:
+        from hpc3d.checkpoints.cost import forecast
+
+        for line in forecast(job, plan.folder, trainer, how.keep):
+            log.say(line)
+
+    def header(done):
+        position = batches.position(done) if batches else None
+        return {"run_id": plan.folder.name, "config": to_toml(plan.config), "position": position}
+
+    return Saver(plan.folder, trainer, how, header, log.say)

@@ -17,6 +17,7 @@ from hpc3d.comm.mesh import DATA, Mesh
 # What makes the communicator of some ranks, this one among them; all of them call it.
 Line = Callable[[Sequence[int]], Communicator]
 
+
 def ranks_of(replicas: Sequence[int]) -> list[range]:
     """The ranks of every stage."""
     return [range(*ends) for ends in pairwise(accumulate(replicas, initial=0))]
@@ -25,7 +26,9 @@ def ranks_of(replicas: Sequence[int]) -> list[range]:
 def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:
     """The stage of a rank, and its number among the replicas."""
     return next(
-        (stage, ranks.index(rank)) for stage, ranks in enumerate(ranks_of(replicas)) if rank in ranks
+        (stage, ranks.index(rank))
+        for stage, ranks in enumerate(ranks_of(replicas))
+        if rank in ranks
     )
 
 

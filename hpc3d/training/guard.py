@@ -153,7 +153,8 @@ class ReplicaCheck:
         with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
         found = [finding for axis in self.axes for finding in self.along(axis, number, copies)]
-        found += [] if self.trainer.alone else self._tied_copies(number, copies)
+        if self.trainer.has_tied_ends and not self.trainer.alone:
+            found += self._tied_copies(number, copies)
         if _on_any_rank(self.mesh, len(found)):
             stop(self.mesh, found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from hpc3d.trace.segment import naming
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Step
 
@@ -43,22 +44,18 @@ class Log:
         with naming(self.path):
             print(plain(line), file=self.file, flush=True)
 
-    def header(self, plan: Any, mesh: Mesh, job: Job, hardware: Hardware) -> None:
-        config, split = plan.config, plan.config.splits()["dense"]
+    def header(
+        self, plan: Any, mesh: Mesh, job: Job, hardware: Hardware, layout: Iterable[str]
+    ) -> None:
+        config = plan.config
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
         for line in to_toml(config).split("\n"):
             self.say(line)
         for line in hosts(job.gather(socket.gethostname())):
             self.say(line)
         self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
-        for line in hardware.lines:
+        for line in (*hardware.lines, *layout):
             self.say(line)
-        self.say(f"scheme {config.parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}")
-        parallel, layers = config.parallel, [len(part) for part in config.layers()]
-        self.say(
-            f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
-            f"{' '.join(map(str, layers))} layers; ZeRO {parallel.zero}"
-        )
         if config.trace.clock == "cpu":
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
         self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
@@ -69,6 +66,17 @@ class Log:
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
             f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
         )
+
+
+def layout_lines(config: Config) -> Iterator[str]:
+    """How the model of a configuration lies on the ranks."""
+    parallel, split = config.parallel, config.splits()["dense"]
+    yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
+    layers = " ".join(str(len(part)) for part in config.layers())
+    yield (
+        f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
+        f"{layers} layers; ZeRO {parallel.zero}"
+    )
 
 
 def hosts(names: Sequence[str]) -> Iterator[str]:

@@ -49,9 +49,11 @@ class Step(NamedTuple):
 class Trainer:
     """Model and optimiser of a run on a mesh; only rank 0 has `batches`.
 
-    `clock()` gives the seconds that a step and its parts take.  `stage_factory` makes the stages
-    of this rank (`hpc3d.pipeline.stage_protocol`) as `hpc3d.model.stage.build` does.
+    `clock()` gives the seconds that a step and its parts take.  A subclass may train another
+    model: it makes the `stages` of this rank (`hpc3d.pipeline.stage_protocol`) and its `sums`.
     """
+
+    has_tied_ends = True  # it may have: a table on the first and the last pipeline stage
 
     def __init__(
         self,
@@ -61,8 +63,7 @@ class Trainer:
         batches: Any,
         program: Program | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        feed: type[MicrobatchLoader] = MicrobatchLoader,
-        stage_factory: Callable[..., Sequence[PipelineStage]] = build,
+        feed: Callable[..., Any] = MicrobatchLoader,
     ) -> None:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
@@ -70,11 +71,10 @@ class Trainer:
         self.parameters = Parameters(
             mesh, train.dtype, config.parallel.zero, optimizer.WHOLE_MATRICES
         )
-        spec = spec_of(config, vocabulary)
-        self.shape = spec.sizes
-        stages = stage_factory(mesh, self.parameters, spec, *self.parts(program.placement))
+        self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
+        stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
-        self.buckets = Buckets(self.parameters, config.parallel.bucket_mb * 1e6)
+        self.buckets = self.sums(config.parallel.bucket_mb * 1e6)
         self.optimizer = optimizer(self.parameters, train.weight_decay)
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
@@ -92,6 +92,16 @@ class Trainer:
         from hpc3d.training.graphed_step import replay_of
 
         return replay_of(self)
+
+    def stages(self, placement: Placement) -> Sequence[PipelineStage]:
+        """Those of this rank, one per chunk, their parameters added to `parameters`."""
+        spec = spec_of(self.config, self.vocabulary)
+        self.shape = spec.sizes
+        return build(self.mesh, self.parameters, spec, *self.parts(placement))
+
+    def sums(self, size: float) -> Buckets:
+        """What sums the gradients of `parameters`, in buckets of `size` bytes."""
+        return Buckets(self.parameters, size)
 
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """The parts of the model on this rank, one per chunk, and the pipeline stage of the other
@@ -126,7 +136,7 @@ class Trainer:
             trace.communication / 1e9 / seconds, stop_request()
         )
         self.mesh.guard.end()
-        spent, tokens = self.engine.seconds, self.config.train.batch * self.config.model.sequence
+        spent, tokens = self.engine.seconds, self.tokens
         forward, backward = spent["F"], spent["B"] + spent["W"] + spent["BW"]
         rate = learning_rate(self.config.train, number)
         trace.end_step(

@@ -10,7 +10,7 @@ import torch
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, TrainConfig
-from hpc3d.model.stage import LayerRange, build
+from hpc3d.model.stage import LayerRange
 from hpc3d.training.optimizer import learning_rate
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, trained_of, trainer_of
@@ -154,22 +154,20 @@ def close(found, expected):
         np.testing.assert_allclose(block[: len(part)], part, rtol=0, atol=1e-6, err_msg=name)
 
 
-def test_stages_are_those_that_the_factory_makes():
-    """On two pipeline stages, each with the parts and the other end of a tied table."""
+def test_parts_have_their_layers_and_the_other_end_of_a_tied_table():
+    """On two pipeline stages."""
     config = config_of("p=2 layers=4")
     asked = {}
 
     def rank(mesh):
-        def factory(mesh, parameters, spec, parts, tied_peer):
-            asked[mesh.coord("p")] = parts, tied_peer
-            made.extend(build(mesh, parameters, spec, parts, tied_peer))
-            return made
+        class Asked(Trainer):
+            def parts(self, placement):
+                found = asked[mesh.coord("p")] = super().parts(placement)
+                return found
 
-        made = []
-        trainer = Trainer(mesh, config, config.model.vocabulary, None, stage_factory=factory)
-        return trainer.engine.stages is made
+        Asked(mesh, config, config.model.vocabulary, None)
 
-    assert all(run(config.mesh.sizes(), rank))
+    run(config.mesh.sizes(), rank)
     first, last = LayerRange(range(2), True, False), LayerRange(range(2, 4), False, True)
     assert asked == {0: ([first], 1), 1: ([last], 0)}
 

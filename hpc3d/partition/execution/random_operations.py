@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import fx
 from torch.nn import functional

@@ -1,0 +1,178 @@
+"""The loop of a run: its steps, an early stop, and its end, whatever model is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+
+from hpc3d.runtime import launch
+from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
+from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
+from hpc3d.training.log import Log
+from hpc3d.training.run_folder import write_text
+from hpc3d.training.stop_request import Stop, reason
+
+if TYPE_CHECKING:
+    from hpc3d.comm.device_setup import Hardware
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.comm.watchdog import Watchdog
+    from hpc3d.config.input_file import Config
+    from hpc3d.runtime.job import Job
+    from hpc3d.training.trainer import Step, Trainer
+
+
+class RunSaver(Protocol):
+    """What saves a run, as hpc3d.checkpoints.saver does: after `saved` steps was the last time."""
+
+    saved: int
+
+    def after(self, number: int) -> None: ...
+    def stop(self, number: int) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class RunBatches(Protocol):
+    """The data of a run, which knows where it stands after so many steps."""
+
+    def position(self, done: int) -> dict[str, int]: ...
+
+
+class RunPlan(NamedTuple):
+    """What rank 0 tells the others before the first step."""
+
+    config: Config
+    folder: Path
+    git: str
+    resumed: bool
+    changes: list[str]
+
+
+class Equipment(NamedTuple):
+    """The mesh of a run, and what watches it, logs it, and gives its seconds."""
+
+    mesh: Mesh
+    watchdog: Watchdog
+    log: Log
+    clock: Callable[[], float]
+
+
+class RunningJob(NamedTuple):
+    """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
+
+    trainer: Trainer
+    saver: RunSaver
+    watchdog: Watchdog
+    log: Log
+    batches: RunBatches | None
+    start: int
+
+
+def equipped(
+    job: Job, plan: RunPlan, mesh: Mesh, hardware: Hardware, layout: Iterable[str]
+) -> Equipment:
+    """The mesh of a run as its configuration wants it watched and recorded; the log begins, and
+    says how the model lies on the ranks, in lines of `layout`."""
+    from hpc3d.comm.watchdog import Watchdog
+    from hpc3d.training.trace_setup import CLOCKS, recorded
+
+    config = plan.config
+    mesh = guarded(mesh, config.guard)
+    watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)
+    mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)
+    log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
+    log.header(plan, mesh, job, hardware, layout)
+    for line in plan.changes:
+        log.say(f"resume: {line}")
+    return Equipment(mesh, watchdog, log, CLOCKS[config.trace.clock][1])
+
+
+def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
+    """The steps of a run, until the last one or a request to stop; JobExit for any other end."""
+    try:
+        done = _steps(plan, run, stop)
+    except GuardError as wrong:
+        _give_up(job, plan, run, wrong)
+    _end(job, plan, run, done)
+    if done < plan.config.train.steps:
+        raise JobExit(STOPPED if run.saver.saved == done else FAILED)
+
+
+def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
+    """Make the steps, until the last one or a request to stop; how many are done."""
+    config, trainer, log = plan.config, run.trainer, run.log
+    replicas, spikes = (
+        ReplicaCheck(trainer, config.guard.replicas_every),
+        LossSpikes(config.guard.loss_spike_sigma),
+    )
+    for number in range(run.start, config.train.steps):
+        run.watchdog.step(number)
+        if number % config.trace.sync_every == 0:
+            trainer.mesh.trace.synchronise()
+        step = trainer.step(number, stop.request)
+        log.step(step)
+        if line := spikes.see(step.loss):
+            log.say(line)
+        replicas.after(number)
+        run.saver.after(number)
+        if step.stop_request and number + 1 < config.train.steps:
+            _stop_early(plan, run, step)
+            return number + 1
+    if spikes.count:
+        log.say(f"{spikes.count} loss spikes in all")
+    return config.train.steps
+
+
+def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
+    """Save what can be saved, and say why there is no further step."""
+    run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}")
+    saved = run.saver.stop(step.number)
+    run.saver.wait()
+    run.log.say(
+        f"saved: go on with --resume {plan.folder}"
+        if saved
+        else "nothing is saved: this schedule has passes in flight that no checkpoint holds"
+    )
+
+
+def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
+    """After the last step: everything on disk, one trace of all ranks."""
+    run.watchdog.stop()  # the last save may take its time
+    run.saver.wait()
+    run.trainer.mesh.trace.synchronise()
+    _save_position(plan, run.batches, done)
+    launch.finish(job)
+    job.barrier()
+    if job.rank == 0 and plan.config.trace.enabled:
+        from hpc3d.trace.merge import merge
+
+        merge(plan.folder)
+    if plan.resumed and run.saver.saved < done:
+        run.log.say("nothing of these steps is saved: checkpoint.every is 0")
+    run.log.say(f"run kept in {plan.folder}")
+    job.barrier()
+
+
+def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoReturn:
+    """All ranks: end the job because of a wrong number, saying once what is known of it."""
+    run.watchdog.stop()
+    run.saver.wait()
+    for line in lines(wrong, job.gather(wrong.found)):
+        run.log.warn(line)
+    saved = any((plan.folder / "checkpoints").glob("step-????????"))
+    run.log.warn(
+        f"go on from the last checkpoint with --resume {plan.folder}"
+        if saved
+        else "nothing was saved (checkpoint.every): start again"
+    )
+    launch.finish(job)
+    job.barrier()
+    raise JobExit(wrong.code)
+
+
+def _save_position(plan: RunPlan, batches: RunBatches | None, done: int) -> None:
+    """Rank 0: where in the data the run ended, for one that goes on from here."""
+    if batches is not None:
+        position = {"step": done, **batches.position(done)}
+        write_text(plan.folder / "position.json", json.dumps(position) + "\n")
