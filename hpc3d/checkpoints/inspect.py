@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -161,13 +161,17 @@ def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
     raise Problems(wrong)
 
 
-def inconsistencies(opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def inconsistencies(
+    opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()
+) -> Iterator[str]:
     """What cannot be in a manifest: another step than the folder's, tensors that no model of these
-    `shapes` has, and those of which there is not every element once."""
+    `shapes` has, and those of which there is not every element once.  Of `frozen` ones there is
+    the value alone."""
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != f"step-{step:08d}":
         yield f"its manifest is of step {step}"
-    keys = [(name, kind) for kind in kinds_of(opened) for name in shapes]
+    kinds = kinds_of(opened)
+    keys = [(name, kind) for name in shapes for kind in (("value",) if name in frozen else kinds)]
     for name, kind in opened.sources.keys() - {*keys}:
         yield f"its model has no {name}, {kind}"
     for name, kind in keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from hpc3d.data.batches import Batches
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
+
+Differs = Callable[[Checkpoint], str | None]
 
 _OF_ANOTHER = "it is of another model or optimiser"
 _NOTHING = "{}: no checkpoint to resume from; train anew"
@@ -56,12 +59,15 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
-def continued(run: Path, config: Config) -> tuple[Config, list[str]]:
+def continued(
+    run: Path, config: Config, differs: Differs | None = None
+) -> tuple[Config, list[str]]:
     """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
+    `differs` says why a checkpoint is of another model (None: asks `mismatch`).
 
     ValueError, before anything is changed, if it cannot go on.
     """
-    done = _check(run, config)
+    done = _check(run, config, differs or partial(mismatch, config))
     begun = load(run / "config.toml", [], of_run=True).train if done else config.train
     config = with_decay_steps(config, begun)
     return config, [*changes(run, config), *rate_notes(begun, config.train, done)]
@@ -77,7 +83,7 @@ def changes(run: Path, config: Config) -> list[str]:
     ]
 
 
-def _check(run: Path, config: Config) -> int:
+def _check(run: Path, config: Config, differs: Differs) -> int:
     """How many steps are done, of the newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
@@ -85,7 +91,7 @@ def _check(run: Path, config: Config) -> int:
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
-        if not (problem := _attempt(lambda folder=folder: mismatch(Checkpoint(folder), config))):
+        if not (problem := _attempt(lambda folder=folder: differs(Checkpoint(folder)))):
             break
         wrong.append(problem)
     else:
@@ -125,13 +131,20 @@ def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[st
         )
 
 
-def resume(job: Job, run: Path, trainer: Trainer, say: Callable[[str], object]) -> int:
+def resume(
+    job: Job,
+    run: Path,
+    trainer: Trainer,
+    say: Callable[[str], object],
+    differs: Differs | None = None,
+) -> int:
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
 
-    `say(line)` logs which one that is, and what is wrong with those after it.
+    `say(line)` logs which one that is, and what is wrong with those after it; `differs` is that of
+    `continued`.
     """
-    opened, wrong = _newest(job, run, trainer)
+    opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     problem = _attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
     if problems := _problems_of_all(job, problem):
         job.refuse(*problems)
@@ -152,7 +165,7 @@ def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
             batches.go_on(header["step"], sequences)
 
 
-def _newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, list[str]]:
+def _newest(job: Job, run: Path, differs: Differs) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
     what is wrong with those after it.  The job is refused without one."""
     wrong = []
@@ -164,7 +177,7 @@ def _newest(job: Job, run: Path, trainer: Trainer) -> tuple[Checkpoint | None, l
             nonlocal opened
             opened = Checkpoint(folder)
             damage = opened.damage(job.rank, job.size)
-            return damage or (mismatch(opened, trainer.config) if job.rank == 0 else None)
+            return damage or (differs(opened) if job.rank == 0 else None)
 
         problems = _problems_of_all(job, _attempt(look))
         if not problems:
@@ -186,7 +199,7 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
-def mismatch(opened: Checkpoint, config: Config) -> str | None:
+def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
     from hpc3d.checkpoints.inspect import config_of, inconsistencies, kinds_of, shapes_of
 

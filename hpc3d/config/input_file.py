@@ -133,6 +133,19 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class TorchConfig:
+    """An unmodified PyTorch module instead of [model] and [data], which `hpc3d.partition run`
+    trains by its plan."""
+
+    __pydantic_config__ = STRICT
+    model: str | None = None
+    """MODULE:FACTORY, a function that returns the module and its example inputs"""
+    inputs: str | None = None
+    """MODULE:FUNCTION, which returns the inputs of a step by its number (absent: the example
+    inputs, in every step)"""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The optimisation."""
 
@@ -240,6 +253,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    torch: TorchConfig = field(default_factory=TorchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)

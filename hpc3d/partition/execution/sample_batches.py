@@ -14,6 +14,7 @@ from hpc3d.partition.execution.stage_program import size_of
 if TYPE_CHECKING:
     from torch import fx
 
+    from hpc3d.comm.communicator import Communicator
     from hpc3d.comm.mesh import Mesh
 
 
@@ -73,9 +74,10 @@ class SampleLoader:
         captured: Captured,
         batches: Callable[[int], list[Any]] | None,
         rows: Iterable[range],
+        samples: int,
     ) -> None:
         self.mesh, self.captured, self.batches, self.rows = mesh, captured, batches, [*rows]
-        self.samples = captured.batch
+        self.samples = samples
         self.valid: dict[int, int] = {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
@@ -100,10 +102,15 @@ class SampleLoader:
         if not isinstance(like, torch.Tensor):
             return like
         shape = [size_of(size, self.samples) for size in like.shape]
-        whole = torch.empty(shape, dtype=like.dtype) if value is None else value.contiguous()
-        block = whole.numpy().reshape(-1).view(np.uint8)
-        told = self.mesh.world.broadcast(block if self.batches else block[:0], 0).wait()
-        return torch.from_numpy(np.array(told)).view(like.dtype).view(shape)
+        whole = torch.empty(shape, dtype=like.dtype) if value is None else value
+        return shared_by_root(self.mesh.world, whole)
+
+
+def shared_by_root(world: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of rank 0, given one of its shape and type."""
+    block = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    told = world.broadcast(block if world.rank == 0 else block[:0], 0).wait()
+    return torch.from_numpy(np.array(told)).view(tensor.dtype).view(tensor.shape)
 
 
 def _cut(inputs, rows):

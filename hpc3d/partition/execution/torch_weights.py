@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from hpc3d.partition.capture import Captured
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
     from hpc3d.model.parameters import Parameter, Parameters
 
 
@@ -119,6 +121,18 @@ class TorchWeights:
         """Set one that this rank has."""
         if name in self.tensors:
             self.tensors[name].detach().copy_(value)
+
+    def average(self, names: Sequence[str], replicas: Communicator) -> None:
+        """Give all replicas the mean of those buffers that are no counters, and `store`."""
+        floating = [self.tensors[name] for name in names if self.tensors[name].is_floating_point()]
+        if floating and replicas.size > 1:
+            mine = torch.cat([tensor.reshape(-1) for tensor in floating]).numpy()
+            mean, start = np.array(replicas.all_reduce(mine).wait()) / replicas.size, 0
+            for tensor in floating:
+                part = mean[start : start + tensor.numel()]
+                tensor.copy_(torch.from_numpy(part).view(tensor.shape))
+                start += tensor.numel()
+        self.store()
 
     def store(self) -> None:
         """Write buffers of other types, such as counters, to their Parameters."""

@@ -1,0 +1,271 @@
+"""Run a plan: train an unmodified torch module on its stages.
+
+mpirun -np N python -m hpc3d.partition run PLAN.json --train.steps 100 --torch.inputs data:batch
+mpirun -np N python -m hpc3d.partition run --resume RUN_DIR [PLAN.json]
+
+N is the number of ranks of the plan.  The module must return its loss, a mean over samples; what
+else it returns is not used.  Keys are those of an input file (`python -m hpc3d.train --help`): of
+[train] (--steps is short for --train.steps), [checkpoint], [guard], [trace], [run] and [torch],
+seed, name and parallel.bucket_mb, parallel.overlap and parallel.zero; the plan has the others.
+
+With --resume the run in RUN_DIR goes on, by its own plan or another one of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import torch
+
+from hpc3d.checkpoints.inspect import inconsistencies
+from hpc3d.checkpoints.resume import continued, resume, run_to_resume, with_decay_steps
+from hpc3d.checkpoints.saver import saver_of
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.comm.cartesian import build_stages
+from hpc3d.comm.device_setup import Hardware
+from hpc3d.config import load
+from hpc3d.config.input_file import Config, MeshConfig
+from hpc3d.config.rules import refuse
+from hpc3d.partition import plan_file
+from hpc3d.partition.capture import Captured, capture, function_at, made, made_with_data
+from hpc3d.partition.execution.module_trainer import ModuleTrainer
+from hpc3d.partition.execution.sample_batches import flat_inputs
+from hpc3d.partition.execution.staged_model import StagedModel, staged_model
+from hpc3d.partition.execution.stage_program import size_of
+from hpc3d.partition.execution.torch_weights import (
+    is_trained,
+    state_of,
+    stored_shapes,
+    values_in,
+)
+from hpc3d.partition.plan_file import SavedPlan
+from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.schedule import find
+from hpc3d.plain import lines_of
+from hpc3d.runtime.exit_codes import REFUSED, BadData
+from hpc3d.runtime.host_map import homes_of
+from hpc3d.training import run_folder
+from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
+from hpc3d.training.stop_request import Stop
+
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
+
+_OF_RUN = ("train.", "checkpoint.", "guard.", "trace.", "run.", "torch.inputs", "seed", "name")
+_OF_RUN += ("parallel.bucket_mb", "parallel.overlap", "parallel.zero", "mesh.transport")
+_OF_PLAN = ("train.batch", "train.dtype", "train.backend", "guard.abft_every")
+_USAGE = "write run PLAN.json --section.key VALUE ..., or --resume RUN_DIR"
+
+
+class _Asked(NamedTuple):
+    """What the command line asks for: the plan, the keys of a run, and the folder of the one to go
+    on with, if there is one."""
+
+    plan: SavedPlan
+    words: list[str]
+    resumed: Path | None
+
+
+class _Opened(NamedTuple):
+    """What rank 0 has opened: the plan of the run, and the lock of its folder."""
+
+    plan: RunPlan
+    lock: TextIO
+
+
+class _Source(NamedTuple):
+    """What rank 0 has of the model: the values of its weights, and the inputs of a step."""
+
+    values: dict[str, torch.Tensor]
+    batches: StepInputs
+
+
+def run(job: Job, words: list[str]) -> None:
+    """The whole run on one rank."""
+    if {"-h", "--help"} & {*words}:
+        job.from_root(lambda: print(__doc__))
+        return
+    asked = job.from_root(lambda: _asked(words))
+    if job.size != asked.plan.ranks:
+        job.refuse(f"the plan is for {asked.plan.ranks} ranks, but {job.size} were started")
+    torch.set_num_threads(1)
+    model = _on_all_ranks(job, lambda: _model(asked.plan))
+    opened = job.on_root(lambda: _prepare(asked, model))
+    plan = job.from_root(lambda: opened.plan)
+    stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
+    source = job.on_root(lambda: _source(asked.plan, plan.config, model))
+    trained(job, plan, _begin(job, plan, model, source), stop)
+
+
+def _on_all_ranks(job: Job, make: Callable[[], Any]) -> Any:
+    """What `make()` returns; what it refuses on any rank is refused."""
+    found, problems = None, []
+    try:
+        found = make()
+    except REFUSED as error:
+        problems = lines_of(error)
+    if lines := dict.fromkeys(line for lines in job.gather(problems) for line in lines):
+        job.refuse(*lines)
+    return found
+
+
+def _asked(words):
+    """Rank 0: the _Asked of the command line; ValueError for what is wrong."""
+    words = list(words)
+    resumed = run_to_resume(words)
+    given = words and not words[0].startswith("-")
+    if not given and not resumed:
+        raise ValueError(f"no plan is named: {_USAGE}")
+    path = words.pop(0) if given else resumed / "plan.json"
+    words = [_spelled_out(word) for word in words]
+    for option, _ in load.options(words):
+        key = option.removeprefix("--")
+        if not key.startswith(_OF_RUN) or key in _OF_PLAN:
+            raise ValueError(
+                f"{option}: this is the plan's; keys of a run begin with {' '.join(_OF_RUN)}"
+            )
+    return _Asked(plan_file.load(path), words, resumed)
+
+
+def _spelled_out(word):
+    """A word of the command line in full."""
+    return "--train.steps" + word.removeprefix("--steps") if word.startswith("--steps") else word
+
+
+def _model(plan):
+    """The StagedModel of a plan, without data."""
+    captured = capture(*made(plan.model))
+    return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)
+
+
+def _prepare(asked, model):
+    """Rank 0: settle the configuration, and make the folder or take up that of a run."""
+    config, resumed, changed = _configuration(asked, model), asked.resumed, []
+    program_of(config)
+    if resumed:
+        lock = run_folder.claim(resumed)
+        config, changed = continued(resumed, config, partial(mismatch, model))
+        where = run_folder.reopen(resumed, load.to_toml(config))
+    else:
+        config = with_decay_steps(config)
+        where = run_folder.create(config, load.to_toml(config))
+        lock = run_folder.claim(where)
+    run_folder.write_text(where / "plan.json", asked.plan.text())
+    told = RunPlan(config, where, run_folder.git_revision(), bool(resumed), changed)
+    return _Opened(told, lock)
+
+
+def _configuration(asked: _Asked, model: StagedModel) -> Config:
+    """The Config of a run: the keys that were given, and what the plan says."""
+    plan, resumed = asked.plan, asked.resumed
+    file = resumed / "config.toml" if resumed else None
+    config = load.load(file, asked.words, of_run=bool(resumed))
+    mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=1, y=1, z=1)
+    parallel = replace(
+        config.parallel,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        zero=config.parallel.zero or plan.zero,
+    )
+    refuse([*_wrong(plan, parallel.zero)])
+    return replace(
+        config,
+        name="module" if config.name == Config().name else config.name,
+        mesh=replace(mesh, transport=config.mesh.transport),
+        parallel=parallel,
+        torch=replace(config.torch, model=plan.model),
+        train=replace(config.train, batch=plan.batch, dtype=model.dtype),
+    )
+
+
+def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
+    """What of a plan cannot be run: a line for each."""
+    schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
+    if schedule.asynchronous or schedule.splits_backward:
+        yield f"schedule {plan.schedule}: not for torch modules; use gpipe, 1f1b or interleaved"
+    if max(plan.replicas) > rows:
+        yield f"{max(plan.replicas)} replicas cannot share microbatches of {rows} samples"
+    if len({*plan.replicas}) > 1 and plan.batch % plan.microbatches:
+        yield (
+            f"{plan.batch} samples do not divide into {plan.microbatches} microbatches, as they "
+            "must for stages with different numbers of replicas"
+        )
+    if zero > 1:
+        yield f"parallel.zero = {zero}: not for torch modules; use 0 or 1"
+
+
+def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
+    """Rank 0: make the module with its data."""
+    module, inputs = made_with_data(plan.model, config.seed)
+    values = dict(values_in(module, model.captured))
+    given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
+    return _Source(values, StepInputs(model.captured, given, plan.batch))
+
+
+def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
+    """The RunningJob of this rank, in the state that it goes on from."""
+    config = plan.config
+    rows = config.train.batch // config.parallel.microbatches
+    mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
+    homes = homes_of(job.gather(job.place()))
+    hardware = Hardware(None, config.mesh.transport, homes=homes)
+    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, _layout(config, model))
+    batches = source and source.batches
+    trainer = ModuleTrainer(mesh, config, model, line, batches, program_of(config), clock)
+    trainer.fill(source.values if source else {})
+    start = 0
+    if plan.resumed:
+        start = resume(job, plan.folder, trainer, log.say, partial(mismatch, model))
+        trainer.torch_weights.load()
+    saver = saver_of(job, plan, trainer, batches, log)
+    return RunningJob(trainer, saver, watchdog, log, batches, start)
+
+
+def _layout(config: Config, model: StagedModel) -> Iterator[str]:
+    """How the model lies on the ranks."""
+    counts = [len(program.module.graph.nodes) for program in model.programs]
+    replicas = " ".join(map(str, model.replicas))
+    yield f"{config.torch.model}: parts of {' '.join(map(str, counts))} operations"
+    yield (
+        f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
+        f"replicas of the stages {replicas}; ZeRO {config.parallel.zero}"
+    )
+
+
+class StepInputs:
+    """The inputs of a module by step: `given(step)`, for steps of `samples`."""
+
+    def __init__(
+        self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
+    ) -> None:
+        self.captured, self.given, self.samples = captured, given, samples
+
+    def __call__(self, step: int) -> list[Any]:
+        """Flat, in the order of the captured program."""
+        flat = flat_inputs(self.captured, self.given(step))
+        for node, value in zip(self.captured.inputs, flat, strict=True):
+            if isinstance(like := node.meta["val"], torch.Tensor):
+                shape = [size_of(size, self.samples) for size in like.shape]
+                if not isinstance(value, torch.Tensor) or [*value.shape] != shape:
+                    found = [*value.shape] if isinstance(value, torch.Tensor) else value
+                    raise BadData(f"step {step}: input {node.name} is {found!s:.80}, not {shape}")
+        return flat
+
+    def position(self, done: int) -> dict[str, int]:
+        return {"sequences": done * self.samples}
+
+    def go_on(self, done: int, sequences: int) -> None:
+        """Steps know their inputs by number."""
+
+
+def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
+    """Why a checkpoint is not one of the module and its optimiser; None if it is."""
+    shapes = stored_shapes(model.captured)
+    frozen = {name for name, like in state_of(model.captured).items() if not is_trained(like)}
+    found = inconsistencies(opened, shapes, frozen)
+    return next((f"{opened.folder}: {problem}" for problem in found), None)

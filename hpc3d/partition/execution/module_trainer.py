@@ -1,0 +1,105 @@
+"""A Trainer of an unmodified torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc3d.comm.mesh import DATA
+from hpc3d.comm.stage_mesh import Line
+from hpc3d.partition.execution.sample_batches import SampleLoader, rows_of, shared_by_root
+from hpc3d.partition.execution.staged_model import StagedModel
+from hpc3d.partition.execution.tied_weights import TiedBuckets, lines_of_owners
+from hpc3d.partition.execution.torch_stage import TorchStage
+from hpc3d.partition.execution.torch_weights import TorchWeights, state_of
+from hpc3d.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
+    from hpc3d.model.gradient_buckets import Buckets
+    from hpc3d.pipeline.instruction import Placement
+    from hpc3d.pipeline.program import Program
+
+
+class ModuleTrainer(Trainer):
+    """The stages of a StagedModel on a hpc3d.comm.stage_mesh, whose communicators of some ranks
+    `line` makes; only rank 0 has `batches`, the flat inputs of a step by its number.
+
+    The weights are not those of the module before `fill`.
+    """
+
+    has_tied_ends = False
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: Config,
+        model: StagedModel,
+        line: Line,
+        batches: Callable[[int], list[Any]] | None,
+        program: Program,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model, stage = model, mesh.coord("p")
+        self.lines = lines_of_owners(model.owners, model.replicas, stage, line)
+        rows = rows_of(
+            config.train.batch, config.parallel.microbatches, mesh.size(DATA), mesh.coord(DATA)
+        )
+        feed = partial(_loader, captured=model.captured, rows=rows)
+        super().__init__(mesh, config, 0, batches, program, clock, feed)
+        self.tokens = config.train.batch
+        self.torch_weights.bind()
+
+    def stages(self, placement: Placement) -> list[TorchStage]:
+        model, stage = self.model, self.mesh.coord("p")
+        here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
+        names = [name for part in here for name in model.programs[part].weights]
+        shared = {
+            name: owners[0] == stage
+            for name, owners in model.owners.items()
+            if len(owners) > 1 and stage in owners
+        }
+        self.torch_weights = TorchWeights(model.captured, self.parameters, names, shared)
+        return [self._stage(part) for part in here]
+
+    def _stage(self, part):
+        model, last = self.model, part == len(self.model.programs) - 1
+        return TorchStage(
+            model.programs[part],
+            self.torch_weights,
+            model.graded,
+            self.config.seed,
+            model.loss if last else None,
+            model.recompute[part],
+        )
+
+    def sums(self, size: float) -> Buckets:
+        items, owners = self.torch_weights.items, self.model.owners
+        trained = [name for name in owners if name in items and not items[name].frozen]
+        shared = [
+            (line, [items[name] for name in trained if owners[name] == stages])
+            for stages, line in self.lines.items()
+        ]
+        return TiedBuckets(self.parameters, size, [each for each in shared if each[1]])
+
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take the values of parameters, buffers and constants from rank 0, one after the other;
+        elsewhere `values` is empty."""
+        for name, like in state_of(self.model.captured).items():
+            whole = values.get(name, torch.empty(like.shape, dtype=like.dtype, device="cpu"))
+            self.torch_weights.fill(name, shared_by_root(self.mesh.world, whole))
+        self.torch_weights.store()
+
+    def update(self) -> None:
+        """Before the update, give all replicas of a stage the same buffers, their mean."""
+        written = [name for stage in self.engine.stages for name in stage.program.written]
+        self.torch_weights.average(written, self.mesh.comm(DATA))
+        super().update()
+
+
+def _loader(mesh, config, batches, program, captured, rows):
+    return SampleLoader(mesh, captured, batches, rows, config.train.batch)

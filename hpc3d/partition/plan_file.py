@@ -1,0 +1,140 @@
+"""A plan as a file: what `hpc3d.partition -o` writes and `hpc3d.partition run` follows.
+
+It is JSON, and holds for one model: the graph that torch.export finds has its SHA-256 in it, so
+that a model which computes something else is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hpc3d import files
+from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.partition.capture import Captured
+
+_FORMAT, _VERSION = "hpc3d-plan", 1
+_REMEDY = "name a file that python -m hpc3d.partition -o has written"
+
+
+class SavedPlan(NamedTuple):
+    """A plan of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) for steps of `batch`
+    samples.
+
+    By pipeline stage `replicas`; by part, in the order of the model, whether it is computed again
+    (`recompute`), and `parts`, the names of its pieces.  `predicted` is what it was planned with
+    and for: machine, seconds, bytes.
+    """
+
+    model: str
+    graph: str
+    batch: int
+    microbatches: int
+    schedule: str
+    chunks: int
+    zero: int
+    replicas: list[int]
+    recompute: list[bool]
+    parts: list[list[str]]
+    predicted: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.replicas)
+
+    def text(self) -> str:
+        """The content of its file."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
+
+    def pieces(self, captured: Captured) -> list[list[int]]:
+        """The numbers of the pieces of each part; ValueError if the model is another one."""
+        if digest_of(captured) != self.graph:
+            raise ValueError(
+                f"{self.model} computes something else than when it was planned, or this is "
+                "another version of torch: plan it anew"
+            )
+        numbers = {name_of(captured, number): number for number in range(len(captured.pieces))}
+        if sorted(name for part in self.parts for name in part) != sorted(numbers):
+            raise ValueError("the parts of the plan are not the pieces of its model: plan it anew")
+        return [[numbers[name] for name in part] for part in self.parts]
+
+
+def name_of(captured: Captured, piece: int) -> str:
+    """That of a piece in plan files: of its first operation."""
+    return captured.pieces[piece].nodes[0].name
+
+
+def digest_of(captured: Captured) -> str:
+    """The SHA-256 of what a model computes, for any batch: its operations with their operands, and
+    the shapes and types of all values."""
+    digest = hashlib.sha256()
+    for node in captured.program.graph.nodes:
+        what = node.op, node.name, str(node.target), repr(node.args), repr(node.kwargs)
+        digest.update(repr((*what, _described(node.meta.get("val")))).encode())
+    return digest.hexdigest()
+
+
+def _described(value):
+    """Shapes and types, with b for the batch."""
+    if isinstance(value, torch.Tensor):
+        shape = [_described(size) for size in value.shape]
+        return str(value.dtype), value.requires_grad, shape
+    if isinstance(value, tuple | list):
+        return [_described(each) for each in value]
+    text = str(value)
+    for symbol in value.node.expr.free_symbols if isinstance(value, torch.SymInt) else ():
+        text = text.replace(str(symbol), "b")
+    return text
+
+
+def load(path: Path | str) -> SavedPlan:
+    """The SavedPlan of a file; ValueError in one line for what is none."""
+    content = files.read(path, files.MOST_JSON, _REMEDY)
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not valid JSON; {_REMEDY}") from None
+    if not isinstance(tree, dict) or (tree.get("format"), tree.get("version")) != (
+        _FORMAT,
+        _VERSION,
+    ):
+        raise ValueError(f"{path} is no plan that this hpc3d reads; {_REMEDY}")
+    for field, sound in _SOUND.items():
+        if not sound(tree.get(field)):
+            raise ValueError(f"{path}: {field} is not that of a plan; {_REMEDY}")
+    plan = SavedPlan(**{field: tree[field] for field in SavedPlan._fields})
+    if {len(plan.parts), len(plan.recompute)} != {len(plan.replicas) * plan.chunks}:
+        raise ValueError(f"{path}: its stages, replicas and parts do not go together; {_REMEDY}")
+    return plan
+
+
+def _whole(least, most):
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _text(value):
+    return isinstance(value, str) and 0 < len(value) < _LONGEST and "\0" not in value
+
+
+def _list_of(sound):
+    return lambda value: isinstance(value, list) and bool(value) and all(map(sound, value))
+
+
+_LONGEST = 10_000  # letters of a name
+_SOUND = {
+    "model": _text,
+    "graph": _text,
+    "batch": _whole(1, INT32),
+    "microbatches": _whole(1, MOST_PASSES),
+    "schedule": _text,
+    "chunks": _whole(1, MOST_RANKS),
+    "zero": _whole(0, 1),
+    "replicas": _list_of(_whole(1, MOST_RANKS)),
+    "recompute": _list_of(lambda value: isinstance(value, bool)),
+    "parts": _list_of(_list_of(_text)),
+    "predicted": lambda value: isinstance(value, dict),
+}
