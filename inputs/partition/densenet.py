@@ -21,42 +21,42 @@ class Layer(nn.Module):
         return self.conv2(functional.relu(self.norm2(x)))
 
 
-class Block(nn.Module):
-    def __init__(self, channels, growth, layers):
-        super().__init__()
-        widths = [channels + growth * layer for layer in range(layers)]
-        self.layers = nn.ModuleList(Layer(width, growth) for width in widths)
+class Half(nn.Sequential):
+    """Between two blocks: half of the channels, and of the points along each side."""
 
-    def forward(self, x):
-        found = [x]
-        for layer in self.layers:
-            found.append(layer(found))
-        return torch.cat(found, 1)
-
-
-def _half(channels):
-    """Between two blocks: half of the channels and of the points along each side."""
-    conv = nn.Conv2d(channels, channels // 2, 1, bias=False)
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv, nn.AvgPool2d(2))
+    def __init__(self, channels):
+        conv = nn.Conv2d(channels, channels // 2, 1, bias=False)
+        super().__init__(nn.BatchNorm2d(channels), nn.ReLU(), conv, nn.AvgPool2d(2))
 
 
 class DenseNet(nn.Module):
     def __init__(self, blocks, growth, classes):
         super().__init__()
-        channels = 2 * growth
-        stem = nn.Conv2d(3, channels, 7, 2, 3, bias=False)
-        parts = [stem, nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        for number, layers in enumerate(blocks):
-            if number:
-                parts.append(_half(channels))
+        channels, layers = 2 * growth, []
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, channels, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        for block, count in enumerate(blocks):
+            if block:
+                layers.append(Half(channels))
                 channels //= 2
-            parts.append(Block(channels, growth, layers))
-            channels += growth * layers
-        self.parts, self.norm = nn.Sequential(*parts), nn.BatchNorm2d(channels)
+            for _ in range(count):
+                layers.append(Layer(channels, growth))
+                channels += growth
+        self.layers, self.norm = nn.ModuleList(layers), nn.BatchNorm2d(channels)
         self.head = nn.Linear(channels, classes)
 
     def forward(self, images, labels):
-        x = functional.relu(self.norm(self.parts(images))).mean((2, 3))
+        found = [self.stem(images)]
+        for layer in self.layers:
+            if isinstance(layer, Half):
+                found = [layer(torch.cat(found, 1))]
+            else:
+                found.append(layer(found))
+        x = functional.relu(self.norm(torch.cat(found, 1))).mean((2, 3))
         return functional.cross_entropy(self.head(x), labels)
 
 
