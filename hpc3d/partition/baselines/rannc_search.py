@@ -1,17 +1,20 @@
-"""RaNNC's search over a chain of blocks (arXiv:2103.16063; nict-wisdom/rannc src/graph/DPStaging.cpp).
+"""RaNNC's search over a chain of blocks (arXiv:2103.16063; nict-wisdom/rannc
+src/graph/DPStaging.cpp).
 
-The stages are the fewest that fit the memory: pipelines on one node first, as many replicas of the
-pipeline as there are nodes; then on more nodes.  A stage has a power of two of replicas, and a step
-of microbatches, whose number is a power of two.  With more than one, stages recompute, and what
-they received waits in the memory of the host.  For so many stages, blocks and devices one state is
-kept, that with the least
+The stages are the fewest that fit the memory: of pipelines on one node first, as many replicas of
+them as there are nodes; then on more nodes.  A stage has a power of two of replicas, and a step a
+power of two of microbatches.  With more than one, stages recompute, and what they received waits
+in the memory of the host.  For so many stages, blocks and devices one state is kept, that with the
+least
 
-    max over stages of (forward + c) + max over stages of (backward + c),   c = bytes in and out / P
+    max over stages of (forward + c) + max over stages of (backward + c)
 
 and of the numbers of microbatches that fit, the one with the shortest step in lock-step waves
 
-    sum over t of max over active s (forward + c) + max over active s (backward + c),
-    plus the longest of parameters / A;      P = 20, A = 10 GiB/s
+    sum over t of max over active s (forward + c) + max over active s (backward + c)
+    + max over stages of parameters / A
+
+where c is bytes in and out / P, and P = 20, A = 10 GiB/s are all that it knows of a network.
 """
 
 from __future__ import annotations

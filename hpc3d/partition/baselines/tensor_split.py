@@ -7,8 +7,9 @@ all-reduce of its result.  Backward has one of the gradient of each input that s
 a Transformer layer has two all-reduces forward and two backward.  Everything else, such as norms,
 dropout and sums, every rank does as a whole.
 
-Assumed: a head and its loss, and an embedding of 128 t words or more, are split by words; the loss then sums three numbers a token over the ranks; no sequence
-parallelism (arXiv:2205.05198); convolutions are not split.
+Assumed: a head and its loss, and an embedding of 128 t words or more, are split by words; the loss
+sums three numbers a token over the ranks; no sequence parallelism (arXiv:2205.05198); convolutions
+are not split.
 """
 
 from __future__ import annotations
