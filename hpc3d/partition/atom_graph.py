@@ -5,6 +5,7 @@ stages is convex: no path leaves a stage and comes back, so that stages can be p
 which values only flow forward; the stages up to any one are a *downset*, closed under inputs.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,8 +16,10 @@ import networkx as nx
 class Atom(NamedTuple):
     """One or more operations, by their `ids`, that stay together.
 
-    Seconds of a microbatch forward and backward; bytes: `memory` that its stage holds for it
-    always, `saved` for every microbatch in flight, `parameters` that replicas sum gradients of.
+    Seconds of a microbatch forward and backward, of which `weight` for the gradients of weights;
+    bytes: `memory` that its stage holds for it always, `saved` for every microbatch in flight,
+    `parameters` that replicas sum gradients of, `working` while one of its operations runs.
+    `pieces` are the numbers of its pieces in a captured module.
     """
 
     ids: tuple
@@ -25,6 +28,9 @@ class Atom(NamedTuple):
     memory: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
+    weight: float = 0.0
+    working: float = 0.0
+    pieces: tuple[int, ...] = ()
 
 
 class Value(NamedTuple):
@@ -36,11 +42,22 @@ class Value(NamedTuple):
     nbytes: float
 
 
-class Graph:
-    """Atoms in a topological order and the values between them."""
+class Shared(NamedTuple):
+    """What each of several `atoms` counts as its own, and a stage with some of them holds once: a
+    weight, in bytes of `memory` and `parameters`."""
 
-    def __init__(self, atoms: Sequence[Atom], values: Sequence[Value]):
-        self.atoms, self.values = tuple(atoms), tuple(values)
+    atoms: tuple[int, ...]
+    memory: float
+    parameters: float
+
+
+class Graph:
+    """Atoms in a topological order, the values between them, and the weights that they share."""
+
+    def __init__(
+        self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
+    ):
+        self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
         self.inputs = [0] * len(self.atoms)  # by atom: the set of atoms that it reads from
         for value in self.values:
             for target in value.targets:
@@ -58,8 +75,12 @@ class Graph:
         return [name for atom in bits(members) for name in self.atoms[atom].ids]
 
     def total(self, name: str, members: int) -> float:
-        """The sum of a number of some atoms."""
-        return sum(getattr(self.atoms[atom], name) for atom in bits(members))
+        """The sum of a number of some atoms, with what they share once."""
+        found = sum(getattr(self.atoms[atom], name) for atom in bits(members))
+        for each in self.shared if name in Shared._fields else ():
+            readers = sum(members >> atom & 1 for atom in each.atoms)
+            found -= max(0, readers - 1) * getattr(each, name)
+        return found
 
     def bytes_in(self, members: int) -> float:
         """Of the values that a stage receives."""
@@ -112,7 +133,10 @@ def _any_in(targets, members):
 
 
 def contracted(
-    atoms: Sequence[Atom], values: Sequence[Value], together: Iterable[Sequence[int]] = ()
+    atoms: Sequence[Atom],
+    values: Sequence[Value],
+    together: Iterable[Sequence[int]] = (),
+    shared: Sequence[Shared] = (),
 ) -> Graph:
     """The Graph in which every group of atoms is one, with whatever lies on a path from a group
     back into it: a convex stage that has the one has the other.
@@ -129,12 +153,39 @@ def contracted(
     order = [*nx.lexicographical_topological_sort(parts, key=members.get)]
     place = {atom: number for number, part in enumerate(order) for atom in members[part]}
     merged = [_as_one([atoms[atom] for atom in members[part]]) for part in order]
-    return Graph(merged, [*_between(values, place)])
+    still = _shared_by_several(shared, place, merged)
+    return Graph(merged, [*_between(values, place)], still)
+
+
+_SUMMED = ("forward", "backward", "memory", "saved", "parameters", "weight")
 
 
 def _as_one(atoms):
-    numbers = [sum(column) for column in zip(*(atom[1:] for atom in atoms), strict=True)]
-    return Atom(tuple(name for atom in atoms for name in atom.ids), *numbers)
+    if len(atoms) == 1:
+        return atoms[0]
+    return Atom(
+        ids=tuple(name for atom in atoms for name in atom.ids),
+        working=max(atom.working for atom in atoms),
+        pieces=tuple(piece for atom in atoms for piece in atom.pieces),
+        **{name: sum(getattr(atom, name) for atom in atoms) for name in _SUMMED},
+    )
+
+
+def _shared_by_several(shared, place, merged):
+    """What is still shared by the atoms at new places; what one of them counts several times is
+    taken out of it."""
+    found = []
+    for each in shared:
+        readers = Counter(place[atom] for atom in each.atoms)
+        for number, times in readers.items():
+            atom, more = merged[number], times - 1
+            merged[number] = atom._replace(
+                memory=atom.memory - more * each.memory,
+                parameters=atom.parameters - more * each.parameters,
+            )
+        if len(readers) > 1:
+            found.append(each._replace(atoms=tuple(sorted(readers))))
+    return found
 
 
 def _between(values, place):

@@ -13,6 +13,7 @@ batch in its first dimension, so that replicas can share it by rows.  So
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import logging
@@ -64,23 +65,39 @@ class Captured(NamedTuple):
 
 def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
     """The module and the example inputs that `MODULE:FACTORY` returns, arguments in a tuple or by
-    name in a dict.
+    name in a dict.  A factory may have arguments, as `MODULE:FACTORY(1024, layers=24)`: literals.
 
     They are fake tensors where the factory works with such, so that a model of any size takes no
     memory; torch's generators stay as they were.  ValueError with a line where it cannot be had.
     """
-    place, colon, factory = name.partition(":")
+    place, colon, call = name.partition(":")
+    factory, given, _ = call.partition("(")
     if not colon or not place or not factory:
         raise ValueError(f"{name}: give a module and a function in it, as package.module:factory")
+    arguments = _literals(name, factory, call) if given else ((), {})
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    result = _called(name, _found(name, place, factory))
+    make = _found(name, place, factory.strip())
+    result = _called(name, lambda: make(*arguments[0], **arguments[1]))
     match result:
         case torch.nn.Module() as module, (tuple() | dict()) as inputs:
             return module, inputs
         case torch.nn.Module() as module, torch.Tensor() as only:
             return module, (only,)
     raise ValueError(f"{name} must return an nn.Module and its inputs, in a tuple or a dict")
+
+
+def _literals(name, factory, call):
+    """The arguments of `factory(1024, layers=24)`, by place and by name."""
+    try:
+        found = ast.parse(call.strip(), mode="eval").body
+        if ast.unparse(found.func) != factory.strip():
+            raise ValueError
+        named = {each.arg: ast.literal_eval(each.value) for each in found.keywords}
+        return [ast.literal_eval(each) for each in found.args], named
+    except (SyntaxError, ValueError, AttributeError, TypeError):
+        how = "as package.module:factory(1024, layers=24)"
+        raise ValueError(f"{name}: give a factory numbers or texts, {how}") from None
 
 
 def _called(name, make):
@@ -105,7 +122,7 @@ def _asks_for_data(error):
     return inside or "tensor subclasses" in str(error)
 
 
-def _found(name: str, place: str, factory: str) -> Callable[[], Any]:
+def _found(name: str, place: str, factory: str) -> Callable[..., Any]:
     try:
         with _undisturbed():
             make = importlib.import_module(place)

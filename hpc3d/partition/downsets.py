@@ -2,8 +2,8 @@
 
 `Downsets` has all of them.  Where these are too many, `Chain` has those of one sorted order, the
 first 0, 1, 2 ... atoms.  Both know by downset the sums over its atoms (`forward`, `backward`,
-`memory`, `saved`, `parameters`) and `crossing`, the bytes of the values that cross the border
-behind it.
+`saved`) and `crossing`, the bytes of the values that cross the border behind it; and of a stage
+between two downsets the bytes that are `fixed` there and those `trained`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,37 @@ def cuts_of(graph: Graph) -> Downsets | Chain:
     return Chain(graph) if found is None else Downsets(graph, found)
 
 
-class Downsets:
+class _Stages:
+    """Sums over the atoms between two downsets, in which a weight that several of them read counts
+    once: all readers in the stage but one are taken off."""
+
+    def _count(self, graph, members):
+        """By downset: sums of what is held, and how many of its atoms have each shared weight."""
+        self._memory, self._parameters = (
+            self._sum(graph, name) for name in ("memory", "parameters")
+        )
+        readers = np.zeros((len(graph), len(graph.shared)))
+        for column, each in enumerate(graph.shared):
+            readers[list(each.atoms), column] = 1
+        self._readers = members(readers)
+        self._shared = np.array([each[1:] for each in graph.shared]).reshape(-1, 2)
+
+    def fixed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
+        """Bytes that the stage holds always."""
+        return self._memory[after] - self._memory[before] - self._again(before, after, 0)
+
+    def trained(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
+        """Bytes of its parameters."""
+        return self._parameters[after] - self._parameters[before] - self._again(before, after, 1)
+
+    def _again(self, before, after, column):
+        if not len(self._shared):
+            return 0.0
+        readers = self._readers[after] - self._readers[before]
+        return np.maximum(0.0, readers - 1) @ self._shared[:, column]
+
+
+class Downsets(_Stages):
     """All downsets, by size."""
 
     exact = True
@@ -36,8 +66,8 @@ class Downsets:
         for row, downset in zip(self.members, downsets, strict=True):
             row[list(bits(downset))] = True
         self.forward, self.backward = self._sum(graph, "forward"), self._sum(graph, "backward")
-        self.memory, self.saved = self._sum(graph, "memory"), self._sum(graph, "saved")
-        self.parameters = self._sum(graph, "parameters")
+        self.saved = self._sum(graph, "saved")
+        self._count(graph, lambda columns: self.members @ columns)
         readers = np.zeros((len(graph.values), len(graph)))
         for row, value in zip(readers, graph.values, strict=True):
             row[list(value.targets)] = 1
@@ -74,16 +104,17 @@ class Downsets:
         return self.downsets[after] & ~self.downsets[before]
 
 
-class Chain:
-    """The first 0, 1, 2 ... atoms."""
+class Chain(_Stages):
+    """The first 0, 1, 2 ... atoms; of these also the sums `weight`, and by atom `working`."""
 
     exact = False
 
     def __init__(self, graph: Graph):
         self.count = len(graph) + 1
-        self.forward, self.backward = self._sums(graph, "forward"), self._sums(graph, "backward")
-        self.memory, self.saved = self._sums(graph, "memory"), self._sums(graph, "saved")
-        self.parameters = self._sums(graph, "parameters")
+        self.forward, self.backward = self._sum(graph, "forward"), self._sum(graph, "backward")
+        self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
+        self.working = np.array([atom.working for atom in graph.atoms])
+        self._count(graph, _running)
         reads = []  # of a value: who read it before or made it, who reads it next, bytes
         for value in graph.values:
             reads += [(*ends, value.nbytes) for ends in pairwise((value.source, *value.targets))]
@@ -92,9 +123,8 @@ class Chain:
         self.source, self.last, self.size = np.array(ends or [(0, 0, 0.0)]).T
         self.crossing = self._leaving(0)
 
-    def _sums(self, graph, name):
-        column = np.array([getattr(atom, name) for atom in graph.atoms], float)
-        return np.concatenate([[0.0], np.cumsum(column)])
+    def _sum(self, graph, name):
+        return _running(np.array([getattr(atom, name) for atom in graph.atoms], float))
 
     def _leaving(self, before):
         """By the end of a stage that begins there: the bytes of what it made and others read."""
@@ -119,3 +149,8 @@ class Chain:
 
     def stage(self, before: int, after: int) -> int:
         return (1 << int(after)) - (1 << int(before))
+
+
+def _running(columns):
+    """Sums of the first 0, 1, 2 ... rows."""
+    return np.concatenate([np.zeros((1, *columns.shape[1:])), np.cumsum(columns, 0)])

@@ -45,9 +45,9 @@ def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarra
         stage = seconds[after] - seconds[before] + limits.seconds(cuts.moved(before, after))
         candidates = np.maximum(load[after, :-1], stage[:, None])
         if limits.memory is not None:
-            received = cuts.entering(before, after) if limits.keeps_received else 0.0
+            received = cuts.crossing[before] if limits.keeps_received else 0.0
             saved = (cuts.saved[after] - cuts.saved[before] + received)[:, None] * in_flight
-            fixed = (cuts.memory[after] - cuts.memory[before])[:, None]
+            fixed = cuts.fixed(before, after)[:, None]
             candidates[fixed + saved > limits.memory] = np.inf
         chosen = candidates.argmin(0)
         load[before, 1:] = candidates[chosen, np.arange(width - 1)]

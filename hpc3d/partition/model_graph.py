@@ -6,46 +6,70 @@ microbatch in flight, what backward needs.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
-from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
+from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
 from hpc3d.partition.capture import carries_batch
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
-_ADAMW = 2  # arrays of a parameter's size that the optimiser keeps
+MOMENTS = 2  # of AdamW, arrays of a parameter's size that the optimiser keeps
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
     """The Graph of a module for microbatches of `batch` samples; an atom's id is its module and
     its first operation."""
     captured, found = operations.captured, operations.costs(machine, batch)
-    atoms = [_atom(captured, piece, found) for piece in captured.pieces]
+    weights = _weights(captured)
+    atoms = [
+        _atom(number, piece, found, [weights[name] for name in piece.weights])
+        for number, piece in enumerate(captured.pieces)
+    ]
     values = [
         Value(captured.places[node], readers, found[node].nbytes)
         for node, readers in captured.readers.items()
     ]
-    return contracted(atoms, values)
+    return contracted(atoms, values, shared=_shared(captured, weights))
 
 
-def _atom(captured, piece, found):
-    parts = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
-    state = {**captured.program.state_dict, **captured.program.constants}
-    trained, fixed = 0, 0
-    for name in piece.weights:
+def _weights(captured):
+    """By name: bytes that a stage holds for a weight, and bytes that are trained."""
+    state, found = {**captured.program.state_dict, **captured.program.constants}, {}
+    for name in {name for piece in captured.pieces for name in piece.weights}:
         tensor = state[name]
         nbytes = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-            trained += nbytes
-        else:
-            fixed += nbytes
+        trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+        found[name] = ((2 + MOMENTS) * nbytes, nbytes) if trained else (nbytes, 0)
+    return found
+
+
+def _shared(captured, weights):
+    """The weights that several pieces read."""
+    readers = defaultdict(list)
+    for number, piece in enumerate(captured.pieces):
+        for name in piece.weights:
+            readers[name].append(number)
+    return [
+        Shared(tuple(pieces), *weights[name])
+        for name, pieces in readers.items()
+        if len(pieces) > 1
+    ]
+
+
+def _atom(number, piece, found, weights):
+    parts = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
     return Atom(
-        (_name_of(piece),),
-        sum(part.forward for part in parts),
-        sum(part.backward for part in parts),
-        (2 + _ADAMW) * trained + fixed,
-        sum(part.saved for part in parts),
-        trained,
+        ids=(_name_of(piece),),
+        forward=sum(part.forward for part in parts),
+        backward=sum(part.backward for part in parts),
+        memory=sum(memory for memory, _ in weights),
+        saved=sum(part.saved for part in parts),
+        parameters=sum(trained for _, trained in weights),
+        weight=sum(part.weight for part in parts),
+        working=max(part.working for part in parts),
+        pieces=(number,),
     )
 
 

@@ -29,12 +29,16 @@ _aten = torch.ops.aten
 
 
 class OperationCost(NamedTuple):
-    """Seconds forward and backward, bytes that are saved for backward, and bytes of the result."""
+    """Seconds forward and backward, bytes that are saved for backward, bytes of the result, bytes
+    of the gradients that backward makes and reads at once, and the seconds of `backward` that are
+    for the gradients of weights."""
 
     forward: float = 0.0
     backward: float = 0.0
     saved: float = 0.0
     nbytes: float = 0.0
+    working: float = 0.0
+    weight: float = 0.0
 
 
 class Work(NamedTuple):
@@ -46,12 +50,15 @@ class Work(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """What an operation does forward and backward, and the bytes that it saves and makes."""
+    """What an operation does forward and backward, the bytes that it saves, makes, and needs for
+    gradients, and which part of backward is for weights."""
 
     forward: Work
     backward: Work
     saved: float
     nbytes: float
+    working: float
+    weight: float
 
 
 class Operations:
@@ -87,8 +94,9 @@ def _on_the_line(low, high, way):
 
 
 def _cost(machine, operation, dtype):
-    seconds = (_seconds(machine, work, dtype) for work in operation[:2])
-    return OperationCost(*seconds, *operation[2:])
+    forward, backward = (_seconds(machine, work, dtype) for work in operation[:2])
+    *nbytes, share = operation[2:]
+    return OperationCost(forward, backward, *nbytes, share * backward)
 
 
 def _seconds(machine, work, dtype):
@@ -105,6 +113,7 @@ class _Meter(fx.Interpreter):
         super().__init__(captured.program.graph_module, garbage_collect_values=False)
         self.captured, self.batch, self.dtypes = captured, batch, {}
         self.found, self.known, self.saved, self.kept = {}, set(), 0, []
+        self.weights = set()
         self.node, self.makers, self.savings = None, {}, Counter()
 
     def measured(self):
@@ -123,6 +132,7 @@ class _Meter(fx.Interpreter):
                 continue
             yield (value := self._empty(state[weights[node]]))
             self.known.add(value.untyped_storage()._cdata)
+            self.weights.add(value.untyped_storage()._cdata)
             self.kept.append(value)
 
     def _empty(self, value):
@@ -161,8 +171,21 @@ class _Meter(fx.Interpreter):
         )
         (first, *_) = tensors(result) or [torch.empty(0)]
         self.dtypes[node] = str(first.dtype).removeprefix("torch.")
-        self.found[node] = _Operation(*works, 0, _nbytes(result))
+        needed = [each for each in operands if each.requires_grad] if works[1] != _NOTHING else []
+        working = _nbytes(needed) + _nbytes(result) if needed else 0
+        share = self._share_of_weights(needed, len(works[1].products))
+        self.found[node] = _Operation(*works, 0, _nbytes(result), working, share)
         return result
+
+    def _share_of_weights(self, needed, products):
+        """How much of backward is for the gradients of weights: of so many products those whose
+        operand is one, biases aside; of another operation all or nothing."""
+        if products:
+            needed = [each for each in needed if each.dim() > 1][:products]
+        of_weights = [each.untyped_storage()._cdata in self.weights for each in needed]
+        if products:
+            return sum(of_weights) / products
+        return float(bool(needed) and all(of_weights))
 
     def _counted(self, node):
         """The result, and the floating-point operations where torch composes it of products."""

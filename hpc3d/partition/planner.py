@@ -161,7 +161,7 @@ def _last(graph, cuts, before, after):
 
 def _nothing_fits(cuts: Downsets | Chain, limits):
     """The line that says how much memory would do."""
-    low, high = limits.memory, float(cuts.memory[-1] + limits.microbatches * cuts.saved[-1])
+    low, high = limits.memory, float(cuts.fixed(0, -1) + limits.microbatches * cuts.saved[-1])
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         fits = lightest(cuts, limits._replace(memory=middle))

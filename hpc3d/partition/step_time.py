@@ -122,8 +122,8 @@ class _Search:
         """Bytes of the stage between two downsets."""
         saved = self.cuts.saved[after] - self.cuts.saved[before]
         if self.limits.keeps_received:
-            saved = saved + self.cuts.entering(before, after)
-        return self.cuts.memory[after] - self.cuts.memory[before] + self.in_flight[stage] * saved
+            saved = saved + self.cuts.crossing[before]
+        return self.cuts.fixed(before, after) + self.in_flight[stage] * saved
 
     def fits(self, ends):
         """Whether every stage does."""
@@ -145,7 +145,7 @@ class _Search:
         rows = timeline(self.passes, self.placement, stages)
         seconds = makespan(rows)
         if self.limits.sums:
-            parameters = np.diff(self.cuts.parameters[[0, *ends]])
+            parameters = map(self.cuts.trained, (0, *ends[:-1]), ends)
             sums = map(self.limits.sums.seconds, parameters)
             seconds = max(row[-1][1] + each for row, each in zip(rows, sums, strict=True))
         return Timed(float(seconds), self.name, ends, tuple(self.in_flight))

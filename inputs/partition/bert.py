@@ -68,4 +68,10 @@ def large():
 
 def hidden_2048_layers_96():
     """4.9 billion parameters, on a batch of 256."""
-    return made(2048, 96, 32, 256, 512)
+    return enlarged(2048, 96)
+
+
+def enlarged(hidden, layers, batch=256):
+    """BERT of any width and depth, with heads of 64; arXiv:2103.16063 has hidden 1024, 1536 and
+    2048, and 24 to 256 layers."""
+    return made(hidden, layers, hidden // 64, batch, 512)

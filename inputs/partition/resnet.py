@@ -60,4 +60,10 @@ def small():
 
 def resnet152_x8():
     """3.7 billion parameters, on a batch of 512."""
-    return made((3, 8, 36, 3), 512, width=8)
+    return enlarged(152, 8)
+
+
+def enlarged(depth, width, batch=512):
+    """ResNet-50, 101 or 152 with `width` times as many channels; arXiv:2103.16063 has width 8."""
+    blocks = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+    return made(blocks[depth], batch, width=width)

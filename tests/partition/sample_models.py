@@ -69,6 +69,10 @@ def without_batch():
     return nn.Identity(), torch.tensor(1.0)
 
 
+def sized(width, batch):
+    return nn.Linear(width, width), torch.zeros(batch, width)
+
+
 def one_sample():
     return nn.Linear(2, 2), torch.zeros(1, 2)
 

@@ -12,7 +12,7 @@ from hpc3d.partition.capture import capture, carries_batch, made
 from tests.partition.sample_models import HERE, captured, small
 
 
-@pytest.fixture(params=["mlp", "bert", "resnet", "unet"])
+@pytest.fixture(params=["mlp", "bert", "resnet", "unet", "densenet", "translation"])
 def model(request):
     return small(request.param)
 
@@ -43,13 +43,68 @@ def test_a_tied_weight_is_read_by_both_pieces():
     assert readers == ["tokens", "head"]
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"), [("bert:large", 336), ("resnet:resnet152_x8", 3729)]
-)
-def test_a_model_of_any_size_takes_no_memory(name, millions):
-    """The numbers of parameters that arXiv:1810.04805 and RaNNC (arXiv:2103.16063) give."""
+def millions(name):
+    """Parameters of one of inputs/partition."""
     module, _ = made(f"inputs.partition.{name}")
-    assert round(sum(each.numel() for each in module.parameters()) / 1e6) == millions
+    return sum(each.numel() for each in module.parameters()) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("bert:large", 336),
+        ("resnet:enlarged(50, 1)", 26),
+        ("resnet:resnet152_x8", 3729),
+        ("densenet:densenet121", 8),
+        ("translation:big", 214),
+    ],
+)
+def test_a_model_of_any_size_takes_no_memory(name, count):
+    """The numbers of parameters that arXiv:1810.04805, 1512.03385, 1608.06993 and RaNNC's
+    (2103.16063) give; 1706.03762 has 213 for words that it does not count."""
+    assert round(millions(name)) == count
+
+
+@pytest.mark.parametrize(
+    ("hidden", "counts"),
+    [
+        (1024, (0.336, 0.639, 1.243, 1.848, 2.452, 3.259)),
+        (1536, (0.732, 1.412, 2.772, 4.132, 5.492, 7.305)),
+        (2048, (1.281, 2.489, 4.906, 7.324, 9.741, 12.964)),
+    ],
+)
+def test_enlarged_models_have_so_many_parameters(hidden, counts):
+    """In 10^9, with 24 to 256 layers, each as large as the next."""
+    first, second = (millions(f"bert:enlarged({hidden}, {n})") for n in (1, 2))
+    found = [first + (layers - 1) * (second - first) for layers in (24, 48, 96, 144, 192, 256)]
+    assert tuple(round(each / 1e3, 3) for each in found) == counts
+
+
+@pytest.mark.parametrize(
+    ("call", "inputs"), [("sized(3, batch=4)", (4, 3)), ("sized(batch = 2, width=5)", (2, 5))]
+)
+def test_a_factory_is_given_literals(call, inputs):
+    module, (x,) = made(f"{HERE}:{call}")
+    assert x.shape == inputs and module.in_features == inputs[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("sized(3", "give a factory numbers"),
+        ("sized(open('a'))", "give a factory numbers"),
+        ("sized(width)", "give a factory numbers"),
+        ("sized(3)(4)", "give a factory numbers"),
+        ("sized(3); 4", "give a factory numbers"),
+        ("sized(*3)", "give a factory numbers"),
+        ("sized(3, depth=2)", "raised TypeError: .*depth"),
+        ("absent(3)", "has no absent"),
+    ],
+)
+def test_bad_arguments_of_a_factory_are_refused_in_a_line(call, line):
+    with pytest.raises(ValueError, match=line) as found:
+        made(f"{HERE}:{call}")
+    assert len(str(found.value).splitlines()) == 1
 
 
 def piece_of(found, name):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hpc3d.partition import cost_file
-from hpc3d.partition.atom_graph import Value
+from hpc3d.partition.atom_graph import Atom, Value
 from hpc3d.partition.cost_file import load
 from hpc3d.plain import lines_of
 from tests.elided import elided
@@ -28,7 +28,7 @@ def edge(source, target, **rest):
 
 def test_what_is_absent_is_zero(tmp_path):
     graph = load(file_with(tmp_path, nodes=nodes("a", 1), edges=[edge("a", 1, bytes=8)]))
-    assert graph.atoms == ((("a",), 1.0, 2.5, 0.0, 0.0, 0.0), ((1,), 1.0, 2.5, 0.0, 0.0, 0.0))
+    assert graph.atoms == (Atom(("a",), 1.0, 2.5), Atom((1,), 1.0, 2.5))
     assert graph.values == (Value(0, (1,), 8.0),)
 
 

@@ -1,0 +1,192 @@
+"""The arrangements that other planners make of a model, each timed under the same costs as ours.
+
+Where a system leaves something to its user, or to a search of a few numbers, the contender has the
+fastest that fits: microbatches in powers of two, recomputation of all stages or none, and how many
+of the ranks are replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.partition.baselines.layer_cuts import balanced, even, layer_runs
+from hpc3d.partition.baselines.pipedream import ChainCosts, WorkerLevel, asynchronous
+from hpc3d.partition.downsets import Chain
+from hpc3d.partition.evaluation import (
+    Evaluated,
+    ModelCosts,
+    PipelineChoice,
+    StageChoice,
+    evaluated,
+)
+from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.predict.machine.machine import Machine
+
+_MOST_MICROBATCHES = 128  # that are tried
+_SAMPLE = 64  # parts of the batch, one of which shows how long layers take
+_LONG = 64_000_000  # bytes of a message that shows the bandwidth
+
+
+class Contender(NamedTuple):
+    """An arrangement by its name, and its step; both None where there is none, as `note` tells.
+    With `ways` > 1 every replica is so many ranks, which share each of its layers."""
+
+    name: str
+    choice: PipelineChoice | None
+    step: Evaluated | None
+    note: str = ""
+    ways: int = 1
+
+
+class Task(NamedTuple):
+    """A model, its costs, the ranks to use, and bytes of each that may be used."""
+
+    operations: Operations
+    costs: ModelCosts
+    ranks: int
+    memory: float
+
+    @classmethod
+    def of(
+        cls, operations: Operations, machine: Machine, batch: int, ranks: int, memory: float
+    ) -> Task:
+        """That of a model on a machine."""
+        costs = ModelCosts(partial(graph_of, operations, machine), machine, batch)
+        return cls(operations, costs, ranks, memory)
+
+
+def data_parallel(task: Task) -> Contender:
+    """All of the model on every rank."""
+    ends = [task.costs.count]
+    return fastest("data parallel", task, pipelines(task, lambda _: ends, "1f1b", [1]))
+
+
+def gpipe(task: Task) -> Contender:
+    """As many stages as ranks, with equally many layers (arXiv:1811.06965)."""
+    runs = layer_runs(task.costs.graph(1))
+    stages = max(1, min(task.ranks, sum(run.numbered for run in runs)))
+    return fastest("GPipe, even layers", task, _alone(task, even(runs, stages)))
+
+
+def torchgpipe(task: Task) -> Contender:
+    """As many stages as ranks, with about equal times (arXiv:2004.09910, balance_by_time)."""
+    stages = min(task.ranks, len(layer_runs(task.costs.graph(1))))
+    cut = _by_weight(task.costs, lambda chain: chain.forward + chain.backward)
+    return fastest("GPipe, by time", task, _alone(task, cut(stages)))
+
+
+def gpipe_hybrid(task: Task) -> Contender:
+    """Stages with equally many layers, and equally many replicas of each."""
+    cut = partial(even, layer_runs(task.costs.graph(1)))
+    return fastest("GPipe hybrid", task, pipelines(task, cut, "gpipe", divisors(task.ranks)))
+
+
+def by_parameters(task: Task) -> Contender:
+    """Stages with about equally many parameters, as DeepSpeed's PipelineModule makes them."""
+    cut = _by_weight(task.costs, _trained)
+    return fastest("by parameters", task, pipelines(task, cut, "1f1b", divisors(task.ranks)))
+
+
+def pipedream(task: Task) -> Contender:
+    """The partition for an asynchronous pipeline, run synchronously; the note has what its own
+    objective promises."""
+    costs = task.costs
+    share = max(1, costs.batch // task.ranks)
+    chain, ends = costs.chain(share), [run.end for run in layer_runs(costs.graph(share))]
+    sums = chain.forward + chain.backward, _trained(chain)
+    units = ChainCosts(*(np.diff(each[[0, *ends]]) for each in sums), chain.crossing[ends])
+    seconds, found = asynchronous(units, _levels(costs.machine, task.ranks))
+    stages = [StageChoice(ends[stage.end - 1], stage.replicas) for stage in found]
+    note = f"asynchronous, by its own objective: {share / seconds:.4g} samples/s"
+    return fastest("PipeDream", task, _searched(costs, stages, "1f1b"))._replace(note=note)
+
+
+def _levels(machine, ranks):
+    """Ranks of a node, and nodes."""
+    node = gcd(ranks, machine.ranks_per_node)
+    inside = machine.ranks_per_node > 1
+    found = [WorkerLevel(node, _bandwidth(machine, (0, 1)))] if node > 1 and inside else []
+    if ranks > node or not found:
+        ends = machine.ranks_per_node - 1, machine.ranks_per_node
+        found.append(WorkerLevel(ranks // node, _bandwidth(machine, ends)))
+    return tuple(found)
+
+
+def _bandwidth(machine, ends):
+    return _LONG / machine.call("send", _LONG, ends)
+
+
+def divisors(count: int) -> list[int]:
+    """Of a number, ascending."""
+    return [each for each in range(1, count + 1) if count % each == 0]
+
+
+def _trained(chain):
+    """Bytes of the parameters of the first atoms."""
+    return np.array([chain.trained(0, end) for end in range(chain.count)])
+
+
+def _by_weight(costs, weights):
+    """Cuts between layers by what `weights` sums along the chain."""
+    runs = [run.end for run in layer_runs(costs.graph(1))]
+    units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])
+
+    def cut(stages):
+        found = balanced(units, stages)
+        return found and [runs[end - 1] for end in found]
+
+    return cut
+
+
+def _alone(task, ends):
+    """Arrangements of stages of one rank."""
+    return _searched(task.costs, [StageChoice(end) for end in ends], "gpipe")
+
+
+def pipelines(
+    task: Task,
+    cut: Callable[[int], Sequence[int] | None],
+    schedule: str,
+    counts: Iterable[int],
+    most: int = _MOST_MICROBATCHES,
+) -> Iterator[PipelineChoice]:
+    """Arrangements of so many stages, cut at `cut(stages)`, that all ranks share evenly."""
+    for stages in counts:
+        ends = cut(stages)
+        if ends is not None:
+            parts = [StageChoice(end, task.ranks // stages) for end in ends]
+            yield from _searched(task.costs, parts, schedule, most)
+
+
+def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
+    """Arrangements of stages with up to so many microbatches, which recompute or do not."""
+    replicas = max(stage.replicas for stage in stages)
+    micros = 1
+    while micros <= min(most, costs.batch) and replicas <= costs.rows(micros, 1):
+        for again in (False, True):
+            parts = tuple(stage._replace(recompute=again) for stage in stages)
+            yield PipelineChoice(parts, micros, schedule)
+        micros *= 2
+
+
+def fastest(name: str, task: Task, choices: Iterable[PipelineChoice]) -> Contender:
+    """The one with the shortest step of those that fit, else that which needs least."""
+    found = [
+        Contender(name, choice, evaluated(task.costs, choice, task.memory)) for choice in choices
+    ]
+    none = Contender(name, None, None, "too few layers for its stages, or samples for its ranks")
+    return min(found, key=rank_of, default=none)
+
+
+def rank_of(contender: Contender) -> tuple[int, float]:
+    """What the best has least of: seconds of those that fit, else bytes."""
+    step = contender.step
+    if step is None:
+        return 2, 0.0
+    return (0, step.seconds) if step.fits else (1, max(step.held))

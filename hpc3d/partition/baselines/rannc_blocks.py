@@ -1,0 +1,182 @@
+"""The blocks of RaNNC: the atoms of a graph, grouped into at most 32 that follow each other.
+
+M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc src/graph/Partitioner.cpp: atoms are
+merged with neighbours while that spares communication and no group becomes much heavier than
+others (coarsening), then atoms at the borders change sides (uncoarsening), then the lightest
+groups of the sorted list are merged (compaction).  A group stays convex and fits the memory.
+
+Where RaNNC measures merged groups, their seconds are added up here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import fmean, pstdev
+
+import networkx as nx
+
+from hpc3d.partition.atom_graph import Graph
+
+MOST_BLOCKS = 32
+_FEWEST, _MOST_MEASURED = 5, 200  # groups; of more, RaNNC does not measure merged ones
+_SPREAD = 2  # standard deviations above the mean that a group may weigh
+
+
+def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
+    """The atoms of every block, in a topological order of the blocks; a group needs no more than
+    `memory` bytes where a single atom does, and moves values at `bandwidth` bytes/s."""
+    groups = _Groups(graph, memory, bandwidth)
+    levels = [groups.members()]
+    while len(levels[-1]) > _FEWEST:
+        groups.merge_neighbours()
+        levels.append(groups.members())
+        if len(levels[-1]) == len(levels[-2]):
+            break
+    for finer in reversed(levels[:-1]):
+        groups.settle(finer)
+    return groups.compacted()
+
+
+class _Groups:
+    """Groups of atoms, each named by one of them, and the values between them."""
+
+    def __init__(self, graph, memory, bandwidth):
+        self.graph, self.memory, self.bandwidth = graph, memory, bandwidth
+        self.atoms = {number: {number} for number in range(len(graph))}
+        self.seconds = {n: each.forward + each.backward for n, each in enumerate(graph.atoms)}
+        self.of = {number: number for number in range(len(graph))}
+        self.made, self.read = defaultdict(list), defaultdict(list)
+        for value in graph.values:
+            self.made[value.source].append(value)
+            for target in value.targets:
+                self.read[target].append(value)
+        self.after = {number: self._readers(number) for number in self.atoms}
+
+    def members(self):
+        return [frozenset(atoms) for atoms in self.atoms.values()]
+
+    def _readers(self, group):
+        """The groups that read from one, with the bytes that they read."""
+        found = defaultdict(float)
+        for atom in self.atoms[group]:
+            for value in self.made[atom]:
+                for reader in {self.of[target] for target in value.targets} - {group}:
+                    found[reader] += value.nbytes
+        return found
+
+    def merge_neighbours(self):
+        """One pass: every group is merged with at most one other, the lightest first."""
+        weights = self.seconds.values()
+        most = fmean(weights) + _SPREAD * pstdev(weights)
+        measured, free = len(self.atoms) <= _MOST_MEASURED, set(self.atoms)
+        for group in sorted(self.atoms, key=self.seconds.get):
+            if group not in free:
+                continue
+            best, gain = None, 0.0
+            for other, nbytes in self.after[group].items():
+                merged = self._merged(group, other, most, measured) if other in free else None
+                if merged is not None and merged + nbytes / self.bandwidth >= gain:
+                    best, gain = other, merged + nbytes / self.bandwidth
+            free.discard(group)
+            if best is not None:
+                free.discard(best)
+                self._join(group, best)
+
+    def _merged(self, group, other, most, measured):
+        """The seconds that a merged group would spare; None where it must not be."""
+        one, two = self.seconds[group], self.seconds[other]
+        if max(one, two) > most or (measured and one + two > most):
+            return None
+        if measured and not self._fits(self.atoms[group] | self.atoms[other]):
+            return None
+        if self._other_way(group, other):
+            return None
+        return 0.0 if measured else one + two
+
+    def _other_way(self, group, other):
+        """Whether a path leads from one group to the other over a third."""
+        last = max(self.atoms[other])
+        todo = [each for each in self.after[group] if each != other]
+        seen = {*todo}
+        while todo:
+            here = todo.pop()
+            if here == other:
+                return True
+            if min(self.atoms[here]) > last:  # atoms are sorted: nothing leads back from there
+                continue
+            new = {*self.after[here]} - seen
+            seen |= new
+            todo += new
+        return False
+
+    def _fits(self, atoms):
+        """Weights, gradients and moments, one microbatch, and what a group sends and receives."""
+        members = sum(1 << atom for atom in atoms)
+        kept = self.graph.total("memory", members) + self.graph.total("saved", members)
+        return kept + self._over_borders(atoms, atoms) <= self.memory
+
+    def _over_borders(self, atoms, inside):
+        """Bytes of the values that atoms make or read and that do not stay inside."""
+        values = {id(v): v for a in atoms for v in (*self.made[a], *self.read[a])}
+        return sum(v.nbytes for v in values.values() if not {v.source, *v.targets} <= inside)
+
+    def _join(self, group, other):
+        self.seconds[group] += self.seconds.pop(other)
+        self._regroup(self.atoms.pop(other), group)
+        del self.after[other]
+
+    def _regroup(self, moving, group):
+        self.atoms[group] |= moving
+        self.of |= dict.fromkeys(moving, group)
+        sources = {self.of[v.source] for atom in self.atoms[group] for v in self.read[atom]}
+        for each in {group, *sources}:
+            self.after[each] = self._readers(each)
+
+    def settle(self, finer):
+        """Move groups of a finer level over a border where less then crosses."""
+        for unit in finer:
+            here = self.of[min(unit)]
+            if len(self.atoms[here]) == len(unit):
+                continue
+            crossing = self._crossing(unit, here)
+            for there in self._sides(unit, here):
+                spared = crossing - self._crossing(unit, there)
+                if spared > 0 and self._fits(self.atoms[there] | unit):
+                    self._move(unit, here, there)
+                    break
+
+    def _sides(self, unit, here):
+        """The groups that a unit may change to: it has no neighbour in its own group on that side,
+        and none in two others."""
+        ahead = {self.of[t] for a in unit for v in self.made[a] for t in {*v.targets} - unit}
+        behind = {self.of[v.source] for a in unit for v in self.read[a] if v.source not in unit}
+        return [min(side) for side in (ahead, behind) if len(side) == 1 and here not in side]
+
+    def _crossing(self, unit, group):
+        """Bytes of the values of a unit that would cross if it were in a group."""
+        return self._over_borders(unit, unit | self.atoms[group])
+
+    def _move(self, unit, here, there):
+        spent = sum(self.graph.atoms[a].forward + self.graph.atoms[a].backward for a in unit)
+        self.atoms[here] -= unit
+        self.seconds[here] -= spent
+        self.seconds[there] += spent
+        self._regroup(unit, there)
+        self._regroup(set(), here)
+
+    def compacted(self):
+        """Neighbours in the sorted list merged, the lightest first."""
+        edges = nx.DiGraph()
+        edges.add_nodes_from(self.atoms)
+        edges.add_edges_from((one, two) for one in self.atoms for two in self.after[one])
+        order = nx.lexicographical_topological_sort(edges, key=lambda n: min(self.atoms[n]))
+        found = [(self.seconds[group], self.atoms[group]) for group in order]
+        while len(found) > MOST_BLOCKS:
+            place = min(range(len(found)), key=lambda n: found[n][0])
+            pairs = [n for n in (place - 1, place) if 0 <= n < len(found) - 1]
+            start = min(pairs, key=lambda n: found[n][0] + found[n + 1][0])
+            (one, left), (two, right) = found[start : start + 2]
+            if not self._fits(left | right):
+                break
+            found[start : start + 2] = [(one + two, left | right)]
+        return [sorted(atoms) for _, atoms in found]

@@ -1,0 +1,91 @@
+"""RaNNC's plan of a model, timed under our costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import numpy as np
+
+from hpc3d.partition.atom_graph import Graph, Value, contracted
+from hpc3d.partition.baselines.contenders import Contender, Task
+from hpc3d.partition.baselines.rannc_blocks import blocks
+from hpc3d.partition.baselines.rannc_search import (
+    MOST_MICROBATCHES,
+    POINT_TO_POINT,
+    Devices,
+    first_feasible,
+)
+from hpc3d.partition.downsets import Chain
+from hpc3d.partition.evaluation import (
+    Evaluated,
+    ModelCosts,
+    PipelineChoice,
+    StageChoice,
+    evaluated,
+)
+
+
+def rannc(task: Task) -> Contender:
+    """RaNNC's partition, by its own estimates of time and memory.
+
+    Its stages move their inputs to the memory of the host and back, which here costs no time; they
+    run GPipe's schedule, which is no slower than its lock-step waves.
+    """
+    costs = task.costs
+    least = costs.graph(max(1, costs.batch // (task.ranks * MOST_MICROBATCHES)))
+    groups = blocks(least, task.memory, POINT_TO_POINT)
+    node = gcd(task.ranks, costs.machine.ranks_per_node)
+    devices = Devices(task.ranks, node, task.memory)
+    plan = first_feasible(
+        lambda rows: _of_blocks(costs.graph(rows), groups), costs.batch, devices
+    )
+    if plan is None:
+        return Contender("RaNNC", None, None, "it finds no partition that fits")
+    ends = np.cumsum([len(group) for group in groups])
+    stages = tuple(
+        StageChoice(int(ends[end - 1]), replicas, plan.microbatches > 1)
+        for end, replicas in zip(plan.ends, plan.replicas, strict=True)
+    )
+    choice = PipelineChoice(stages, plan.microbatches, "gpipe")
+    sorted_costs = ModelCosts(
+        lambda rows: _sorted(costs.graph(rows), groups), costs.machine, costs.batch
+    )
+    step = _offloaded(sorted_costs, choice, task.memory)
+    return Contender("RaNNC", choice, step, f"by its own estimate {plan.seconds:.4g} s")
+
+
+def _offloaded(costs, choice, memory) -> Evaluated:
+    """A step whose stages have two of the microbatches that they received, not all of them."""
+    step = evaluated(costs, choice, memory)
+    starts, held = (0, *(stage.end for stage in choice.stages)), []
+    for start, stage, nbytes in zip(starts, choice.stages, step.held):
+        part = costs.part(costs.rows(choice.microbatches, stage.replicas), start, stage.end)
+        held.append(nbytes - max(0, choice.microbatches - 2) * part.received)
+    return step._replace(held=tuple(held), fits=max(held) <= memory)
+
+
+def _of_blocks(graph, groups):
+    """The chain of blocks, each of which is an atom."""
+    ordered, end, together = _sorted(graph, groups), 0, []
+    for group in groups:
+        together.append(range(end, end + len(group)))
+        end += len(group)
+    return Chain(contracted(ordered.atoms, ordered.values, together, ordered.shared))
+
+
+def _sorted(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
+    """The graph with its atoms in the order of the groups."""
+    order = [atom for group in groups for atom in group]
+    if order == [*range(len(graph))]:
+        return graph
+    place = {atom: number for number, atom in enumerate(order)}
+    values = [
+        Value(place[value.source], tuple(sorted(place[each] for each in value.targets)), value.nbytes)
+        for value in graph.values
+    ]
+    shared = [
+        each._replace(atoms=tuple(sorted(place[atom] for atom in each.atoms)))
+        for each in graph.shared
+    ]
+    return Graph([graph.atoms[atom] for atom in order], values, shared)

@@ -1,0 +1,206 @@
+"""RaNNC's search over a chain of blocks (arXiv:2103.16063; nict-wisdom/rannc
+src/graph/DPStaging.cpp).
+
+The stages are the fewest that fit the memory: of pipelines on one node first, as many replicas of
+them as there are nodes; then on more nodes.  A stage has a power of two of replicas, and a step a
+power of two of microbatches.  With more than one, stages recompute, and what they received waits
+in the memory of the host.  For so many stages, blocks and devices one state is kept, that with the
+least
+
+    max over stages of (forward + c) + max over stages of (backward + c)
+
+and of the numbers of microbatches that fit, the one with the shortest step in lock-step waves
+
+    sum over t of max over active s (forward + c) + max over active s (backward + c)
+    + max over stages of parameters / A
+
+where c is bytes in and out / P, and P = 20, A = 10 GiB/s are all that it knows of a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.partition.downsets import Chain
+
+POINT_TO_POINT, _ALL_REDUCE = 20 * 2**30, 10 * 2**30  # bytes/s
+MOST_MICROBATCHES = 32
+
+
+class Devices(NamedTuple):
+    """So many devices, on nodes of `node` each, with `memory` bytes that may be used."""
+
+    count: int
+    node: int
+    memory: float
+
+
+class RanncPlan(NamedTuple):
+    """The numbers of blocks before the ends of the stages, the replicas of each, the microbatches,
+    and the seconds of a step by RaNNC's own estimate."""
+
+    ends: list[int]
+    replicas: list[int]
+    microbatches: int
+    seconds: float
+
+
+def first_feasible(
+    chain_of: Callable[[int], Chain], batch: int, devices: Devices
+) -> RanncPlan | None:
+    """The RanncPlan for a step of `batch` samples; None if nothing fits.  `chain_of` gives the
+    blocks with the costs of so many samples."""
+    nodes = devices.count // devices.node
+    most = 0
+    for used in (used for used in range(1, nodes + 1) if nodes % used == 0):
+        group = devices.node * used
+        tables = [
+            _Table(chain_of, batch, devices._replace(count=group), nodes // used, micros)
+            for micros in _powers(min(batch, MOST_MICROBATCHES))
+        ]
+        for stages in range(1, group + 1):
+            found = [table.extended() for table in tables]
+            if stages > most and any(found):
+                return min(filter(None, found), key=lambda plan: plan.seconds)
+        most = group
+    return None
+
+
+def lock_step(forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
+    """Seconds of a step in which all stages that have a microbatch wait for the slowest."""
+    stages, seconds = len(forward), 0.0
+    for wave in range(microbatches + stages - 1):
+        active = slice(max(0, wave - microbatches + 1), wave + 1)
+        seconds += max(forward[active]) + max(backward[active])
+    return seconds
+
+
+def _powers(most) -> Iterator[int]:
+    count = 1
+    while count <= most:
+        yield count
+        count *= 2
+
+
+class _Costs(NamedTuple):
+    """Of a stage between two blocks, [before, after]: seconds forward and backward, of messages
+    and of the sum of gradients; where it does not fit they are inf."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    moved: np.ndarray
+    summed: np.ndarray
+
+
+def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
+    """Those of all stages with the costs of a chain."""
+    found = _Costs(*(np.full((chain.count, chain.count), inf) for _ in _Costs._fields))
+    for before in range(chain.count - 1):
+        after = chain.after(before)
+        forward = chain.forward[after] - chain.forward[before]
+        backward = chain.backward[after] - chain.backward[before] + recompute * forward
+        moved = chain.moved(before, after)
+        saved = chain.saved[after] - chain.saved[before]
+        working = np.maximum.accumulate(chain.working[before:])
+        held = chain.fixed(before, after) + saved + moved + working
+        summed = chain.trained(before, after) / _ALL_REDUCE
+        numbers = forward, backward, moved / POINT_TO_POINT, summed
+        for into, each in zip(found, numbers, strict=True):
+            into[before, after] = np.where(held < memory, each, inf)
+    return found
+
+
+class _State(NamedTuple):
+    """Of the best cut of the first blocks on some devices, [blocks, devices]: what is minimised,
+    the slowest stage forward and backward, and where the last stage begins."""
+
+    value: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    block: np.ndarray
+    device: np.ndarray
+
+
+class _Table:
+    """The states for `pipelines` replicas of a pipeline on a group of devices; it grows by a stage
+    at a time."""
+
+    def __init__(self, chain_of, batch, group, pipelines, micros):
+        self.devices, self.pipelines, self.micros = group.count, pipelines, micros
+        samples = -(-batch // (pipelines * micros))
+        self.sizes = [r for r in _powers(group.count) if r <= samples][::-1]
+        chains = (chain_of(-(-batch // (r * pipelines * micros))) for r in self.sizes)
+        self.costs = [_costs(chain, group.memory, micros > 1) for chain in chains]
+        self.blocks = len(self.costs[0].forward) - 1
+        self.states = [self._empty(0.0)]
+
+    def _empty(self, value):
+        shape = self.blocks + 1, self.devices + 1
+        numbers = (np.full(shape, value) for _ in range(3))
+        return _State(*numbers, *(np.zeros(shape, int) for _ in range(2)))
+
+    def extended(self) -> RanncPlan | None:
+        """The plan with one stage more; None where none fits."""
+        stages, last = len(self.states), self.states[-1]
+        state = self._empty(inf)
+        for end in range(stages, self.blocks + 1):
+            for devices in range(stages, self.devices + 1):
+                self._choose(last, state, end, devices)
+        self.states.append(state)
+        return self._plan() if np.isfinite(state.value[-1, -1]) else None
+
+    def _choose(self, last, state, end, devices):
+        """RaNNC compares what a candidate takes with what the kept one and its front take."""
+        before = len(self.states) - 1
+        starts = slice(before, end if before else 1)
+        kept = [
+            (costs, size)
+            for costs, size in zip(self.costs, self.sizes)
+            if (devices - size >= before if before else devices == size)
+        ]
+        if not kept:
+            return
+        left = [devices - size for _, size in kept]
+        moved = np.stack([costs.moved[starts, end] for costs, _ in kept], 1)
+        forward = np.stack([costs.forward[starts, end] for costs, _ in kept], 1)
+        backward = np.stack([costs.backward[starts, end] for costs, _ in kept], 1)
+        front = [each[starts][:, left] for each in last[:3]]
+        value = np.maximum(forward + moved, front[1]) + np.maximum(backward + moved, front[2])
+        place = _first_kept(value.ravel(), front[0].ravel())
+        if place is None:
+            return
+        row, column = divmod(place, len(left))
+        state.value[end, devices] = max(value[row, column], front[0][row, column])
+        state.forward[end, devices] = max(forward[row, column], front[1][row, column])
+        state.backward[end, devices] = max(backward[row, column], front[2][row, column])
+        state.block[end, devices] = before + row
+        state.device[end, devices] = left[column]
+
+    def _plan(self):
+        """The stages of the last state, and the step in lock-step waves."""
+        end, devices, ends, sizes = self.blocks, self.devices, [], []
+        rows = []
+        for state in self.states[:0:-1]:
+            start, rest = int(state.block[end, devices]), int(state.device[end, devices])
+            ends.append(end)
+            sizes.append(devices - rest)
+            costs = self.costs[self.sizes.index(devices - rest)]
+            rows.append([each[start, end] for each in costs])
+            end, devices = start, rest
+        forward, backward, moved, summed = np.array(rows[::-1]).T
+        seconds = lock_step(forward + moved, backward + moved, self.micros) + summed.max()
+        replicas = [self.pipelines * size for size in sizes[::-1]]
+        return RanncPlan(ends[::-1], replicas, self.micros, float(seconds))
+
+
+def _first_kept(value, front):
+    """The last candidate that replaces the one before it, in their order; None if none fits."""
+    kept, stored, place = None, inf, 0
+    while (better := np.flatnonzero(value[place:] < stored)).size:
+        kept = place + int(better[0])
+        stored, place = max(value[kept], front[kept]), kept + 1
+    return kept

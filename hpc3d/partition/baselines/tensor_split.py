@@ -1,0 +1,239 @@
+"""What a captured model costs with 1-D tensor parallelism, as Megatron-LM has it (M. Shoeybi et
+al., arXiv:1909.08053).
+
+On t ranks, a linear layer whose input they all have makes 1/t of its columns; what follows works
+on that part, head by head in attention; and the next linear layer sums over the ranks, which is an
+all-reduce of its result.  Backward has one of the gradient of each input that such pairs read.  So
+a Transformer layer has two all-reduces forward and two backward.  Everything else, such as norms,
+dropout and sums, every rank does as a whole.
+
+Assumed: a head and its loss, and an embedding of 128 t words or more, are split by words; the loss
+sums three numbers a token over the ranks; no sequence parallelism (arXiv:2205.05198); convolutions
+are not split.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from hpc3d.partition.capture import Captured
+from hpc3d.partition.operation_costs import OperationCost, Operations, Work
+from hpc3d.predict.machine.machine import Machine
+
+_aten = torch.ops.aten
+_PADDED = 128  # words: tables with fewer for each rank stay whole where t does not divide them
+_LOSS_SUMS = 3  # numbers of a token: the maximum, the sum of exponentials, the logit of the label
+
+# What works on a part of the columns as on all of them.
+_LOCAL = {
+    _aten.view,
+    _aten.reshape,
+    _aten.permute,
+    _aten.transpose,
+    _aten.unbind,
+    _aten.flatten,
+    _aten.unflatten,
+    _aten.chunk,
+    _aten.contiguous,
+    _aten.gelu,
+    _aten.relu,
+    _aten.silu,
+    _aten.tanh,
+    _aten.dropout,
+    _aten.mul,
+    _aten.add,
+    _aten.scaled_dot_product_attention,
+}
+
+
+class SplitRoles(NamedTuple):
+    """The operations that t ranks share: linear layers by columns and by rows, what lies between
+    them, embeddings, and losses."""
+
+    columns: frozenset[fx.Node]
+    rows: frozenset[fx.Node]
+    inner: frozenset[fx.Node]
+    tables: frozenset[fx.Node]
+    losses: frozenset[fx.Node]
+
+
+def split_roles(captured: Captured, ways: int) -> SplitRoles:
+    """What of a model `ways` ranks share; nothing where it has no pairs of linear layers."""
+    barred: set[fx.Node] = set()
+    while True:
+        found = _Flow(captured, ways, barred)
+        if not found.wrong:
+            return found.roles()
+        barred |= found.wrong
+
+
+def _packet(node):
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _is_getitem(node):
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+class _Flow:
+    """All linear layers with a whole input split by columns, but those that are barred; `wrong`
+    are those of them whose columns come to something that needs them all."""
+
+    def __init__(self, captured, ways, barred):
+        self.captured, self.ways, self.barred = captured, ways, barred
+        self.origins = {}  # of a value of which every rank has a part: the layers that split it
+        self.columns, self.rows, self.tables, self.losses = set(), set(), set(), set()
+        self.wrong = set()
+        for node in captured.program.graph.nodes:
+            if node.op == "call_function" and node in captured.places:
+                self._take(node)
+            elif node.op == "output":
+                self._refuse(node)
+
+    def roles(self):
+        inner = frozenset(self.origins) - self.columns
+        sets = self.columns, self.rows, inner, self.tables, self.losses
+        return SplitRoles(*map(frozenset, sets))
+
+    def _take(self, node):
+        name = _packet(node)
+        split = [each for each in node.all_input_nodes if each in self.origins]
+        if name is _aten.linear:
+            self._linear(node, split)
+        elif name is _aten.embedding and self._weight(node, 0).shape[0] >= _PADDED * self.ways:
+            self.tables.add(node)
+        elif name is _aten.cross_entropy_loss and split:
+            self.losses.add(node)
+        elif split and self._is_local(node, name):
+            self.origins[node] = set().union(*(self.origins[each] for each in split))
+        elif split:
+            self._refuse(node)
+
+    def _linear(self, node, split):
+        """By rows behind split columns, else by columns."""
+        weight = self._weight(node, 1)
+        if split:
+            self.rows.add(node)
+            if weight is None or weight.shape[1] % self.ways:
+                self._refuse(node)
+        elif weight is not None and node not in self.barred and self._divides(weight.shape[0]):
+            self.columns.add(node)
+            self.origins[node] = {node}
+
+    def _divides(self, count):
+        return count % self.ways == 0 or count >= _PADDED * self.ways
+
+    def _weight(self, node, place):
+        """The parameter that is an operand; None where it is computed."""
+        given = node.args[place]
+        return given.meta["val"] if given in self.captured.weights else None
+
+    def _is_local(self, node, name):
+        """Whether all that a local operation reads of the batch is split, heads included."""
+        batch = [each for each in node.all_input_nodes if each in self.captured.places]
+        if not all(each in self.origins for each in batch):
+            return False
+        if name is _aten.scaled_dot_product_attention:
+            return node.args[0].meta["val"].shape[1] % self.ways == 0
+        return name in _LOCAL or _is_getitem(node)
+
+    def _refuse(self, node):
+        for each in node.all_input_nodes:
+            self.wrong |= self.origins.get(each, set())
+
+
+class SplitOperations(Operations):
+    """The operations of one of `ways` ranks."""
+
+    def __init__(self, operations: Operations, ways: int) -> None:
+        self.ways, self.roles = ways, split_roles(operations.captured, ways)
+        self.captured = _part_of(operations.captured, self.roles, ways)
+        self.dtypes = operations.dtypes
+        self.low, self.high = (
+            {node: self._part(node, each) for node, each in found.items()}
+            for found in (operations.low, operations.high)
+        )
+
+    def _part(self, node, operation):
+        """An operation of one rank."""
+        roles, ways = self.roles, self.ways
+        if not any(node in group for group in roles):
+            return operation
+        own = {"forward": _shared(operation.forward, node in roles.rows, ways)}
+        own["backward"] = _shared_back(operation, node in roles.rows, ways)
+        if node not in roles.rows | roles.tables:  # these make all of a result
+            kept = ("saved", "working") if node in roles.losses else ("saved", "working", "nbytes")
+            own |= {name: getattr(operation, name) / ways for name in kept}
+        return operation._replace(**own)
+
+    def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
+        """With the seconds of the all-reduces."""
+        found, ranks = super().costs(machine, batch), range(self.ways)
+
+        def summed(nbytes):
+            return machine.call("all_reduce", 2 * (1 - 1 / self.ways) * nbytes, ranks)
+
+        for node in self.roles.rows | self.roles.tables:
+            cost = found[node]
+            found[node] = cost._replace(forward=cost.forward + summed(cost.nbytes))
+        for node in self.roles.losses:
+            cost, logits = found[node], node.args[0].meta["val"]
+            tokens = found[node.args[0]].nbytes * self.ways / logits.shape[-1]
+            found[node] = cost._replace(forward=cost.forward + _LOSS_SUMS * summed(tokens))
+        for node in self._readers_of_whole():
+            cost, read = found[node], found[node.args[0]]
+            found[node] = cost._replace(backward=cost.backward + summed(read.nbytes))
+        return found
+
+    def _readers_of_whole(self):
+        """One of the layers split by columns for each value that they read."""
+        read = {node.args[0]: node for node in self.roles.columns}
+        return [node for value, node in read.items() if value in self.low]
+
+
+def _shared(work, by_rows, ways):
+    """Of products (batch, m, n, k) a part of k or of n, of the rest a part of all."""
+    place = 3 if by_rows else 2
+    return _with_products(work, [(sizes, place) for sizes in work.products], ways)
+
+
+def _shared_back(operation, by_rows, ways):
+    """Of the products (batch, m, k, n) for the input and (batch, k, n, m) for the weight."""
+    batch, m, n, k = next(iter(operation.forward.products), (0, 0, 0, 0))
+    of_input, of_weight = (2, 1) if by_rows else (3, 2)
+    places = [
+        (sizes, of_input if sizes == (batch, m, k, n) else of_weight)
+        for sizes in operation.backward.products
+    ]
+    return _with_products(operation.backward, places, ways)
+
+
+def _with_products(work, places, ways):
+    """A Work with products of which one size, at a place, is divided."""
+    products = tuple(
+        tuple(size / ways if at == place else size for at, size in enumerate(sizes))
+        for sizes, place in places
+    )
+    return Work(products, work.flop / ways, work.nbytes / ways)
+
+
+def _part_of(captured, roles, ways):
+    """The module with the weights of one rank."""
+    program = captured.program
+    state = dict(program.state_dict)
+    shares = [(node.args[0], 0) for node in roles.tables]
+    shares += [(node.args[1], 0) for node in roles.columns]
+    shares += [(node.args[2], 0) for node in roles.columns if len(node.args) > 2]
+    shares += [(node.args[1], 1) for node in roles.rows]
+    for name, dim in {captured.weights[node]: dim for node, dim in shares if node}.items():
+        whole = program.state_dict[name]
+        shape = list(whole.shape)
+        shape[dim] = -(-shape[dim] // ways)
+        part = torch.empty(shape, dtype=whole.dtype, device="meta")
+        state[name] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
+    like = SimpleNamespace(state_dict=state, constants=program.constants, graph=program.graph)
+    return captured._replace(program=like)

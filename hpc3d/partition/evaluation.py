@@ -1,0 +1,350 @@
+"""What a step takes and holds in any arrangement of a captured module on a pipeline, under one
+cost model: for the planner, for those it is compared with, and for reports.
+
+The module is a chain of atoms, which is cut into parts; a pipeline stage has one part, or several
+of an interleaved schedule, and runs them on its replicas, which share a microbatch by rows.
+
+    step      the clock of hpc3d.pipeline.timeline, then the sums of gradients of every stage
+    messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
+    memory    weights, gradients and moments, which replicas share under ZeRO 1
+              + microbatches in flight (saved + received), or with recomputation
+                microbatches in flight (received) + saved of one
+              + the gradients that the widest operation makes and reads
+
+A rank is that with most rows: ceil(ceil(batch / microbatches) / replicas).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+from hpc3d.partition.atom_graph import Graph
+from hpc3d.partition.capture import Captured
+from hpc3d.partition.downsets import Chain
+from hpc3d.partition.model_graph import MOMENTS, graph_of
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.pipeline.instruction import whole
+from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.predict.machine.machine import Machine
+
+
+class StageChoice(NamedTuple):
+    """A part of the chain: how many atoms lie before its end, on how many replicas it runs, and
+    whether its forward pass is run again for backward instead of saving what that needs."""
+
+    end: int
+    replicas: int = 1
+    recompute: bool = False
+
+
+class PipelineChoice(NamedTuple):
+    """An arrangement: all parts in the order of the model, the `microbatches` that the batch is
+    cut into, the `schedule`, the parts of each pipeline stage (`chunks`), and whether its replicas
+    share the moments of the optimiser (`zero` = 1).
+
+    Of S pipeline stages, part number n is on n mod S; the parts of a stage have equal replicas.
+    """
+
+    stages: tuple[StageChoice, ...]
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    zero: int = 0
+
+    @property
+    def width(self) -> int:
+        """The number of pipeline stages."""
+        return len(self.stages) // self.chunks
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each pipeline stage."""
+        return tuple(stage.replicas for stage in self.stages[: self.width])
+
+    @property
+    def ranks(self) -> int:
+        """Those that it uses."""
+        return sum(self.replicas)
+
+
+class PartNumbers(NamedTuple):
+    """What a rank does and holds for a part: seconds of a microbatch, without recomputation, of
+    `backward` those for the gradients of weights (`weight`), and bytes."""
+
+    forward: float
+    backward: float
+    weight: float
+    fixed: float
+    trained: float
+    saved: float
+    received: float
+    working: float
+
+
+class Evaluated(NamedTuple):
+    """A step: its seconds; by part the seconds of a microbatch forward and backward, with what is
+    run again; by border the bytes that the busiest rank sends of a microbatch, and the seconds of
+    it; by pipeline stage the seconds of its sums of gradients, the microbatches in flight, and the
+    bytes that a rank holds; whether these are within the memory."""
+
+    seconds: float
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    sent: tuple[float, ...]
+    messages: tuple[float, ...]
+    sums: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    held: tuple[float, ...]
+    fits: bool
+
+
+class ModelCosts:
+    """The costs of a model on a machine for steps of `batch` samples, by the rows that a rank has
+    of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all.
+
+    Ranks of a stage are neighbours, and stages follow each other.  A border that lies anywhere on
+    several nodes is as slow as a link between nodes.
+    """
+
+    def __init__(self, graph_of: Callable[[int], Graph], machine: Machine, batch: int) -> None:
+        self.graph, self.machine, self.batch = cache(graph_of), machine, batch
+        self._chains: dict[int, Chain] = {}
+        self._parts: dict[tuple[int, int, int], PartNumbers] = {}
+
+    @classmethod
+    def of(cls, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
+        """Those of a captured module, and of the batch of its example inputs."""
+        graphs = partial(graph_of, Operations(captured), machine)
+        return cls(graphs, machine, batch or captured.batch)
+
+    @property
+    def count(self) -> int:
+        """The number of atoms."""
+        return len(self.graph(1))
+
+    def rows(self, microbatches: int, replicas: int) -> int:
+        """Samples of a microbatch on the rank with most."""
+        microbatch = -(-self.batch // microbatches)
+        return -(-microbatch // replicas)
+
+    def chain(self, rows: int) -> Chain:
+        """The sums along its atoms, and the bytes that cross between them."""
+        if rows not in self._chains:
+            self._chains[rows] = Chain(self.graph(rows))
+        return self._chains[rows]
+
+    def part(self, rows: int, before: int, after: int) -> PartNumbers:
+        """Of the atoms between two places of the chain."""
+        key = rows, before, after
+        if key not in self._parts:
+            chain = self.chain(rows)
+            sums = (chain.forward, chain.backward, chain.weight)
+            self._parts[key] = PartNumbers(
+                *(float(each[after] - each[before]) for each in sums),
+                fixed=float(chain.fixed(before, after)),
+                trained=float(chain.trained(before, after)),
+                saved=float(chain.saved[after] - chain.saved[before]),
+                received=float(chain.crossing[before]),
+                working=float(chain.working[before:after].max()),
+            )
+        return self._parts[key]
+
+    def message(self, nbytes: float, senders: range, receivers: range) -> float:
+        """Seconds in which a stage hands on a microbatch, `nbytes` on the rank with most."""
+        if not nbytes:
+            return 0.0
+        ends = min(senders[0], receivers[0]), max(senders[-1], receivers[-1])
+        again = _peers(len(senders), len(receivers)) - 1
+        call = self.machine.call
+        return again * call("send", 0, ends) + call("send", nbytes, ends)
+
+    def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
+        """Seconds of the sum of so many bytes over ranks, of which each receives what it lacks
+        twice: of the parts and of the sums."""
+        if not nbytes or len(ranks) == 1:
+            return 0.0
+        return self.machine.call("all_reduce", 2 * (1 - 1 / len(ranks)) * nbytes, ranks)
+
+
+def _peers(one, other):
+    """With how many ranks of the other stage a rank shares rows, at most."""
+    few, many = sorted((one, other))
+    return max(-(-(each + 1) * many // few) - each * many // few for each in range(few))
+
+
+def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = None) -> Evaluated:
+    """The step of an arrangement, and whether it fits `memory` bytes of a rank (None: any).
+
+    ValueError for one that cannot be run: its parts, replicas or microbatches do not go together.
+    """
+    _refuse(costs, choice)
+    streams, placement, flights = _laid_out(
+        _usual_name(choice), choice.width, choice.microbatches, choice.chunks
+    )
+    parts = [*_parts(costs, choice)]
+    again = [stage.recompute * part.forward for stage, part in zip(choice.stages, parts)]
+    sent, messages = _borders(costs, choice)
+    rows = timeline(
+        streams,
+        placement,
+        [
+            Cost(part.forward, part.backward - part.weight + more, part.weight, seconds)
+            for part, more, seconds in zip(parts, again, (*messages, 0.0))
+        ],
+    )
+    seconds, sums = _with_sums(costs, choice, parts, [row[-1][1] for row in rows])
+    held = tuple(_held(costs, choice, parts, flights))
+    return Evaluated(
+        seconds=seconds,
+        forward=tuple(part.forward for part in parts),
+        backward=tuple(part.backward + more for part, more in zip(parts, again)),
+        sent=sent,
+        messages=messages,
+        sums=sums,
+        in_flight=tuple(max(map(sum, counts)) for counts in flights),
+        held=held,
+        fits=max(held) <= (inf if memory is None else memory),
+    )
+
+
+def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
+    """ValueError for an arrangement that cannot be run."""
+    stages, micros, width = choice.stages, choice.microbatches, choice.width
+    ends = [0, *(stage.end for stage in stages)]
+    if any(after <= before for before, after in pairwise(ends)) or ends[-1] != costs.count:
+        raise ValueError(
+            f"stages end at {ends[1:]}: every one must have an atom, and the last end at "
+            f"{costs.count}; use fewer stages"
+        )
+    if len(stages) % choice.chunks:
+        raise ValueError(f"{len(stages)} parts are not {choice.chunks} of every stage")
+    unequal = (stage.replicas != stages[n % width].replicas for n, stage in enumerate(stages))
+    if any(unequal):
+        raise ValueError("parts of one pipeline stage run on the same replicas")
+    if not 1 <= micros <= costs.batch:
+        raise ValueError(f"{micros} microbatches cannot share {costs.batch} samples: use --batch")
+    most = max(choice.replicas)
+    if most > costs.rows(micros, 1):
+        raise ValueError(
+            f"{most} replicas cannot share the {costs.rows(micros, 1)} samples of a microbatch: "
+            "use fewer replicas or microbatches"
+        )
+
+
+def _usual_name(choice):
+    """That of the schedule; of one stage forward and backward follow each other."""
+    return "none" if len(choice.stages) == 1 else choice.schedule
+
+
+@lru_cache(maxsize=1024)
+def _laid_out(name, stages, micros, chunks):
+    """Streams and their placement, and of every stage the microbatches in flight, by chunk, at all
+    times when there are more of one chunk than ever before."""
+    streams, placement = instruction_streams(name, stages, micros, chunks)
+    return streams, placement, [_in_flight(stream, chunks) for stream in streams]
+
+
+def _in_flight(stream, chunks):
+    """What W works on is kept until it is done."""
+    live, found = Counter(), set()
+    for op, _, chunk in whole(stream):
+        live[chunk] += (op == "F") - (op in ("W", "BW"))
+        found.add(tuple(live[each] for each in range(chunks)))
+    return [
+        counts
+        for counts in found
+        if not any(
+            other != counts and all(a >= b for a, b in zip(other, counts)) for other in found
+        )
+    ]
+
+
+def _parts(costs, choice):
+    starts = (0, *(stage.end for stage in choice.stages))
+    for before, stage in zip(starts, choice.stages):
+        rows = costs.rows(choice.microbatches, stage.replicas)
+        yield costs.part(rows, before, stage.end)
+
+
+def _places_of(replicas: tuple[int, ...]) -> list[range]:
+    """The ranks of every stage, one stage after the other."""
+    return [range(last - count, last) for last, count in zip(accumulate(replicas), replicas)]
+
+
+def _borders(costs, choice):
+    """Bytes and seconds of a microbatch over every border."""
+    places, sent, seconds = _places_of(choice.replicas), [], []
+    for part, stage in enumerate(choice.stages[:-1]):
+        here, there = (places[number % choice.width] for number in (part, part + 1))
+        rows = costs.rows(choice.microbatches, min(len(here), len(there)))
+        sent.append(float(costs.chain(rows).crossing[stage.end]))
+        seconds.append(costs.message(sent[-1], here, there))
+    return tuple(sent), tuple(seconds)
+
+
+def _with_sums(costs, choice, parts, ends):
+    """Seconds of the step, and those of every stage for its sums of gradients.
+
+    A weight on several stages is summed once over all their ranks, when the last of them is done.
+    """
+    places, owned = _places_of(choice.replicas), [*_owners(costs, choice)]
+    tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
+    sums = []
+    for stage, ranks in enumerate(places):
+        alone = _stage_sum("trained", choice, parts, owned, stage)
+        alone -= sum(nbytes for owners, nbytes in tied if stage in owners)
+        sums.append(costs.summed(alone, ranks))
+    ends = [end + seconds for end, seconds in zip(ends, sums)]
+    for owners, nbytes in tied:
+        ranks = tuple(rank for owner in owners for rank in places[owner])
+        seconds, start = costs.summed(nbytes, ranks), max(ends[owner] for owner in owners)
+        for owner in owners:
+            ends[owner] = start + seconds
+            sums[owner] += seconds
+    return float(max(ends)), tuple(sums)
+
+
+def _owners(costs, choice):
+    """Every weight that several atoms share, and by stage how many of its parts have it."""
+    ends = [stage.end for stage in choice.stages]
+    for shared in costs.graph(1).shared:
+        parts = {bisect_right(ends, atom) for atom in shared.atoms}
+        yield shared, Counter(part % choice.width for part in parts)
+
+
+_OF_SHARED = {"fixed": "memory", "trained": "parameters"}
+
+
+def _stage_sum(name, choice, parts, owned, stage):
+    """Bytes of all parts of a stage, in which what they share counts once."""
+    found = sum(getattr(part, name) for part in parts[stage :: choice.width])
+    for shared, owners in owned:
+        found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])
+    return found
+
+
+def _held(costs, choice, parts, flights):
+    """By stage the bytes of a rank, `flights` of whose microbatches are in flight."""
+    owned = [*_owners(costs, choice)]
+    for stage, (replicas, counts) in enumerate(zip(choice.replicas, flights)):
+        fixed, trained = (
+            _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained")
+        )
+        shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
+        mine = range(stage, len(parts), choice.width)
+        yield fixed - shared + _kept([(choice.stages[n], parts[n]) for n in mine], counts)
+
+
+def _kept(mine, flights):
+    """Bytes that come and go with the microbatches of a stage's parts."""
+    kept = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
+    most = max(sum(count * each for count, each in zip(counts, kept)) for counts in flights)
+    again = max(choice.recompute * part.saved for choice, part in mine)
+    return most + again + max(part.working for _, part in mine)

@@ -1,0 +1,89 @@
+"""PipeDream's recurrence, by hand and against all partitions."""
+
+import random
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+
+from hpc3d.partition.baselines.pipedream import (
+    AsynchronousStage,
+    ChainCosts,
+    WorkerLevel,
+    asynchronous,
+)
+
+
+def costs(seconds, parameters=None, crossing=None):
+    zeros = [0.0] * len(seconds)
+    return ChainCosts(*map(np.array, (seconds, parameters or zeros, crossing or zeros)))
+
+
+def test_a_heavy_unit_has_more_replicas():
+    """3 of 4 workers for 9 s, 1 for 3 s: a minibatch every 3 s; four replicas of both would take
+    4 (4 - 1) 80 / (4 x 10) = 24 s for the sum, and have one every 6 s."""
+    found = asynchronous(costs([9.0, 3.0], [0.0, 80.0]), (WorkerLevel(4, 10.0),))
+    assert found == (3.0, [AsynchronousStage(1, 3), AsynchronousStage(2, 1)])
+
+
+def test_sums_of_gradients_make_a_pipeline_of_replicas():
+    """4 (2 - 1) 30 / (2 x 2) = 30 s for the sum against 10 s: two stages of 5 s."""
+    found = asynchronous(costs([5.0, 5.0], [0.0, 30.0]), (WorkerLevel(2, 2.0),))
+    assert found == (5.0, [AsynchronousStage(1, 1), AsynchronousStage(2, 1)])
+
+
+def test_a_slow_border_is_not_cut():
+    """2 x 9 / 2 = 9 s for what crosses: two replicas take (5 + 5) / 2."""
+    found = asynchronous(costs([5.0, 5.0], crossing=[9.0, 0.0]), (WorkerLevel(2, 2.0),))
+    assert found == (5.0, [AsynchronousStage(2, 2)])
+
+
+def compositions(total, parts):
+    return [each for each in product(range(1, total + 1), repeat=parts) if sum(each) == total]
+
+
+def least(given, workers, bandwidth, start, end, alone):
+    """Of all cuts of units start to end and all shares of the workers."""
+    found = []
+    for stages in range(1, min(end - start, workers) + 1):
+        for cut in combinations(range(start + 1, end), stages - 1):
+            ends = (start, *cut, end)
+            moved = max([2 * given.crossing[each - 1] / bandwidth for each in cut], default=0)
+            for shares in compositions(workers, stages):
+                times = [
+                    max(
+                        alone(i, j),
+                        4 * (m - 1) * sum(given.parameters[i:j]) / (m * bandwidth),
+                    )
+                    / m
+                    for (i, j), m in zip(pairwise(ends), shares, strict=True)
+                ]
+                found.append(max(moved, *times))
+    return min(found)
+
+
+def drawn(seed, units):
+    draw = random.Random(seed)
+    rows = ([draw.uniform(1, 9) for _ in range(units)] for _ in range(3))
+    return ChainCosts(*map(np.array, rows))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_least_of_all_partitions(seed):
+    given = drawn(seed, 5)
+    expected = least(given, 4, 8.0, 0, 5, lambda i, j: sum(given.seconds[i:j]))
+    seconds, stages = asynchronous(given, (WorkerLevel(4, 8.0),))
+    assert seconds == pytest.approx(expected)
+    assert stages[-1].end == 5 and sum(stage.replicas for stage in stages) == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nodes_are_workers_of_the_level_above(seed):
+    given = drawn(seed, 4)
+
+    def node(i, j):
+        return least(given, 2, 20.0, i, j, lambda i, j: sum(given.seconds[i:j]))
+
+    seconds, stages = asynchronous(given, (WorkerLevel(2, 20.0), WorkerLevel(3, 4.0)))
+    assert seconds == pytest.approx(least(given, 3, 4.0, 0, 4, node))
+    assert sum(stage.replicas for stage in stages) == 6

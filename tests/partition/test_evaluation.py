@@ -1,0 +1,153 @@
+"""Arrangements of a model on a pipeline, against numbers reckoned by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value
+from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
+from hpc3d.predict.machine.machine import Link, Machine, Rates
+from tests.partition.graphs import LOADS
+
+# A message of n bytes takes 1 + n / 10 seconds on a node of two ranks, 2 + n between nodes.
+MACHINE = Machine(
+    "two by two",
+    "for tests",
+    ranks_per_node=2,
+    cores=0,
+    memory_gb=1.0,
+    memory_bandwidth=1.0,
+    launch_s=0.0,
+    gemm={"float32": Rates(1.0, (1.0,), (1.0,))},
+    links=(Link(2, 1.0, 10.0), Link(0, 2.0, 1.0)),
+)
+QUIET = replace(MACHINE, links=(Link(0, 0.0, 1e30),))
+
+
+def costs(loads=(1, 1, 1, 1), machine=MACHINE, batch=4, shared=(), nbytes=3.0):
+    """Of atoms with 10 bytes of parameters, that need 2 bytes of working memory."""
+
+    def graph(rows):
+        atoms = [
+            Atom((n,), load * rows, 2 * load * rows, 40.0, 5.0 * rows, 10.0, load * rows, 2.0)
+            for n, load in enumerate(loads)
+        ]
+        links = [Value(n, (n + 1,), nbytes * rows) for n in range(len(loads) - 1)]
+        return Graph(atoms, links, shared)
+
+    return ModelCosts(graph, machine, batch)
+
+
+def choice(*stages, micros=1, **how):
+    return PipelineChoice(tuple(StageChoice(*stage) for stage in stages), micros, **how)
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 621)])
+def test_a_step_is_that_of_the_schedule(schedule, expected):
+    """The cut of the published loads that is best under 1F1B only."""
+    quiet = costs(LOADS, QUIET, batch=8)
+    stages = choice((3,), (5,), (6,), (8,), micros=8, schedule=schedule)
+    assert evaluated(quiet, stages).seconds == expected
+
+
+def test_replicas_share_rows_and_sum_gradients():
+    """Of 4 rows 2 each; 20 bytes to sum, of which each of two ranks receives 20."""
+    found = evaluated(costs((1, 1)), choice((2, 2)))
+    assert found.forward == (4.0,) and found.backward == (8.0,)
+    sums = MACHINE.call("all_reduce", 20, range(2))
+    assert found.sums == (sums,) and found.seconds == 12 + sums
+    fullest = evaluated(costs((1, 1), batch=5), choice((2, 2)))
+    assert fullest.forward == (6.0,)
+
+
+def test_three_replicas_receive_four_thirds_of_what_they_sum():
+    found = evaluated(costs((1, 1), batch=3), choice((2, 3)))
+    assert found.sums == pytest.approx((MACHINE.call("all_reduce", 4 / 3 * 20, range(3)),))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "nbytes", "peers"),
+    [((1, 1), 12, 1), ((2, 2), 6, 1), ((2, 1), 12, 2), ((1, 4), 12, 4), ((3, 2), 6, 2)],
+)
+def test_messages_between_unequal_replicas(replicas, nbytes, peers):
+    """3 bytes a row: the stage with fewer ranks sends or receives most, to or from several."""
+    found = evaluated(costs(), choice((2, replicas[0]), (4, replicas[1])))
+    latency, second = (1.0, 10.0) if sum(replicas) <= 2 else (2.0, 1.0)
+    assert found.sent == (nbytes,)
+    assert found.messages == (pytest.approx(peers * latency + nbytes / second),)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flights"), [("1f1b", (2, 1)), ("gpipe", (4, 4)), ("zb-h1", (2, 2))]
+)
+def test_memory_is_what_is_in_flight(schedule, flights):
+    """Weights, gradients and moments; 5 bytes a row and atom saved, 3 a row received; 2 bytes."""
+    stages = choice((1,), (4,), micros=4, schedule=schedule)
+    found = evaluated(costs(), stages)
+    assert found.in_flight == flights
+    assert found.held == (40 + 5 * flights[0] + 2, 120 + 18 * flights[1] + 2)
+
+
+def test_with_recomputation_only_what_was_received_stays():
+    kept = evaluated(costs(), choice((1, 1, True), (4, 1, True), micros=4, schedule="gpipe"))
+    assert kept.held == (40 + 5 + 2, 120 + 4 * 3 + 15 + 2)
+    assert kept.forward == (1.0, 3.0) and kept.backward == (3.0, 9.0)
+
+
+def test_of_an_interleaved_schedule_chunks_are_in_flight_together():
+    """Stage 0 runs chunk 0 of two microbatches, chunk 1 of both, then chunk 0 of a third."""
+    found = evaluated(
+        costs(batch=4), choice((1,), (2,), (3,), (4,), micros=4, schedule="interleaved", chunks=2)
+    )
+    assert found.in_flight == (5, 3)
+    assert found.held[0] == 80 + 3 * 5 + 2 * 8 + 2
+
+
+def test_replicas_share_moments_under_zero():
+    """Of 80 bytes 40 are moments."""
+    held = [evaluated(costs((1, 1)), choice((2, 2), zero=zero)).held[0] for zero in (0, 1)]
+    assert held[0] - held[1] == 20
+
+
+def test_a_weight_counts_once_a_stage_and_is_summed_over_its_stages():
+    tied = (Shared((0, 1, 3), 40.0, 10.0),)
+    one = evaluated(costs(shared=tied), choice((4,)))
+    assert one.held == (160 - 80 + 4 * 20 + 2,) and one.sums == (0.0,)
+    two = evaluated(costs(shared=tied), choice((2, 1), (4, 2)))
+    alone = MACHINE.call("all_reduce", 10, range(1, 3))
+    over_all = MACHINE.call("all_reduce", 2 * 2 / 3 * 10, (0, 1, 2))
+    assert two.held[0] == 80 - 40 + 4 * 10 + 2
+    assert two.sums == pytest.approx((over_all, alone + over_all))
+
+
+def test_weight_gradients_wait_in_a_split_backward():
+    """Four times 2 + 2 + 2 s, and a bubble of F + B + W or of F + B - W."""
+    seconds = {
+        name: evaluated(costs(machine=QUIET), choice((2,), (4,), micros=4, schedule=name)).seconds
+        for name in ("1f1b", "zb-h1")
+    }
+    assert seconds == {"1f1b": 5 * 6, "zb-h1": 4 * 6 + 2}
+
+
+def test_what_does_not_fit():
+    stages = choice((1,), (4,), micros=4)
+    assert evaluated(costs(), stages, 140).fits and not evaluated(costs(), stages, 139).fits
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (choice((2,), (2,), (4,)), "every one must have an atom"),
+        (choice((3,)), "the last end at 4"),
+        (choice((4,), micros=5), "5 microbatches cannot share 4 samples"),
+        (choice((4, 3), micros=2), "3 replicas cannot share the 2 samples"),
+        (choice((2,), (4,), chunks=4), "2 parts are not 4 of every stage"),
+        (choice((2,), (4, 2), chunks=2), "run on the same replicas"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(wrong, line):
+    with pytest.raises(ValueError, match=line):
+        evaluated(costs(), wrong)
