@@ -29,6 +29,7 @@ from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
 from hpc3d.extras import need
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.plain import plain
+from hpc3d.runtime import launch
 from hpc3d.shipped import shipped
 
 _MACHINE = "machines/h100.toml"
@@ -41,8 +42,18 @@ borders (nbytes, behind, next_best [s], instead)"""
 
 def main(argv: list[str] | None = None) -> int:
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
-    options = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["run"]:
+        return launch.run("partition", lambda job: _run(job, words[1:]))
+    options = _parser().parse_args(words)
     return run("partition", lambda: _plan(options))
+
+
+def _run(job, words):
+    job.from_root(lambda: need("partition run", "torch"))
+    from hpc3d.partition.execution.module_run import run as run_module
+
+    run_module(job, words)
 
 
 def _parser():
@@ -103,7 +114,8 @@ def _of_file(options):
 
 def _of_module(options):
     need(options.model, "torch")
-    from hpc3d.partition.capture import capture, made
+    from hpc3d.partition.capture import capture
+    from hpc3d.partition.factory import made
     from hpc3d.partition.module_plan import Wanted, planned_module
     from hpc3d.predict.machine import machine_file
 

@@ -13,27 +13,18 @@ batch in its first dimension, so that replicas can share it by rows.  So
 
 from __future__ import annotations
 
-import ast
 import copy
-import importlib
-import logging
-import os
 import re
-import sys
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from io import StringIO
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-from warnings import catch_warnings
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from hpc3d.partition.factory import described, undisturbed, without_data
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -63,97 +54,6 @@ class Captured(NamedTuple):
     inputs: tuple[fx.Node, ...]
 
 
-def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
-    """The module and the example inputs that `MODULE:FACTORY` returns, arguments in a tuple or by
-    name in a dict.  A factory may have arguments, as `MODULE:FACTORY(1024, layers=24)`: literals.
-
-    They are fake tensors where the factory works with such, so that a model of any size takes no
-    memory; torch's generators stay as they were.  ValueError with a line where it cannot be had.
-    """
-    place, colon, call = name.partition(":")
-    factory, given, _ = call.partition("(")
-    if not colon or not place or not factory:
-        raise ValueError(f"{name}: give a module and a function in it, as package.module:factory")
-    arguments = _literals(name, factory, call) if given else ((), {})
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    make = _found(name, place, factory.strip())
-    result = _called(name, lambda: make(*arguments[0], **arguments[1]))
-    match result:
-        case torch.nn.Module() as module, (tuple() | dict()) as inputs:
-            return module, inputs
-        case torch.nn.Module() as module, torch.Tensor() as only:
-            return module, (only,)
-    raise ValueError(f"{name} must return an nn.Module and its inputs, in a tuple or a dict")
-
-
-def _literals(name, factory, call):
-    """The arguments of `factory(1024, layers=24)`, by place and by name."""
-    try:
-        found = ast.parse(call.strip(), mode="eval").body
-        if ast.unparse(found.func) != factory.strip():
-            raise ValueError
-        named = {each.arg: ast.literal_eval(each.value) for each in found.keywords}
-        return [ast.literal_eval(each) for each in found.args], named
-    except (SyntaxError, ValueError, AttributeError, TypeError):
-        how = "as package.module:factory(1024, layers=24)"
-        raise ValueError(f"{name}: give a factory numbers or texts, {how}") from None
-
-
-def _called(name, make):
-    """What a factory returns, with data where it wants to look into its tensors."""
-    try:
-        try:
-            with _undisturbed(), _fake():
-                return make()
-        except Exception as error:
-            if not _asks_for_data(error):
-                raise
-        with _undisturbed():
-            return make()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} raised {_said(error)}") from error
-
-
-def _asks_for_data(error):
-    """Whether an error is that of a fake tensor, which has no data."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)
-    return inside or "tensor subclasses" in str(error)
-
-
-def _found(name: str, place: str, factory: str) -> Callable[..., Any]:
-    try:
-        with _undisturbed():
-            make = importlib.import_module(place)
-        for part in factory.split("."):
-            make = getattr(make, part)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: there is no module {error.name}") from None
-    except AttributeError:
-        raise ValueError(f"{name}: {place} has no {factory}") from None
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{name}: importing {place} raised {_said(error)}") from error
-    return make
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Torch's generators are afterwards what they were, and nothing is printed meanwhile."""
-    state, level = torch.get_rng_state(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            redirect_stdout(StringIO()),
-            redirect_stderr(StringIO()),
-            catch_warnings(action="ignore"),
-        ):
-            yield
-    finally:
-        logging.disable(level)
-        torch.set_rng_state(state)
-
-
 def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
     """The pieces of a module that is called with `inputs`, which carry the batch in dimension 0.
 
@@ -164,8 +64,8 @@ def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
     rows = Dim("batch", min=2)
     shapes = _mapped(inputs, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
     try:
-        with _undisturbed():
-            model, like = _without_data(module, inputs)
+        with undisturbed():
+            model, like = _emptied(module, inputs)
             given = ((), like) if isinstance(like, dict) else (like, None)
             program = export(model, *given, dynamic_shapes=shapes, strict=False)
     except (Exception, SystemExit) as error:
@@ -175,7 +75,7 @@ def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
 
 
 def _explained(error):
-    said = _said(error)
+    said = described(error)
     if "Constraints violated" in said or "specialized" in str(error):
         return "it fixes the size of its batch, or another size that depends on it; " + said
     if "data-dependent" in said:
@@ -230,15 +130,11 @@ def _carries(leaf, batch):
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def _without_data(module, inputs):
+def _emptied(module, inputs):
     """Copies of a module and its inputs, whose tensors are all fake."""
-    with _fake():
+    with without_data():
         known = {id(each): _empty(each) for part in module.modules() for each in _held(part)}
         return copy.deepcopy(module, known), _mapped(inputs, _empty)
-
-
-def _fake():
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def _held(part):
@@ -266,20 +162,6 @@ def _mapped(values, function):
             type(values)(*found) if named else found if isinstance(values, list) else tuple(found)
         )
     return function(values)
-
-
-def _said(error: Exception) -> str:
-    """What an error says in a line, and where in the user's files it was raised."""
-    told = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = (
-        os.path.dirname(__file__),
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.__file__),
-    )
-    theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
-    return f"{text:.300} ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else f"{text:.300}"
 
 
 def _pieces(program: ExportedProgram, batch: int) -> Captured:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpc3d.partition.capture import capture, made
+from hpc3d.partition.capture import capture
+from hpc3d.partition.factory import made
 
 HERE = "tests.partition.sample_models"
 

@@ -8,7 +8,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from hpc3d.partition.capture import capture, carries_batch, made
+from hpc3d.partition.capture import capture, carries_batch
+from hpc3d.partition.factory import made
 from tests.partition.sample_models import HERE, captured, small
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from hpc3d.partition.baselines.layer_cuts import balanced, even, layer_runs
 from hpc3d.partition.baselines.pipedream import ChainCosts, WorkerLevel, asynchronous
-from hpc3d.partition.downsets import Chain
 from hpc3d.partition.evaluation import (
     Evaluated,
     ModelCosts,

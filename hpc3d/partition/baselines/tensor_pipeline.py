@@ -30,9 +30,7 @@ class TensorCosts(ModelCosts):
 
     def __init__(self, operations: SplitOperations, costs: ModelCosts) -> None:
         self.ways = operations.ways
-        super().__init__(
-            partial(graph_of, operations, costs.machine), costs.machine, costs.batch
-        )
+        super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
         """As without, between ranks that are so much farther apart."""

@@ -31,17 +31,18 @@ from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
 from hpc3d.partition import plan_file
-from hpc3d.partition.capture import Captured, capture, function_at, made, made_with_data
+from hpc3d.partition.capture import Captured, capture
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import flat_inputs
-from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.stage_program import size_of
+from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_weights import (
     is_trained,
     state_of,
     stored_shapes,
     values_in,
 )
+from hpc3d.partition.factory import function_at, made, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
