@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +68,11 @@ def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
             model, like = _emptied(module, inputs)
             given = ((), like) if isinstance(like, dict) else (like, None)
             program = export(model, *given, dynamic_shapes=shapes, strict=False)
+            names = _first_names(model)
     except (Exception, SystemExit) as error:
         raise ValueError(f"this model cannot be captured: {_explained(error)}") from error
     _refuse(program)
-    return _pieces(program, batch)
+    return _pieces(program, batch, names)
 
 
 def _explained(error):
@@ -164,13 +165,25 @@ def _mapped(values, function):
     return function(values)
 
 
-def _pieces(program: ExportedProgram, batch: int) -> Captured:
-    """The operations of a program, grouped by the rules above."""
+def _first_names(module):
+    """{every name of a parameter or buffer: the first one of the same tensor}; which of them
+    torch.export takes is left to chance."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
+    """The operations of a program, grouped by the rules above; tensors that a module has twice go
+    by the first of their `names`."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     weights = {
-        node: signature[node.name].target
+        node: names.get(signature[node.name].target, signature[node.name].target)
         for node in placeholders
         if signature[node.name].kind in _WEIGHTS
     }

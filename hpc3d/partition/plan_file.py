@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from hpc3d import files
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
@@ -71,11 +72,19 @@ def name_of(captured: Captured, piece: int) -> str:
 def digest_of(captured: Captured) -> str:
     """The SHA-256 of what a model computes, for any batch: its operations with their operands, and
     the shapes and types of all values."""
-    digest = hashlib.sha256()
-    for node in captured.program.graph.nodes:
-        what = node.op, node.name, str(node.target), repr(node.args), repr(node.kwargs)
-        digest.update(repr((*what, _described(node.meta.get("val")))).encode())
-    return digest.hexdigest()
+    lines, nodes = [], captured.program.graph.nodes
+    for node in nodes:
+        name = captured.weights.get(node, node.name)
+        operands = [captured.weights.get(each, each.name) for each in node.all_input_nodes]
+        given = [_constants(node.args), _constants(node.kwargs)]
+        what = "" if node.op == "placeholder" else str(node.target)
+        lines.append(repr((name, what, operands, given, _described(node.meta.get("val")))))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _constants(value):
+    """The operands that are no nodes, and where the others stand."""
+    return fx.node.map_arg(value, lambda node: None)
 
 
 def _described(value):

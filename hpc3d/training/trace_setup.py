@@ -29,6 +29,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
     """The mesh with a recorder where the run is traced; rank 0 describes the environment."""
     place = {**job.place(), "device": str(mesh.pool.device)}
     places = job.gather(place)
+    sizes = zip(*job.gather([*mesh.sizes.values()]), strict=True)  # d may differ by stage
     if job.rank == 0:
         from hpc3d.training.run_folder import describe
 
@@ -41,7 +42,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
         "rank": job.rank,
         "world_size": job.size,
         "axes": list(mesh.sizes),
-        "axis_sizes": list(mesh.sizes.values()),
+        "axis_sizes": [*map(max, sizes)],
         "coords": [mesh.coord(axis) for axis in mesh.sizes],
         **place,
         "transport": transport,

@@ -16,7 +16,8 @@ class Events:
     hold codes.  `links` are pairs of rows, [links, 2]: a send and its receive, and a call that
     others waited for and each of those that did.  Where ranks have no time in common (`one_time`),
     because they counted their CPU time, there are no links, and wait is 0.  `steps` are (rank,
-    step, begin, end), `rows` the slice of each rank.
+    step, begin, end), `rows` the slice of each rank, `coords` its
+    coordinates on `axes`.
     """
 
     columns: dict
@@ -28,3 +29,4 @@ class Events:
     groups: list
     hosts: dict
     axes: list
+    coords: list

@@ -57,6 +57,7 @@ def events_of(
         rows=of_rank,
         groups=trace.groups,
         hosts=plain_in(hosts(trace)),
+        coords=trace.ranks["coords"].tolist(),
         axes=plain_in(list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))),
     )
 

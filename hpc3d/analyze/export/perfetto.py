@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.grid import Grid
 from hpc3d.trace.schema import STREAM
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _lines(events):
 
 def _processes(events):
     for rank, rows in enumerate(events.rows):
-        name = f"rank {rank} {_place(rank, events.axes)}".strip()
+        name = f"rank {rank} {_place(events.coords[rank], events.axes)}".strip()
         clock = "" if events.one_time else "its own CPU time"
         parts = filter(None, (name, events.hosts.get(rank), clock))
         yield _meta("process_name", rank, 0, name=", ".join(parts))
@@ -57,10 +56,9 @@ def _processes(events):
             yield _meta("thread_name", rank, stream, name=f"stream {stream}{does}")
 
 
-def _place(rank, axes):
+def _place(coords, axes):
     """The coordinates of a rank on the axes that have more than one."""
-    grid = Grid(dict(axes))
-    parts = [f"{axis}={at}" for axis, at in grid.coords(rank).items() if grid.sizes[axis] > 1]
+    parts = [f"{axis}={at}" for (axis, size), at in zip(axes, coords) if size > 1]
     return f"({' '.join(parts)})" if parts else ""
 
 
