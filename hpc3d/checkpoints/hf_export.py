@@ -80,6 +80,8 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     where `target` ends in .safetensors, as that file alone; their shapes by GPT-2's names.
     """
     weights, *settings = _written_by(target)
+    if config_of(opened).torch.model:
+        raise ValueError(f"{opened.folder} is of a torch module: only GPT-2 is exported")
     shapes, model = shapes_in(opened), config_of(opened).model
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     arrays = {

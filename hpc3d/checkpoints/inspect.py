@@ -65,7 +65,7 @@ def config_of(opened: Checkpoint) -> Config:
     try:
         config = stored(opened.header["config"])
         refuse([*unknown_values(config), *wrong_parts(config)])
-        if config.model.vocabulary is None:
+        if config.model.vocabulary is None and not config.torch.model:
             raise ValueError("model.vocabulary is not settled")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = "; ".join(lines_of(error))
@@ -86,6 +86,8 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The same of the model that a checkpoint is of; ValueError if it has other layers."""
+    if module := opened.header.get("module"):
+        return {name: tuple(shape) for name, shape in module["shapes"].items()}
     model = config_of(opened).model
     layers = {name.split(".")[1] for name, _ in opened.sources if name.startswith("layers.")}
     if len(layers) != model.layers:
@@ -96,10 +98,16 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     return shapes_of(model)
 
 
+def frozen_in(opened: Checkpoint) -> Collection[str]:
+    """The names of those that have a value alone: of a torch module."""
+    return opened.header.get("module", {}).get("frozen", ())
+
+
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """The `Tensor`s of a checkpoint."""
-    kinds = kinds_of(opened)
+    all_kinds, frozen = kinds_of(opened), frozen_in(opened)
     for name, shape in shapes_in(opened).items():
+        kinds = ("value",) if name in frozen else all_kinds
         sources = [opened.sources[name, kind] for kind in kinds if (name, kind) in opened.sources]
         dtypes = [parts[0][0].dtype for parts in sources]
         nbytes = prod(shape) * sum(dtype.itemsize for dtype in dtypes)
@@ -144,7 +152,9 @@ def problems(folder: Path) -> list[str]:
         return [str(error)]
     count = len(opened.files)
     damaged = [line for number in range(count) if (line := opened.damage(number, count))]
-    return damaged + [f"{folder}: {line}" for line in inconsistencies(opened, shapes)]
+    return damaged + [
+        f"{folder}: {line}" for line in inconsistencies(opened, shapes, frozen_in(opened))
+    ]
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:

@@ -81,6 +81,24 @@ def _check_header(header: Any) -> None:
     for key in position:
         known = _number(position[key], MOST_COUNT)
         _require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
+    module = header.get("module")
+    _require(module is None or _sound_module(module), "its manifest describes no torch module")
+
+
+def _sound_module(module: Any) -> bool:
+    """Whether it has the shapes of tensors, as vectors and matrices, and names of frozen ones."""
+    if not isinstance(module, dict) or {*module} != {"shapes", "frozen"}:
+        return False
+    shapes, frozen = module["shapes"], module["frozen"]
+    return (
+        isinstance(shapes, dict)
+        and isinstance(frozen, list)
+        and all(name in shapes for name in frozen if isinstance(name, str))
+        and all(
+            isinstance(shape, list) and len(shape) in (1, 2) and all(map(_number, shape))
+            for shape in shapes.values()
+        )
+    )
 
 
 def _check_files(files: Any) -> None:

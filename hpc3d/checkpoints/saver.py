@@ -122,6 +122,7 @@ def saver_of(
 
     def header(done):
         position = batches.position(done) if batches else None
-        return {"run_id": plan.folder.name, "config": to_toml(plan.config), "position": position}
+        header = {"run_id": plan.folder.name, "config": to_toml(plan.config)}
+        return header | {"position": position} | trainer.manifest()
 
     return Saver(plan.folder, trainer, how, header, log.say)

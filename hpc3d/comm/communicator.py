@@ -101,6 +101,10 @@ class Communicator:
         """An array that this communicator reduces without copying it first."""
         return self.pool.empty(shape, dtype, "communication")
 
+    def wrapped(self, wrapper: Any, axis: str) -> Any:
+        """What a wrapper of hpc3d.comm.mesh puts before the calls along an axis."""
+        return wrapper.wrap(self, axis)
+
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
         block = contiguous(_rows_first(block, dim))
         pending = self.call("all_gather", block.nbytes, None, partial(self._all_gather, block))

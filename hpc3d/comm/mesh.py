@@ -216,5 +216,5 @@ class Mesh:
 
     def _wrapped(self, wrapper: Wrapper) -> tuple[dict[str, Communicator], Communicator]:
         """The communicators of all axes and that of all ranks, as `wrapper` wraps them."""
-        comms = {axis: wrapper.wrap(comm, axis) for axis, comm in self.comms.items()}
+        comms = {axis: comm.wrapped(wrapper, axis) for axis, comm in self.comms.items()}
         return comms, wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world

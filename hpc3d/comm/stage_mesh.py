@@ -8,6 +8,7 @@ otherwise every rank sends to those that need some of its rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -74,6 +75,12 @@ class SplitRows(Communicator):
         self.mine = self.rows[stage][stages[stage].index(world.rank)]
         first = [next(self._shared(peer), (ranks[0],))[0] for peer, ranks in enumerate(stages)]
         super().__init__(stage, len(stages), first, world.pool)
+
+    def wrapped(self, wrapper: Any, axis: str) -> Any:
+        """Messages between ranks are what is wrapped."""
+        found = copy(self)
+        found.world = wrapper.wrap(self.world, axis)
+        return found
 
     def _shared(self, peer: int) -> Iterator[tuple[int, slice]]:
         """The ranks of another stage that share samples with this one, and these of its own."""

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 class PipelineStage(Protocol):
     """A part of a model on one rank, which runs in one go: a chunk of a pipeline stage.
 
-    A block between stages is this rank's part of what crosses: the arrays that `incoming` names, in
-    a tuple where they are not exactly one.
+    A block between stages is this rank's part of what crosses: the arrays that `incoming` names,
+    in a tuple where they are not exactly one.
     A stage keeps nothing of a pass in itself: what backward needs is in `saved`, so any number of
     microbatches may be in flight, and their backward passes may come in any order.  All ranks of
     the stage make the same calls in the same order.

@@ -264,7 +264,7 @@ ATTRIBUTES = (
     Attribute("created_utc", str, "when the run began, ISO 8601"),
     Attribute("world_size", int, "number of ranks", True),
     Attribute("axes", str, "mesh axes, the last varies fastest from rank to rank", True),
-    Attribute("axis_sizes", list, "their sizes, the largest where pipeline stages have different numbers of replicas", True),
+    Attribute("axis_sizes", list, "their sizes (d: that of the largest pipeline stage)", True),
     Attribute("time_unit", str, '"ns"'),
     Attribute("config", str, "the resolved input file, TOML", True),
     Attribute("git", str, "revision of the source"),

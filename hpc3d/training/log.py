@@ -45,7 +45,12 @@ class Log:
             print(plain(line), file=self.file, flush=True)
 
     def header(
-        self, plan: Any, mesh: Mesh, job: Job, hardware: Hardware, layout: Iterable[str]
+        self,
+        plan: Any,
+        mesh: Mesh,
+        job: Job,
+        hardware: Hardware,
+        layout: Iterable[str],
     ) -> None:
         config = plan.config
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
@@ -58,7 +63,8 @@ class Log:
             self.say(line)
         if config.trace.clock == "cpu":
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
-        self.say("step     loss  learning rate  gradient norm  tokens/s  communication  peak MB")
+        rate = "samples/s" if config.torch.model else " tokens/s"
+        self.say(f"step     loss  learning rate  gradient norm {rate}  communication  peak MB")
 
     def step(self, done: Step) -> None:
         rate = done.tokens / done.seconds

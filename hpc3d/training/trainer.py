@@ -99,6 +99,10 @@ class Trainer:
         self.shape = spec.sizes
         return build(self.mesh, self.parameters, spec, *self.parts(placement))
 
+    def manifest(self) -> dict[str, Any]:
+        """What checkpoints say of the model beside the configuration."""
+        return {}
+
     def sums(self, size: float) -> Buckets:
         """What sums the gradients of `parameters`, in buckets of `size` bytes."""
         return Buckets(self.parameters, size)

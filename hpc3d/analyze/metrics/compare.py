@@ -155,6 +155,8 @@ def _sizes(config):
     keys = ("batch", *_MODEL, "recompute")
     if config is None:
         return dict.fromkeys((*keys, "block_weights"))
+    if config.torch.model:
+        return dict.fromkeys((*keys, "block_weights")) | {"batch": config.train.batch}
     parts = vars(config.train) | vars(config.model) | vars(config.parallel)
     return {key: parts[key] for key in keys} | {"block_weights": block_weights(config.model)}
 

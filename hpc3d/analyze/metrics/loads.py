@@ -23,10 +23,9 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
     config = configuration(trace)
     if config is None:
         return None
+    model = "torch." if config.torch.model else "model."
     return {
-        key: value
-        for key, value in flat(config).items()
-        if key.startswith("model.") or key in _TRAIN
+        key: value for key, value in flat(config).items() if key.startswith(model) or key in _TRAIN
     }
 
 

@@ -70,6 +70,13 @@ def outnumbered(trace: Trace) -> str | None:
 def _configured(config):
     """What the configuration says of the work and of how it is shared out."""
     model, train, parallel = config.model, config.train, config.parallel
+    if config.torch.model:
+        return {
+            "model": f"torch module {config.torch.model}",
+            "batch": f"{train.batch} samples a step, {train.dtype}, {train.optimizer}",
+            "layout": f"schedule {parallel.schedule}, microbatches {parallel.microbatches}, "
+            f"chunks {parallel.chunks}; ZeRO {parallel.zero}",
+        }
     vocabulary = f", vocabulary {model.vocabulary}" if model.vocabulary else ""
     return {
         "model": f"{model.kind}: layers {model.layers}, hidden {model.hidden}, heads {model.heads}"

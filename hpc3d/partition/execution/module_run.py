@@ -36,12 +36,7 @@ from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.stage_program import size_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
-from hpc3d.partition.execution.torch_weights import (
-    is_trained,
-    state_of,
-    stored_shapes,
-    values_in,
-)
+from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
 from hpc3d.partition.factory import function_at, made, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
@@ -266,7 +261,5 @@ class StepInputs:
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the module and its optimiser; None if it is."""
-    shapes = stored_shapes(model.captured)
-    frozen = {name for name, like in state_of(model.captured).items() if not is_trained(like)}
-    found = inconsistencies(opened, shapes, frozen)
+    found = inconsistencies(opened, **stored_tensors(model.captured))
     return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -14,7 +14,7 @@ from hpc3d.partition.execution.sample_batches import SampleLoader, rows_of, shar
 from hpc3d.partition.execution.staged_model import StagedModel
 from hpc3d.partition.execution.tied_weights import TiedBuckets, lines_of_owners
 from hpc3d.partition.execution.torch_stage import TorchStage
-from hpc3d.partition.execution.torch_weights import TorchWeights, state_of
+from hpc3d.partition.execution.torch_weights import TorchWeights, state_of, stored_tensors
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -75,7 +75,11 @@ class ModuleTrainer(Trainer):
             self.config.seed,
             model.loss if last else None,
             model.recompute[part],
+            self.mesh.trace,
         )
+
+    def manifest(self) -> dict[str, Any]:
+        return {"module": stored_tensors(self.model.captured)}
 
     def sums(self, size: float) -> Buckets:
         items, owners = self.torch_weights.items, self.model.owners

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from hpc3d.comm.mesh import NullRecorder
 from hpc3d.partition.execution.random_operations import Draw
 from hpc3d.partition.execution.stage_program import StageProgram, size_of
 from hpc3d.partition.execution.torch_weights import TorchWeights, is_trained
@@ -15,6 +16,7 @@ from hpc3d.partition.execution.torch_weights import TorchWeights, is_trained
 if TYPE_CHECKING:
     from torch import fx
 
+    from hpc3d.comm.mesh import MeshRecorder
     from hpc3d.partition.execution.sample_batches import SampleRows
 
 
@@ -41,7 +43,9 @@ class TorchStage:
         seed: int,
         loss: fx.Node | None = None,
         recompute: bool = False,
+        trace: MeshRecorder | None = None,
     ) -> None:
+        self.trace = trace or NullRecorder()
         self.program, self.weights, self.seed, self.recompute = program, weights, seed, recompute
         self.graded_in = [node in graded for node in program.received]
         self.graded_out = [node in graded for node in program.sent]
@@ -70,7 +74,7 @@ class TorchStage:
         # A second forward pass meets the buffers as the first one did, and writes to copies.
         names = self.program.written if self.recompute else ()
         buffers = {name: self.weights.tensors[name].clone() for name in names}
-        with torch.set_grad_enabled(not self.recompute):
+        with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):
             made = self._run(received, micro, self.weights.tensors)
         kept = _Kept(received, None if self.recompute else made, buffers)
         if self.loss is not None:
@@ -93,7 +97,8 @@ class TorchStage:
     ) -> Any:
         made = saved.made
         if made is None:
-            made = self._run(saved.received, micro, {**self.weights.tensors, **saved.buffers})
+            with self.trace.span("operations again", "gemm"):
+                made = self._run(saved.received, micro, {**self.weights.tensors, **saved.buffers})
         ends = [tensor for tensor in made if tensor.requires_grad]
         if self.loss is None:
             gradients = [_tensor(array) for array in _arrays(dy)]
@@ -101,7 +106,8 @@ class TorchStage:
             gradients = [torch.full_like(made[-1], micro.samples * micro.scale)]
         self.weights.completed = lambda name: defer(finished, name)
         if ends:
-            torch.autograd.backward(ends, gradients)
+            with self.trace.span("gradients", "gemm"):
+                torch.autograd.backward(ends, gradients)
         for unit in self.units:
             defer(finished, unit)
         if not self.program.received:

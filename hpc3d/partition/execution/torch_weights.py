@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,12 +27,17 @@ def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (prod(shape),) if len(shape) < 2 else (shape[0], prod(shape[1:]))
 
 
-def stored_shapes(captured: Captured) -> dict[str, tuple[int, ...]]:
-    """That of every parameter and buffer of a model."""
-    return {
-        name: stored_shape(like.shape)
+def stored_tensors(captured: Captured) -> dict[str, Any]:
+    """What checkpoints of a model have: the `shapes` of its parameters and buffers by name, and
+    the names of those that are `frozen`."""
+    state = {
+        name: like
         for name, like in state_of(captured).items()
         if name in captured.program.state_dict
+    }
+    return {
+        "shapes": {name: stored_shape(like.shape) for name, like in state.items()},
+        "frozen": [name for name, like in state.items() if not is_trained(like)],
     }
 
 
