@@ -88,5 +88,5 @@ def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     if not moments:
         opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
-    found = mismatch(opened, config_of(f"{LAYOUTS['serial']} {change}"))
+    found = mismatch(config_of(f"{LAYOUTS['serial']} {change}"), opened)
     assert found is None if line is None else line in found

@@ -143,7 +143,7 @@ def test_states_go_from_one_layout_to_another_through_a_checkpoint(tmp_path):
     assert kinds_of(opened) == ("value", "velocity", "longest")
     assert problems(opened.folder) == []
     config = config_of(alone(ZERO_1))
-    assert mismatch(opened, config) is None
+    assert mismatch(config, opened) is None
 
     def rank(mesh):
         trained, other = trainer_of(mesh, config), trainer_of(mesh, config)
@@ -160,7 +160,7 @@ def test_states_go_from_one_layout_to_another_through_a_checkpoint(tmp_path):
 def test_a_checkpoint_without_the_states_of_an_optimiser_is_not_its_own(tmp_path):
     config = config_of(ZERO_1)
     other = replace(config, train=replace(config.train, optimizer="adamw"))
-    assert "first and second" in mismatch(checkpoint(ZERO_1, tmp_path), other)
+    assert "first and second" in mismatch(other, checkpoint(ZERO_1, tmp_path))
 
 
 def test_a_state_that_differs_between_replicas_is_named():

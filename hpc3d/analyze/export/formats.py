@@ -11,6 +11,7 @@ import numpy as np
 from hpc3d.analyze.export import kineto, perfetto, pipit
 from hpc3d.analyze.export.events import Events
 from hpc3d.analyze.metrics.columns import event_values, hosts, labels, slices
+from hpc3d.comm.grid import Grid
 from hpc3d.plain import plain_in
 from hpc3d.trace.trace_config import one_time
 
@@ -47,6 +48,7 @@ def events_of(
         "wait": wait[rows],
     }
     ranks = trace.attrs["world_size"]
+    axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     of_rank = slices(columns["rank"], ranks)
     return Events(
         columns=columns,
@@ -57,9 +59,17 @@ def events_of(
         rows=of_rank,
         groups=trace.groups,
         hosts=plain_in(hosts(trace)),
-        coords=trace.ranks["coords"].tolist(),
-        axes=plain_in(list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))),
+        axes=plain_in(axes),
+        coords=_coords(trace, axes),
     )
+
+
+def _coords(trace, axes):
+    """The coordinates of every rank; where a trace has none, those on a full mesh."""
+    if "coords" in trace.ranks:
+        return trace.ranks["coords"].tolist()
+    grid = Grid(dict(axes))
+    return [[*grid.coords(rank).values()] for rank in range(trace.attrs["world_size"])]
 
 
 def _links(calls, rows, size):
