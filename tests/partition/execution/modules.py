@@ -1,0 +1,218 @@
+"""Small modules to cut and train, and the same training in torch without a cut."""
+
+import copy
+import importlib
+from functools import cache
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpc3d.comm.threads import run_stages
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.partition.capture import capture
+from hpc3d.partition.execution.module_trainer import ModuleTrainer
+from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
+from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.partition.execution.torch_weights import values_in
+from hpc3d.pipeline.program import program_of
+from hpc3d.training.optimizer import AdamW
+
+HERE = "tests.partition.execution.modules"
+STEPS, RATE, DECAY, CLIP = 3, 1e-2, 0.1, 0.5
+
+
+class Everything(nn.Module):
+    """A table that is read at both ends, a value that skips parts, two branches, normalisation
+    over the batch, a value without gradient, and several outputs."""
+
+    def __init__(self, width=6, classes=5):
+        super().__init__()
+        self.table = nn.Embedding(classes, width)
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm, self.last = nn.BatchNorm1d(width), nn.Linear(width, width, bias=False)
+        self.register_buffer("scale", torch.tensor([1.5]))
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        mask = (ids > 1).unsqueeze(1)
+        y = self.norm(functional.gelu(self.left(x)))
+        z = self.last((y * mask + torch.tanh(self.right(x))) * self.scale)
+        logits = (z + x) @ self.table.weight.T
+        return {"logits": logits, "loss": functional.cross_entropy(logits, labels)}
+
+
+def everything(batch=12):
+    ids = torch.arange(batch) % 5
+    return Everything(), {"ids": ids, "labels": (3 * ids + 1) % 5}
+
+
+class Chain(nn.Module):
+    def __init__(self, layers, dropout):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.dropout = dropout
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = functional.dropout(torch.tanh(layer(x)), self.dropout, self.training)
+        return functional.mse_loss(x, y)
+
+
+def chain(layers=4, batch=12, dropout=0.0):
+    numbers = torch.arange(batch * 4, dtype=torch.float64).reshape(batch, 4)
+    return Chain(layers, dropout), (torch.sin(numbers), torch.cos(numbers))
+
+
+def with_data(name, seed=0):
+    """A module in float64 without dropout of its own, and inputs that are no zeros."""
+    place, _, call = name.partition(":")
+    torch.manual_seed(seed)
+    module, inputs = getattr(importlib.import_module(place), call)()
+    draws = torch.Generator().manual_seed(1)
+
+    def drawn(value):
+        if not isinstance(value, torch.Tensor) or value.any():
+            return value
+        if value.is_floating_point():
+            return torch.randn(value.shape, generator=draws, dtype=torch.float64)
+        return torch.randint(0, 2, value.shape, generator=draws)
+
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if isinstance(inputs, dict):
+        return module.double(), {name: drawn(value) for name, value in inputs.items()}
+    return module.double(), tuple(map(drawn, inputs))
+
+
+@cache
+def prepared(name):
+    """(module, inputs, Captured) of `MODULE:FACTORY` in float64, none of which may be changed."""
+    module, inputs = with_data(name)
+    for part in module.modules():
+        if isinstance(getattr(part, "dropout", None), float) and not name.endswith("dropping"):
+            part.dropout = 0.0
+    return module, inputs, capture(module, inputs)
+
+
+def dropping():
+    """Every layer drops a third."""
+    return chain(dropout=1 / 3)
+
+
+def called(module, inputs):
+    """What a module returns, and its loss: its first output without dimensions."""
+    found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    outputs = list(found.values()) if isinstance(found, dict) else [found]
+    return outputs, next(each for each in outputs if each.dim() == 0)
+
+
+def part_of(inputs, batch, rows):
+    """The inputs for some samples."""
+
+    def cut(value):
+        carries = isinstance(value, torch.Tensor) and value.dim() and len(value) == batch
+        return value[rows.start : rows.stop] if carries else value
+
+    if isinstance(inputs, dict):
+        return {name: cut(value) for name, value in inputs.items()}
+    return tuple(map(cut, inputs))
+
+
+def trained_by_torch(name, micros, replicas=1):
+    """(parameters and buffers by name, losses) after STEPS steps of torch on the whole module, a
+    microbatch of a replica at a time."""
+    module, inputs, captured = prepared(name)
+    module, batch = copy.deepcopy(module), captured.batch
+    wide = [each for each in module.parameters() if each.dim() > 1]
+    narrow = [each for each in module.parameters() if each.dim() < 2]
+    groups = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
+    betas = AdamW.BETA1, AdamW.BETA2
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=betas, eps=AdamW.EPSILON)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(micros):
+            for replica in range(replicas):
+                rows = [*rows_of(batch, micros, replicas, replica)][micro]
+                _, loss = called(module, part_of(inputs, batch, rows))
+                share = loss * len(rows) / batch
+                share.backward()
+                total += float(share.detach())
+        norm = sum(float((each.grad**2).sum()) for each in module.parameters()) ** 0.5
+        for each in module.parameters():
+            each.grad *= min(1.0, CLIP / norm)
+        optimizer.step()
+        losses.append(total)
+    return state(module), losses
+
+
+def state(module):
+    """Copies of the parameters and buffers of a module, by all of their names."""
+    held = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: value.detach().numpy().copy() for name, value in held}
+
+
+def even_parts(captured, count):
+    """The pieces of a model in so many parts."""
+    size = len(captured.pieces)
+    return [range(size * part // count, size * (part + 1) // count) for part in range(count)]
+
+
+def config_of(captured, replicas, micros, schedule, chunks=1, zero=0):
+    """A Config that trains as `trained_by_torch` does."""
+    parallel = ParallelConfig(
+        microbatches=micros, schedule=schedule, chunks=chunks, zero=zero, bucket_mb=1e-4
+    )
+    train = TrainConfig(
+        steps=STEPS,
+        batch=captured.batch,
+        learning_rate=RATE,
+        warmup=0,
+        decay="constant",
+        weight_decay=DECAY,
+        clip=CLIP,
+        dtype="float64",
+    )
+    mesh = MeshConfig(p=len(replicas), d=max(replicas), x=1, y=1, z=1)
+    return Config(mesh=mesh, parallel=parallel, train=train)
+
+
+def trained(name, replicas, micros, schedule, recompute=False, parts=None, **how):
+    """(tensors by name, losses, counted squares of gradients) of every rank, on threads, of a
+    module that is cut into equal parts, or `parts`."""
+    module, inputs, captured = prepared(name)
+    config = config_of(captured, replicas, micros, schedule, **how)
+    count = len(replicas) * config.parallel.chunks
+    parts = parts or even_parts(captured, count)
+    model = staged_model(captured, parts, replicas, [recompute] * count)
+    flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
+    program = program_of(config)
+
+    def rank(mesh, line):
+        first = mesh.rank == 0
+        batches = (lambda step: flat) if first else None
+        trainer = ModuleTrainer(mesh, config, model, line, batches, program, perf_counter)
+        trainer.fill(values if first else {})
+        losses = [trainer.step(number).loss for number in range(STEPS)]
+        tensors = trainer.torch_weights.tensors.items()
+        return {name: value.detach().numpy().copy() for name, value in tensors}, losses
+
+    return run_stages(replicas, captured.batch // micros, rank)
+
+
+def assert_trained_alike(found, expected, close=1e-10):
+    """All ranks have what torch has, and have seen its losses."""
+    tensors, losses = expected
+    names = set()
+    for ours, seen in found:
+        np.testing.assert_allclose(seen, losses, rtol=close)
+        for name in ours.keys() & tensors.keys():
+            np.testing.assert_allclose(ours[name], tensors[name], 0, close, err_msg=name)
+        names |= ours.keys()
+    assert len({id(tensors[name]) for name in names & tensors.keys()}) > 0

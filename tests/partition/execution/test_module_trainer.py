@@ -1,0 +1,104 @@
+"""A module that is cut, on threads, against torch on the whole of it."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.partition.execution.modules import (
+    HERE,
+    assert_trained_alike,
+    state,
+    trained,
+    trained_by_torch,
+    with_data,
+)
+
+MODELS = ("bert", "resnet", "unet", "densenet", "translation")
+EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
+SMALL = [f"inputs.partition.{name}:small" for name in MODELS]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "micros", "schedule", "how"),
+    [
+        ((1,), 1, "none", {}),
+        ((1, 1), 4, "1f1b", {}),
+        ((1, 1, 1), 3, "gpipe", {"recompute": True}),
+        ((1, 1), 2, "interleaved", {"chunks": 2}),
+    ],
+)
+def test_stages_train_as_the_whole(replicas, micros, schedule, how):
+    """Parameters and buffers after three steps: BatchNorm meets one microbatch after the other."""
+    found = trained(EVERYTHING, replicas, micros, schedule, **how)
+    assert_trained_alike(found, trained_by_torch(EVERYTHING, micros))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "micros", "how"),
+    [((2,), 2, {}), ((2, 2), 3, {"zero": 1}), ((1, 3), 2, {}), ((3, 2), 2, {"zero": 1})],
+)
+def test_replicas_of_stages_train_as_one(replicas, micros, how):
+    found = trained(CHAIN, replicas, micros, "1f1b" if replicas[1:] else "none", **how)
+    assert_trained_alike(found, trained_by_torch(CHAIN, micros))
+
+
+@pytest.mark.parametrize(("replicas", "schedule"), [((2,), "none"), ((2, 1), "1f1b")])
+def test_replicas_have_the_same_buffers(replicas, schedule):
+    """Each normalises by its own rows, and moves its averages towards those; the step ends with
+    the mean of all replicas."""
+    (one, _), (other, _), *_ = trained(EVERYTHING, replicas, 2, schedule)
+    start = state(with_data(EVERYTHING)[0])
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert (one[name] == other[name]).all() and (one[name] != start[name]).any()
+    assert one["norm.num_batches_tracked"] == 6
+
+
+def test_the_order_of_samples_is_that_of_the_batch():
+    """Uneven microbatches: 12 samples in 5, of two replicas."""
+    found = trained(CHAIN, (2, 2), 5, "1f1b")
+    assert_trained_alike(found, trained_by_torch(CHAIN, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("replicas", "micros", "schedule", "how"),
+    [
+        ((1, 1, 1, 1), 4, "1f1b", {}),
+        ((1, 1), 2, "gpipe", {"recompute": True}),
+        ((1, 1), 4, "interleaved", {"chunks": 2, "recompute": True}),
+        ((1,) * 8, 8, "1f1b", {}),
+    ],
+)
+def test_all_models_train_as_the_whole(name, replicas, micros, schedule, how):
+    found = trained(name, replicas, micros, schedule, **how)
+    assert_trained_alike(found, trained_by_torch(name, micros))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in SMALL if "res" not in name and "dense" not in name]
+)
+@pytest.mark.parametrize(
+    ("replicas", "micros", "how"),
+    [
+        ((2, 1), 2, {}),
+        ((2, 2), 2, {"zero": 1}),
+        ((1, 3, 2), 2, {"recompute": True}),
+        ((8,), 1, {}),
+    ],
+)
+def test_replicas_of_all_models_train_as_one(name, replicas, micros, how):
+    found = trained(name, replicas, micros, "1f1b" if replicas[1:] else "none", **how)
+    assert_trained_alike(found, trained_by_torch(name, micros))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SMALL if "res" in name or "dense" in name])
+def test_replicas_that_normalise_by_their_own_rows(name):
+    """As torch with the rows of one replica after the other; averages of buffers aside."""
+    found = trained(name, (2, 2), 2, "1f1b", zero=1)
+    tensors, losses = trained_by_torch(name, 2, replicas=2)
+    kept = {key: value for key, value in tensors.items() if "running" not in key}
+    assert_trained_alike(found, ({k: v for k, v in kept.items() if "tracked" not in k}, losses))
