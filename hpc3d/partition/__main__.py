@@ -3,6 +3,7 @@
 python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
+python -m hpc3d.partition compare MODULE:FACTORY --ranks N
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
@@ -23,6 +24,7 @@ and once per value the transfer of each that enters it and of each that leaves i
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
@@ -32,6 +34,7 @@ from hpc3d.plain import plain
 from hpc3d.shipped import shipped
 
 _MACHINE = "machines/h100.toml"
+_COMMANDS = {"compare": "hpc3d.partition.baselines.compare"}
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
@@ -41,7 +44,10 @@ borders (nbytes, behind, next_best [s], instead)"""
 
 def main(argv: list[str] | None = None) -> int:
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
-    options = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in _COMMANDS:
+        return import_module(_COMMANDS[words[0]]).main(words[1:])
+    options = _parser().parse_args(words)
     return run("partition", lambda: _plan(options))
 
 

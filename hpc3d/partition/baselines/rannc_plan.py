@@ -37,9 +37,7 @@ def rannc(task: Task) -> Contender:
     groups = blocks(least, task.memory, POINT_TO_POINT)
     node = gcd(task.ranks, costs.machine.ranks_per_node)
     devices = Devices(task.ranks, node, task.memory)
-    plan = first_feasible(
-        lambda rows: _of_blocks(costs.graph(rows), groups), costs.batch, devices
-    )
+    plan = first_feasible(lambda rows: _of_blocks(costs.graph(rows), groups), costs.batch, devices)
     if plan is None:
         return Contender("RaNNC", None, None, "it finds no partition that fits")
     ends = np.cumsum([len(group) for group in groups])
@@ -81,7 +79,9 @@ def _sorted(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
         return graph
     place = {atom: number for number, atom in enumerate(order)}
     values = [
-        Value(place[value.source], tuple(sorted(place[each] for each in value.targets)), value.nbytes)
+        Value(
+            place[value.source], tuple(sorted(place[each] for each in value.targets)), value.nbytes
+        )
         for value in graph.values
     ]
     shared = [
