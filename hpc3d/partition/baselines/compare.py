@@ -72,12 +72,10 @@ def _compare(options: Namespace) -> None:
     memory = (options.memory or machine.memory_gb * 1e9) * (1 - _MARGIN)
     batch = options.batch or captured.batch
     task = Task.of(Operations(captured), machine, batch, options.ranks, memory)
-    print(
-        f"{batch} samples on {options.ranks} ranks of {machine.name}, {memory / 1e9:.6g} GB of each"
-        f"\n\n{_HEAD}"
-    )
+    ranks = f"{options.ranks} ranks of {machine.name}, {memory / 1e9:.6g} GB of each"
+    print(f"{batch} samples on {ranks}\n\n{_HEAD}")
     rows = [*_shown(task, everyone(captured))]
-    if all(row["step"] is None for row in rows):
+    if not any(row["fits"] for row in rows):
         raise ValueError(rows[0]["note"])
     print(*[f"\n{row['name']}: {plain(row['note'])}" for row in rows if row["note"]], sep="")
     if options.json:

@@ -56,8 +56,8 @@ def test_stages_of_gpipe(contender, cut, seconds):
 
 
 def test_replicas_and_stages_of_a_hybrid_are_those_of_the_shortest_step_that_fits():
-    """All layers hold 48 bytes, half of them 24, a quarter 12; and what they save of a batch: of
-    two rows 16, of eight rows in halves 32 and what was received, or that and one row run again."""
+    """All layers hold 48 bytes, half of them 24, a quarter 12; and what they save, or with what
+    is run again what they received of all rows and save of one."""
     assert gpipe_hybrid(task()).choice.replicas == (4,)
     halves = gpipe_hybrid(task(memory=45.0))
     assert halves.choice.replicas == (2, 2) and max(halves.step.held) <= 45
