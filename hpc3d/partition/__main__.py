@@ -34,7 +34,7 @@ from hpc3d.plain import plain
 from hpc3d.shipped import shipped
 
 _MACHINE = "machines/h100.toml"
-_COMMANDS = {"compare": "hpc3d.partition.baselines.compare"}
+_COMMANDS = {"compare": "hpc3d.partition.baselines.__main__"}
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,

@@ -28,7 +28,7 @@ from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Machine
 
-Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
+_Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # that are tried
 _SAMPLE = 64  # parts of the batch, one of which shows how long layers take
@@ -178,7 +178,7 @@ def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
 
 
 def fastest(
-    name: str, task: Task, choices: Iterable[PipelineChoice], step: Stepper = evaluated
+    name: str, task: Task, choices: Iterable[PipelineChoice], step: _Stepper = evaluated
 ) -> Contender:
     """The one with the shortest step of those that fit, else that which needs least."""
     found = [Contender(name, choice, step(task.costs, choice, task.memory)) for choice in choices]
