@@ -55,8 +55,8 @@ def _parser():
 def _compare(options: Namespace) -> None:
     need("partition", "networkx")
     need(options.model, "torch")
-    from hpc3d.partition.baselines.side_by_side import HEAD, everyone, shown
     from hpc3d.partition.baselines.contenders import Task
+    from hpc3d.partition.baselines.side_by_side import HEAD, everyone, shown
     from hpc3d.partition.capture import capture, made
     from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file

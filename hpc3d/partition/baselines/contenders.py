@@ -2,7 +2,7 @@
 
 Where a system leaves something to its user, or to a search of a few numbers, the contender has the
 fastest that fits: microbatches in powers of two, recomputation of all stages or none, and how many
-of the ranks are replicas.
+of the ranks are replicas.  GPipe recomputes all stages, as published.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Stages with equally many layers, and equally many replicas of each."""
+    """Two stages or more with equally many layers, and equally many replicas of each."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
-    return fastest("GPipe hybrid", task, pipelines(task, cut, "gpipe", divisors(task.ranks)))
+    counts = divisors(task.ranks)[1:]
+    return fastest("GPipe hybrid", task, pipelines(task, cut, "gpipe", counts))
 
 
 def by_parameters(task: Task) -> Contender:
@@ -167,11 +168,12 @@ def pipelines(
 
 
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
-    """Arrangements of stages with up to so many microbatches, which recompute or do not."""
+    """Arrangements of stages with up to so many microbatches, which recompute or do not; several
+    microbatches of GPipe always do."""
     replicas = max(stage.replicas for stage in stages)
     micros = 1
     while micros <= min(most, costs.batch) and replicas <= costs.rows(micros, 1):
-        for again in (False, True):
+        for again in (micros > 1,) if schedule == "gpipe" else (False, True):
             parts = tuple(stage._replace(recompute=again) for stage in stages)
             yield PipelineChoice(parts, micros, schedule)
         micros *= 2

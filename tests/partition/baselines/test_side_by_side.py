@@ -8,8 +8,8 @@ pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.__main__ import main
-from hpc3d.partition.baselines.side_by_side import as_row
 from hpc3d.partition.baselines.contenders import Contender
+from hpc3d.partition.baselines.side_by_side import as_row
 from hpc3d.partition.evaluation import Evaluated, PipelineChoice, StageChoice
 
 NAMES = [
