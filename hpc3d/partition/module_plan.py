@@ -62,7 +62,8 @@ class Wanted(NamedTuple):
 class ModuleBorder(NamedTuple):
     """What lies between two parts: the bytes of a microbatch that the busiest rank sends, the id
     before it, the seconds of the step if it alone lay where it is next best, behind `instead`
-    (None where it could lie nowhere else), and whether a shorter step has no `room`."""
+    (None where it could lie nowhere else), and whether there is `room` for it where the step would
+    be shortest."""
 
     nbytes: float
     behind: str
@@ -91,7 +92,7 @@ class ModulePlan(NamedTuple):
     def pieces(self) -> list[list[int]]:
         """The numbers of the pieces of the captured module in every part, in the order of the
         model; of S pipeline stages, part n is on stage n mod S."""
-        return self._of_parts("pieces")
+        return [sorted(pieces) for pieces in self._of_parts("pieces")]
 
     @property
     def load(self) -> float:
@@ -247,10 +248,10 @@ def _borders(costs, choice, step, memory):
     """Every border, and what the step takes if it alone is moved."""
     atoms = costs.graph(1).atoms
     for border, nbytes in enumerate(step.sent):
-        other, seconds, room = next_best(costs, choice, step, border, memory)
+        other, seconds, tight = next_best(costs, choice, step, border, memory)
         instead = other and atoms[other.stages[border].end - 1].ids[-1]
         behind = atoms[choice.stages[border].end - 1].ids[-1]
-        yield ModuleBorder(nbytes, behind, seconds, instead, room)
+        yield ModuleBorder(nbytes, behind, seconds, instead, not tight)
 
 
 def _nothing_fits(costs, allowed, wanted):

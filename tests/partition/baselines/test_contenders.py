@@ -49,8 +49,8 @@ def test_replicas_have_equal_shares():
     [(gpipe, [2, 4, 6, 8], 4 * (60 + 7 * 23)), (torchgpipe, [1, 4, 5, 8], 4 * (60 + 7 * 20))],
 )
 def test_stages_of_gpipe(contender, cut, seconds):
-    """Even layers, of which a stage has 5 + 18 s; the lightest heaviest stage has 5 + 4 + 11.  They
-    go forward twice, and backward for twice as long."""
+    """Even layers, of which a stage has 5 + 18 s; the lightest heaviest stage has 5 + 4 + 11.
+    They go forward twice, and backward for twice as long."""
     found = contender(task())
     assert ends(found) == cut and found.choice.microbatches == 8
     assert found.step.seconds == seconds and found.step.fits
