@@ -19,6 +19,8 @@
     published  steps of Megatron-LM (arXiv:2205.05198, arXiv:2104.04473) on A100
     speedups   3-D over 1-D and 2-D on 64 V100 (arXiv:2105.14450)
     vtrain     the published rows of vTrain (arXiv:2312.12391), a tenth of them to calibrate
+    partition  RaNNC's experiments (arXiv:2103.16063) on 32 V100: BERT and ResNet of many sizes, by
+               our plan and those of others; some tens of minutes, with --quick a few
 
 Ratios are medians of pairs that ran one after the other; single times say little on a machine
 that is busy.
@@ -45,7 +47,7 @@ _MODULES = {
     "benchmarks.guards": ("guards",),
     "benchmarks.calls": ("calls",),
     "benchmarks.calibration": ("calibrate",),
-    "studies.reproductions": ("findings", "published", "speedups", "vtrain"),
+    "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}
 _SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
@@ -75,6 +77,7 @@ def _parser():
     add("--machine", metavar="NAME|FILE", help="what predicts, or the file that calibrate writes")
     add("--transport", default="auto", help="mesh.transport of the runs (calibrate)")
     add("--check", action="store_true", help="predict other runs (calibrate)")
+    add("--quick", action="store_true", help="a few of the models (partition)")
     add("--json", action="store_true", help="one JSON object on the last line")
     return parser
 

@@ -3,11 +3,13 @@
 python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
+python -m hpc3d.partition compare MODULE:FACTORY --ranks N
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
-on fake tensors, and costs what the machine needs for its operations. --replicas of every stage and
---microbatches of each are searched where they are not given.
+on fake tensors, and costs what the machine needs for its operations. Stages, the replicas of each,
+which of them run their forward pass again for backward, microbatches and schedule are searched
+together where they are not given.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a
@@ -22,38 +24,38 @@ and once per value the transfer of each that enters it and of each that leaves i
 """
 
 import json
+import re
 import sys
+from argparse import ArgumentTypeError
+from importlib import import_module
 from pathlib import Path
 
 from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
 from hpc3d.extras import need
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.plain import plain
-from hpc3d.runtime import launch
 from hpc3d.shipped import shipped
 
 _MACHINE = "machines/h100.toml"
+_COMMANDS = {
+    "compare": "hpc3d.partition.baselines.__main__",
+    "run": "hpc3d.partition.execution.__main__",
+}
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
 load [s] and memory [B] of the heaviest and the fullest stage, proven, stages (ids), replicas,
-borders (nbytes, behind, next_best [s], instead)"""
+borders (nbytes, behind, next_best [s], instead); of a module also recompute and pieces of every
+part, chunks (parts of a stage), zero, and whether a border has room for a shorter step"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Plan what the command line says; the exit code is 2 for what cannot be planned."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["run"]:
-        return launch.run("partition", lambda job: _run(job, words[1:]))
+    if words and words[0] in _COMMANDS:
+        return import_module(_COMMANDS[words[0]]).main(words[1:])
     options = _parser().parse_args(words)
     return run("partition", lambda: _plan(options))
-
-
-def _run(job, words):
-    job.from_root(lambda: need("partition run", "torch"))
-    from hpc3d.partition.execution.module_run import run as run_module
-
-    run_module(job, words)
 
 
 def _parser():
@@ -81,22 +83,49 @@ def _parser():
     add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
     micros = whole(1, MOST_PASSES)
     add("--microbatches", type=micros, metavar="M", help="of a step (default: searched; graph: 1)")
-    replicas = "of every stage, for a module (searched)"
-    add("--replicas", type=whole(1, MOST_RANKS), metavar="R", help=replicas)
-    add("--schedule", choices=("1f1b", "gpipe"), help="(default: the one with the shorter step)")
+    replicas = "of every stage, or of each: 16,8,8; for a module (searched)"
+    add("--replicas", type=_counts, metavar="R", help=replicas)
+    schedule = (
+        "(default: the one with the shorter step; zb-h1 only if asked for; graph: 1f1b, gpipe)"
+    )
+    add("--schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), help=schedule)
+    again = "stages whose forward pass is run again for backward (stage: searched for each)"
+    add("--recompute", choices=("none", "full", "stage"), help=again)
+    add(
+        "--margin",
+        type=_part,
+        metavar="X",
+        help="part of the memory left free, for a module (0.1)",
+    )
+    zero = "1: replicas share the moments of the optimiser, for a module (0)"
+    add("--zero", type=int, choices=(0, 1), help=zero)
     add("--objective", choices=("time", "load"), default="time", help="what to minimise (time)")
     add("--json", action="store_true", help=JSON)
     return parser
+
+
+def _counts(text):
+    """One number or several with commas."""
+    return tuple(map(whole(1, MOST_RANKS), text.split(",")))
+
+
+def _part(text):
+    """A number from 0 to less than 1."""
+    if not re.fullmatch(r"0?\.[0-9]+|0", text):
+        raise ArgumentTypeError(f"{text:.40}: must be a part from 0 to less than 1, such as 0.1")
+    return float(text)
 
 
 def _plan(options):
     if (options.model is None) == (options.graph is None):
         raise ValueError("give either MODULE:FACTORY or --graph COSTS.json")
     need("partition", "networkx")
-    plan, limits, replicas = (_of_file if options.graph else _of_module)(options)
-    _show(plan, limits, replicas, options.ranks)
+    printed = (_of_file if options.graph else _of_module)(options)
     if options.json:
-        print(json.dumps(_as_json(plan, limits, replicas)))
+        print(json.dumps(printed))
+
+
+_OF_MODULES = ("machine", "batch", "replicas", "recompute", "margin", "zero")
 
 
 def _of_file(options):
@@ -104,12 +133,17 @@ def _of_file(options):
     from hpc3d.partition.planner import planned
     from hpc3d.partition.stages import Limits
 
-    if options.machine or options.batch or options.replicas:
-        raise ValueError("--machine, --batch and --replicas are for a module, not for a graph")
+    if any(getattr(options, name) is not None for name in _OF_MODULES):
+        names = ", ".join(f"--{name}" for name in _OF_MODULES)
+        raise ValueError(f"{names} are for a module, not for a graph")
+    if options.schedule not in (None, "1f1b", "gpipe"):
+        raise ValueError(f"--schedule {options.schedule} is for a module; use 1f1b or gpipe")
     graph = cost_file.load(options.graph)
     micros = options.microbatches or 1
     limits = Limits(options.ranks, options.memory, options.bandwidth, micros)
-    return planned(graph, limits, options.objective, options.schedule), limits, 1
+    plan = planned(graph, limits, options.objective, options.schedule)
+    _show(plan, limits)
+    return _as_json(plan, limits)
 
 
 def _of_module(options):
@@ -123,21 +157,17 @@ def _of_module(options):
         raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     captured = capture(*made(options.model))
-    wanted = Wanted(**{name: getattr(options, name) for name in Wanted._fields})
-    found = planned_module(captured, machine, wanted)
-    return found.stages, found.limits, found.replicas
+    given = {name: getattr(options, name) for name in Wanted._fields}
+    asked = {name: value for name, value in given.items() if value is not None}
+    plan = planned_module(captured, machine, Wanted(**asked))
+    _show_module(plan, options.ranks)
+    return _module_as_json(plan)
 
 
-def _show(plan, limits, replicas, ranks):
-    stages = _counted(len(plan.stages), "stage", "stages")
-    stages += f" of {replicas} ranks" if replicas > 1 else ""
-    micros = _counted(limits.microbatches, "microbatch", "microbatches")
-    print(f"{stages}, {micros}, schedule {plan.schedule}")
-    if idle := ranks - replicas * len(plan.stages):
-        print(f"{_counted(idle, 'rank', 'ranks')} of {ranks} left idle: the step is shorter so")
-    print(f"step            {plan.time:.6g} s")
-    print(f"heaviest stage  {plan.load:.6g} s per microbatch")
-    print(f"fullest stage   {plan.memory / 1e6:.6g} MB")
+def _show(plan, limits):
+    _show_head(len(plan.stages), limits.microbatches, plan)
+    _show_idle(limits.ranks - len(plan.stages), limits.ranks)
+    _show_sums(plan.time, plan.load, plan.memory)
     print(f"{_how(plan)}\n")
     print("stage   forward [s]  backward [s]     in [MB]    out [MB]   held [MB]  nodes")
     for number, stage in enumerate(plan.stages):
@@ -146,17 +176,55 @@ def _show(plan, limits, replicas, ranks):
             f"{nbytes / 1e6:12.6g}" for nbytes in (stage.bytes_in, stage.bytes_out, stage.held)
         )
         print(f"{number:5d}  {times}{sizes}  {plain(_some(stage.ids))}")
-    if plan.borders:
+    _show_borders(plan.borders, plan.time)
+
+
+def _show_head(stages, microbatches, plan):
+    micros = _counted(microbatches, "microbatch", "microbatches")
+    print(f"{_counted(stages, 'stage', 'stages')}, {micros}, schedule {plan.schedule}")
+
+
+def _show_idle(idle, ranks):
+    if idle:
+        print(f"{_counted(idle, 'rank', 'ranks')} of {ranks} left idle: the step is shorter so")
+
+
+def _show_sums(seconds, load, memory):
+    print(f"step            {seconds:.6g} s")
+    print(f"heaviest stage  {load:.6g} s per microbatch")
+    print(f"fullest stage   {memory / 1e6:.6g} MB")
+
+
+def _show_borders(borders, seconds):
+    if borders:
         print("\nborder  crossing [MB]  behind; the next best place for it alone")
-    for number, border in enumerate(plan.borders, 1):
-        print(f"{number:6d}  {border.nbytes / 1e6:13.6g}  {plain(_explained(border, plan.time))}")
+    for number, border in enumerate(borders, 1):
+        print(f"{number:6d}  {border.nbytes / 1e6:13.6g}  {plain(_explained(border, seconds))}")
+
+
+def _show_module(plan, ranks):
+    choice, step = plan.choice, plan.step
+    _show_head(choice.width, choice.microbatches, choice)
+    _show_idle(ranks - choice.ranks, ranks)
+    _show_sums(step.seconds, plan.load, max(step.held))
+    print(f"memory          {plan.memory / 1e6:.6g} MB of a rank, without the margin")
+    print(f"searched along the chain of the sorted nodes ({plan.costs.count}), on the clock\n")
+    print("stage  ranks  again   forward [s]  backward [s]  sums [s]   held [MB]  nodes")
+    for part, (stage, ids) in enumerate(zip(choice.stages, plan.ids)):
+        number = part % choice.width
+        times = f"{step.forward[part]:12.6g}  {step.backward[part]:12.6g}"
+        sums = f"{step.sums[number]:8.4g}{step.held[number] / 1e6:12.6g}"
+        again = "yes" if stage.recompute else "no"
+        print(f"{number:5d}  {stage.replicas:5d}  {again:5}  {times}  {sums}  {plain(_some(ids))}")
+    _show_borders(plan.borders, step.seconds)
 
 
 def _explained(border, seconds):
     if border.next_best is None:
         return f"{border.behind}; no other place fits"
     longer = 100 * (border.next_best / seconds - 1) if seconds else 0.0
-    return f"{border.behind}; behind {border.instead} the step is {longer:+.2f} %"
+    more = "" if getattr(border, "room", True) else "; where it is shorter there is no room"
+    return f"{border.behind}; behind {border.instead} the step is {longer:+.2f} %{more}"
 
 
 def _counted(count, one, many):
@@ -177,7 +245,7 @@ def _some(ids):
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"
 
 
-def _as_json(plan, limits, replicas):
+def _as_json(plan, limits):
     return {
         "objective": plan.objective,
         "schedule": plan.schedule,
@@ -187,7 +255,27 @@ def _as_json(plan, limits, replicas):
         "load": plan.load,
         "memory": plan.memory,
         "stages": [stage.ids for stage in plan.stages],
-        "replicas": [replicas] * len(plan.stages),
+        "replicas": [1] * len(plan.stages),
+        "borders": [border._asdict() for border in plan.borders],
+    }
+
+
+def _module_as_json(plan):
+    choice = plan.choice
+    return {
+        "objective": plan.objective,
+        "schedule": choice.schedule,
+        "microbatches": choice.microbatches,
+        "proven": False,
+        "time": plan.step.seconds,
+        "load": plan.load,
+        "memory": max(plan.step.held),
+        "stages": plan.ids,
+        "replicas": choice.replicas,
+        "recompute": [stage.recompute for stage in choice.stages],
+        "chunks": choice.chunks,
+        "zero": choice.zero,
+        "pieces": plan.pieces,
         "borders": [border._asdict() for border in plan.borders],
     }
 

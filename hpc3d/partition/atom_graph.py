@@ -5,6 +5,8 @@ stages is convex: no path leaves a stage and comes back, so that stages can be p
 which values only flow forward; the stages up to any one are a *downset*, closed under inputs.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -97,6 +99,15 @@ class Graph:
             for value in self.values
             if members >> value.source & 1 and _any_in(value.targets, ~members)
         )
+
+    def ordered(self, order: Sequence[int]) -> Graph:
+        """The same graph with its atoms in another topological order."""
+        place = {atom: number for number, atom in enumerate(order)}
+        shared = [
+            each._replace(atoms=tuple(sorted(map(place.get, each.atoms)))) for each in self.shared
+        ]
+        values = [*_between(self.values, place)]
+        return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
         """All downsets, the empty one first, by size; None if there are more than `limit`."""

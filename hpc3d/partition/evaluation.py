@@ -4,7 +4,7 @@ cost model: for the planner, for those it is compared with, and for reports.
 The module is a chain of atoms, which is cut into parts; a pipeline stage has one part, or several
 of an interleaved schedule, and runs them on its replicas, which share a microbatch by rows.
 
-    step      the clock of hpc3d.pipeline.timeline, then the sums of gradients of every stage
+    step      the schedule on its clock, then the sums of gradients of every stage
     messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
     memory    weights, gradients and moments, which replicas share under ZeRO 1
               + microbatches in flight (saved + received), or with recomputation
@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -29,9 +29,8 @@ from hpc3d.partition.capture import Captured
 from hpc3d.partition.downsets import Chain
 from hpc3d.partition.model_graph import MOMENTS, graph_of
 from hpc3d.partition.operation_costs import Operations
-from hpc3d.pipeline.instruction import whole
-from hpc3d.pipeline.schedule import instruction_streams
-from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.partition.schedule_clock import clock_of
+from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
 
@@ -129,6 +128,10 @@ class ModelCosts:
         """The number of atoms."""
         return len(self.graph(1))
 
+    def reordered(self, order: list[int]) -> ModelCosts:
+        """The same along another chain of the atoms, which keeps to their order."""
+        return ModelCosts(lambda rows: self.graph(rows).ordered(order), self.machine, self.batch)
+
     def rows(self, microbatches: int, replicas: int) -> int:
         """Samples of a microbatch on the rank with most."""
         microbatch = -(-self.batch // microbatches)
@@ -185,22 +188,18 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
     ValueError for one that cannot be run: its parts, replicas or microbatches do not go together.
     """
     _refuse(costs, choice)
-    streams, placement, flights = _laid_out(
-        _usual_name(choice), choice.width, choice.microbatches, choice.chunks
-    )
+    clock = _clock(choice)
     parts = [*_parts(costs, choice)]
     again = [stage.recompute * part.forward for stage, part in zip(choice.stages, parts)]
     sent, messages = _borders(costs, choice)
-    rows = timeline(
-        streams,
-        placement,
+    ends = clock.ends(
         [
             Cost(part.forward, part.backward - part.weight + more, part.weight, seconds)
             for part, more, seconds in zip(parts, again, (*messages, 0.0))
-        ],
+        ]
     )
-    seconds, sums = _with_sums(costs, choice, parts, [row[-1][1] for row in rows])
-    held = tuple(_held(costs, choice, parts, flights))
+    seconds, sums = _with_sums(costs, choice, parts, ends)
+    held = bytes_held(costs, choice)
     return Evaluated(
         seconds=seconds,
         forward=tuple(part.forward for part in parts),
@@ -208,10 +207,15 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
         sent=sent,
         messages=messages,
         sums=sums,
-        in_flight=tuple(max(map(sum, counts)) for counts in flights),
+        in_flight=tuple(max(map(sum, counts)) for counts in clock.peaks),
         held=held,
         fits=max(held) <= (inf if memory is None else memory),
     )
+
+
+def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
+    """Of a rank of every pipeline stage, at most."""
+    return tuple(_held(costs, choice, [*_parts(costs, choice)], _clock(choice).peaks))
 
 
 def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
@@ -238,32 +242,10 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
         )
 
 
-def _usual_name(choice):
-    """That of the schedule; of one stage forward and backward follow each other."""
-    return "none" if len(choice.stages) == 1 else choice.schedule
-
-
-@lru_cache(maxsize=1024)
-def _laid_out(name, stages, micros, chunks):
-    """Streams and their placement, and of every stage the microbatches in flight, by chunk, at all
-    times when there are more of one chunk than ever before."""
-    streams, placement = instruction_streams(name, stages, micros, chunks)
-    return streams, placement, [_in_flight(stream, chunks) for stream in streams]
-
-
-def _in_flight(stream, chunks):
-    """What W works on is kept until it is done."""
-    live, found = Counter(), set()
-    for op, _, chunk in whole(stream):
-        live[chunk] += (op == "F") - (op in ("W", "BW"))
-        found.add(tuple(live[each] for each in range(chunks)))
-    return [
-        counts
-        for counts in found
-        if not any(
-            other != counts and all(a >= b for a, b in zip(other, counts)) for other in found
-        )
-    ]
+def _clock(choice):
+    """Of one stage forward and backward follow each other."""
+    name = "none" if len(choice.stages) == 1 else choice.schedule
+    return clock_of(name, choice.width, choice.microbatches, choice.chunks)
 
 
 def _parts(costs, choice):

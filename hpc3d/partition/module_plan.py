@@ -1,140 +1,273 @@
-"""The plan of a captured module on a machine: replicas, microbatches, schedule and stages at once.
+"""The plan of a captured module on a machine: stages, the replicas and the recomputation of each,
+microbatches and schedule at once.
 
-All numbers of replicas and microbatches are looked at with one cut each, the one whose heaviest
-stage is lightest; those that come out best are searched.
+Arrangements that may be the best come from hpc3d.partition.joint_search; they are run on the clock
+of hpc3d.partition.evaluation, and the best few are improved there.  Where the graph has few
+downsets, the best partition over all of them with as many replicas for every stage is one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from math import inf
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from hpc3d.partition.atom_graph import bits
 from hpc3d.partition.capture import Captured
-from hpc3d.partition.model_graph import graph_of
-from hpc3d.partition.operation_costs import Operations
-from hpc3d.partition.planner import GraphPlan, planned, rough
-from hpc3d.partition.stages import Limits, Wire
+from hpc3d.partition.downsets import Downsets, cuts_of
+from hpc3d.partition.evaluation import (
+    Evaluated,
+    ModelCosts,
+    PipelineChoice,
+    StageChoice,
+    bytes_held,
+    evaluated,
+)
+from hpc3d.partition.improvement import improved, next_best
+from hpc3d.partition.joint_search import Allowed, JointSearch, border_of, sums_of
+from hpc3d.partition.max_load import lightest
+from hpc3d.partition.stages import Limits, as_size
+from hpc3d.partition.step_time import quickest
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 64  # that are tried
-_SEARCHED = 2  # pairs of replicas and microbatches
-_LONG = 64_000_000  # bytes of a message that shows the bandwidth
+_LOOKED_AT, _IMPROVED = 60, 4  # arrangements: on the clock, and of these by small changes
+_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+_RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
+_MOST_DOWNSETS, _MOST_PASSES = 1_000, 100_000  # of a search over all of them
+_CLOSE = 1e-3  # to the least memory that a refusal names
 
 
 class Wanted(NamedTuple):
-    """What is asked for: `ranks`, bytes of each (None: the machine's), the samples of a step
-    (None: those of the example inputs), and, where they are not None, `replicas` of every stage,
-    `microbatches` of each replica, and the `schedule`."""
+    """What is asked for: `ranks`, bytes of each (None: the machine's), of which a part is left
+    free (`margin`), and the samples of a step (None: those of the example inputs).
+
+    What is None is searched: `replicas` of all stages or of each, `microbatches` of the batch, the
+    `schedule`.  `recompute` is "none", "full" or "stage", which is searched for every stage; with
+    `zero` = 1 replicas share the moments of the optimiser.
+    """
 
     ranks: int
     memory: float | None = None
     batch: int | None = None
-    replicas: int | None = None
+    replicas: tuple[int, ...] | None = None
     microbatches: int | None = None
     schedule: str | None = None
+    recompute: str = "stage"
     objective: str = "time"
+    margin: float = 0.1
+    zero: int = 0
+
+
+class ModuleBorder(NamedTuple):
+    """What lies between two parts: the bytes of a microbatch that the busiest rank sends, the id
+    before it, the seconds of the step if it alone lay where it is next best, behind `instead`
+    (None where it could lie nowhere else), and whether there is `room` for it where the step would
+    be shortest."""
+
+    nbytes: float
+    behind: str
+    next_best: float | None
+    instead: str | None
+    room: bool
 
 
 class ModulePlan(NamedTuple):
-    """Stages, `replicas` of each of them, and what was kept to."""
+    """An arrangement, its `step`, what explains its borders, and the `memory` that it kept to;
+    `costs` has the chain of atoms that its stages end in."""
 
-    stages: GraphPlan
-    replicas: int
-    limits: Limits
+    choice: PipelineChoice
+    step: Evaluated
+    borders: list[ModuleBorder]
+    costs: ModelCosts
+    memory: float
+    objective: str
+
+    @property
+    def ids(self) -> list[list[str]]:
+        """Of the atoms of every part, in the order of the model."""
+        return self._of_parts("ids")
+
+    @property
+    def pieces(self) -> list[list[int]]:
+        """The numbers of the pieces of the captured module in every part, in the order of the
+        model; of S pipeline stages, part n is on stage n mod S."""
+        return [sorted(pieces) for pieces in self._of_parts("pieces")]
+
+    @property
+    def load(self) -> float:
+        """Seconds of a microbatch on the heaviest stage, with the messages at its borders."""
+        parts = zip(self.step.forward, self.step.backward, strict=True)
+        messages = (0.0, *self.step.messages, 0.0)
+        loads = [sum(each) + sum(messages[part : part + 2]) for part, each in enumerate(parts)]
+        width = self.choice.width
+        return max(sum(loads[stage::width]) for stage in range(width))
+
+    def _of_parts(self, name):
+        starts = (0, *(stage.end for stage in self.choice.stages))
+        atoms = self.costs.graph(1).atoms
+        return [
+            [each for atom in atoms[before : stage.end] for each in getattr(atom, name)]
+            for before, stage in zip(starts, self.choice.stages)
+        ]
 
 
 def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
     """The quickest ModulePlan of a step.
 
     ValueError if nothing fits the memory of a rank, with what the nearest needs, and for numbers
-    that do not divide each other.
+    that do not go together.
     """
-    ways = [*_ways(captured, wanted)]
-    operations = Operations(captured)
-    graph = cache(lambda samples: graph_of(operations, machine, samples))
-    _refuse_few(graph(_samples(captured, wanted, *ways[0])), wanted)
-
-    def given(way):
-        samples = _samples(captured, wanted, *way)
-        return graph(samples), _limits(machine, wanted, *way), wanted.schedule
-
-    times = {way: _about(*given(way)) for way in ways}
-    fitting = [way for way in sorted(ways, key=times.get) if times[way] < inf]
-    found = []
-    for way in fitting[:_SEARCHED] or ways[-1:]:
-        model, limits, schedule = given(way)
-        plan = planned(model, limits, wanted.objective, schedule)
-        found.append(ModulePlan(plan, way[0], limits))
-    return min(found, key=lambda each: getattr(each.stages, wanted.objective))
-
-
-def _about(graph, limits, schedule):
-    """The seconds of `rough`; inf also for what is too large to search."""
-    try:
-        return rough(graph, limits, schedule)
-    except ValueError:
-        return inf
-
-
-def _ways(captured: Captured, wanted: Wanted) -> Iterator[tuple[int, int]]:
-    """Pairs of replicas and microbatches, those that need the least memory last."""
-    batch = wanted.batch or captured.batch
-    most = range(wanted.ranks, 0, -1)
-    fixed = wanted.replicas
-    pairs = [
-        (replicas, micros)
-        for replicas in ([fixed] if fixed else most)
-        if wanted.ranks % replicas == 0 and batch % replicas == 0
-        for micros in _counts(batch // replicas, wanted.microbatches)
-    ]
-    if not pairs:
-        if fixed and wanted.ranks % fixed:
-            raise ValueError(f"--replicas {fixed} does not divide {wanted.ranks} ranks")
-        shares = [f"{fixed} replicas"] if fixed else []
-        shares += [f"{wanted.microbatches} microbatches"] if wanted.microbatches else []
-        raise ValueError(f"{' of '.join(shares)} cannot share {batch} samples evenly: use --batch")
-    return iter(pairs)
-
-
-def _counts(samples, wanted):
-    """Of microbatches: what is wanted, or powers of two, that divide the samples of a replica."""
-    if wanted:
-        return [wanted] if samples % wanted == 0 else []
-    powers = (2**power for power in range(_MOST_MICROBATCHES.bit_length()))
-    return [count for count in powers if samples % count == 0]
-
-
-def _samples(captured, wanted, replicas, micros):
-    """Of a microbatch."""
-    return (wanted.batch or captured.batch) // (replicas * micros)
-
-
-def _limits(machine, wanted, replicas, micros):
-    """Replicas of a stage are neighbours; where there are several nodes, all messages between
-    stages go between nodes."""
-    room, node = wanted.memory or machine.memory_gb * 1e9, machine.ranks_per_node
-    stages, wire = wanted.ranks // replicas, Wire(0.0, inf)
-    if stages > 1:
-        ends = (0, replicas) if wanted.ranks <= node else (node - 1, node)
-        wire = _wire(machine, "send", ends)
-    sums = _wire(machine, "all_reduce", range(replicas)) if replicas > 1 else None
-    limits = Limits(stages, room, wire.bandwidth, micros, latency=wire.latency)
-    return limits._replace(sums=sums, keeps_received=True)
-
-
-def _wire(machine, op, members):
-    short, long = (machine.call(op, nbytes, members) for nbytes in (0, _LONG))
-    return Wire(short, _LONG / (long - short))
-
-
-def _refuse_few(graph, wanted):
-    if not len(graph):
+    costs = ModelCosts.of(captured, machine, wanted.batch)
+    if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
-    stages = wanted.ranks // (wanted.replicas or wanted.ranks)
-    if len(graph) < stages:
+    memory = (1 - wanted.margin) * (wanted.memory or machine.memory_gb * 1e9)
+    allowed = _allowed(costs, wanted, memory)
+    _refuse_few(costs, wanted, allowed)
+    if wanted.objective == "load":
+        found = [*_lightest(costs, allowed)]
+    else:
+        found = [*_quickest(costs, allowed)]
+    if not found:
+        raise ValueError(_nothing_fits(costs, allowed, wanted))
+    costs, choice, step = min(found, key=lambda each: each[2].seconds)
+    borders = [*_borders(costs, choice, step, memory)]
+    return ModulePlan(choice, step, borders, costs, memory, wanted.objective)
+
+
+def _allowed(costs, wanted, memory):
+    rows = max(wanted.replicas or (1,))
+    counts = [2**power for power in range(_MOST_MICROBATCHES.bit_length())]
+    counts = [wanted.microbatches] if wanted.microbatches else counts
+    micros = tuple(
+        count for count in counts if count <= costs.batch and rows <= costs.rows(count, 1)
+    )
+    if not micros:
+        shares = [f"{rows} replicas"] if rows > 1 else []
+        shares += [f"{wanted.microbatches} microbatches"] if wanted.microbatches else []
+        raise ValueError(f"{' of '.join(shares)} cannot share {costs.batch} samples: use --batch")
+    return Allowed(
+        wanted.ranks,
+        memory,
+        micros,
+        (wanted.schedule,) if wanted.schedule else _SCHEDULES,
+        wanted.replicas,
+        _RECOMPUTE[wanted.recompute],
+        wanted.zero,
+    )
+
+
+def _refuse_few(costs, wanted, allowed):
+    given = wanted.replicas or ()
+    used = sum(given) if given[1:] else max((1, *given))
+    if used > wanted.ranks:
         raise ValueError(
-            f"too few pieces for a pipeline of {stages} stages: it has {len(graph)}, between "
+            f"--replicas {','.join(map(str, given))}: there are {wanted.ranks} ranks; use fewer"
+        )
+    stages = allowed.stages if given else 1
+    if costs.count < stages:
+        raise ValueError(
+            f"too few pieces for a pipeline of {stages} stages: it has {costs.count}, between "
             "which the batch crosses in dimension 0; use --replicas, or fewer ranks"
         )
+
+
+def _quickest(costs, allowed):
+    """The best few arrangements on the clock, improved: their costs, choice and step."""
+    search = JointSearch(costs, allowed)
+    found = search.found()[:_LOOKED_AT]
+    found.sort(key=lambda each: evaluated(costs, each).seconds)
+    chains = [(costs, each) for each in found[:_IMPROVED]]
+    chains += [*_over_downsets(costs, allowed, [each for _, each in chains])]
+    for chain, choice in chains:
+        yield chain, *improved(chain, choice, allowed, search.places)
+
+
+def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:
+    """Of a small graph with branches the partition over all downsets that is quickest with the
+    replicas and microbatches of the best arrangement, if each stage has equally many."""
+    alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
+    downsets = costs.graph(1).downsets(_MOST_DOWNSETS)
+    names = [name for name in allowed.schedules if name in ("1f1b", "gpipe")]
+    plain = False in allowed.recompute and (allowed.replicas or (1,))[1:] == ()
+    if not (alike and names and plain) or not downsets or len(downsets) == costs.count + 1:
+        return
+    micros, replicas = alike[0].microbatches, alike[0].replicas[0]
+    cuts = Downsets(costs.graph(costs.rows(micros, replicas)), downsets)
+    limits = _limits(costs, allowed, replicas, micros)
+    found = quickest(cuts, limits, tuple(names), _MOST_PASSES)
+    if found:
+        name = "1f1b" if found.schedule == "none" else found.schedule
+        chain, stages = _along(costs, cuts, found.ends, replicas)
+        choice = PipelineChoice(stages, micros, name, 1, allowed.zero)
+        if max(bytes_held(chain, choice)) <= allowed.memory:
+            yield chain, choice
+
+
+def _limits(costs, allowed, replicas, micros):
+    """Of stages that all have so many replicas."""
+    border = border_of(costs, allowed.ranks)
+    return Limits(
+        allowed.ranks // replicas,
+        allowed.memory,
+        border.bandwidth,
+        micros,
+        latency=border.latency,
+        sums=sums_of(costs, replicas) if replicas > 1 else None,
+        keeps_received=True,
+    )
+
+
+def _along(costs, cuts, ends, replicas):
+    """The chain of the atoms in which stages of a partition follow each other, and these."""
+    if not cuts.exact:
+        return costs, tuple(StageChoice(int(end), replicas) for end in ends)
+    stages = [[*bits(cuts.stage(*cut))] for cut in pairwise((0, *ends))]
+    ends = accumulate(map(len, stages))
+    chain = costs.reordered([atom for atoms in stages for atom in atoms])
+    return chain, tuple(StageChoice(end, replicas) for end in ends)
+
+
+def _lightest(costs, allowed):
+    """The partition whose heaviest stage is lightest, with the fewest microbatches and replicas
+    that are allowed: its costs, choice and step."""
+    micros, replicas = allowed.microbatches[0], (allowed.replicas or (1,))[0]
+    cuts = cuts_of(costs.graph(costs.rows(micros, replicas)))
+    limits = _limits(costs, allowed, replicas, micros)
+    name = allowed.schedules[0]
+    ends = lightest(cuts, limits._replace(sums=None, all_in_flight=name == "gpipe"))
+    if ends:
+        chain, stages = _along(costs, cuts, ends, replicas)
+        choice = PipelineChoice(stages, micros, name, 1, allowed.zero)
+        step = evaluated(chain, choice, allowed.memory)
+        if step.fits:
+            yield chain, choice, step
+
+
+def _borders(costs, choice, step, memory):
+    """Every border, and what the step takes if it alone is moved."""
+    atoms = costs.graph(1).atoms
+    for border, nbytes in enumerate(step.sent):
+        other, seconds, tight = next_best(costs, choice, step, border, memory)
+        instead = other and atoms[other.stages[border].end - 1].ids[-1]
+        behind = atoms[choice.stages[border].end - 1].ids[-1]
+        yield ModuleBorder(nbytes, behind, seconds, instead, not tight)
+
+
+def _nothing_fits(costs, allowed, wanted):
+    """The line that says how much memory would do."""
+    low, high = allowed.memory, 2 * allowed.memory
+    while not JointSearch(costs, allowed._replace(memory=high)).fits():
+        low, high = high, 2 * high
+    while high - low > _CLOSE * high:
+        middle = (low + high) / 2
+        fits = JointSearch(costs, allowed._replace(memory=middle)).fits()
+        low, high = (low, middle) if fits else (middle, high)
+    enough = high / (1 - wanted.margin)
+    others = ["more ranks"] + ["--zero 1"] * (not wanted.zero)
+    others += ["--recompute stage"] * (wanted.recompute == "none")
+    return (
+        f"no stages on {wanted.ranks} ranks fit {allowed.memory:.6g} bytes of each, "
+        f"{wanted.margin:.0%} left free: the nearest needs {high:.6g}; use --memory "
+        f"{as_size(enough)}, {', '.join(others[:-1])} or {others[-1]}"
+    )

@@ -71,15 +71,20 @@ class Operations:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         low, high = (_Meter(captured, batch) for batch in (_LOW, _HIGH))
-        self.low, self.high, self.dtypes = low.measured(), high.measured(), low.dtypes
+        low_found, high_found = low.measured(), high.measured()
+        self.kinds = {
+            node: (each, high_found[node], low.dtypes[node]) for node, each in low_found.items()
+        }
 
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-        """The OperationCost of each for a microbatch of `batch` samples."""
+        """The OperationCost of each for a microbatch of `batch` samples; operations of repeated
+        layers do the same, and are costed once."""
         way = (batch - _LOW) / (_HIGH - _LOW)
-        return {
-            node: _cost(machine, _on_the_line(low, self.high[node], way), self.dtypes[node])
-            for node, low in self.low.items()
+        found = {
+            kind: _cost(machine, _on_the_line(*kind[:2], way), kind[2])
+            for kind in {*self.kinds.values()}
         }
+        return {node: found[kind] for node, kind in self.kinds.items()}
 
 
 _LOW, _HIGH = 2, 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
 from typing import NamedTuple
 
 from hpc3d.limits import MOST_PASSES
@@ -11,7 +10,7 @@ from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.borders import moved, settled
 from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.max_load import lightest
-from hpc3d.partition.stages import Limits, held, load
+from hpc3d.partition.stages import Limits, as_size, held, load
 from hpc3d.partition.step_time import quickest, timed
 
 _SCHEDULES = ("1f1b", "gpipe")
@@ -62,18 +61,6 @@ class GraphPlan(NamedTuple):
     def memory(self) -> float:
         """Of the fullest stage."""
         return max(stage.held for stage in self.stages)
-
-
-def rough(graph: Graph, limits: Limits, schedule: str | None = None) -> float:
-    """About the seconds of the best plan: those of the cut with the lightest heaviest stage; inf
-    where none fits."""
-    cuts, found = cuts_of(graph), []
-    _refuse_large(cuts, limits)
-    for name in (schedule,) if schedule else _SCHEDULES:
-        kept = limits._replace(all_in_flight=name == "gpipe")
-        if ends := lightest(cuts, kept):
-            found.append(timed(cuts, kept, name, ends))
-    return min((each.seconds for each in found if each), default=inf)
 
 
 def planned(
@@ -132,7 +119,7 @@ def _stages(graph, cuts, limits, found):
                 graph.bytes_in(members),
                 graph.bytes_out(members),
                 load(graph, members, limits),
-                held(graph, members, flight, limits.keeps_received),
+                held(graph, members, flight),
             )
         )
     return stages
@@ -169,12 +156,6 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
     what = "partition" if cuts.exact else "cut of the chain of sorted nodes"
     return (
         f"no {what} into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
-        f"the nearest needs {high:.6g}; use --memory {_enough(high)}, more ranks, or "
-        f"{'more' if limits.keeps_received else 'fewer'} microbatches"
+        f"the nearest needs {high:.6g}; use --memory {as_size(high)}, more ranks, or fewer "
+        "microbatches"
     )
-
-
-def _enough(nbytes):
-    """A size as an option takes it, not below `nbytes`."""
-    unit, name = (1e6, "MB") if nbytes >= 1e7 else (1, "B")
-    return f"{-(-nbytes // unit):.0f}{name}"

@@ -23,7 +23,7 @@ class Limits(NamedTuple):
 
     `latency` is that of a message, and `sums` what replicas take at the end of a step to sum the
     gradients of a stage (None: there is one of each).  With `keeps_received` a stage also holds
-    the values that it received, for every microbatch in flight.
+    what crossed the border before it, for every microbatch in flight.
     """
 
     ranks: int
@@ -48,8 +48,12 @@ def load(graph: Graph, members: int, limits: Limits) -> float:
     return computed + limits.seconds(moved)
 
 
-def held(graph: Graph, members: int, in_flight: float, received: bool = False) -> float:
-    """Bytes that a stage holds with so many microbatches in flight, and what it `received` for
-    them."""
-    kept = graph.total("saved", members) + (graph.bytes_in(members) if received else 0.0)
-    return graph.total("memory", members) + in_flight * kept
+def held(graph: Graph, members: int, in_flight: float) -> float:
+    """Bytes that a stage holds with so many microbatches in flight."""
+    return graph.total("memory", members) + in_flight * graph.total("saved", members)
+
+
+def as_size(nbytes: float) -> str:
+    """A size as an option takes it, not below `nbytes`."""
+    unit, name = (1e6, "MB") if nbytes >= 1e7 else (1, "B")
+    return f"{-(-nbytes // unit):.0f}{name}"

@@ -44,8 +44,11 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
     return search.step(tuple(ends)) if search.fits(ends) else None
 
 
-def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...]) -> Timed | None:
-    """The shortest step of all numbers of stages and `schedules`; None if nothing fits."""
+def quickest(
+    cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
+) -> Timed | None:
+    """The shortest step of all numbers of stages and `schedules`, as far as so many `passes` go
+    (None: MOST_PASSES); None if nothing fits."""
     most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly quicker
     kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
     kinds = [*dict.fromkeys(kinds)]
@@ -53,7 +56,7 @@ def quickest(cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...])
         flights: table(cuts, limits._replace(bandwidth=None, latency=0.0, all_in_flight=flights))
         for flights in {name == "gpipe" for name, _ in kinds}
     }
-    best, left, proven = None, MOST_PASSES, cuts.exact
+    best, left, proven = None, passes or MOST_PASSES, cuts.exact
     for number, (name, stages) in enumerate(kinds):
         if best and left <= 0:
             return best

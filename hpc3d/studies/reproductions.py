@@ -1,4 +1,4 @@
-"""What is predicted: findings, published steps, and the speed-ups of the 3-D paper."""
+"""What is predicted: findings, published steps, the speed-ups of the 3-D paper, RaNNC's plans."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def vtrain(options: Namespace) -> dict[str, Any]:
     from hpc3d.studies.vtrain_report import report
 
     return report(*map(shipped, _ROWS), options.machine or shipped(_VTRAIN))
+
+
+def partition(options: Namespace) -> dict[str, Any]:
+    from hpc3d.extras import need
+
+    need("partition", "networkx", "torch")
+    from hpc3d.studies import rannc_experiments
+
+    return rannc_experiments.main(options)

@@ -2,13 +2,14 @@
 
 Where a system leaves something to its user, or to a search of a few numbers, the contender has the
 fastest that fits: microbatches in powers of two, recomputation of all stages or none, and how many
-of the ranks are replicas.
+of the ranks are replicas.  GPipe recomputes all stages, as published.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from hpc3d.partition.evaluation import (
 from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Machine
+
+_Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # that are tried
 _SAMPLE = 64  # parts of the batch, one of which shows how long layers take
@@ -81,9 +84,10 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Stages with equally many layers, and equally many replicas of each."""
+    """Two stages or more with equally many layers, and equally many replicas of each."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
-    return fastest("GPipe hybrid", task, pipelines(task, cut, "gpipe", divisors(task.ranks)))
+    counts = divisors(task.ranks)[1:]
+    return fastest("GPipe hybrid", task, pipelines(task, cut, "gpipe", counts))
 
 
 def by_parameters(task: Task) -> Contender:
@@ -164,21 +168,22 @@ def pipelines(
 
 
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
-    """Arrangements of stages with up to so many microbatches, which recompute or do not."""
+    """Arrangements of stages with up to so many microbatches, which recompute or do not; several
+    microbatches of GPipe always do."""
     replicas = max(stage.replicas for stage in stages)
     micros = 1
     while micros <= min(most, costs.batch) and replicas <= costs.rows(micros, 1):
-        for again in (False, True):
+        for again in (micros > 1,) if schedule == "gpipe" else (False, True):
             parts = tuple(stage._replace(recompute=again) for stage in stages)
             yield PipelineChoice(parts, micros, schedule)
         micros *= 2
 
 
-def fastest(name: str, task: Task, choices: Iterable[PipelineChoice]) -> Contender:
+def fastest(
+    name: str, task: Task, choices: Iterable[PipelineChoice], step: _Stepper = evaluated
+) -> Contender:
     """The one with the shortest step of those that fit, else that which needs least."""
-    found = [
-        Contender(name, choice, evaluated(task.costs, choice, task.memory)) for choice in choices
-    ]
+    found = [Contender(name, choice, step(task.costs, choice, task.memory)) for choice in choices]
     none = Contender(name, None, None, "too few layers for its stages, or samples for its ranks")
     return min(found, key=rank_of, default=none)
 
@@ -189,3 +194,21 @@ def rank_of(contender: Contender) -> tuple[int, float]:
     if step is None:
         return 2, 0.0
     return (0, step.seconds) if step.fits else (1, max(step.held))
+
+
+def layer_by_layer(costs: ModelCosts, choice: PipelineChoice, memory: float) -> Evaluated:
+    """As `evaluated`, but what a stage computes again it does layer by layer: it keeps what every
+    layer received, and of one microbatch and one layer what backward needs."""
+    step = evaluated(costs, choice, memory)
+    runs, before, held = layer_runs(costs.graph(1)), 0, []
+    for stage, flights, nbytes in zip(choice.stages, step.in_flight, step.held):
+        rows = costs.rows(choice.microbatches, stage.replicas)
+        whole = costs.part(rows, before, stage.end)
+        ends = [run.end for run in runs if before < run.end < stage.end]
+        layers = [costs.part(rows, *ends) for ends in pairwise((before, *ends, stage.end))]
+        if stage.recompute:
+            received = sum(layer.received for layer in layers) - whole.received
+            nbytes += flights * received + max(layer.saved for layer in layers) - whole.saved
+        held.append(nbytes)
+        before = stage.end
+    return step._replace(held=tuple(held), fits=max(held) <= memory)

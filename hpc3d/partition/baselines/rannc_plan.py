@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import chain
 from math import gcd
 
 import numpy as np
 
-from hpc3d.partition.atom_graph import Graph, Value, contracted
+from hpc3d.partition.atom_graph import contracted
 from hpc3d.partition.baselines.contenders import Contender, Task
 from hpc3d.partition.baselines.rannc_blocks import blocks
 from hpc3d.partition.baselines.rannc_search import (
@@ -19,7 +19,6 @@ from hpc3d.partition.baselines.rannc_search import (
 from hpc3d.partition.downsets import Chain
 from hpc3d.partition.evaluation import (
     Evaluated,
-    ModelCosts,
     PipelineChoice,
     StageChoice,
     evaluated,
@@ -46,10 +45,7 @@ def rannc(task: Task) -> Contender:
         for end, replicas in zip(plan.ends, plan.replicas, strict=True)
     )
     choice = PipelineChoice(stages, plan.microbatches, "gpipe")
-    sorted_costs = ModelCosts(
-        lambda rows: _sorted(costs.graph(rows), groups), costs.machine, costs.batch
-    )
-    step = _offloaded(sorted_costs, choice, task.memory)
+    step = _offloaded(costs.reordered([*chain.from_iterable(groups)]), choice, task.memory)
     return Contender("RaNNC", choice, step, f"by its own estimate {plan.seconds:.4g} s")
 
 
@@ -65,27 +61,8 @@ def _offloaded(costs, choice, memory) -> Evaluated:
 
 def _of_blocks(graph, groups):
     """The chain of blocks, each of which is an atom."""
-    ordered, end, together = _sorted(graph, groups), 0, []
+    ordered, end, together = graph.ordered([*chain.from_iterable(groups)]), 0, []
     for group in groups:
         together.append(range(end, end + len(group)))
         end += len(group)
     return Chain(contracted(ordered.atoms, ordered.values, together, ordered.shared))
-
-
-def _sorted(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
-    """The graph with its atoms in the order of the groups."""
-    order = [atom for group in groups for atom in group]
-    if order == [*range(len(graph))]:
-        return graph
-    place = {atom: number for number, atom in enumerate(order)}
-    values = [
-        Value(
-            place[value.source], tuple(sorted(place[each] for each in value.targets)), value.nbytes
-        )
-        for value in graph.values
-    ]
-    shared = [
-        each._replace(atoms=tuple(sorted(place[atom] for atom in each.atoms)))
-        for each in graph.shared
-    ]
-    return Graph([graph.atoms[atom] for atom in order], values, shared)

@@ -2,7 +2,8 @@
 with a pipeline too (arXiv:2104.04473).
 
 Ranks that share layers are neighbours, then come replicas, then stages.  Of 1, 2, 4 and 8 ways to
-split, the fastest that fits is taken.  The first code had neither pipeline nor microbatches.
+split, the fastest that fits is taken; what is computed again is so layer by layer.  The first code
+had neither pipeline nor microbatches.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from hpc3d.partition.baselines.contenders import (
     Task,
     divisors,
     fastest,
+    layer_by_layer,
     pipelines,
     rank_of,
 )
 from hpc3d.partition.baselines.layer_cuts import even, layer_runs
-from hpc3d.partition.baselines.tensor_split import SplitOperations
+from hpc3d.partition.baselines.tensor_split import SplitOperations, split_roles
 from hpc3d.partition.evaluation import ModelCosts
 from hpc3d.partition.model_graph import graph_of
 
-_WAYS = (2, 4, 8)
+_WAYS = (1, 2, 4, 8)
 
 
 class TensorCosts(ModelCosts):
@@ -47,30 +49,31 @@ class TensorCosts(ModelCosts):
 
 def megatron(task: Task) -> Contender:
     """The fastest without a pipeline, on all of the batch at once."""
-    return _fastest_split("Megatron-LM", _tasks(task), pipeline=False)
+    return _fastest_split("Megatron-LM", task, pipeline=False)
 
 
 def megatron_pipeline(task: Task) -> Contender:
     """The fastest with stages of equally many layers, or one, and microbatches."""
-    return _fastest_split("Megatron-LM, pipeline", _tasks(task), pipeline=True)
+    return _fastest_split("Megatron-LM, pipeline", task, pipeline=True)
 
 
-def _tasks(task):
-    """By ways: the task of the replicas."""
-    found = {1: task}
-    for ways in (ways for ways in _WAYS if task.ranks % ways == 0):
-        operations = SplitOperations(task.operations, ways)
-        if operations.roles.rows:
-            costs = TensorCosts(operations, task.costs)
-            found[ways] = task._replace(costs=costs, ranks=task.ranks // ways)
-    return found
-
-
-def _fastest_split(name, tasks, pipeline):
+def _fastest_split(name, task, pipeline):
     found = []
-    for ways, task in tasks.items():
-        cut = partial(even, layer_runs(task.costs.graph(1)))
-        counts, most = (divisors(task.ranks), 128) if pipeline else ([1], 1)
-        choices = pipelines(task, cut, "1f1b", counts, most)
-        found.append(fastest(name, task, choices)._replace(ways=ways))
+    for ways in (ways for ways in _WAYS if task.ranks % ways == 0):
+        part = _split(task, ways)
+        if part is None:
+            return Contender(name, None, None, "no pairs of linear layers that it would split")
+        cut = partial(even, layer_runs(part.costs.graph(1)))
+        counts, most = (divisors(part.ranks), 128) if pipeline else ([1], 1)
+        choices = pipelines(part, cut, "1f1b", counts, most)
+        found.append(fastest(name, part, choices, layer_by_layer)._replace(ways=ways))
     return min(found, key=rank_of)
+
+
+def _split(task, ways):
+    """The task of the replicas; None where they have nothing to share."""
+    if ways == 1:
+        return task if split_roles(task.operations.captured, 2).rows else None
+    operations = SplitOperations(task.operations, ways)
+    costs = TensorCosts(operations, task.costs)
+    return task._replace(costs=costs, ranks=task.ranks // ways)

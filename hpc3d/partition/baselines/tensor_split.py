@@ -9,7 +9,7 @@ dropout and sums, every rank does as a whole.
 
 Assumed: a head and its loss, and an embedding of 128 t words or more, are split by words; the loss
 sums three numbers a token over the ranks; no sequence parallelism (arXiv:2205.05198); convolutions
-are not split.
+are not split.  An input of the model that a layer split by columns saves is counted as its result.
 """
 
 from __future__ import annotations
@@ -152,11 +152,10 @@ class SplitOperations(Operations):
     def __init__(self, operations: Operations, ways: int) -> None:
         self.ways, self.roles = ways, split_roles(operations.captured, ways)
         self.captured = _part_of(operations.captured, self.roles, ways)
-        self.dtypes = operations.dtypes
-        self.low, self.high = (
-            {node: self._part(node, each) for node, each in found.items()}
-            for found in (operations.low, operations.high)
-        )
+        self.kinds = {
+            node: (self._part(node, low), self._part(node, high), dtype)
+            for node, (low, high, dtype) in operations.kinds.items()
+        }
 
     def _part(self, node, operation):
         """An operation of one rank."""
@@ -192,7 +191,7 @@ class SplitOperations(Operations):
     def _readers_of_whole(self):
         """One of the layers split by columns for each value that they read."""
         read = {node.args[0]: node for node in self.roles.columns}
-        return [node for value, node in read.items() if value in self.low]
+        return [node for value, node in read.items() if value in self.kinds]
 
 
 def _shared(work, by_rows, ways):
@@ -202,14 +201,11 @@ def _shared(work, by_rows, ways):
 
 
 def _shared_back(operation, by_rows, ways):
-    """Of the products (batch, m, k, n) for the input and (batch, k, n, m) for the weight."""
-    batch, m, n, k = next(iter(operation.forward.products), (0, 0, 0, 0))
-    of_input, of_weight = (2, 1) if by_rows else (3, 2)
-    places = [
-        (sizes, of_input if sizes == (batch, m, k, n) else of_weight)
-        for sizes in operation.backward.products
-    ]
-    return _with_products(operation.backward, places, ways)
+    """Of the products (batch, m, k, n) for the input and (batch, k, n, m) for the weight; that for
+    the input is not there where it needs no gradient."""
+    places = (2, 1) if by_rows else (3, 2)
+    products = operation.backward.products
+    return _with_products(operation.backward, [*zip(products[::-1], places[::-1])][::-1], ways)
 
 
 def _with_products(work, places, ways):

@@ -1,6 +1,5 @@
 """A module that is cut, on threads, against torch on the whole of it."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")

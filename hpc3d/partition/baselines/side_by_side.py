@@ -1,0 +1,109 @@
+"""Our plan of a captured module beside those of others: a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hpc3d.partition.baselines import contenders
+from hpc3d.partition.baselines.contenders import Contender, Task
+from hpc3d.partition.baselines.rannc_plan import rannc
+from hpc3d.partition.baselines.tensor_pipeline import megatron, megatron_pipeline
+from hpc3d.partition.capture import Captured
+from hpc3d.partition.module_plan import Wanted, planned_module
+
+HEAD = (
+    "planner                stages  replicas    microbatches  recompute  schedule     "
+    "fullest [GB]    step [s]  samples/s  to ours"
+)
+
+
+def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
+    """Ours, of a captured module, and all others, in the order in which they are shown."""
+    return [
+        lambda task: ours(captured, task),
+        contenders.data_parallel,
+        contenders.gpipe,
+        contenders.torchgpipe,
+        contenders.gpipe_hybrid,
+        contenders.by_parameters,
+        megatron,
+        megatron_pipeline,
+        contenders.pipedream,
+        rannc,
+    ]
+
+
+def ours(captured: Captured, task: Task) -> Contender:
+    """The plan of hpc3d.partition.module_plan, which has the reason where there is none."""
+    wanted = Wanted(task.ranks, task.memory, task.costs.batch, margin=0.0)
+    try:
+        found = planned_module(captured, task.costs.machine, wanted)
+    except ValueError as error:
+        return Contender("ours", None, None, str(error))
+    return Contender("ours", found.choice, found.step)
+
+
+def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterator[dict]:
+    """The rows, each printed as soon as it is there."""
+    first = None
+    for planner in planners:
+        row = as_row(planner(task), task.costs.batch)
+        first = first or row
+        print(_line(row, first["step"]), flush=True)
+        yield row
+
+
+def as_row(contender: Contender, batch: int) -> dict[str, Any]:
+    """A contender as plain values: seconds, bytes; None for what it does not have."""
+    name, choice, step, note, ways = contender
+    row = {"name": name, "note": note, "ways": ways}
+    if choice is None or step is None:
+        return row | dict.fromkeys(_NUMBERS)
+    again = {stage.recompute for stage in choice.stages}
+    numbers = (
+        choice.width,
+        list(choice.replicas),
+        choice.microbatches,
+        "some" if len(again) > 1 else "all" if again == {True} else "none",
+        choice.schedule if choice.stages[1:] else "none",
+        step.fits,
+        max(step.held),
+        step.seconds,
+        batch / step.seconds,
+    )
+    return row | dict(zip(_NUMBERS, numbers, strict=True))
+
+
+_NUMBERS = (
+    "stages",
+    "replicas",
+    "microbatches",
+    "recompute",
+    "schedule",
+    "fits",
+    "fullest",
+    "step",
+    "samples_s",
+)
+
+
+def _line(row, step):
+    name = f"{row['name']:21s}"
+    if row["step"] is None:
+        return f"{name}       -"
+    fullest = f"{row['fullest'] / 1e9:.3g}{'' if row['fits'] else ' (no room)'}"
+    ratio = f"{row['step'] / step:.3f}" if step and row["fits"] else "-"
+    return (
+        f"{name}  {row['stages']:6d}  {_replicas(row):10s}  {row['microbatches']:12d}  "
+        f"{row['recompute']:9s}  {row['schedule']:11s}  {fullest:14s}{row['step']:10.4g}"
+        f"{row['samples_s']:11.4g}{ratio:>9s}"
+    )
+
+
+def _replicas(row):
+    """Of every stage, and x the ranks that share the layers of each."""
+    counts = row["replicas"]
+    text = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
+    text = text if len(text) <= 10 else f"{min(counts)} to {max(counts)}"
+    return f"{text} x {row['ways']}" if row["ways"] > 1 else text

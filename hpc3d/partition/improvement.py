@@ -1,0 +1,114 @@
+"""An arrangement of a module with one thing changed: a border, the replicas of two stages, or
+whether a stage is run again.  What no such change makes shorter is as good as it gets; and what
+one alone costs explains why it is as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpc3d.partition.evaluation import (
+    Evaluated,
+    ModelCosts,
+    PipelineChoice,
+    bytes_held,
+    evaluated,
+)
+from hpc3d.partition.joint_search import Allowed
+
+_NEAR = 6  # places of a border that are tried on each side, by atoms and by blocks
+_MOST_PASSES = 1_000_000  # that are run on the clock to improve an arrangement
+
+
+def improved(
+    costs: ModelCosts, choice: PipelineChoice, allowed: Allowed, places: np.ndarray
+) -> tuple[PipelineChoice, Evaluated]:
+    """The arrangement that no one change makes shorter, as far as the time allows, of one that
+    fits; borders lie anywhere, but are moved far only to `places`."""
+    best = evaluated(costs, choice, allowed.memory)
+    left, better = _MOST_PASSES, True
+    while better and left > 0:
+        better = False
+        for kind in range(_kinds(choice)):
+            for other in _changed(costs, choice, kind, allowed, places):
+                if left <= 0 or max(bytes_held(costs, other)) > allowed.memory:
+                    continue
+                left -= 2 * len(other.stages) * other.microbatches
+                found = evaluated(costs, other, allowed.memory)
+                if found.seconds < (1 - 1e-9) * best.seconds:
+                    choice, best, better = other, found, True
+    return choice, best
+
+
+def _kinds(choice):
+    """How many things there are to change: borders, recomputation, replicas."""
+    return 2 * len(choice.stages) - 1 + choice.width
+
+
+def _changed(costs, choice, kind, allowed, places):
+    parts = len(choice.stages)
+    if kind < parts - 1:
+        yield from moved(costs, choice, kind, places)
+    elif kind < 2 * parts - 1:
+        part = kind - parts + 1
+        again = not choice.stages[part].recompute
+        if again in allowed.recompute:
+            yield _with(choice, part, recompute=again)
+    elif allowed.replicas is None:
+        yield from _shifted(costs, choice, kind - 2 * parts + 1, allowed.ranks)
+
+
+def moved(
+    costs: ModelCosts, choice: PipelineChoice, border: int, places: np.ndarray
+) -> Iterator[PipelineChoice]:
+    """With a border at other places that are near, by atoms and among `places`."""
+    ends = (0, *(stage.end for stage in choice.stages))
+    before, here, after = ends[border : border + 3]
+    low, high = np.searchsorted(places, [here, here + 1])
+    near = {*range(here - _NEAR, here + _NEAR + 1)}
+    near |= {*places[max(0, low - _NEAR) : low].tolist(), *places[high : high + _NEAR].tolist()}
+    for place in sorted(near - {here}, key=lambda place: abs(place - here)):
+        if before < place < after:
+            yield _with(choice, border, end=place)
+
+
+def _shifted(costs, choice, stage, ranks):
+    """With a replica more of a stage, that was idle or another stage's; the parts that lie between
+    follow by the next moves of borders."""
+    replicas, idle = choice.replicas, ranks - choice.ranks
+    if replicas[stage] == costs.rows(choice.microbatches, 1):
+        return
+    if idle:
+        yield _with_replicas(choice, {stage: replicas[stage] + 1})
+    for other, count in enumerate(replicas):
+        if other != stage and count > 1:
+            yield _with_replicas(choice, {stage: replicas[stage] + 1, other: count - 1})
+
+
+def _with_replicas(choice, replicas):
+    width = choice.width
+    stages = [
+        stage._replace(replicas=replicas.get(number % width, stage.replicas))
+        for number, stage in enumerate(choice.stages)
+    ]
+    return choice._replace(stages=tuple(stages))
+
+
+def _with(choice, part, **what):
+    stages = [*choice.stages]
+    stages[part] = stages[part]._replace(**what)
+    return choice._replace(stages=tuple(stages))
+
+
+def next_best(
+    costs: ModelCosts, choice: PipelineChoice, step: Evaluated, border: int, memory: float
+) -> tuple[PipelineChoice | None, float | None, bool]:
+    """The arrangement with this border where it is next best, its seconds, and whether a shorter
+    one has no room; None where nothing else fits."""
+    others = moved(costs, choice, border, np.arange(0))
+    found = [(other, evaluated(costs, other, memory)) for other in others]
+    shorter = any(not each.fits and each.seconds < step.seconds for _, each in found)
+    fitting = [(other, each.seconds) for other, each in found if each.fits]
+    other, seconds = min(fitting, key=lambda each: each[1], default=(None, None))
+    return other, seconds, shorter

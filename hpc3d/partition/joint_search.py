@@ -1,0 +1,393 @@
+"""Arrangements of a module that may be the best: replicas and recomputation of every stage, the
+borders, the number of stages and the microbatches chosen together.
+
+A step of stages with m microbatches takes about
+
+    (m - 1) T + sum_s w_s,    T = max_s w_s
+
+where w_s is what stage s needs for a microbatch forward and backward, its messages, and an m-th of
+its sums of gradients.  For a limit of T the least sum is found exactly, from the last stage to the
+first, by where the stage begins, how many stages there are from it on (so many microbatches are in
+flight under 1F1B), and how many ranks are left for them:
+
+    G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    where w(i, j, r) <= T fits
+
+Lower limits follow until there is nothing.  The chain is cut at some places only, which are
+refined later (hpc3d.partition.improvement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, bytes_held
+from hpc3d.partition.model_graph import MOMENTS
+from hpc3d.partition.stages import Wire
+
+_BLOCKS = 48  # between the places where the chain is cut
+_MOST_UNITS = 63  # that ranks are given in
+_STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
+_NEAR_BEST = 1.25  # what is looked at again on the clock
+_FEW = 3  # numbers of stages that are followed under a limit
+_LONG = 64e6  # bytes of a message that shows the bandwidth
+
+
+class Allowed(NamedTuple):
+    """What a search may choose from: `ranks` and bytes of each, numbers of `microbatches`,
+    `schedules`, `replicas` (None: any; one number: of all stages; several: of each), whether
+    stages may `recompute`, and whether replicas share moments (`zero`)."""
+
+    ranks: int
+    memory: float
+    microbatches: tuple[int, ...]
+    schedules: tuple[str, ...]
+    replicas: tuple[int, ...] | None = None
+    recompute: tuple[bool, ...] = (False, True)
+    zero: int = 0
+
+    @property
+    def stages(self) -> int:
+        """The most that there can be."""
+        if self.replicas is None:
+            return self.ranks // self.unit
+        return len(self.replicas) if self.replicas[1:] else self.ranks // self.replicas[0]
+
+    @property
+    def unit(self) -> int:
+        """Of many ranks so many are given together."""
+        if self.replicas is None:
+            return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
+        return 1 if self.replicas[1:] else self.replicas[0]
+
+    def replicas_of(self, left: int) -> tuple[int, ...]:
+        """What a stage may have that has `left` stages from itself on."""
+        if self.replicas is None:
+            return tuple(range(self.unit, self.ranks + 1, self.unit))
+        return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
+
+
+class Found(NamedTuple):
+    """An arrangement and about the seconds of its step."""
+
+    seconds: float
+    choice: PipelineChoice
+
+
+def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
+    """Where the chain is cut, 0 and its end among them: `blocks` of little time and memory between
+    borders that little crosses.
+
+    From all atoms on, the two neighbours are joined whose share of time or memory is smallest,
+    less what their border takes.
+    """
+    chain = costs.chain(costs.rows(1, 2 * ranks))
+    seconds = chain.forward + chain.backward
+    wire = border_of(costs, ranks)
+    border = 2 * np.array([wire.seconds(nbytes) for nbytes in chain.crossing]) / seconds[-1]
+    fixed = np.array([float(chain.fixed(0, end)) for end in range(chain.count)])
+    shares = np.stack([seconds / seconds[-1], fixed / max(1.0, fixed[-1])])
+    places = np.arange(chain.count)
+    while len(places) > blocks + 1:
+        joined = (shares[:, places[2:]] - shares[:, places[:-2]]).max(0) - border[places[1:-1]]
+        places = np.delete(places, 1 + joined.argmin())
+    return places
+
+
+def border_of(costs: ModelCosts, ranks: int) -> Wire:
+    """The Wire of a border, between nodes as soon as there are several."""
+    last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
+    return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
+
+
+def sums_of(costs: ModelCosts, replicas: int) -> Wire:
+    """The Wire of sums of gradients."""
+    return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
+
+
+def _wire(seconds: Callable[[float], float]) -> Wire:
+    short, long = seconds(1.0), seconds(_LONG)
+    return Wire(short, _LONG / (long - short) if long > short else inf)
+
+
+class _Ranges:
+    """By two places: what a stage of all atoms between them does and holds for some rows."""
+
+    def __init__(self, costs, rows, places):
+        chain = costs.chain(rows)
+        self.forward, self.backward, self.weight, self.saved = (
+            each[places][None] - each[places][:, None]
+            for each in (chain.forward, chain.backward, chain.weight, chain.saved)
+        )
+        self.fixed = np.array([chain.fixed(place, places) for place in places])
+        self.trained = np.array([chain.trained(place, places) for place in places])
+        self.crossing = chain.crossing[places]
+        blocks = [chain.working[a:b].max() for a, b in pairwise(places)]
+        self.working = np.zeros_like(self.fixed)
+        for first in range(len(blocks)):
+            self.working[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
+
+
+class _Stages(NamedTuple):
+    """By two places, for stages of so many `replicas`: what counts for the limit and in the sum,
+    without recomputation; what this adds; and the bytes that are held always, for a microbatch
+    in flight, and that are saved."""
+
+    replicas: int
+    load: np.ndarray
+    weight: np.ndarray
+    again: np.ndarray
+    always: np.ndarray
+    received: np.ndarray
+    saved: np.ndarray
+
+    def costs(self, flight: int, allowed: Allowed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Limit, sum (inf where nothing fits), and whether a stage is run again."""
+        keeps = self.always + flight * (self.received + self.saved) <= allowed.memory
+        again = self.always + flight * self.received + self.saved <= allowed.memory
+        keeps &= False in allowed.recompute
+        again &= True in allowed.recompute
+        weight = np.where(keeps, self.weight, np.where(again, self.weight + self.again, inf))
+        return self.load + np.where(keeps, 0.0, self.again), weight, ~keeps
+
+
+class JointSearch:
+    """The search of arrangements of a model over some places of its chain."""
+
+    def __init__(self, costs: ModelCosts, allowed: Allowed) -> None:
+        self.costs, self.allowed = costs, allowed
+        blocks = max(_BLOCKS, len(allowed.replicas or ()))
+        self.places = places_of(costs, allowed.ranks, blocks)
+        self.border = border_of(costs, allowed.ranks)
+        self.ranges: dict[int, _Ranges] = {}
+        self.best = inf
+
+    def found(self) -> list[PipelineChoice]:
+        """The arrangements that fit and come near the best, about the shortest step first."""
+        found = [each for way in self._ways() for each in self._of_way(*way)]
+        near = [each for each in found if each.seconds <= _NEAR_BEST * self.best]
+        near.sort(key=lambda each: each.seconds)
+        return self._that_fit(each.choice for each in near)
+
+    def fits(self) -> bool:
+        """Whether anything does."""
+        for way in self._ways():
+            found = _OfWay(self, *way).under(inf).found
+            if self._that_fit(each.choice for each in found):
+                return True
+        return False
+
+    def _ways(self):
+        """Schedules, numbers of microbatches, and so many in flight on every stage (None: as many
+        as there are stages from there on); what is interleaved comes from 1F1B."""
+        names = ["1f1b" if name == "interleaved" else name for name in self.allowed.schedules]
+        for micros in self.allowed.microbatches:
+            for name in dict.fromkeys(names):
+                for flight in _flights(name, micros, self.allowed.stages):
+                    yield name, micros, flight
+
+    def _that_fit(self, choices):
+        wanted = self.allowed.schedules
+        found = [*dict.fromkeys(choices)]
+        if "interleaved" in wanted:
+            found = [other for each in found for other in (each, *self._interleaved(each))]
+        return [
+            each
+            for each in found
+            if (each.schedule in wanted or len(each.stages) == 1)
+            and max(bytes_held(self.costs, each)) <= self.allowed.memory
+        ]
+
+    def _of_way(self, name, micros, flight) -> Iterator[Found]:
+        """Under lower and lower limits, at last around the best."""
+        search = _OfWay(self, name, micros, flight)
+        first = search.under(inf)
+        if (micros - 1) * search.least + first.weight > _NEAR_BEST * self.best:
+            return
+        seen, limit, best = [], inf, inf
+        while np.isfinite((at := search.under(limit)).weight):
+            seen.append(at)
+            best = min(best, at.seconds)
+            limit = _STEPS[0] * at.load
+        if not seen:
+            return
+        near = min(seen, key=lambda each: each.seconds).load
+        limit = near / _STEPS[0]
+        while limit > _STEPS[0] * near and np.isfinite((at := search.under(limit)).weight):
+            seen.append(at)
+            limit = _STEPS[1] * min(limit, at.load)
+        self.best = min(self.best, *(each.seconds for each in seen))
+        for each in seen:
+            yield from each.found
+
+    def _interleaved(self, choice):
+        """The arrangements with two parts of every stage and the same replicas: the heaviest part
+        is as light as can be, and all parts are run again or those of stages that were."""
+        width, loads = choice.width, _OfWay(self, "1f1b", choice.microbatches, None).kinds
+        parts = 2 * width
+        if not 1 < width <= choice.microbatches or parts >= len(self.places):
+            return
+        replicas = [choice.replicas[part % width] for part in range(parts)]
+        ends = _balanced([np.triu(loads[r].load, 1) for r in replicas])
+        for again in {tuple(stage.recompute for stage in choice.stages), (True,) * width}:
+            stages = [
+                StageChoice(int(self.places[end]), r, again[part % width])
+                for part, (end, r) in enumerate(zip(ends, replicas))
+            ]
+            if {*again} <= {*self.allowed.recompute}:
+                yield choice._replace(stages=tuple(stages), schedule="interleaved", chunks=2)
+
+    def of(self, rows: int) -> _Ranges:
+        if rows not in self.ranges:
+            self.ranges[rows] = _Ranges(self.costs, rows, self.places)
+        return self.ranges[rows]
+
+
+def _balanced(loads):
+    """The places behind parts whose loads are these by two places, the heaviest least."""
+    heaviest, following = np.full(len(loads[0]), inf), []
+    heaviest[-1] = 0.0
+    for load in reversed(loads):
+        ways = np.maximum(np.where(load > 0, load, inf), heaviest[None])
+        following.append(ways.argmin(1))
+        heaviest = ways.min(1)
+    ends = [0]
+    for after in reversed(following):
+        ends.append(after[ends[-1]])
+    return ends[1:]
+
+
+def _flights(name, micros, stages):
+    """Of 1F1B by stage; all of GPipe; of a split backward pass no more than there are stages,
+    which is tried for some numbers of them."""
+    if name == "gpipe":
+        return [micros]
+    if name == "1f1b":
+        return [None]
+    return sorted({min(micros, stages, 2**power) for power in range(1, stages.bit_length() + 1)})
+
+
+class _Under(NamedTuple):
+    """What there is under a limit: the least seconds, their sum and heaviest stage, and those
+    arrangements that come next."""
+
+    seconds: float
+    weight: float
+    load: float
+    found: list[Found]
+
+
+class _OfWay:
+    """The search for a schedule, a number of microbatches and of those in flight."""
+
+    def __init__(self, search, name, micros, flight):
+        self.search, self.allowed = search, search.allowed
+        self.name, self.micros, self.flight = name, micros, flight
+        self.width = min(self.allowed.stages, len(search.places) - 1)
+        if name not in ("1f1b", "gpipe"):
+            self.width = min(self.width, flight)
+        self.kinds = {r: self._stages(r) for r in self._replicas()}
+        self.costs = {}
+        each = [kind.replicas * np.diag(kind.load, 1) for kind in self.kinds.values()]
+        self.least = np.min(each, 0).sum() / self.allowed.ranks if each else inf
+
+    def _replicas(self):
+        """Without those that leave as many rows to the fullest rank as fewer would."""
+        rows = self.search.costs.rows(self.micros, 1)
+        wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
+        for r in sorted(each for each in wanted if each <= rows):
+            fewer = r - self.allowed.unit
+            if self.allowed.replicas or not fewer or -(-rows // r) < -(-rows // fewer):
+                yield r
+
+    def _stages(self, replicas):
+        costs, micros = self.search.costs, self.micros
+        part = self.search.of(costs.rows(micros, replicas))
+        border = np.array([self.search.border.seconds(nbytes) for nbytes in part.crossing])
+        sums = sums_of(costs, replicas)
+        sums = (part.trained > 0) * sums.latency + part.trained / sums.bandwidth
+        work = part.forward + part.backward + sums / micros
+        messages = border[:, None] + border[None]
+        load = work + (0.0 if self.name == "gpipe" else messages)
+        # The W of other stages fill the wait for the first gradient.
+        weight = work + messages - 2 * part.weight * (self.name == "zb-h1")
+        always = part.fixed + part.working
+        if self.allowed.zero:
+            always = always - MOMENTS * part.trained * (1 - 1 / replicas)
+        received = np.broadcast_to(part.crossing[:, None], always.shape)
+        return _Stages(replicas, load, weight, part.forward, always, received, part.saved)
+
+    def _table(self, left, replicas):
+        """The costs of a stage that has `left` from itself on."""
+        flight = min(self.micros, left) if self.flight is None else self.flight
+        key = flight, replicas
+        if key not in self.costs:
+            load, weight, again = self.kinds[replicas].costs(flight, self.allowed)
+            weight[np.tril_indices(len(weight))] = inf
+            self.costs[key] = load, weight, again
+        return self.costs[key]
+
+    def under(self, limit: float) -> _Under:
+        """The arrangements whose stages take no longer."""
+        sums = self._sums(limit)
+        start = [each[0, -1] for each in sums]
+        fewest = 2 if self.name != "1f1b" else 1
+        if len(self.allowed.replicas or ()) > 1:
+            fewest = self.width
+        lefts = [left for left in range(fewest, self.width + 1) if np.isfinite(start[left])]
+        if not lefts:
+            return _Under(inf, inf, inf, [])
+        found = []
+        for left in sorted(lefts, key=lambda left: (start[left], left))[:_FEW]:
+            choice, load = self._traced(sums, limit, left)
+            found.append((Found((self.micros - 1) * load + start[left], choice), load))
+        best, load = min(found, key=lambda each: each[0].seconds)
+        return _Under(best.seconds, min(start), load, [each for each, _ in found])
+
+    def _sums(self, limit):
+        """G by the number of stages: [places, ranks left]."""
+        unit = self.allowed.unit
+        shape = len(self.search.places), self.allowed.ranks // unit + 1
+        sums = [np.full(shape, inf)]
+        sums[0][-1] = 0.0
+        for left in range(1, self.width + 1):
+            here = np.full(shape, inf)
+            for r in self._of(left):
+                weight = self._limited(left, r, limit)
+                units = r // unit
+                rest = sums[-1][:, : shape[1] - units]
+                best = (weight[:, :, None] + rest[None]).min(1)
+                np.minimum(here[:, units:], best, out=here[:, units:])
+            sums.append(here)
+        return sums
+
+    def _of(self, left):
+        return [r for r in self.allowed.replicas_of(left) if r in self.kinds]
+
+    def _limited(self, left, replicas, limit):
+        load, weight, _ = self._table(left, replicas)
+        return np.where(load <= limit, weight, inf)
+
+    def _traced(self, sums, limit, stages):
+        """The arrangement behind a sum, and the load of its heaviest stage."""
+        unit, chosen, loads = self.allowed.unit, [], []
+        place, ranks = 0, self.allowed.ranks // unit
+        for left in range(stages, 0, -1):
+            ways = {
+                r: self._limited(left, r, limit)[place] + sums[left - 1][:, ranks - r // unit]
+                for r in self._of(left)
+                if r // unit <= ranks
+            }
+            r = min(ways, key=lambda each: ways[each].min())
+            end = int(ways[r].argmin())
+            load, _, again = self._table(left, r)
+            loads.append(load[place, end])
+            chosen.append(StageChoice(int(self.search.places[end]), r, bool(again[place, end])))
+            place, ranks = end, ranks - r // unit
+        name = self.name if stages > 1 else "1f1b"
+        choice = PipelineChoice(tuple(chosen), self.micros, name, 1, self.allowed.zero)
+        return choice, max(loads)

@@ -1,0 +1,73 @@
+"""The clock of hpc3d.pipeline.timeline for one schedule and many costs: what waits for what is
+worked out once, so that a search can ask for thousands of steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from math import inf
+
+from hpc3d.pipeline.instruction import whole
+from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.timeline import Cost, timeline
+
+_KINDS = ("F", "B", "W", "BW")
+
+
+class ScheduleClock:
+    """Of a schedule for so many stages, microbatches and chunks.
+
+    `peaks` has for every stage the microbatches in flight, by chunk, at all times when there are
+    more of one chunk than at any other: from F to the end of its backward pass, W included.
+    """
+
+    def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
+        streams, placement = instruction_streams(name, stages, micros, chunks)
+        self.peaks = [_in_flight(stream, chunks) for stream in streams]
+        # Where every pass takes time, what ends first waits for nothing that ends later.
+        rows = timeline(streams, placement, Cost(*[chunks] * 3))
+        passes = sorted(
+            (end, stage, place)
+            for stage, row in enumerate(rows)
+            for place, (_, end, _) in enumerate(row)
+        )
+        self._passes, numbers, self._last = [], {}, [-1] * stages
+        for number, (_, stage, place) in enumerate(passes):
+            done = rows[stage][place][2]
+            part = placement.part(stage, done.chunk)
+            other, border = len(passes), 0
+            for peer, need in placement.needs(stage, done):
+                if peer != stage:
+                    other = numbers[peer, need]
+                    border = min(part, placement.part(peer, need.chunk))
+            kind = len(_KINDS) * part + _KINDS.index(done.op)
+            self._passes.append((self._last[stage], other, border, kind))
+            numbers[stage, done._replace(op=done.op[0])] = self._last[stage] = number
+
+    def ends(self, costs: list[Cost]) -> list[float]:
+        """When each stage has done its last pass, in seconds, with the Cost of every part."""
+        seconds = [cost.seconds()[kind] for cost in costs for kind in _KINDS]
+        messages = [cost.comm for cost in costs]
+        # At last, what comes from nowhere, and the start of every stage.
+        ends = [0.0] * len(self._passes) + [-inf, 0.0]
+        for number, (before, other, border, kind) in enumerate(self._passes):
+            start, arrival = ends[before], ends[other] + messages[border]
+            ends[number] = (start if start > arrival else arrival) + seconds[kind]
+        return [ends[last] for last in self._last]
+
+
+def _in_flight(stream, chunks):
+    live, found = Counter(), set()
+    for op, _, chunk in whole(stream):
+        live[chunk] += (op == "F") - (op in ("W", "BW"))
+        found.add(tuple(live[each] for each in range(chunks)))
+    return [
+        counts
+        for counts in found
+        if not any(
+            other != counts and all(a >= b for a, b in zip(other, counts)) for other in found
+        )
+    ]
+
+
+clock_of = lru_cache(maxsize=1024)(ScheduleClock)

@@ -1,0 +1,210 @@
+"""RaNNC's two experiments by prediction: enlarged BERT on 32 devices, enlarged ResNet on 8 and 32.
+
+M. Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning",
+arXiv:2103.16063: RaNNC trained models five times larger than Megatron-LM could, was about as fast
+on the same models, and faster than GPipe in all settings.  Its README has two of its plans
+(tests/partition/baselines/test_rannc_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.partition.baselines import contenders
+from hpc3d.partition.baselines.contenders import Contender, Task
+from hpc3d.partition.baselines.rannc_plan import rannc
+from hpc3d.partition.baselines.side_by_side import as_row, ours
+from hpc3d.partition.baselines.tensor_pipeline import megatron, megatron_pipeline
+from hpc3d.partition.capture import capture
+from hpc3d.partition.factory import made
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.predict.machine.machine import Machine
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.shipped import shipped
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+_V100 = "machines/v100-8x4.toml"
+_MARGIN = 0.1  # of the memory, as RaNNC leaves it free
+_TIMES_LARGER, _CLOSE = 5.0, 0.1
+
+_ASSUMED = """\
+Assumed, where the paper's abstract and the README do not tell: nodes of 8 V100 with one EDR port
+(inputs/machines/v100-8x4.toml) and 32 GB, 10 % of them left free; float32 and AdamW, 16 bytes a
+parameter; BERT on 256 sequences of 512 tokens with dropout, ResNet on 16 images a device; nothing
+measured, all times by formula.  Megatron-LM splits layers over t <= 8 ranks and may recompute
+layer by layer; without a pipeline, as it was then, it takes the batch at once, with one in up to
+128 microbatches.  GPipe has two stages or more of equally many layers, or of equal times, in up to
+128 microbatches, and recomputes them; RaNNC does so in up to 32, with what stages receive in the
+memory of the host at no cost in time."""
+
+
+class Setting(NamedTuple):
+    """A model, the samples of a step, and the ranks that share it."""
+
+    model: str
+    batch: int
+    ranks: int
+
+
+_HIDDEN, _LAYERS = (1024, 1536, 2048), (24, 48, 96, 144, 192, 256)
+_BERT = [
+    Setting(f"inputs.partition.bert:enlarged({hidden}, {layers})", 256, 32)
+    for hidden, layers in product(_HIDDEN, _LAYERS)
+]
+_RESNET = [
+    Setting(f"inputs.partition.resnet:enlarged({depth}, 8)", 16 * ranks, ranks)
+    for depth, ranks in product((50, 101, 152), (8, 32))
+]
+_QUICK = {
+    "bert": [setting for setting in _BERT if "(2048, " in setting.model][:3],
+    "resnet": _RESNET[:2],
+}
+
+Planner = Callable[[Task], Contender]
+
+_OF_BERT: tuple[Planner, ...] = (rannc, megatron, megatron_pipeline, contenders.gpipe_hybrid)
+_OF_RESNET: tuple[Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpipe)
+
+
+def main(options: Namespace) -> dict[str, Any]:
+    """Print both experiments on the machine of `options.machine` (None: 32 V100), or with
+    `options.quick` some of their models, and what holds of the paper's claims; return all."""
+    machine = load(options.machine or shipped(_V100))
+    settings = _QUICK if options.quick else {"bert": _BERT, "resnet": _RESNET}
+    print(f"{_ASSUMED}\n\nSamples a second; (-): it does not fit")
+    bert = [*_table(machine, settings["bert"], _OF_BERT)]
+    resnet = [*_table(machine, settings["resnet"], _OF_RESNET)]
+    found = claims(bert, resnet)
+    print("\n" + "\n".join(found.values()))
+    return {"bert": bert, "resnet": resnet, "claims": found}
+
+
+def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
+    """The points, each printed as soon as it is there."""
+    known, head = {}, True
+    for setting in settings:
+        if setting.model not in known:
+            known = {setting.model: _loaded(setting.model)}
+        found = point(machine, setting, *known[setting.model], planners)
+        if head:
+            names = "".join(f"{name:>23s}" for name in found["rows"])
+            print(f"\n{'model':24s}{'10^9':>7s}{'ranks':>6s}{names}")
+            head = False
+        print(_line(found), flush=True)
+        yield found
+
+
+def _loaded(model):
+    """The operations of a model, and its parameters in 10^9."""
+    module, inputs = made(model)
+    count = sum(each.numel() for each in module.parameters())
+    return Operations(capture(module, inputs)), count / 1e9
+
+
+def point(
+    machine: Machine,
+    setting: Setting,
+    operations: Operations,
+    billions: float,
+    planners: Sequence[Planner],
+) -> dict[str, Any]:
+    """A model in a setting: what our plan and those of `planners` take, by name."""
+    memory = (1 - _MARGIN) * machine.memory_gb * 1e9
+    task = Task.of(operations, machine, setting.batch, setting.ranks, memory)
+    found = [ours(operations.captured, task), *(planner(task) for planner in planners)]
+    rows = {each.name: as_row(each, setting.batch) for each in found}
+    return {**setting._asdict(), "billions": billions, "rows": rows}
+
+
+def _line(found):
+    model = found["model"].rpartition(".")[2]
+    rates = "".join(f"{_rate(row):>23s}" for row in found["rows"].values())
+    return f"{model:24s}{found['billions']:7.3f}{found['ranks']:6d}{rates}"
+
+
+def _rate(row):
+    """Samples a second, and how: stages x replicas (x ranks of each), and microbatches."""
+    if not row["fits"]:
+        return "-"
+    counts = {*row["replicas"]}
+    replicas = str(max(counts)) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
+    ways = f"x{row['ways']}" if row["ways"] > 1 else ""
+    how = f"{row['stages']}x{replicas}{ways} m{row['microbatches']}"
+    return f"{row['samples_s']:.4g} {how:>13s}"
+
+
+def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]]) -> dict:
+    """What the paper claims, and in a line for each whether it holds of these points."""
+    gpipe = ("GPipe hybrid", "GPipe, even layers", "GPipe, by time")
+    lines = {
+        "five times larger": _larger(bert, "Megatron-LM"),
+        "than with a pipeline": _larger(bert, "Megatron-LM, pipeline"),
+        "comparable": _comparable(bert, "Megatron-LM"),
+        "better than GPipe": _better([*bert, *resnet], "RaNNC", gpipe),
+    }
+    others = "RaNNC", "Megatron-LM", "Megatron-LM, pipeline", *gpipe
+    lines["ours"] = _better([*bert, *resnet], "ours", others)
+    return lines
+
+
+def _larger(points, other):
+    """The largest that RaNNC trains over the largest that another does."""
+    most = {
+        name: max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0)
+        for name in ("RaNNC", other)
+    }
+    if not most[other]:
+        return f'"five times larger" than {other}: that trains none of these'
+    ratio = most["RaNNC"] / most[other]
+    return (
+        f'"five times larger" than {other}: {_verdict(ratio >= _TIMES_LARGER)}; '
+        f"{most['RaNNC']:.3f} against {most[other]:.3f} x 10^9 parameters, {ratio:.1f} times"
+    )
+
+
+def _comparable(points, other):
+    """Samples a second of RaNNC over those of another on models that both train."""
+    ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
+    if not ratios:
+        return f'"comparable on the same models" to {other}: there are none'
+    middle = median(ratios)
+    return (
+        f'"comparable on the same models" to {other}: {_verdict(abs(middle - 1) <= _CLOSE)}; '
+        f"{_spread(ratios)} times its samples/s on {len(ratios)} models"
+    )
+
+
+def _better(points, name, others):
+    """Where the samples a second of one are more than the best of others."""
+    ratios = dict(_ratios(points, name, others))
+    worse = [where for where, ratio in ratios.items() if ratio < 1]
+    best = "GPipe" if name == "RaNNC" else "all others"
+    found = f'{name} "better than {best} in all settings": {_verdict(not worse)}'
+    if ratios:
+        found += f"; {_spread([*ratios.values()])} times its samples/s in {len(ratios)}"
+    return found + (f", less for {', '.join(worse)}" if worse else "")
+
+
+def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
+    """Of every point that one and another train: the model, and samples/s over the best other."""
+    for each in points:
+        rows = each["rows"]
+        rates = [
+            rows[other]["samples_s"] for other in others if other in rows and rows[other]["fits"]
+        ]
+        if rates and rows[name]["fits"]:
+            model = each["model"].rpartition(".")[2]
+            yield f"{model} on {each['ranks']}", rows[name]["samples_s"] / max(rates)
+
+
+def _spread(ratios):
+    return f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}"
+
+
+def _verdict(holds):
+    return "holds" if holds else "does not hold"

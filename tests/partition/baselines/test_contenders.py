@@ -1,0 +1,98 @@
+"""Contenders on published loads, by hand."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from hpc3d.partition.atom_graph import Atom, Graph, Value
+from hpc3d.partition.baselines.contenders import (
+    Task,
+    by_parameters,
+    data_parallel,
+    gpipe,
+    gpipe_hybrid,
+    layer_by_layer,
+    pipedream,
+    torchgpipe,
+)
+from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
+from tests.partition.graphs import LOADS
+from tests.partition.test_evaluation import QUIET
+
+
+def task(ranks=4, memory=1e9, parameters=(1.0,) * 8, batch=8):
+    """Layers with LOADS for a row forward, that hold 6 bytes, and save and hand on 1 a row."""
+
+    def graph(rows):
+        atoms = [
+            Atom((f"layers.{n}/op",), load * rows, 2 * load * rows, 6.0, 1.0 * rows, held)
+            for n, (load, held) in enumerate(zip(LOADS, parameters, strict=True))
+        ]
+        return Graph(atoms, [Value(n, (n + 1,), rows) for n in range(len(LOADS) - 1)])
+
+    return Task(None, ModelCosts(graph, QUIET, batch), ranks, memory)
+
+
+def ends(contender):
+    return [stage.end for stage in contender.choice.stages]
+
+
+def test_replicas_have_equal_shares():
+    """60 s forward and 120 s backward for 2 of 8 rows."""
+    found = data_parallel(task())
+    assert found.choice.replicas == (4,) and found.step.seconds == 360
+
+
+@pytest.mark.parametrize(
+    ("contender", "cut", "seconds"),
+    [(gpipe, [2, 4, 6, 8], 4 * (60 + 7 * 23)), (torchgpipe, [1, 4, 5, 8], 4 * (60 + 7 * 20))],
+)
+def test_stages_of_gpipe(contender, cut, seconds):
+    """Even layers, of which a stage has 5 + 18 s; the lightest heaviest stage has 5 + 4 + 11.
+    They go forward twice, and backward for twice as long."""
+    found = contender(task())
+    assert ends(found) == cut and found.choice.microbatches == 8
+    assert found.step.seconds == seconds and found.step.fits
+
+
+def test_replicas_and_stages_of_a_hybrid_are_those_of_the_shortest_step_that_fits():
+    """Two stages of 22 and 38 s, of which each replica has one of four rows of a microbatch; half
+    of the layers hold 24 bytes, a quarter 12."""
+    halves = gpipe_hybrid(task())
+    assert halves.choice.replicas == (2, 2) and halves.step.seconds == 4 * (60 + 3 * 38)
+    assert all(stage.recompute for stage in halves.choice.stages)
+    assert gpipe_hybrid(task(memory=23.0)).choice.replicas == (1, 1, 1, 1)
+
+
+def test_what_does_not_fit_needs_the_least():
+    found = gpipe_hybrid(task(memory=5.0))
+    assert not found.step.fits and len(found.choice.stages) == 4
+
+
+def test_parameters_are_balanced():
+    """All 48 bytes have no room; of two stages the first has a layer, with half of the bytes."""
+    found = by_parameters(task(2, 45.0, (7.0, 1, 1, 1, 1, 1, 1, 1)))
+    assert ends(found) == [1, 8] and found.choice.schedule == "1f1b"
+
+
+def test_pipedream_promises_what_its_slowest_stage_allows():
+    """Four replicas, which sum nothing that takes time: 2 samples every 2 x 180 / 4 s."""
+    found = pipedream(task())
+    assert found.choice.replicas == (4,) and found.step.seconds == 360
+    assert found.note.endswith("0.02222 samples/s")
+
+
+def test_what_is_run_again_layer_by_layer_is_not_kept_at_once():
+    """A stage of 8 layers and 8 rows: instead of 8 x 8 bytes the inputs of 7 and one layer's 8."""
+    costs = task().costs
+    choice = PipelineChoice((StageChoice(8, 1, True),))
+    whole, parts = (step(costs, choice, 1e9) for step in (evaluated, layer_by_layer))
+    assert whole.held == (8 * 6 + 8 * 8,) and parts.held == (8 * 6 + 7 * 8 + 8,)
+    assert not layer_by_layer(costs, choice, 111.0).fits
+    kept = PipelineChoice((StageChoice(8),))
+    assert layer_by_layer(costs, kept, 1e9) == evaluated(costs, kept, 1e9)
+
+
+def test_too_few_samples_make_no_arrangement():
+    assert data_parallel(task(batch=3)).choice is None

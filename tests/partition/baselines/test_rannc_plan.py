@@ -1,0 +1,72 @@
+"""RaNNC's plans: those of its README, and what is made of blocks in another order."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from hpc3d.partition.atom_graph import Atom, Graph, Value
+from hpc3d.partition.baselines.contenders import Task
+from hpc3d.partition.baselines.rannc_plan import rannc
+from hpc3d.partition.capture import capture
+from hpc3d.partition.evaluation import ModelCosts, evaluated
+from hpc3d.partition.factory import made
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.predict.machine import machine_file
+from hpc3d.shipped import shipped
+from tests.partition.test_evaluation import QUIET
+
+V100 = machine_file.load(shipped("machines/v100-8x4.toml"))
+
+
+def task(graph_of, ranks, memory, batch=8):
+    return Task(None, ModelCosts(graph_of, QUIET, batch), ranks, memory)
+
+
+def branches(rows):
+    """Two chains of four atoms that take turns, and one atom that reads both; each atom holds 6
+    bytes, and saves and hands on a byte a row."""
+    atoms = [Atom((n,), (1 + n % 3) * rows, 2 * rows, 6.0, 1.0 * rows, 1.0) for n in range(9)]
+    values = [Value(n, (min(n + 2, 8),), 1.0 * rows) for n in range(8)]
+    return Graph(atoms, values)
+
+
+def test_stages_of_branches_only_read_from_stages_before():
+    """Six stages at least: what a microbatch has received counts, too."""
+    found = rannc(task(branches, 8, 26.0))
+    ends = [stage.end for stage in found.choice.stages]
+    assert found.step.fits and ends == sorted({*ends}) and ends[-1] == 9
+    assert found.choice.ranks == 8
+
+
+def test_what_waits_in_the_memory_of_the_host_is_not_held():
+    """Of eight microbatches of one row two are on the device: six bytes less on the second."""
+
+    def chain(rows):
+        atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, 6.0, 1.0 * rows, 1.0) for n in range(2)]
+        return Graph(atoms, [Value(0, (1,), 1.0 * rows)])
+
+    given = task(chain, 2, 9.0)
+    found = rannc(given)
+    assert found.choice.microbatches == 8 and len(found.choice.stages) == 2
+    held = evaluated(given.costs, found.choice).held
+    assert found.step.held == (held[0], held[1] - 6) == (7.0, 9.0)
+
+
+def test_nothing_fits():
+    found = rannc(task(branches, 2, 7.0))
+    assert found.choice is None and "no partition that fits" in found.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "replicas"),
+    [("bert:hidden_2048_layers_96", (8, 8, 8, 8)), ("resnet:resnet152_x8", (16, 8, 8))],
+)
+def test_published_plans(model, replicas):
+    """On 32 V100 of 32 GB (rannc-examples): four stages of two replicas on each of four nodes; and
+    16, 8 and 8 replicas."""
+    operations = Operations(capture(*made(f"inputs.partition.{model}")))
+    batch = operations.captured.batch
+    found = rannc(Task.of(operations, V100, batch, 32, 0.9 * 32e9))
+    assert found.choice.replicas == replicas and found.step.fits

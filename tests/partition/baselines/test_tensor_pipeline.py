@@ -1,0 +1,65 @@
+"""Megatron-LM's arrangements of a small BERT."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from dataclasses import replace
+from functools import cache
+
+from hpc3d.partition.baselines.contenders import Task, data_parallel
+from hpc3d.partition.baselines.tensor_pipeline import TensorCosts, megatron, megatron_pipeline
+from hpc3d.partition.baselines.tensor_split import SplitOperations
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.predict.machine.machine import Link
+from tests.partition.sample_models import small
+from tests.partition.test_evaluation import MACHINE
+from tests.partition.test_operation_costs import FLOP
+
+BATCH = 4
+QUIET = replace(FLOP, links=(Link(0, 0.0, 1e30),))
+
+
+@cache
+def operations(name="bert"):
+    return Operations(small(name))
+
+
+def task(memory=1e12, name="bert", ranks=4):
+    return Task.of(operations(name), QUIET, BATCH, ranks, memory)
+
+
+def test_with_room_for_all_it_is_data_parallel():
+    """Only products take time, which as many ranks share either way; messages are no cheaper."""
+    found, plain = megatron(task()), data_parallel(task())
+    assert found.ways == 1 and found.choice.microbatches == 1
+    assert found.step.seconds == plain.step.seconds
+
+
+def test_layers_are_split_where_a_rank_has_no_room_for_the_weights():
+    """Half of the 399,360 bytes of a perceptron, and what 4 samples save."""
+    found = megatron(task(250_000, "mlp", ranks=2))
+    assert found.ways == 2 and found.step.fits and found.choice.replicas == (1,)
+    assert 399_360 / 2 < max(found.step.held) < 250_000
+
+
+def test_a_pipeline_has_equally_many_layers():
+    """Ranks with room for half of a layer: two that share each of three layers."""
+    found = megatron_pipeline(task(130_000, "mlp"))
+    assert found.step.fits and len(found.choice.stages) * found.ways == 4
+    assert not megatron(task(80_000, "mlp")).step.fits
+
+
+def test_models_without_pairs_of_linear_layers_are_left_alone():
+    assert megatron(task(name="resnet")).choice is None
+
+
+def test_replicas_lie_as_far_apart_as_the_ranks_that_share_layers():
+    """On nodes of two, of which every replica has one: what replicas of one rank sum inside of a
+    node, they sum and send between nodes."""
+    base = Task.of(operations(), MACHINE, BATCH, 4, 1e12).costs
+    costs = TensorCosts(SplitOperations(operations(), 2), base)
+    assert costs.summed(20, range(2)) == base.summed(20, (0, 2)) > base.summed(20, range(2))
+    apart = costs.message(6, range(1), range(1, 2))
+    assert apart == base.message(6, range(1), range(2, 3)) > base.message(6, range(1), range(1, 2))

@@ -1,0 +1,99 @@
+"""1-D tensor parallelism of a captured model: who splits what, and what that costs."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from hpc3d.partition.baselines.tensor_split import SplitOperations, split_roles
+from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.predict.machine.machine import Link, Rates
+from tests.partition.sample_models import HERE, captured, small
+from tests.partition.test_operation_costs import FLOP
+
+FREE = replace(
+    FLOP,
+    memory_bandwidth=1e30,
+    gemm={"float32": Rates(1e30, (1.0,), (1e30,))},
+    links=(Link(0, 1.0, 1e30),),
+)
+
+
+def modules(name, nodes):
+    """Of some operations of a model the modules, in their order."""
+    found = small(name)
+    return [found.pieces[place].module for place in sorted(found.places[node] for node in nodes)]
+
+
+def test_linear_layers_are_split_by_columns_and_rows_in_turn():
+    """The head's first layer stays whole: a norm reads all of its result."""
+    roles = split_roles(small("bert"), 2)
+    layers = range(4)
+    names = [f"layers.{n}.{part}" for n in layers for part in ("qkv", "up")]
+    assert modules("bert", roles.columns) == [*names, "head", "pooler"]
+    names = [f"layers.{n}.{part}" for n in layers for part in ("out", "down")]
+    assert modules("bert", roles.rows) == [*names, "following"]
+    assert modules("bert", roles.losses) == [""] and not roles.tables
+
+
+def test_both_attentions_of_a_decoder_are_split():
+    roles = split_roles(small("translation"), 4)
+    rows = modules("translation", roles.rows)
+    assert rows[:2] == ["encoder.0.own.out", "encoder.0.down"]
+    assert rows[-3:] == ["decoder.1.own.out", "decoder.1.cross.out", "decoder.1.down"]
+
+
+def test_heads_that_do_not_divide_stay_whole():
+    """Of 4 heads on 8 ranks all but attention is shared."""
+    rows = modules("bert", split_roles(small("bert"), 8).rows)
+    assert rows == [*(f"layers.{n}.down" for n in range(4)), "following"]
+
+
+def test_convolutions_are_not_split():
+    assert not split_roles(small("resnet"), 2).rows
+
+
+def total(graph, name):
+    return graph.total(name, graph.everything)
+
+
+def test_two_all_reduces_forward_and_two_backward_in_a_layer():
+    """On a machine where only messages take time, one second each; one more of the loss's second
+    output forward, three for the loss by words, and two for the inputs of both heads."""
+    operations = Operations(small("bert"))
+    graph = graph_of(SplitOperations(operations, 2), FREE, 8)
+    assert total(graph, "forward") == pytest.approx(4 * 2 + 1 + 3)
+    assert total(graph, "backward") == pytest.approx(4 * 2 + 2)
+
+
+def test_products_are_shared():
+    """Of 8 x 16 tokens all but the dense layer of the head, forward and backward."""
+    quiet = replace(FLOP, links=(Link(0, 0.0, 1e30),))
+    operations = Operations(small("bert"))
+    whole = graph_of(operations, quiet, 8)
+    part = graph_of(SplitOperations(operations, 2), quiet, 8)
+    dense = 2 * 8 * 16 * 32**2
+    for name, times in (("forward", 1), ("backward", 2)):
+        shared = (total(whole, name) - times * dense) / 2
+        assert total(part, name) == pytest.approx(shared + times * dense, rel=1e-9)
+
+
+def test_a_rank_holds_its_part_of_weights():
+    """Of a perceptron by columns and rows in turn, half but for the biases of rows."""
+    operations = Operations(small("mlp"))
+    graph = graph_of(SplitOperations(operations, 2), FLOP, 8)
+    assert total(graph, "parameters") == 4 * (6 * 64 * 64 / 2 + 3 * 64 / 2 + 3 * 64)
+
+
+def test_what_lies_between_is_saved_in_part():
+    """Of [16, 64]: six linear layers and as many functions save what they read, of which the
+    model's input, and two in the middle of each pair, in half."""
+    graph = graph_of(SplitOperations(Operations(small("mlp")), 2), FLOP, 16)
+    assert total(graph, "saved") == 16 * 64 * 4 * (12 - (1 + 3 * 2) / 2)
+
+
+def test_a_layer_whose_result_all_ranks_need_stays_whole():
+    assert not split_roles(captured(f"{HERE}:by_name"), 2).columns

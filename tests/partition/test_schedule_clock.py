@@ -1,0 +1,32 @@
+"""The quick clock of a schedule, against the timeline."""
+
+import random
+
+import pytest
+
+from hpc3d.partition.schedule_clock import clock_of
+from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.timeline import Cost, timeline
+
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("seed", range(6))
+def test_its_ends_are_those_of_the_timeline(name, chunks, seed):
+    draw = random.Random(seed)
+    stages, micros = draw.randint(2, 5), draw.randint(5, 9)
+    costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(stages * chunks)]
+    rows = timeline(*instruction_streams(name, stages, micros, chunks), costs)
+    assert clock_of(name, stages, micros, chunks).ends(costs) == [row[-1][1] for row in rows]
+
+
+def test_one_stage_alone():
+    assert clock_of("none", 1, 3, 1).ends([Cost(1.0, 2.0, 3.0)]) == [18.0]
+
+
+def test_peaks_are_of_all_chunks_together():
+    """Stage 0 begins with F0 F1 1F0 1F1 F2 1B0 F3."""
+    assert sorted(clock_of("interleaved", 2, 4, 2).peaks[0]) == [(3, 2), (4, 1)]
+    assert clock_of("1f1b", 2, 4, 1).peaks == [[(2,)], [(1,)]]
+    assert clock_of("zb-h1", 3, 6, 1).peaks == [[(3,)], [(3,)], [(3,)]]
