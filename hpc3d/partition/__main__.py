@@ -4,6 +4,8 @@ python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-s
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
 python -m hpc3d.partition compare MODULE:FACTORY --ranks N
+python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.json
+mpirun -np N python -m hpc3d.partition run PLAN.json
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
@@ -35,6 +37,7 @@ from hpc3d.extras import need
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.plain import plain
 from hpc3d.shipped import shipped
+from hpc3d.trace.segment import replacing
 
 _MACHINE = "machines/h100.toml"
 _COMMANDS = {
@@ -100,6 +103,13 @@ def _parser():
     zero = "1: replicas share the moments of the optimiser, for a module (0)"
     add("--zero", type=int, choices=(0, 1), help=zero)
     add("--objective", choices=("time", "load"), default="time", help="what to minimise (time)")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PLAN.json",
+        help="write the plan of a module, to run it",
+    )
     add("--json", action="store_true", help=JSON)
     return parser
 
@@ -133,8 +143,8 @@ def _of_file(options):
     from hpc3d.partition.planner import planned
     from hpc3d.partition.stages import Limits
 
-    if any(getattr(options, name) is not None for name in _OF_MODULES):
-        names = ", ".join(f"--{name}" for name in _OF_MODULES)
+    if any(getattr(options, name) is not None for name in (*_OF_MODULES, "output")):
+        names = ", ".join(f"--{name}" for name in (*_OF_MODULES, "output"))
         raise ValueError(f"{names} are for a module, not for a graph")
     if options.schedule not in (None, "1f1b", "gpipe"):
         raise ValueError(f"--schedule {options.schedule} is for a module; use 1f1b or gpipe")
@@ -161,6 +171,13 @@ def _of_module(options):
     asked = {name: value for name, value in given.items() if value is not None}
     plan = planned_module(captured, machine, Wanted(**asked))
     _show_module(plan, options.ranks)
+    if options.output:
+        from hpc3d.partition.plan_file import saved
+
+        name = str(options.machine or "h100")
+        with replacing(options.output) as temporary:
+            temporary.write_text(saved(plan, captured, options.model, name).text(), "utf-8")
+        print(f"\nmpirun -np {plan.choice.ranks} python -m hpc3d.partition run {options.output}")
     return _module_as_json(plan)
 
 

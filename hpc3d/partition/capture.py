@@ -227,6 +227,21 @@ def tensors(values: Any) -> list[torch.Tensor]:
     ]
 
 
+def outputs_of(captured: Captured) -> list[fx.Node]:
+    """What the model returns, each once, of what depends on its inputs."""
+    (output,) = (node for node in captured.program.graph.nodes if node.op == "output")
+    return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.places]
+
+
+def loss_of(captured: Captured) -> fx.Node | None:
+    """The output that is minimised: the first that is a floating-point number."""
+    for node in outputs_of(captured):
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+            return node
+    return None
+
+
 def carries_batch(node: fx.Node) -> bool:
     """Whether dimension 0 of a node's value is the batch, or a multiple of it."""
     value = node.meta.get("val")

@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
-from hpc3d.partition.capture import carries_batch
+from hpc3d.partition.capture import carries_batch, loss_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
@@ -31,7 +31,18 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
         Value(captured.places[node], readers, found[node].nbytes)
         for node, readers in captured.readers.items()
     ]
+    values += _before_loss(captured)
     return contracted(atoms, values, shared=_shared(captured, weights))
+
+
+def _before_loss(captured):
+    """Values without bytes that let the loss be computed last, after what nobody else reads."""
+    loss = loss_of(captured)
+    if loss is None:
+        return []
+    last, pieces = captured.places[loss], range(len(captured.pieces))
+    read = {captured.places[node] for node in captured.readers}
+    return [Value(piece, (last,), 0.0) for piece in pieces if piece != last and piece not in read]
 
 
 def _weights(captured):

@@ -17,6 +17,7 @@ from torch import fx
 from hpc3d import files
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.partition.capture import Captured
+from hpc3d.partition.module_plan import ModulePlan
 
 _FORMAT, _VERSION = "hpc3d-plan", 1
 _REMEDY = "name a file that python -m hpc3d.partition -o has written"
@@ -62,6 +63,33 @@ class SavedPlan(NamedTuple):
         if sorted(name for part in self.parts for name in part) != sorted(numbers):
             raise ValueError("the parts of the plan are not the pieces of its model: plan it anew")
         return [[numbers[name] for name in part] for part in self.parts]
+
+
+def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
+    """The SavedPlan of a model for a machine, both by name."""
+    choice, step = plan.choice, plan.step
+    return SavedPlan(
+        model=model,
+        graph=digest_of(captured),
+        batch=plan.costs.batch,
+        microbatches=choice.microbatches,
+        schedule=choice.schedule if choice.width > 1 else "none",
+        chunks=choice.chunks,
+        zero=choice.zero,
+        replicas=[*choice.replicas],
+        recompute=[stage.recompute for stage in choice.stages],
+        parts=[[name_of(captured, piece) for piece in part] for part in plan.pieces],
+        predicted={
+            "machine": machine,
+            "memory": plan.memory,
+            "seconds": step.seconds,
+            "forward": step.forward,
+            "backward": step.backward,
+            "sums": step.sums,
+            "held": step.held,
+            "sent": step.sent,
+        },
+    )
 
 
 def name_of(captured: Captured, piece: int) -> str:

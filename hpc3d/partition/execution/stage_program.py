@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpc3d.partition.capture import Captured, written_by
+from hpc3d.partition.capture import Captured, outputs_of, written_by
 from hpc3d.partition.execution.random_operations import Draw, make_reproducible
 
 
@@ -90,12 +90,6 @@ def _program(captured, part, crossing, number):
     order = [node for node in captured.program.graph.nodes if node in wanted]
     outputs = [node for node in outputs_of(captured) if node in wanted]
     return _Emitter(captured, received, order).emitted(sent, outputs)
-
-
-def outputs_of(captured: Captured) -> list[fx.Node]:
-    """What the model returns, each once, of what depends on its inputs."""
-    (output,) = (node for node in captured.program.graph.nodes if node.op == "output")
-    return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.places]
 
 
 class _Emitter:

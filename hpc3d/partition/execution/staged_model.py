@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from torch import fx
 
-from hpc3d.partition.capture import Captured
+from hpc3d.partition.capture import Captured, loss_of
 from hpc3d.partition.execution.stage_program import (
     StageProgram,
     graded,
-    outputs_of,
     stage_programs,
 )
 from hpc3d.partition.execution.tied_weights import Owners, owners_of
@@ -62,7 +61,9 @@ def staged_model(
         raise ValueError(f"parameters of one type are trained, float32 or float64; found: {found}")
     programs = stage_programs(captured, parts)
     with_gradient = graded(captured, programs)
-    loss = _loss(captured, with_gradient)
+    loss = loss_of(captured)
+    if loss not in with_gradient:
+        raise ValueError("the model must return its loss, a number with a gradient")
     if loss not in programs[-1].outputs:
         raise ValueError(
             f"the loss, {loss.name}, must be computed by the last stage: plan it anew"
@@ -90,11 +91,3 @@ def _types(captured):
         for tensor in state_of(captured).values()
         if tensor.requires_grad
     }
-
-
-def _loss(captured, with_gradient):
-    """The first output of the model that is a number with a gradient."""
-    for node in outputs_of(captured):
-        if node.meta["val"].dim() == 0 and node in with_gradient:
-            return node
-    raise ValueError("the model must return its loss, a tensor without dimensions")
