@@ -99,10 +99,11 @@ def _called(name, make):
 
 
 def _asks_for_data(error):
-    """Whether an error is that of a fake tensor, which has no data."""
+    """Whether an error is that of a fake tensor: it has no data, and a module cannot be converted
+    to another type."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)
-    return inside or "tensor subclasses" in str(error)
+    return inside or any(text in str(error) for text in ("tensor subclasses", "Couldn't swap"))
 
 
 def _found(name: str, place: str, factory: str) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ _OF_PLAN = ("train.batch", "train.dtype", "train.backend", "guard.abft_every")
 _USAGE = "write run PLAN.json --section.key VALUE ..., or --resume RUN_DIR"
 
 
-class _Asked(NamedTuple):
+class RunRequest(NamedTuple):
     """What the command line asks for: the plan, the keys of a run, and the folder of the one to go
     on with, if there is one."""
 
@@ -85,7 +85,7 @@ def run(job: Job, words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         job.from_root(lambda: print(__doc__))
         return
-    asked = job.from_root(lambda: _asked(words))
+    asked = job.from_root(lambda: asked_for(words))
     if job.size != asked.plan.ranks:
         job.refuse(f"the plan is for {asked.plan.ranks} ranks, but {job.size} were started")
     torch.set_num_threads(1)
@@ -109,8 +109,8 @@ def _on_all_ranks(job: Job, make: Callable[[], Any]) -> Any:
     return found
 
 
-def _asked(words):
-    """Rank 0: the _Asked of the command line; ValueError for what is wrong."""
+def asked_for(words: list[str]) -> RunRequest:
+    """Rank 0: the RunRequest of the command line; ValueError for what is wrong."""
     words = list(words)
     resumed = run_to_resume(words)
     given = words and not words[0].startswith("-")
@@ -124,7 +124,7 @@ def _asked(words):
             raise ValueError(
                 f"{option}: this is the plan's; keys of a run begin with {' '.join(_OF_RUN)}"
             )
-    return _Asked(plan_file.load(path), words, resumed)
+    return RunRequest(plan_file.load(path), words, resumed)
 
 
 def _spelled_out(word):
@@ -140,7 +140,7 @@ def _model(plan):
 
 def _prepare(asked, model):
     """Rank 0: settle the configuration, and make the folder or take up that of a run."""
-    config, resumed, changed = _configuration(asked, model), asked.resumed, []
+    config, resumed, changed = configuration(asked, model), asked.resumed, []
     program_of(config)
     if resumed:
         lock = run_folder.claim(resumed)
@@ -155,8 +155,8 @@ def _prepare(asked, model):
     return _Opened(told, lock)
 
 
-def _configuration(asked: _Asked, model: StagedModel) -> Config:
-    """The Config of a run: the keys that were given, and what the plan says."""
+def configuration(asked: RunRequest, model: StagedModel) -> Config:
+    """Rank 0: the Config of a run: the keys that were given, and what the plan says."""
     plan, resumed = asked.plan, asked.resumed
     file = resumed / "config.toml" if resumed else None
     config = load.load(file, asked.words, of_run=bool(resumed))

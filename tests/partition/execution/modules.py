@@ -91,7 +91,7 @@ def prepared(name):
     """(module, inputs, Captured) of `MODULE:FACTORY` in float64, none of which may be changed."""
     module, inputs = with_data(name)
     for part in module.modules():
-        if isinstance(getattr(part, "dropout", None), float) and not name.endswith("dropping"):
+        if isinstance(getattr(part, "dropout", None), float) and "dropping" not in name:
             part.dropout = 0.0
     return module, inputs, capture(module, inputs)
 
@@ -216,3 +216,32 @@ def assert_trained_alike(found, expected, close=1e-10):
             np.testing.assert_allclose(ours[name], tensors[name], 0, close, err_msg=name)
         names |= ours.keys()
     assert len({id(tensors[name]) for name in names & tensors.keys()}) > 0
+
+
+# As runs on real ranks take them
+
+
+def in_double():
+    module, inputs = everything()
+    return module.double(), inputs
+
+
+def batch_of(step):
+    """The inputs of `in_double` in a step."""
+    ids = (torch.arange(12) + step) % 5
+    return {"ids": ids, "labels": (3 * ids + 1 + step) % 5}
+
+
+def dropping_in_double():
+    module, inputs = dropping()
+    return module.double(), inputs
+
+
+def points_of(step):
+    """The inputs of `dropping_in_double` in a step."""
+    numbers = torch.arange(48, dtype=torch.float64).reshape(12, 4) + step
+    return torch.sin(numbers), torch.cos(numbers)
+
+
+def too_few(step):
+    return torch.zeros(3, 4), torch.zeros(3, 4)

@@ -1,0 +1,156 @@
+"""Plans on real ranks: training, going on by another plan, and what is refused."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from hpc3d.checkpoints.block_slices import whole_of
+from hpc3d.checkpoints.inspect import problems, shapes_in
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
+from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.runtime.exit_codes import BadData
+from tests.mpi import checked, mpirun
+from tests.partition.execution.modules import (
+    HERE,
+    points_of,
+    prepared,
+    too_few,
+)
+from tests.partition.test_plan_file import plan_of
+from tests.runs import newest, said, when_running
+
+COMMAND = ("-m", "hpc3d.partition", "run")
+EVERYTHING = (f"{HERE}:in_double", "--torch.inputs", f"{HERE}:batch_of")
+DROPPING = (f"{HERE}:dropping_in_double", "--torch.inputs", f"{HERE}:points_of")
+
+
+def written(path, model, replicas, micros=2, schedule="1f1b", **how):
+    schedule = schedule if replicas[1:] else "none"
+    path.write_text(plan_of(model, replicas, micros, schedule, **how).text())
+    return path
+
+
+def tensors(run, step):
+    """{(name, kind): array} of a checkpoint, which is whole."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    assert problems(folder) == []
+    opened, found = Checkpoint(folder), {}
+    for name, kind in opened.sources:
+        whole = whole_of(shapes_in(opened)[name])
+        found[name, kind] = np.empty((whole.bottom, whole.right))
+        opened.fill(found[name, kind], name, kind, whole)
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys() and found
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, 0, 1e-12, err_msg=str(key))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        (EVERYTHING, ((1, 1), {}), ((1,), {"recompute": True})),
+        (DROPPING, ((2, 1), {"zero": 1}), ((1, 1), {"chunks": 2, "schedule": "interleaved"})),
+        (DROPPING, ((1, 1), {"recompute": True}), ((1, 3), {})),
+    ],
+)
+def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, second, tmp_path):
+    """A rank is killed in the third step or later, and the run goes on by another plan; against
+    one rank that makes all steps."""
+    name, *words = model
+    words += ["--checkpoint.every", 1, "--checkpoint.keep", 1000, "--train.decay", "constant"]
+    alone = written(tmp_path / "alone.json", name, (1,))
+    checked(1, *COMMAND, alone, *words, "--run.out", tmp_path / "whole", "--steps", 40)
+    whole, out = newest(tmp_path / "whole"), tmp_path / "killed"
+
+    def kill(run):
+        ranks = json.loads((run / "environment.json").read_text())["ranks"]
+        os.kill(ranks[-1]["pid"], signal.SIGKILL)
+
+    plan = written(tmp_path / "plan.json", name, first[0], **first[1])
+    begun = (*COMMAND, plan, *words, "--run.out", out, "--steps", 100_000)
+    done = mpirun(sum(first[0]), *begun, meanwhile=when_running(out, kill))
+    assert done.returncode != 0
+    run, other = newest(out), written(tmp_path / "other.json", name, second[0], **second[1])
+    reached = int(sorted((run / "checkpoints").glob("step-????????"))[-1].name[5:])
+    last = reached + 3
+    checked(sum(second[0]), *COMMAND, other, "--resume", run, "--steps", last)
+    if last <= 40:
+        assert_same(tensors(run, last), tensors(whole, last))
+    assert_same(tensors(run, 3), tensors(whole, 3))
+
+
+def model_of(plan):
+    _, _, captured = prepared(plan.model)
+    return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)
+
+
+def settled(tmp_path, *words, replicas=(1, 1), **how):
+    """The configuration of a command line."""
+    plan = written(tmp_path / "plan.json", DROPPING[0], replicas, **how)
+    asked = asked_for([str(plan), *map(str, words)])
+    return configuration(asked, model_of(asked.plan))
+
+
+def test_a_plan_decides_what_is_its_own(tmp_path):
+    config = settled(tmp_path, "--steps", 7, "--train.clip", 0.5, replicas=(2, 1), zero=1)
+    assert (config.mesh.p, config.mesh.d, config.parallel.zero) == (2, 2, 1)
+    assert (config.train.steps, config.train.clip) == (7, 0.5)
+    assert (config.train.batch, config.train.dtype) == (12, "float64")
+    assert config.torch.model == DROPPING[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "how", "line"),
+    [
+        (["--model.layers", 3], {}, "--model.layers: this is the plan's"),
+        (["--train.batch", 3], {}, "--train.batch: this is the plan's"),
+        (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
+        ([], {"schedule": "zb-h1"}, "schedule zb-h1: .*; use gpipe, 1f1b or interleaved"),
+        ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use gpipe"),
+        ([], {"replicas": (13, 1)}, "13 replicas cannot share microbatches of 6 samples"),
+        ([], {"replicas": (2, 1), "micros": 5}, "12 samples do not divide into 5 microbatches"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(words, how, line, tmp_path):
+    with pytest.raises(ValueError, match=line):
+        settled(tmp_path, *words, **how)
+
+
+@pytest.mark.parametrize(("words", "line"), [([], "no plan is named"), (["x"], "x")])
+def test_a_plan_must_be_there(words, line):
+    with pytest.raises(ValueError, match=line):
+        asked_for(words)
+
+
+def test_inputs_must_be_those_of_the_model():
+    _, _, captured = prepared(DROPPING[0])
+    assert [each.shape[0] for each in StepInputs(captured, points_of, 12)(3)] == [12, 12]
+    with pytest.raises(BadData, match=r"step 3: input x is \[3, 4\], not \[12, 4\]"):
+        StepInputs(captured, too_few, 12)(3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "change", "line"),
+    [
+        (1, {}, "the plan is for 2 ranks, but 1 were started"),
+        (2, {"graph": "0"}, "computes something else than when it was planned"),
+        (2, {"model": f"{HERE}:nowhere"}, "has no nowhere"),
+    ],
+)
+@pytest.mark.slow
+def test_a_job_that_does_not_fit_its_plan_ends_with_a_line(ranks, change, line, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan_of(DROPPING[0], (1, 1), 2, "1f1b")._replace(**change).text())
+    done = mpirun(ranks, *COMMAND, path, "--run.out", tmp_path)
+    assert done.returncode == 2 and line in "".join(said(done))
+    assert len(said(done)) == 1

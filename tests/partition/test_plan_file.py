@@ -1,0 +1,103 @@
+"""Plans as files: what is written is read, and what is no plan of a model is refused."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+from hpc3d.partition import plan_file
+from hpc3d.partition.capture import capture
+from hpc3d.partition.plan_file import SavedPlan, digest_of, name_of
+from tests.partition.execution.modules import HERE, even_parts, prepared
+from tests.partition.sample_models import Function
+
+CHAIN = f"{HERE}:chain"
+
+
+def plan_of(model, replicas, micros, schedule, chunks=1, zero=0, recompute=False):
+    """That of a model which is cut into equal parts."""
+    _, _, captured = prepared(model)
+    count = len(replicas) * chunks
+    return SavedPlan(
+        model=model,
+        graph=digest_of(captured),
+        batch=captured.batch,
+        microbatches=micros,
+        schedule=schedule,
+        chunks=chunks,
+        zero=zero,
+        replicas=[*replicas],
+        recompute=[recompute] * count,
+        parts=[
+            [name_of(captured, piece) for piece in part] for part in even_parts(captured, count)
+        ],
+        predicted={},
+    )
+
+
+def saved():
+    return plan_of(CHAIN, (1, 1), 2, "1f1b")
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(saved().text())
+    found = plan_file.load(path)
+    assert found == saved()
+    _, _, captured = prepared(CHAIN)
+    assert found.pieces(captured) == [[*part] for part in even_parts(captured, 2)]
+
+
+def test_a_digest_is_that_of_what_is_computed():
+    """Not of the batch, nor of values; but of operations, constants and shapes."""
+    import torch
+
+    def digest(function, width=4, batch=6):
+        return digest_of(capture(Function(function), (torch.rand(batch, width),)))
+
+    plain = digest(lambda y, x: y * 2)
+    assert digest(lambda y, x: y * 2, batch=8) == plain
+    assert digest(lambda y, x: y * 3) != plain
+    assert digest(lambda y, x: y + 2) != plain
+    assert digest(lambda y, x: x - y) != digest(lambda y, x: y - x)
+
+
+def test_the_plan_of_another_model_is_refused():
+    _, _, other = prepared(f"{HERE}:everything")
+    with pytest.raises(ValueError, match="computes something else than when it was planned"):
+        saved().pieces(other)
+    _, _, captured = prepared(CHAIN)
+    with pytest.raises(ValueError, match="are not the pieces of its model"):
+        saved()._replace(parts=[["tanh"], ["linear"]]).pieces(captured)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"format": "else"}, "no plan that this hpc3d reads"),
+        ({"version": 2}, "no plan that this hpc3d reads"),
+        ({"batch": 0}, "batch is not that of a plan"),
+        ({"microbatches": True}, "microbatches is not that of a plan"),
+        ({"zero": 2}, "zero is not that of a plan"),
+        ({"replicas": []}, "replicas is not that of a plan"),
+        ({"replicas": [1, -1]}, "replicas is not that of a plan"),
+        ({"parts": [["a"], []]}, "parts is not that of a plan"),
+        ({"recompute": [1, 0]}, "recompute is not that of a plan"),
+        ({"chunks": 2}, "do not go together"),
+        ({"model": None}, "model is not that of a plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, line, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(saved().text()) | change))
+    with pytest.raises(ValueError, match=f"{line}.*; name a file that"):
+        plan_file.load(path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
+def test_what_is_no_json_is_refused(content, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="; name a file that"):
+        plan_file.load(path)
