@@ -171,6 +171,7 @@ class Mesh:
         self.trace: MeshRecorder = trace or NullRecorder()
         self.guard: _MeshGuard = guard or NullGuard()
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}
+        self.wrappers: tuple[Wrapper, ...] = ()
 
     def size(self, axis: str) -> int:
         return self.sizes.get(axis, 1)
@@ -206,15 +207,22 @@ class Mesh:
 
     def traced(self, recorder: Any) -> Mesh:
         """This mesh with every collective and every span written to `recorder`."""
-        comms = self._wrapped(recorder)
-        return Mesh(self.sizes, self.coords, *comms, recorder, self.guard, self.pool)
+        return self._wrapped(recorder, recorder, self.guard)
 
     def guarded(self, ledger: Any) -> Mesh:
         """This mesh with every product and every call checked by `ledger`; below the trace."""
-        comms = self._wrapped(ledger)
-        return Mesh(self.sizes, self.coords, *comms, self.trace, ledger, self.pool)
+        return self._wrapped(ledger, self.trace, ledger)
 
-    def _wrapped(self, wrapper: Wrapper) -> tuple[dict[str, Communicator], Communicator]:
-        """The communicators of all axes and that of all ranks, as `wrapper` wraps them."""
+    def _wrapped(self, wrapper: Wrapper, trace: MeshRecorder, guard: _MeshGuard) -> Mesh:
+        """This mesh with its communicators as `wrapper` wraps them."""
         comms = {axis: comm.wrapped(wrapper, axis) for axis, comm in self.comms.items()}
-        return comms, wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world
+        world = wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world
+        found = Mesh(self.sizes, self.coords, comms, world, trace, guard, self.pool)
+        found.wrappers = (*self.wrappers, wrapper)
+        return found
+
+    def wrapped(self, comm: Communicator, axis: str) -> Communicator:
+        """Another communicator of this rank, as those of the mesh are wrapped."""
+        for wrapper in self.wrappers:
+            comm = comm.wrapped(wrapper, axis)
+        return comm

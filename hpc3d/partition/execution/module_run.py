@@ -33,6 +33,11 @@ from hpc3d.config.rules import refuse
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import Captured, capture
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
+from hpc3d.partition.execution.predicted_traffic import (
+    border_traffic,
+    sum_traffic,
+    traffic_lines,
+)
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.stage_program import size_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
@@ -231,6 +236,8 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
         f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
         f"replicas of the stages {replicas}; ZeRO {config.parallel.zero}"
     )
+    batch, micros = config.train.batch, config.parallel.microbatches
+    yield from traffic_lines(border_traffic(model, batch, micros), sum_traffic(model))
 
 
 class StepInputs:

@@ -45,7 +45,8 @@ class ModuleTrainer(Trainer):
         clock: Callable[[], float],
     ) -> None:
         self.model, stage = model, mesh.coord("p")
-        self.lines = lines_of_owners(model.owners, model.replicas, stage, line)
+        lines = lines_of_owners(model.owners, model.replicas, stage, line)
+        self.lines = {stages: mesh.wrapped(line, DATA) for stages, line in lines.items()}
         rows = rows_of(
             config.train.batch, config.parallel.microbatches, mesh.size(DATA), mesh.coord(DATA)
         )

@@ -183,21 +183,20 @@ def config_of(captured, replicas, micros, schedule, chunks=1, zero=0):
     return Config(mesh=mesh, parallel=parallel, train=train)
 
 
-def trained(name, replicas, micros, schedule, recompute=False, parts=None, **how):
+def trained(name, replicas, micros, schedule, recompute=False, watched=lambda mesh: mesh, **how):
     """(tensors by name, losses, counted squares of gradients) of every rank, on threads, of a
-    module that is cut into equal parts, or `parts`."""
+    module that is cut into equal parts; `watched(mesh)` is the mesh that it trains on."""
     module, inputs, captured = prepared(name)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
-    parts = parts or even_parts(captured, count)
-    model = staged_model(captured, parts, replicas, [recompute] * count)
+    model = staged_model(captured, even_parts(captured, count), replicas, [recompute] * count)
     flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
     program = program_of(config)
 
     def rank(mesh, line):
         first = mesh.rank == 0
         batches = (lambda step: flat) if first else None
-        trainer = ModuleTrainer(mesh, config, model, line, batches, program, perf_counter)
+        trainer = ModuleTrainer(watched(mesh), config, model, line, batches, program, perf_counter)
         trainer.fill(values if first else {})
         losses = [trainer.step(number).loss for number in range(STEPS)]
         tensors = trainer.torch_weights.tensors.items()

@@ -1,0 +1,94 @@
+"""What the ranks of a cut module tell each other in a step, before it runs.
+
+over a border   forward every value that crosses it, backward the gradients of those that have
+                one: their bytes for all samples once, and a message for each microbatch, value
+                and pair of ranks that share samples
+sums            2 (n - 1) / n of the bytes of the gradients for each of n replicas, and the same
+                over all ranks that have a weight of several stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from hpc3d.comm.stage_mesh import ranks_of, shares
+from hpc3d.partition.execution.stage_program import size_of
+from hpc3d.partition.execution.staged_model import StagedModel
+from hpc3d.partition.execution.torch_weights import is_trained, state_of
+
+
+class BorderTraffic(NamedTuple):
+    """Bytes and messages of a step over a border between parts, all ranks together."""
+
+    forward: int
+    backward: int
+    messages: int
+
+
+class SumTraffic(NamedTuple):
+    """Bytes of the gradients that the `ranks` of a group sum in a step, each of them."""
+
+    ranks: tuple[int, ...]
+    nbytes: int
+
+
+def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterator[BorderTraffic]:
+    """Over every border between parts of different stages, in the order of the model."""
+    width = len(model.replicas)
+    for number, program in enumerate(model.programs[:-1]):
+        if width == 1:
+            continue
+        ends = (model.replicas[part % width] for part in (number, number + 1))
+        pairs = _pairs(*ends, batch // microbatches)
+        sizes = [_nbytes(node.meta["val"], batch) for node in program.sent]
+        graded = [node in model.graded for node in program.sent]
+        back = sum(size for size, has_gradient in zip(sizes, graded) if has_gradient)
+        count = (len(sizes) + sum(graded)) * pairs * microbatches
+        yield BorderTraffic(sum(sizes), back, count)
+
+
+def _pairs(one, other, rows):
+    """Of ranks of two stages that have samples in common."""
+    if one == other:
+        return one
+    return sum(
+        max(a.start, b.start) < min(a.stop, b.stop)
+        for a in shares(rows, one)
+        for b in shares(rows, other)
+    )
+
+
+def _nbytes(value, samples):
+    shape = [size_of(size, samples) for size in value.shape]
+    return prod(shape) * torch.empty(0, dtype=value.dtype).element_size()
+
+
+def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
+    """Of the replicas of every stage, then of all ranks that share weights of several stages."""
+    like, ranks = state_of(model.captured), ranks_of(model.replicas)
+    found: dict[tuple[int, ...], int] = {}
+    for name, stages in model.owners.items():
+        if is_trained(like[name]):
+            group = tuple(rank for stage in stages for rank in ranks[stage])
+            found[group] = found.get(group, 0) + like[name].numel() * like[name].element_size()
+    return (SumTraffic(*each) for each in sorted(found.items()) if len(each[0]) > 1)
+
+
+def traffic_lines(borders: Iterable[BorderTraffic], sums: Iterable[SumTraffic]) -> Iterator[str]:
+    """What a run says of it."""
+    for number, border in enumerate(borders, 1):
+        yield (
+            f"border {number}: {border.forward / 1e6:.6g} MB forward and "
+            f"{border.backward / 1e6:.6g} MB back in {border.messages} messages a step"
+        )
+    for each in sums:
+        yield f"ranks {_range(each.ranks)}: {each.nbytes / 1e6:.6g} MB of gradients are summed"
+
+
+def _range(ranks):
+    contiguous = ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]} to {ranks[-1]}" if contiguous else " ".join(map(str, ranks))

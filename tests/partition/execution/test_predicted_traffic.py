@@ -1,0 +1,88 @@
+"""Predicted bytes and messages against those that a step counts."""
+
+from collections import Counter
+from copy import copy
+
+import pytest
+
+pytest.importorskip("torch")
+
+from hpc3d.comm.mesh import NullRecorder
+from hpc3d.partition.execution.predicted_traffic import (
+    BorderTraffic,
+    SumTraffic,
+    border_traffic,
+    sum_traffic,
+    traffic_lines,
+)
+from hpc3d.partition.execution.staged_model import staged_model
+from tests.partition.execution.modules import HERE, STEPS, even_parts, prepared, trained
+
+EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
+
+
+class Counting(NullRecorder):
+    """Wraps communicators, and counts what the ranks send and sum in their steps."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def wrap(self, comm, axis):
+        send, total = comm.send, comm.all_reduce
+
+        def counted_send(block, peer):
+            self.counts[axis, self.phase, "bytes"] += block.nbytes
+            self.counts[axis, self.phase, "messages"] += 1
+            return send(block, peer)
+
+        def counted_sum(block, op="sum"):
+            self.counts[axis, comm.members] += block.nbytes * (self.step >= 0)
+            return total(block, op)
+
+        comm = copy(comm)
+        comm.send, comm.all_reduce = counted_send, counted_sum
+        return comm
+
+
+def counted(name, replicas, micros):
+    """{(axis, what): number} of all ranks in STEPS steps."""
+    counts = Counter()
+    trained(name, replicas, micros, "1f1b", watched=lambda mesh: mesh.traced(Counting(counts)))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "micros"),
+    [
+        (CHAIN, (1, 1), 4),
+        (CHAIN, (2, 2, 2), 3),
+        (CHAIN, (3, 2), 2),
+        (EVERYTHING, (1, 1, 1), 2),
+        (EVERYTHING, (1, 2, 3), 2),
+    ],
+)
+def test_predicted_is_counted(name, replicas, micros):
+    _, _, captured = prepared(name)
+    model = staged_model(captured, even_parts(captured, len(replicas)), replicas, [False] * 3)
+    found = counted(name, replicas, micros)
+    borders = [*border_traffic(model, captured.batch, micros)]
+    assert len(borders) == len(replicas) - 1
+    for phase, numbers in (("forward", "forward"), ("backward", "backward")):
+        nbytes = sum(getattr(border, numbers) for border in borders)
+        assert found["p", phase, "bytes"] == STEPS * nbytes > 0
+    messages = sum(found["p", phase, "messages"] for phase in ("forward", "backward"))
+    assert messages == STEPS * sum(border.messages for border in borders)
+    buffers = 8 * 2 * 6 if name == EVERYTHING else 0  # averages of means and variances
+    for ranks, nbytes in sum_traffic(model):
+        extra = found["d", ranks] - STEPS * len(ranks) * nbytes
+        assert extra in (0, STEPS * len(ranks) * buffers)
+
+
+def test_lines_say_what_crosses():
+    borders = [BorderTraffic(2_000_000, 1_000_000, 6)]
+    sums = [SumTraffic((0, 1, 2), 3_000_000), SumTraffic((0, 3), 8)]
+    assert [*traffic_lines(borders, sums)] == [
+        "border 1: 2 MB forward and 1 MB back in 6 messages a step",
+        "ranks 0 to 2: 3 MB of gradients are summed",
+        "ranks 0 3: 8e-06 MB of gradients are summed",
+    ]
