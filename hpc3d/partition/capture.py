@@ -202,13 +202,31 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
 
 
 def _followers(nodes, inputs):
-    """The operations whose results depend on the values of the batch, not on its size alone."""
-    follows = set(inputs)
-    for node in nodes:
-        made = tensors(node.meta.get("val"))
-        if made and any(each in follows for each in node.all_input_nodes):
-            follows.add(node)
+    """The operations whose results depend on the values of the batch, not on its size alone; and
+    all that share memory which such an operation writes to."""
+    follows, memory, before = set(inputs), set(), None
+    while before != len(follows):
+        before = len(follows)
+        for node in nodes:
+            reads = any(each in follows for each in node.all_input_nodes)
+            if _memory(node) and (reads or memory & _memory(node)):
+                follows.add(node)
+                for target in written_by(node):
+                    _refuse_written(target, node, inputs)
+                    memory |= _memory(target)
     return follows
+
+
+def _memory(node):
+    """The numbers of the storages of an operation's results."""
+    return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
+
+
+def _refuse_written(target, node, inputs):
+    shared = {number for each in inputs for number in _memory(each)}
+    if shared & _memory(target):
+        what = "the model writes to one of its inputs; let it write to a copy"
+        raise ValueError(f"{what}: {node.name}{_where(node)}")
 
 
 def _is_size(node):
@@ -328,7 +346,11 @@ def _ordered(program, batch, nodes, weights, inputs, joined):
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     groups = sorted(groups.values(), key=lambda group: order[group[0]])
     places = {node: place for place, group in enumerate(groups) for node in group}
-    pieces = [_piece(group, places, weights, inputs, order) for group in groups]
+    writers = defaultdict(list)
+    for node in nodes:
+        for number in {each for target in written_by(node) for each in _memory(target)}:
+            writers[number] += [node] if node not in places else []
+    pieces = [_piece(group, places, weights, writers, order) for group in groups]
     readers = defaultdict(set)
     for node, place in places.items():
         for reader in node.users:
@@ -338,17 +360,18 @@ def _ordered(program, batch, nodes, weights, inputs, joined):
     return Captured(program, batch, pieces, places, crossing, weights, inputs)
 
 
-def _piece(group, places, weights, inputs, order):
-    """A set of nodes with copies of all that they read and that follows no input."""
-    seen, copies, todo, names = set(), [], [*group], {}
+def _piece(group, places, weights, writers, order):
+    """A set of nodes with copies of all that they read and that follows no input, and of what
+    writes to the memory of these."""
+    copies, todo, names = set(), [*group], {}
     while todo:
-        for source in todo.pop().all_input_nodes:
+        node = todo.pop()
+        written = [each for number in _memory(node) for each in writers[number]]
+        for source in (*node.all_input_nodes, *(written if node in copies else ())):
             if source in weights:
                 names[weights[source]] = None
-            elif source not in places and source not in seen and source not in inputs:
-                seen.add(source)
-                if not _is_size(source):
-                    todo.append(source)
-                copies.append(source)
-    copies.sort(key=order.get)
-    return Piece(tuple(group), tuple(copies), tuple(sorted(names)), _module(group[0]))
+            elif source not in places and source not in copies and source.op == "call_function":
+                copies.add(source)
+                todo += [] if _is_size(source) else [source]
+    copies = tuple(sorted(copies, key=order.get))
+    return Piece(tuple(group), copies, tuple(sorted(names)), _module(group[0]))

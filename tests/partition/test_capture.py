@@ -10,7 +10,7 @@ import torch
 
 from hpc3d.partition.capture import capture, carries_batch
 from hpc3d.partition.factory import made
-from tests.partition.sample_models import HERE, captured, small
+from tests.partition.sample_models import HERE, Function, captured, small
 
 
 @pytest.fixture(params=["mlp", "bert", "resnet", "unet", "densenet", "translation"])
@@ -183,3 +183,8 @@ def test_what_cannot_be_captured_is_refused_in_a_line(name, line):
 def test_a_factory_that_is_not_there_is_refused(name):
     with pytest.raises(ValueError, match="^" + name.partition(":")[0]):
         made(name)
+
+
+def test_a_model_that_writes_to_its_input_is_refused():
+    with pytest.raises(ValueError, match=r"writes to one of its inputs; .* add_ \(.*\.py:\d+\)"):
+        capture(Function(lambda y, x: y + x.add_(1)), (torch.ones(6, 4),))

@@ -1,0 +1,151 @@
+"""Parts of captured modules as programs: together they compute what the module does."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+import torch
+from torch.nn import functional
+
+from hpc3d.partition.atom_graph import Atom, Value, contracted
+from hpc3d.partition.capture import capture
+from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.sample_batches import flat_inputs
+from hpc3d.partition.execution.stage_program import graded, size_of, stage_programs
+from hpc3d.partition.execution.torch_weights import values_in
+from tests.partition.execution.modules import HERE, prepared
+from tests.partition.sample_models import HERE as SAMPLES
+from tests.partition.sample_models import Function
+
+
+def convex_parts(captured, count):
+    """Pieces in so many parts between which values only flow forward."""
+    atoms = [Atom((number,), 0.0, 0.0) for number in range(len(captured.pieces))]
+    values = [
+        Value(captured.places[node], readers, 1.0) for node, readers in captured.readers.items()
+    ]
+    graph = contracted(atoms, values)
+    size, count = len(graph), min(count, len(graph))
+    ends = [size * part // count for part in range(count + 1)]
+    return [
+        [piece for atom in graph.atoms[first:stop] for piece in atom.ids]
+        for first, stop in zip(ends, ends[1:])
+    ]
+
+
+def outputs_of_parts(module, inputs, captured, count):
+    """(programs, what they put out, the weights that they had, by name)."""
+    programs = stage_programs(captured, convex_parts(captured, count))
+    weights = {name: value.clone() for name, value in values_in(module, captured)}
+    for name, parameter in module.named_parameters():
+        if name in weights:
+            weights[name].requires_grad_(parameter.requires_grad)
+    given = dict(zip(captured.inputs, flat_inputs(captured, inputs), strict=True))
+    crossing, found = (), {}
+    for program in programs:
+        draw = Draw(0, 0, 0, captured.batch)
+        crossing, outputs = program.run(draw, crossing, given, weights)
+        found.update(zip(program.outputs, outputs, strict=True))
+    assert crossing == ()
+    return programs, [*found.values()], weights
+
+
+def expected_of(module, inputs):
+    module = copy.deepcopy(module)
+    found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    return module, [*found.values()] if isinstance(found, dict) else [found]
+
+
+def assert_computes_the_same(module, inputs, captured, count):
+    programs, outputs, weights = outputs_of_parts(module, inputs, captured, count)
+    whole, expected = expected_of(module, inputs)
+    assert len(outputs) == len(expected)
+    for ours, theirs in zip(outputs, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    sum(each.sum() for each in outputs if each.requires_grad).backward()
+    sum(each.sum() for each in expected if each.requires_grad).backward()
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(
+                weights[name].grad, parameter.grad, rtol=1e-10, atol=1e-10, msg=name
+            )
+    for name, buffer in whole.named_buffers():
+        if name in weights:
+            torch.testing.assert_close(weights[name], buffer, rtol=1e-12, atol=1e-12, msg=name)
+    return programs
+
+
+MODELS = [f"{HERE}:everything", f"{HERE}:chain"]
+MODELS += [
+    f"{SAMPLES}:{name}"
+    for name in ("branches", "by_name", "counts", "repeats", "copies_of_a_layer")
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100])
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_compute_what_the_module_does(name, count):
+    """Outputs, gradients and buffers, also where every part is one atom."""
+    assert_computes_the_same(*prepared(name), count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 5, 1000])
+@pytest.mark.parametrize("name", ["bert", "resnet", "unet", "densenet", "translation"])
+def test_parts_of_models_compute_what_they_do(name, count):
+    assert_computes_the_same(*prepared(f"inputs.partition.{name}:small"), count)
+
+
+def from_memory(y, x):
+    """What is written to a row of a constant, and to a column by the batch."""
+    constant, column = torch.zeros(4, dtype=x.dtype), torch.zeros_like(x)
+    constant.fill_(2.0)
+    constant[1] = 5
+    column[:, 0] = x[:, 1] * 3
+    return (y * constant + x * column).sum()
+
+
+def test_what_is_written_to_memory_is_read_from_there():
+    module, inputs = Function(from_memory).double(), (torch.rand(6, 4).double(),)
+    for count in (1, 2, 100):
+        assert_computes_the_same(module, inputs, capture(module, inputs), count)
+
+
+def test_a_border_has_what_later_parts_need():
+    """The first value of a chain of three is read by the last part, too: it is handed on."""
+
+    def function(y, x):
+        return functional.gelu(torch.tanh(y)) + y
+
+    module, inputs = Function(function).double(), (torch.rand(6, 4).double(),)
+    programs = assert_computes_the_same(module, inputs, capture(module, inputs), 100)
+    received = [[node.name for node in program.received] for program in programs]
+    assert received == [[], ["linear"], ["linear", "tanh"], ["linear", "gelu"]]
+    for one, other in zip(programs, programs[1:]):
+        assert one.sent == other.received
+    assert [program.weights for program in programs][1:] == [(), (), ()]
+
+
+def test_values_without_gradient_are_known():
+    """Of `everything`: integers, a comparison, and what depends on no parameter."""
+    _, _, captured = prepared(f"{HERE}:everything")
+    programs = stage_programs(captured, convex_parts(captured, 100))
+    crossing = {node for program in programs for node in program.sent}
+    found = {node.name for node in crossing - graded(captured, programs)}
+    assert found <= {"gt", "unsqueeze"} and "embedding" in {node.name for node in crossing}
+
+
+def test_a_value_that_flows_backward_is_refused():
+    _, _, captured = prepared(f"{HERE}:chain")
+    pieces = [*range(len(captured.pieces))]
+    with pytest.raises(ValueError, match="linear of stage 1 is needed on stage 0: values only"):
+        stage_programs(captured, [pieces[1:], pieces[:1]])
+
+
+def test_sizes_grow_with_the_batch():
+    captured = capture(Function(lambda y, x: y.reshape(-1, 2)), (torch.rand(6, 4),))
+    (node,) = (node for node in captured.program.graph.nodes if "reshape" in node.name)
+    assert [size_of(size, 10) for size in node.meta["val"].shape] == [20, 2]
