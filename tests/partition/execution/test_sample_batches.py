@@ -1,0 +1,69 @@
+"""Which samples a rank has, and how it gets them."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hpc3d.comm.threads import run
+from hpc3d.partition.execution.sample_batches import (
+    SampleLoader,
+    flat_inputs,
+    rows_of,
+    shared_by_root,
+)
+from tests.partition.execution.modules import HERE, prepared
+from tests.partition.sample_models import HERE as SAMPLES
+
+
+@pytest.mark.parametrize(("batch", "micros", "replicas"), [(12, 3, 2), (13, 4, 3), (5, 1, 1)])
+def test_all_samples_are_somebodys_once(batch, micros, replicas):
+    parts = [[*rows_of(batch, micros, replicas, replica)] for replica in range(replicas)]
+    in_order = [row for micro in zip(*parts, strict=True) for rows in micro for row in rows]
+    assert in_order == [*range(batch)]
+    assert {len(rows) for replica in parts for rows in replica} <= {
+        batch // micros // replicas,
+        batch // micros // replicas + 1,
+    }
+
+
+def test_inputs_by_name_come_in_the_order_of_the_model():
+    _, _, captured = prepared(f"{SAMPLES}:by_name")
+    x = torch.ones(4, 4)
+    assert flat_inputs(captured, {"scale": 2.0, "x": x}) == [x, 2.0]
+
+
+def test_inputs_in_tuples_lists_and_dicts_are_flat():
+    _, _, captured = prepared(f"{HERE}:chain")
+    assert flat_inputs(captured, ([1, {"a": 2, "b": (3,)}], 4)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.int64, torch.bfloat16])
+def test_all_ranks_have_the_tensor_of_the_first(dtype):
+    tensor = (torch.arange(6) % 2).reshape(2, 3).to(dtype)
+
+    def rank(mesh):
+        mine = tensor if mesh.rank == 0 else torch.empty(2, 3, dtype=dtype)
+        return shared_by_root(mesh.world, mine.T.contiguous().T)
+
+    for found in run({"d": 3}, rank):
+        assert found.dtype == dtype and (found == tensor).all()
+
+
+def test_a_microbatch_has_its_rows_and_its_share_of_the_mean():
+    _, inputs, captured = prepared(f"{HERE}:chain")
+
+    def rank(mesh):
+        batches = (lambda step: [each + step for each in inputs]) if mesh.rank == 0 else None
+        rows = rows_of(12, 2, 2, mesh.rank)
+        return SampleLoader(mesh, captured, batches, rows, 12).fetch(5, factor=3.0)
+
+    first, second = run({"d": 2}, rank)
+    for micros, starts in ((first, (0, 6)), (second, (3, 9))):
+        for micro, start in zip(micros.values(), starts, strict=True):
+            assert (micro.step, micro.first, micro.samples) == (5, start, 3)
+            assert micro.scale == 3.0 / 12
+            for node, whole in zip(captured.inputs, inputs, strict=True):
+                np.testing.assert_array_equal(micro.inputs[node], whole[start : start + 3] + 5)

@@ -1,0 +1,64 @@
+"""What all ranks know of a cut module, and which modules cannot be trained."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hpc3d.partition.capture import capture
+from hpc3d.partition.execution.staged_model import staged_model
+from tests.partition.execution.modules import HERE, even_parts, prepared
+from tests.partition.sample_models import Function
+
+
+def staged(captured, replicas, chunks=1, parts=None):
+    count = len(replicas) * chunks
+    parts = parts or even_parts(captured, count)
+    return staged_model(captured, parts, replicas, [False] * count)
+
+
+def test_weights_have_the_stages_of_their_parts():
+    """In two chunks: parts 0 and 2 are on the first stage, 1 and 3 on the second."""
+    _, _, captured = prepared(f"{HERE}:chain")
+    model = staged(captured, (1, 2), chunks=2)
+    assert (model.chunks, model.dtype) == (2, "float64")
+    for name, stages in model.owners.items():
+        parts = [part for part, each in enumerate(model.programs) if name in each.weights]
+        assert stages == tuple(sorted({part % 2 for part in parts}))
+
+
+def function(which, x=None):
+    return capture(Function(which).to(torch.float64), (torch.rand(6, 4).double(),))
+
+
+@pytest.mark.parametrize(
+    ("captured", "line"),
+    [
+        (lambda: function(lambda y, x: y + x), "must return its loss, a number with a gradient"),
+        (lambda: function(lambda y, x: x.sum()), "found: none|must return its loss"),
+        (
+            lambda: capture(
+                torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double()),
+                (torch.rand(6, 4),),
+            ),
+            "cannot be captured|found: float32, float64",
+        ),
+        (
+            lambda: capture(torch.nn.Linear(4, 4).bfloat16(), (torch.rand(6, 4).bfloat16(),)),
+            "float32 or float64; found: bfloat16",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(captured, line):
+    with pytest.raises(ValueError, match=line):
+        staged(captured(), (1,))
+
+
+def test_the_loss_comes_last():
+    captured = function(lambda y, x: (y.sum(), torch.tanh(y)))
+    order = [*range(len(captured.pieces))]
+    loss = next(n for n in order if "sum" in captured.pieces[n].nodes[0].name)
+    order.remove(loss)
+    with pytest.raises(ValueError, match="the loss, sum_1, must be computed by the last stage"):
+        staged(captured, (1, 1), parts=[[order[0], loss], order[1:]])

@@ -1,0 +1,77 @@
+"""A part of a module as a stage of the engine: what it sends, keeps and completes."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.model.layers import immediately
+from hpc3d.model.parameters import Parameters
+from hpc3d.partition.execution.sample_batches import SampleLoader, flat_inputs, rows_of
+from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.partition.execution.torch_stage import TorchStage
+from hpc3d.partition.execution.torch_weights import TorchWeights, values_in
+from tests.partition.execution.modules import HERE, even_parts, prepared
+from tests.pipeline.test_stage_protocol import violations
+
+
+def test_it_is_what_the_engine_asks_for():
+    assert not [*violations(TorchStage)]
+    assert "trace" in inspect.signature(TorchStage).parameters
+
+
+def stages(name, count, recompute=False):
+    """All parts of a module on one rank, and a microbatch of half of its samples."""
+    module, inputs, captured = prepared(name)
+    model = staged_model(captured, even_parts(captured, count), [1] * count, [recompute] * count)
+    mesh = Mesh({}, {}, {}, Self())
+    parameters = Parameters(mesh, "float64")
+    weights = TorchWeights(captured, parameters, captured.weights.values(), {})
+    parameters.allocate(seed=0)
+    weights.bind()
+    for key, value in values_in(module, captured):
+        weights.fill(key, value)
+    loss = [None] * (count - 1) + [model.loss]
+    made = [
+        TorchStage(program, weights, model.graded, 0, end, recompute)
+        for program, end in zip(model.programs, loss, strict=True)
+    ]
+    flat = flat_inputs(captured, inputs)
+    loader = SampleLoader(mesh, captured, lambda step: flat, rows_of(12, 2, 1, 0), 12)
+    return made, weights, loader.fetch(0)[1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_are_of_the_announced_shapes_and_types(recompute):
+    made, weights, micro = stages(f"{HERE}:everything", 4, recompute)
+    before = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
+    x, saved = None, []
+    for stage in made:
+        if x is not None:
+            assert [(array.shape, array.dtype) for array in x] == stage.incoming("F", micro)
+        x, kept = stage.forward(x, micro)
+        saved.append(kept)
+    assert isinstance(x, float)
+    counter = weights.tensors["norm.num_batches_tracked"].clone()
+    dy, finished = None, []
+    for stage in reversed(made):
+        if dy is not None:
+            assert [(array.shape, array.dtype) for array in dy] == stage.incoming("B", micro)
+        dy = stage.backward(dy, saved.pop(), micro, immediately, finished.append)
+    assert dy is None and {*finished} == {unit for stage in made for unit in stage.units}
+    assert weights.tensors["norm.num_batches_tracked"] == counter == 1, "written once"
+    assert (before["norm.running_mean"] != weights.tensors["norm.running_mean"]).any()
+
+
+def test_with_recomputation_it_keeps_what_it_received_only():
+    for recompute in (False, True):
+        made, _, micro = stages(f"{HERE}:chain", 2, recompute)
+        x, _ = made[0].forward(None, micro)
+        _, kept = made[1].forward(x, micro)
+        assert (kept.made is None) == recompute
+        (received,) = kept.received
+        np.testing.assert_array_equal(received.detach(), x[0])

@@ -1,0 +1,101 @@
+"""Torch tensors in the flat arrays of the parameters."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
+from hpc3d.model.parameters import Parameters
+from hpc3d.partition.execution.torch_weights import (
+    TorchWeights,
+    state_of,
+    stored_shape,
+    stored_tensors,
+    values_in,
+)
+from tests.partition.execution.modules import HERE, prepared
+from tests.partition.sample_models import HERE as SAMPLES
+
+NAME = f"{HERE}:everything"
+
+
+def bound(shared=()):
+    module, _, captured = prepared(NAME)
+    parameters = Parameters(Mesh({}, {}, {}, Self()), "float64")
+    weights = TorchWeights(captured, parameters, captured.weights.values(), dict(shared))
+    parameters.allocate(seed=0)
+    weights.bind()
+    for name, value in values_in(module, captured):
+        weights.fill(name, value)
+    return module, parameters, weights
+
+
+def test_values_are_those_of_the_module():
+    module, _, weights = bound()
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert weights.tensors.keys() == held.keys()
+    for name, tensor in weights.tensors.items():
+        assert (tensor == held[name]).all() and tensor.shape == held[name].shape
+
+
+def test_gradients_go_to_the_flat_array():
+    _, parameters, weights = bound()
+    done = []
+    weights.completed = done.append
+    for name, item in weights.items.items():
+        tensor = weights.tensors[name]
+        if not item.frozen:
+            (tensor * 3).sum().backward()
+            assert (item.grad == 3).all()
+    assert len(done) == 8 and (parameters.grad == 3).all()
+    parameters.value[:] = 7
+    assert (weights.tensors["table.weight"] == 7).all()
+
+
+def test_a_counter_is_stored_and_loaded():
+    """It is an integer, and the flat array is not."""
+    _, _, weights = bound()
+    counter = weights.tensors["norm.num_batches_tracked"]
+    counter += 5
+    weights.store()
+    assert weights.items["norm.num_batches_tracked"].value == 5
+    counter += 1
+    weights.load()
+    assert counter == 5 and counter.dtype == torch.int64
+
+
+def test_what_decays_and_what_is_frozen():
+    _, _, weights = bound(shared={"table.weight": False})
+    items = weights.items
+    assert {name for name, item in items.items() if item.decay} == {
+        *("table.weight", "left.weight", "right.weight", "last.weight")
+    }
+    assert {name for name, item in items.items() if item.frozen} == {
+        *("scale", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    }
+    assert {name for name, item in items.items() if not item.counted} == {"table.weight"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored"), [((), (1,)), ((3,), (3,)), ((3, 4), (3, 4)), ((3, 4, 5, 2), (3, 40))]
+)
+def test_tensors_are_stored_as_vectors_and_matrices(shape, stored):
+    assert stored_shape(shape) == stored
+
+
+def test_checkpoints_have_all_but_constants():
+    _, _, captured = prepared(NAME)
+    found = stored_tensors(captured)
+    assert {*found["frozen"]} < {*found["shapes"]} == {*state_of(captured)}
+    _, _, held = prepared(f"{SAMPLES}:held")
+    assert stored_tensors(held) == {"shapes": {}, "frozen": []}
+
+
+def test_a_plain_attribute_has_its_value():
+    module, _, captured = prepared(f"{SAMPLES}:held")
+    ((name, value),) = values_in(module, captured)
+    assert name == "table" and np.array_equal(value, module.table)
