@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 
@@ -33,6 +34,12 @@ class BlockSlices(NamedTuple):
         """The index of this part in an array that has the rectangle `outer`."""
         rows = slice(self.top - outer.top, self.bottom - outer.top)
         return rows, slice(self.left - outer.left, self.right - outer.left)
+
+
+def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
+    """How a tensor of any number of dimensions lies in files: as a vector, or as a matrix [first
+    dimension, all others]."""
+    return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
 def whole_of(shape: Sequence[int]) -> BlockSlices:

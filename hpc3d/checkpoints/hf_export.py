@@ -77,22 +77,38 @@ def refuse_to_replace(target: Path) -> None:
 
 def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
-    where `target` ends in .safetensors, as that file alone; their shapes by GPT-2's names.
+    where `target` ends in .safetensors, as that file alone; their shapes by GPT-2's names.  Of a
+    torch module there is the file with its own names.
     """
     weights, *settings = _written_by(target)
+    weights.parent.mkdir(parents=True, exist_ok=True)
     if config_of(opened).torch.model:
-        raise ValueError(f"{opened.folder} is of a torch module: only GPT-2 is exported")
+        return _export_module(opened, weights)
     shapes, model = shapes_in(opened), config_of(opened).model
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     arrays = {
         GPT2.names.full_name_of(name): _value_of(opened, name, shape, dtype, model)
         for name, shape in shapes.items()
     }
-    weights.parent.mkdir(parents=True, exist_ok=True)
     safetensors.write(weights, arrays)
     for path in settings:
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(_settings_of(model, dtype), indent=2) + "\n")
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
+    """The state_dict of a torch module, as its `load_state_dict` takes it: tensors that it has by
+    several names are there by all of them."""
+    module, arrays = opened.header["module"], {}
+    for name, stored in shapes_in(opened).items():
+        whole, dims = whole_of(stored), module["shapes"][name]
+        dtype = opened.sources[name, "value"][0][0].dtype
+        arrays[name] = np.empty((whole.bottom, whole.right), dtype)
+        opened.fill(arrays[name], name, "value", whole)
+        arrays[name] = arrays[name].reshape(dims)
+    arrays |= {other: arrays[name].copy() for other, name in module["aliases"].items()}
+    safetensors.write(weights, arrays)
     return {name: array.shape for name, array in arrays.items()}
 
 

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.checkpoints.block_slices import coverage_error, whole_of
+from hpc3d.checkpoints.block_slices import coverage_error, stored_shape, whole_of
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
@@ -87,7 +87,7 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The same of the model that a checkpoint is of; ValueError if it has other layers."""
     if module := opened.header.get("module"):
-        return {name: tuple(shape) for name, shape in module["shapes"].items()}
+        return {name: stored_shape(shape) for name, shape in module["shapes"].items()}
     model = config_of(opened).model
     layers = {name.split(".")[1] for name, _ in opened.sources if name.startswith("layers.")}
     if len(layers) != model.layers:
@@ -98,14 +98,14 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     return shapes_of(model)
 
 
-def frozen_in(opened: Checkpoint) -> Collection[str]:
+def _frozen_in(opened: Checkpoint) -> Collection[str]:
     """The names of those that have a value alone: of a torch module."""
     return opened.header.get("module", {}).get("frozen", ())
 
 
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """The `Tensor`s of a checkpoint."""
-    all_kinds, frozen = kinds_of(opened), frozen_in(opened)
+    all_kinds, frozen = kinds_of(opened), _frozen_in(opened)
     for name, shape in shapes_in(opened).items():
         kinds = ("value",) if name in frozen else all_kinds
         sources = [opened.sources[name, kind] for kind in kinds if (name, kind) in opened.sources]
@@ -153,7 +153,7 @@ def problems(folder: Path) -> list[str]:
     count = len(opened.files)
     damaged = [line for number in range(count) if (line := opened.damage(number, count))]
     return damaged + [
-        f"{folder}: {line}" for line in inconsistencies(opened, shapes, frozen_in(opened))
+        f"{folder}: {line}" for line in inconsistencies(opened, shapes, _frozen_in(opened))
     ]
 
 

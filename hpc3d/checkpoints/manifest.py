@@ -25,6 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
 _MOST = 1 << 62  # of any number of a file
+_MOST_DIMS = 64  # of a tensor
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -86,18 +87,17 @@ def _check_header(header: Any) -> None:
 
 
 def _sound_module(module: Any) -> bool:
-    """Whether it has the shapes of tensors, as vectors and matrices, and names of frozen ones."""
-    if not isinstance(module, dict) or {*module} != {"shapes", "frozen"}:
+    """Whether it has the `shapes` of tensors, the names of `frozen` ones, and `aliases`, other
+    names of some."""
+    if not isinstance(module, dict) or {*module} != {"shapes", "frozen", "aliases"}:
         return False
-    shapes, frozen = module["shapes"], module["frozen"]
-    return (
-        isinstance(shapes, dict)
-        and isinstance(frozen, list)
-        and all(name in shapes for name in frozen if isinstance(name, str))
-        and all(
-            isinstance(shape, list) and len(shape) in (1, 2) and all(map(_number, shape))
-            for shape in shapes.values()
-        )
+    shapes, frozen, aliases = (module[key] for key in ("shapes", "frozen", "aliases"))
+    if not (isinstance(shapes, dict) and isinstance(frozen, list) and isinstance(aliases, dict)):
+        return False
+    names = [*frozen, *aliases.values()]
+    return all(isinstance(name, str) and name in shapes for name in names) and all(
+        isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(map(_number, shape))
+        for shape in shapes.values()
     )
 
 

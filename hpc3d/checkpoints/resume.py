@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-Differs = Callable[[Checkpoint], str | None]
+_Differs = Callable[[Checkpoint], str | None]
 
 _OF_ANOTHER = "it is of another model or optimiser"
 _NOTHING = "{}: no checkpoint to resume from; train anew"
@@ -60,7 +60,7 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
 
 
 def continued(
-    run: Path, config: Config, differs: Differs | None = None
+    run: Path, config: Config, differs: _Differs | None = None
 ) -> tuple[Config, list[str]]:
     """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
     `differs` says why a checkpoint is of another model (None: asks `mismatch`).
@@ -83,7 +83,7 @@ def changes(run: Path, config: Config) -> list[str]:
     ]
 
 
-def _check(run: Path, config: Config, differs: Differs) -> int:
+def _check(run: Path, config: Config, differs: _Differs) -> int:
     """How many steps are done, of the newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
@@ -136,7 +136,7 @@ def resume(
     run: Path,
     trainer: Trainer,
     say: Callable[[str], object],
-    differs: Differs | None = None,
+    differs: _Differs | None = None,
 ) -> int:
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
@@ -165,7 +165,7 @@ def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
             batches.go_on(header["step"], sequences)
 
 
-def _newest(job: Job, run: Path, differs: Differs) -> tuple[Checkpoint | None, list[str]]:
+def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
     what is wrong with those after it.  The job is refused without one."""
     wrong = []

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import torch
 
+from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.checkpoints.inspect import inconsistencies
 from hpc3d.checkpoints.resume import continued, resume, run_to_resume, with_decay_steps
 from hpc3d.checkpoints.saver import saver_of
@@ -268,5 +269,7 @@ class StepInputs:
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the module and its optimiser; None if it is."""
-    found = inconsistencies(opened, **stored_tensors(model.captured))
+    tensors = stored_tensors(model.captured)
+    shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
+    found = inconsistencies(opened, shapes, tensors["frozen"])
     return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -8,12 +8,12 @@ Buffers and parameters without gradient are frozen there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.partition.capture import Captured
 from hpc3d.tensor.layout import Layout
 
@@ -22,22 +22,17 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters
 
 
-def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """How a tensor lies in checkpoints: as a vector, or a matrix [first dimension, the rest]."""
-    return (prod(shape),) if len(shape) < 2 else (shape[0], prod(shape[1:]))
-
-
 def stored_tensors(captured: Captured) -> dict[str, Any]:
-    """What checkpoints of a model have: the `shapes` of its parameters and buffers by name, and
-    the names of those that are `frozen`."""
-    state = {
-        name: like
-        for name, like in state_of(captured).items()
-        if name in captured.program.state_dict
-    }
+    """What checkpoints of a model have: the `shapes` of its parameters and buffers by name, the
+    names of those that are `frozen`, and other names of some (`aliases`)."""
+    held = captured.program.state_dict
+    state = {name: like for name, like in state_of(captured).items() if name in held}
+    names = {id(like): name for name, like in state.items()}
+    others = {other: names.get(id(like)) for other, like in held.items() if other not in state}
     return {
-        "shapes": {name: stored_shape(like.shape) for name, like in state.items()},
+        "shapes": {name: [*like.shape] for name, like in state.items()},
         "frozen": [name for name, like in state.items() if not is_trained(like)],
+        "aliases": {other: name for other, name in others.items() if name},
     }
 
 

@@ -1,5 +1,6 @@
 """Plans on real ranks: training, going on by another plan, and what is refused."""
 
+import copy
 import json
 import os
 import signal
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 from hpc3d.checkpoints.block_slices import whole_of
+from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.inspect import problems, shapes_in
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
@@ -54,6 +57,19 @@ def assert_same(found, expected):
         np.testing.assert_allclose(found[key], value, 0, 1e-12, err_msg=str(key))
 
 
+def assert_exported(run, name, target):
+    """A checkpoint as the state_dict of the module, by all of its names."""
+    (newest_one, *_) = sorted((run / "checkpoints").glob("step-????????"), reverse=True)
+    export(Checkpoint(newest_one), target)
+    module, _, _ = prepared(name)
+    module = copy.deepcopy(module)
+    loaded = load_file(target)
+    module.load_state_dict(loaded)
+    assert {key: value.shape for key, value in module.state_dict().items()} == {
+        key: value.shape for key, value in loaded.items()
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "first", "second"),
@@ -87,6 +103,7 @@ def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, 
     if last <= 40:
         assert_same(tensors(run, last), tensors(whole, last))
     assert_same(tensors(run, 3), tensors(whole, 3))
+    assert_exported(run, name, tmp_path / "model.safetensors")
 
 
 def model_of(plan):

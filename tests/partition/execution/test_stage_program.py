@@ -1,6 +1,7 @@
 """Parts of captured modules as programs: together they compute what the module does."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 
@@ -32,7 +33,7 @@ def convex_parts(captured, count):
     ends = [size * part // count for part in range(count + 1)]
     return [
         [piece for atom in graph.atoms[first:stop] for piece in atom.ids]
-        for first, stop in zip(ends, ends[1:])
+        for first, stop in pairwise(ends)
     ]
 
 
@@ -124,7 +125,7 @@ def test_a_border_has_what_later_parts_need():
     programs = assert_computes_the_same(module, inputs, capture(module, inputs), 100)
     received = [[node.name for node in program.received] for program in programs]
     assert received == [[], ["linear"], ["linear", "tanh"], ["linear", "gelu"]]
-    for one, other in zip(programs, programs[1:]):
+    for one, other in pairwise(programs):
         assert one.sent == other.received
     assert [program.weights for program in programs][1:] == [(), (), ()]
 

@@ -7,13 +7,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.model.parameters import Parameters
 from hpc3d.partition.execution.torch_weights import (
     TorchWeights,
     state_of,
-    stored_shape,
     stored_tensors,
     values_in,
 )
@@ -92,7 +92,7 @@ def test_checkpoints_have_all_but_constants():
     found = stored_tensors(captured)
     assert {*found["frozen"]} < {*found["shapes"]} == {*state_of(captured)}
     _, _, held = prepared(f"{SAMPLES}:held")
-    assert stored_tensors(held) == {"shapes": {}, "frozen": []}
+    assert stored_tensors(held) == {"shapes": {}, "frozen": [], "aliases": {}}
 
 
 def test_a_plain_attribute_has_its_value():
