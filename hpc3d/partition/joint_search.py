@@ -32,8 +32,8 @@ from hpc3d.partition.stages import Wire
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
-_NEAR_BEST = 1.25  # what is looked at again on the clock
-_FEW = 3  # numbers of stages that are followed under a limit
+_NEAR_BEST = 2.0  # what is looked at again on the clock
+_FEW = 6  # numbers of stages that are followed under a limit
 _LONG = 64e6  # bytes of a message that shows the bandwidth
 
 
@@ -71,14 +71,14 @@ class Allowed(NamedTuple):
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
 
 
-class Found(NamedTuple):
+class Estimated(NamedTuple):
     """An arrangement and about the seconds of its step."""
 
     seconds: float
     choice: PipelineChoice
 
 
-def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
+def _places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
     """Where the chain is cut, 0 and its end among them: `blocks` of little time and memory between
     borders that little crosses.
 
@@ -132,7 +132,7 @@ class _Ranges:
             self.working[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
 
 
-class _Stages(NamedTuple):
+class _StageKind(NamedTuple):
     """By two places, for stages of so many `replicas`: what counts for the limit and in the sum,
     without recomputation; what this adds; and the bytes that are held always, for a microbatch
     in flight, and that are saved."""
@@ -161,9 +161,10 @@ class JointSearch:
     def __init__(self, costs: ModelCosts, allowed: Allowed) -> None:
         self.costs, self.allowed = costs, allowed
         blocks = max(_BLOCKS, len(allowed.replicas or ()))
-        self.places = places_of(costs, allowed.ranks, blocks)
+        self.places = _places_of(costs, allowed.ranks, blocks)
         self.border = border_of(costs, allowed.ranks)
         self.ranges: dict[int, _Ranges] = {}
+        self.balance: dict[int, dict[int, _StageKind]] = {}
         self.best = inf
 
     def found(self) -> list[PipelineChoice]:
@@ -194,7 +195,7 @@ class JointSearch:
         wanted = self.allowed.schedules
         found = [*dict.fromkeys(choices)]
         if "interleaved" in wanted:
-            found = [other for each in found for other in (each, *self._interleaved(each))]
+            found += dict.fromkeys(self._all_interleaved(found))
         return [
             each
             for each in found
@@ -202,7 +203,7 @@ class JointSearch:
             and max(bytes_held(self.costs, each)) <= self.allowed.memory
         ]
 
-    def _of_way(self, name, micros, flight) -> Iterator[Found]:
+    def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
         """Under lower and lower limits, at last around the best."""
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
@@ -224,22 +225,41 @@ class JointSearch:
         for each in seen:
             yield from each.found
 
-    def _interleaved(self, choice):
-        """The arrangements with two parts of every stage and the same replicas: the heaviest part
-        is as light as can be, and all parts are run again or those of stages that were."""
-        width, loads = choice.width, _OfWay(self, "1f1b", choice.microbatches, None).kinds
-        parts = 2 * width
-        if not 1 < width <= choice.microbatches or parts >= len(self.places):
-            return
-        replicas = [choice.replicas[part % width] for part in range(parts)]
-        ends = _balanced([np.triu(loads[r].load, 1) for r in replicas])
-        for again in {tuple(stage.recompute for stage in choice.stages), (True,) * width}:
-            stages = [
-                StageChoice(int(self.places[end]), r, again[part % width])
-                for part, (end, r) in enumerate(zip(ends, replicas))
-            ]
-            if {*again} <= {*self.allowed.recompute}:
-                yield choice._replace(stages=tuple(stages), schedule="interleaved", chunks=2)
+    def _all_interleaved(self, choices) -> Iterator[PipelineChoice]:
+        """With two parts of every stage, on as many replicas as stages of others have or on
+        equally many."""
+        ways = {(each.replicas, each.microbatches): None for each in choices}
+        for micros in self.allowed.microbatches:
+            for r in self.allowed.replicas_of(1):
+                ways[(r,) * min(self.allowed.stages, self.allowed.ranks // r), micros] = None
+        for replicas, micros in ways:
+            parts = 2 * len(replicas)
+            if not 2 < parts <= min(2 * micros, len(self.places) - 1):
+                continue
+            if micros not in self.balance:
+                self.balance[micros] = _OfWay(self, "1f1b", micros, None).kinds
+            if {*replicas} <= self.balance[micros].keys():
+                yield self._interleaved(replicas, micros)
+
+    def _interleaved(self, replicas, micros):
+        """The heaviest part is as light as can be; what has no room is run again."""
+        heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
+        again = self.allowed.recompute[0]
+        stages = [
+            StageChoice(int(self.places[end]), r, again)
+            for end, r in zip(_balanced(heavy), replicas * 2)
+        ]
+        choice = PipelineChoice(tuple(stages), micros, "interleaved", 2, self.allowed.zero)
+        return self._with_room(choice) if True in self.allowed.recompute else choice
+
+    def _with_room(self, choice):
+        """Parts of stages that are too full are run again, one after the other."""
+        for part, stage in enumerate(choice.stages):
+            if bytes_held(self.costs, choice)[part % choice.width] > self.allowed.memory:
+                stages = [*choice.stages]
+                stages[part] = stage._replace(recompute=True)
+                choice = choice._replace(stages=tuple(stages))
+        return choice
 
     def of(self, rows: int) -> _Ranges:
         if rows not in self.ranges:
@@ -278,7 +298,7 @@ class _Under(NamedTuple):
     seconds: float
     weight: float
     load: float
-    found: list[Found]
+    found: list[Estimated]
 
 
 class _OfWay:
@@ -319,7 +339,7 @@ class _OfWay:
         if self.allowed.zero:
             always = always - MOMENTS * part.trained * (1 - 1 / replicas)
         received = np.broadcast_to(part.crossing[:, None], always.shape)
-        return _Stages(replicas, load, weight, part.forward, always, received, part.saved)
+        return _StageKind(replicas, load, weight, part.forward, always, received, part.saved)
 
     def _table(self, left, replicas):
         """The costs of a stage that has `left` from itself on."""
@@ -344,7 +364,7 @@ class _OfWay:
         found = []
         for left in sorted(lefts, key=lambda left: (start[left], left))[:_FEW]:
             choice, load = self._traced(sums, limit, left)
-            found.append((Found((self.micros - 1) * load + start[left], choice), load))
+            found.append((Estimated((self.micros - 1) * load + start[left], choice), load))
         best, load = min(found, key=lambda each: each[0].seconds)
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
