@@ -18,23 +18,21 @@ refined later (hpc3d.partition.improvement).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, bytes_held
 from hpc3d.partition.model_graph import MOMENTS
-from hpc3d.partition.stages import Wire
 
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
 _NEAR_BEST = 2.0  # what is looked at again on the clock
 _FEW = 6  # numbers of stages that are followed under a limit
-_LONG = 64e6  # bytes of a message that shows the bandwidth
 
 
 class Allowed(NamedTuple):
@@ -78,60 +76,6 @@ class Estimated(NamedTuple):
     choice: PipelineChoice
 
 
-def _places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
-    """Where the chain is cut, 0 and its end among them: `blocks` of little time and memory between
-    borders that little crosses.
-
-    From all atoms on, the two neighbours are joined whose share of time or memory is smallest,
-    less what their border takes.
-    """
-    chain = costs.chain(costs.rows(1, 2 * ranks))
-    seconds = chain.forward + chain.backward
-    wire = border_of(costs, ranks)
-    border = 2 * np.array([wire.seconds(nbytes) for nbytes in chain.crossing]) / seconds[-1]
-    fixed = np.array([float(chain.fixed(0, end)) for end in range(chain.count)])
-    shares = np.stack([seconds / seconds[-1], fixed / max(1.0, fixed[-1])])
-    places = np.arange(chain.count)
-    while len(places) > blocks + 1:
-        joined = (shares[:, places[2:]] - shares[:, places[:-2]]).max(0) - border[places[1:-1]]
-        places = np.delete(places, 1 + joined.argmin())
-    return places
-
-
-def border_of(costs: ModelCosts, ranks: int) -> Wire:
-    """The Wire of a border, between nodes as soon as there are several."""
-    last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
-    return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
-
-
-def sums_of(costs: ModelCosts, replicas: int) -> Wire:
-    """The Wire of sums of gradients."""
-    return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
-
-
-def _wire(seconds: Callable[[float], float]) -> Wire:
-    short, long = seconds(1.0), seconds(_LONG)
-    return Wire(short, _LONG / (long - short) if long > short else inf)
-
-
-class _Ranges:
-    """By two places: what a stage of all atoms between them does and holds for some rows."""
-
-    def __init__(self, costs, rows, places):
-        chain = costs.chain(rows)
-        self.forward, self.backward, self.weight, self.saved = (
-            each[places][None] - each[places][:, None]
-            for each in (chain.forward, chain.backward, chain.weight, chain.saved)
-        )
-        self.fixed = np.array([chain.fixed(place, places) for place in places])
-        self.trained = np.array([chain.trained(place, places) for place in places])
-        self.crossing = chain.crossing[places]
-        blocks = [chain.working[a:b].max() for a, b in pairwise(places)]
-        self.working = np.zeros_like(self.fixed)
-        for first in range(len(blocks)):
-            self.working[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
-
-
 class _StageKind(NamedTuple):
     """By two places, for stages of so many `replicas`: what counts for the limit and in the sum,
     without recomputation; what this adds; and the bytes that are held always, for a microbatch
@@ -161,9 +105,9 @@ class JointSearch:
     def __init__(self, costs: ModelCosts, allowed: Allowed) -> None:
         self.costs, self.allowed = costs, allowed
         blocks = max(_BLOCKS, len(allowed.replicas or ()))
-        self.places = _places_of(costs, allowed.ranks, blocks)
+        self.places = places_of(costs, allowed.ranks, blocks)
         self.border = border_of(costs, allowed.ranks)
-        self.ranges: dict[int, _Ranges] = {}
+        self.ranges: dict[int, Ranges] = {}
         self.balance: dict[int, dict[int, _StageKind]] = {}
         self.best = inf
 
@@ -187,6 +131,8 @@ class JointSearch:
         as there are stages from there on); what is interleaved comes from 1F1B."""
         names = ["1f1b" if name == "interleaved" else name for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
+            if "1f1b" not in names:
+                yield "1f1b", micros, 1  # one stage has no schedule
             for name in dict.fromkeys(names):
                 for flight in _flights(name, micros, self.allowed.stages):
                     yield name, micros, flight
@@ -261,9 +207,9 @@ class JointSearch:
                 choice = choice._replace(stages=tuple(stages))
         return choice
 
-    def of(self, rows: int) -> _Ranges:
+    def of(self, rows: int) -> Ranges:
         if rows not in self.ranges:
-            self.ranges[rows] = _Ranges(self.costs, rows, self.places)
+            self.ranges[rows] = Ranges(self.costs, rows, self.places)
         return self.ranges[rows]
 
 
@@ -288,7 +234,7 @@ def _flights(name, micros, stages):
         return [micros]
     if name == "1f1b":
         return [None]
-    return sorted({min(micros, stages, 2**power) for power in range(1, stages.bit_length() + 1)})
+    return sorted({min(stages, 2**power) for power in range(1, stages.bit_length() + 1)})
 
 
 class _Under(NamedTuple):
@@ -308,7 +254,7 @@ class _OfWay:
         self.search, self.allowed = search, search.allowed
         self.name, self.micros, self.flight = name, micros, flight
         self.width = min(self.allowed.stages, len(search.places) - 1)
-        if name not in ("1f1b", "gpipe"):
+        if flight and name != "gpipe":
             self.width = min(self.width, flight)
         self.kinds = {r: self._stages(r) for r in self._replicas()}
         self.costs = {}
@@ -343,7 +289,7 @@ class _OfWay:
 
     def _table(self, left, replicas):
         """The costs of a stage that has `left` from itself on."""
-        flight = min(self.micros, left) if self.flight is None else self.flight
+        flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
             load, weight, again = self.kinds[replicas].costs(flight, self.allowed)
@@ -357,7 +303,7 @@ class _OfWay:
         start = [each[0, -1] for each in sums]
         fewest = 2 if self.name != "1f1b" else 1
         if len(self.allowed.replicas or ()) > 1:
-            fewest = self.width
+            fewest = self.allowed.stages
         lefts = [left for left in range(fewest, self.width + 1) if np.isfinite(start[left])]
         if not lefts:
             return _Under(inf, inf, inf, [])

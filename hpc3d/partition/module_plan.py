@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from hpc3d.partition.atom_graph import bits
 from hpc3d.partition.capture import Captured
+from hpc3d.partition.coarse_chain import border_of, sums_of
 from hpc3d.partition.downsets import Downsets, cuts_of
 from hpc3d.partition.evaluation import (
     Evaluated,
@@ -24,7 +25,7 @@ from hpc3d.partition.evaluation import (
     evaluated,
 )
 from hpc3d.partition.improvement import improved, next_best
-from hpc3d.partition.joint_search import Allowed, JointSearch, border_of, sums_of
+from hpc3d.partition.joint_search import Allowed, JointSearch
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, as_size
 from hpc3d.partition.step_time import quickest
