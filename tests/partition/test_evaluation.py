@@ -9,21 +9,10 @@ pytest.importorskip("networkx")
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
-from hpc3d.predict.machine.machine import Link, Machine, Rates
+from hpc3d.predict.machine.machine import Link
+from tests.partition.arrangements import MACHINE
 from tests.partition.graphs import LOADS
 
-# A message of n bytes takes 1 + n / 10 seconds on a node of two ranks, 2 + n between nodes.
-MACHINE = Machine(
-    "two by two",
-    "for tests",
-    ranks_per_node=2,
-    cores=0,
-    memory_gb=1.0,
-    memory_bandwidth=1.0,
-    launch_s=0.0,
-    gemm={"float32": Rates(1.0, (1.0,), (1.0,))},
-    links=(Link(2, 1.0, 10.0), Link(0, 2.0, 1.0)),
-)
 QUIET = replace(MACHINE, links=(Link(0, 0.0, 1e30),))
 
 
