@@ -38,6 +38,21 @@ def test_stages_of_branches_only_read_from_stages_before():
     assert found.choice.ranks == 8
 
 
+def twins(rows):
+    """Two chains that take turns, of light and heavy atoms in pairs; one hands on twice as much."""
+    loads = [(0.2, 0.2, 2.0, 2.0)[n % 4] * rows for n in range(12)]
+    atoms = [Atom((n,), load, 0.0, 6.0, 1.0 * rows, 1.0) for n, load in enumerate(loads)]
+    return Graph(atoms, [Value(n, (n + 2,), (1.0 + n % 2) * rows) for n in range(10)])
+
+
+def test_blocks_stand_in_an_order_of_their_own():
+    """Pairs of one chain and the other in turn, a stage each: of two rows, or of one where two
+    replicas send to two, cross a value of the first, of both, ... of the second."""
+    found = rannc(task(twins, 8, 26.0))
+    assert found.choice.replicas == (1, 1, 2, 2, 1, 1) and found.choice.microbatches == 4
+    assert found.step.sent == (2, 6, 3, 6, 4)
+
+
 def test_what_waits_in_the_memory_of_the_host_is_not_held():
     """Of eight microbatches of one row two are on the device: six bytes less on the second."""
 
