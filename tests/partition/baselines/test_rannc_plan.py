@@ -39,7 +39,7 @@ def test_stages_of_branches_only_read_from_stages_before():
 
 
 def twins(rows):
-    """Two chains that take turns, of light and heavy atoms in pairs; one hands on twice as much."""
+    """Two chains that take turns, of light and heavy pairs; one of them hands on twice as much."""
     loads = [(0.2, 0.2, 2.0, 2.0)[n % 4] * rows for n in range(12)]
     atoms = [Atom((n,), load, 0.0, 6.0, 1.0 * rows, 1.0) for n, load in enumerate(loads)]
     return Graph(atoms, [Value(n, (n + 2,), (1.0 + n % 2) * rows) for n in range(10)])
