@@ -32,7 +32,8 @@ from hpc3d.partition.step_time import quickest
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 64  # that are tried
-_LOOKED_AT, _IMPROVED = 1000, 8  # arrangements: on the clock, and of these by small changes
+_LOOKED_AT = 1000  # arrangements that are run on the clock
+_AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _MOST_PASSES = 1_000, 100_000  # of a search over all of them
@@ -185,6 +186,7 @@ def _quickest(costs, allowed):
     # The best of every schedule and number of stages: small changes do not lead to others.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
+    best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]
     chains = [(costs, each) for each in best]
     chains += [*_over_downsets(costs, allowed, best)]
     for chain, choice in chains:

@@ -112,6 +112,15 @@ def test_a_weight_counts_once_a_stage_and_is_summed_over_its_stages():
     assert two.sums == pytest.approx((over_all, alone + over_all))
 
 
+def test_a_weight_in_two_parts_of_one_stage_counts_once():
+    tied = (Shared((0, 2), 40.0, 10.0),)
+    stages = choice((1, 2), (2, 1), (3, 2), (4, 1), micros=2, schedule="interleaved", chunks=2)
+    alone, once = (evaluated(costs(shared=shared), stages) for shared in ((), tied))
+    assert alone.held[0] - once.held[0] == 40 and alone.held[1] == once.held[1]
+    sums = [MACHINE.call("all_reduce", nbytes, range(2)) for nbytes in (20, 10)]
+    assert [alone.sums[0], once.sums[0]] == sums
+
+
 def test_weight_gradients_wait_in_a_split_backward():
     """Four times 2 + 2 + 2 s, and a bubble of F + B + W or of F + B - W."""
     seconds = {

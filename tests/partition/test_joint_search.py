@@ -51,6 +51,19 @@ def test_recomputation_only_where_there_is_no_room():
     assert not JointSearch(costs, allowed._replace(recompute=(False,), memory=7.0)).found()
 
 
+def test_an_interleaved_stage_without_room_runs_again():
+    """Of four parts of 2 atoms, which save 4 bytes in both rows, 5 are in flight on stage 0."""
+
+    def graph(rows):
+        atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, saved=1.0 * rows) for n in range(8)]
+        return Graph(atoms, [Value(n, (n + 1,), 0.0) for n in range(7)])
+
+    allowed = Allowed(2, 16.0, (4,), ("interleaved",), (1,))
+    found = JointSearch(ModelCosts(graph, MACHINE, 8), allowed).found()
+    again = [[part.recompute for part in each.stages] for each in found if each.width == 2]
+    assert again == [[True, False, False, False]]
+
+
 @pytest.mark.parametrize(
     ("replicas", "expected"),
     [((2,), {(2,), (2, 2)}), ((1, 2), {(1, 2)}), ((3, 1), {(3, 1)})],
