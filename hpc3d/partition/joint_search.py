@@ -18,23 +18,21 @@ refined later (hpc3d.partition.improvement).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, bytes_held
 from hpc3d.partition.model_graph import MOMENTS
-from hpc3d.partition.stages import Wire
 
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
-_NEAR_BEST = 1.25  # what is looked at again on the clock
-_FEW = 3  # numbers of stages that are followed under a limit
-_LONG = 64e6  # bytes of a message that shows the bandwidth
+_NEAR_BEST = 2.0  # what is looked at again on the clock
+_FEW = 6  # numbers of stages that are followed under a limit
 
 
 class Allowed(NamedTuple):
@@ -71,68 +69,14 @@ class Allowed(NamedTuple):
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
 
 
-class Found(NamedTuple):
+class Estimated(NamedTuple):
     """An arrangement and about the seconds of its step."""
 
     seconds: float
     choice: PipelineChoice
 
 
-def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
-    """Where the chain is cut, 0 and its end among them: `blocks` of little time and memory between
-    borders that little crosses.
-
-    From all atoms on, the two neighbours are joined whose share of time or memory is smallest,
-    less what their border takes.
-    """
-    chain = costs.chain(costs.rows(1, 2 * ranks))
-    seconds = chain.forward + chain.backward
-    wire = border_of(costs, ranks)
-    border = 2 * np.array([wire.seconds(nbytes) for nbytes in chain.crossing]) / seconds[-1]
-    fixed = np.array([float(chain.fixed(0, end)) for end in range(chain.count)])
-    shares = np.stack([seconds / seconds[-1], fixed / max(1.0, fixed[-1])])
-    places = np.arange(chain.count)
-    while len(places) > blocks + 1:
-        joined = (shares[:, places[2:]] - shares[:, places[:-2]]).max(0) - border[places[1:-1]]
-        places = np.delete(places, 1 + joined.argmin())
-    return places
-
-
-def border_of(costs: ModelCosts, ranks: int) -> Wire:
-    """The Wire of a border, between nodes as soon as there are several."""
-    last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
-    return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
-
-
-def sums_of(costs: ModelCosts, replicas: int) -> Wire:
-    """The Wire of sums of gradients."""
-    return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
-
-
-def _wire(seconds: Callable[[float], float]) -> Wire:
-    short, long = seconds(1.0), seconds(_LONG)
-    return Wire(short, _LONG / (long - short) if long > short else inf)
-
-
-class _Ranges:
-    """By two places: what a stage of all atoms between them does and holds for some rows."""
-
-    def __init__(self, costs, rows, places):
-        chain = costs.chain(rows)
-        self.forward, self.backward, self.weight, self.saved = (
-            each[places][None] - each[places][:, None]
-            for each in (chain.forward, chain.backward, chain.weight, chain.saved)
-        )
-        self.fixed = np.array([chain.fixed(place, places) for place in places])
-        self.trained = np.array([chain.trained(place, places) for place in places])
-        self.crossing = chain.crossing[places]
-        blocks = [chain.working[a:b].max() for a, b in pairwise(places)]
-        self.working = np.zeros_like(self.fixed)
-        for first in range(len(blocks)):
-            self.working[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
-
-
-class _Stages(NamedTuple):
+class _StageKind(NamedTuple):
     """By two places, for stages of so many `replicas`: what counts for the limit and in the sum,
     without recomputation; what this adds; and the bytes that are held always, for a microbatch
     in flight, and that are saved."""
@@ -163,7 +107,8 @@ class JointSearch:
         blocks = max(_BLOCKS, len(allowed.replicas or ()))
         self.places = places_of(costs, allowed.ranks, blocks)
         self.border = border_of(costs, allowed.ranks)
-        self.ranges: dict[int, _Ranges] = {}
+        self.ranges: dict[int, Ranges] = {}
+        self.balance: dict[int, dict[int, _StageKind]] = {}
         self.best = inf
 
     def found(self) -> list[PipelineChoice]:
@@ -186,6 +131,8 @@ class JointSearch:
         as there are stages from there on); what is interleaved comes from 1F1B."""
         names = ["1f1b" if name == "interleaved" else name for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
+            if "1f1b" not in names:
+                yield "1f1b", micros, 1  # one stage has no schedule
             for name in dict.fromkeys(names):
                 for flight in _flights(name, micros, self.allowed.stages):
                     yield name, micros, flight
@@ -194,7 +141,7 @@ class JointSearch:
         wanted = self.allowed.schedules
         found = [*dict.fromkeys(choices)]
         if "interleaved" in wanted:
-            found = [other for each in found for other in (each, *self._interleaved(each))]
+            found += dict.fromkeys(self._all_interleaved(found))
         return [
             each
             for each in found
@@ -202,7 +149,7 @@ class JointSearch:
             and max(bytes_held(self.costs, each)) <= self.allowed.memory
         ]
 
-    def _of_way(self, name, micros, flight) -> Iterator[Found]:
+    def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
         """Under lower and lower limits, at last around the best."""
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
@@ -224,26 +171,45 @@ class JointSearch:
         for each in seen:
             yield from each.found
 
-    def _interleaved(self, choice):
-        """The arrangements with two parts of every stage and the same replicas: the heaviest part
-        is as light as can be, and all parts are run again or those of stages that were."""
-        width, loads = choice.width, _OfWay(self, "1f1b", choice.microbatches, None).kinds
-        parts = 2 * width
-        if not 1 < width <= choice.microbatches or parts >= len(self.places):
-            return
-        replicas = [choice.replicas[part % width] for part in range(parts)]
-        ends = _balanced([np.triu(loads[r].load, 1) for r in replicas])
-        for again in {tuple(stage.recompute for stage in choice.stages), (True,) * width}:
-            stages = [
-                StageChoice(int(self.places[end]), r, again[part % width])
-                for part, (end, r) in enumerate(zip(ends, replicas))
-            ]
-            if {*again} <= {*self.allowed.recompute}:
-                yield choice._replace(stages=tuple(stages), schedule="interleaved", chunks=2)
+    def _all_interleaved(self, choices) -> Iterator[PipelineChoice]:
+        """With two parts of every stage, on as many replicas as stages of others have or on
+        equally many."""
+        ways = {(each.replicas, each.microbatches): None for each in choices}
+        for micros in self.allowed.microbatches:
+            for r in self.allowed.replicas_of(1):
+                ways[(r,) * min(self.allowed.stages, self.allowed.ranks // r), micros] = None
+        for replicas, micros in ways:
+            parts = 2 * len(replicas)
+            if not 2 < parts <= min(2 * micros, len(self.places) - 1):
+                continue
+            if micros not in self.balance:
+                self.balance[micros] = _OfWay(self, "1f1b", micros, None).kinds
+            if {*replicas} <= self.balance[micros].keys():
+                yield self._interleaved(replicas, micros)
 
-    def of(self, rows: int) -> _Ranges:
+    def _interleaved(self, replicas, micros):
+        """The heaviest part is as light as can be; what has no room is run again."""
+        heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
+        again = self.allowed.recompute[0]
+        stages = [
+            StageChoice(int(self.places[end]), r, again)
+            for end, r in zip(_balanced(heavy), replicas * 2)
+        ]
+        choice = PipelineChoice(tuple(stages), micros, "interleaved", 2, self.allowed.zero)
+        return self._with_room(choice) if True in self.allowed.recompute else choice
+
+    def _with_room(self, choice):
+        """Parts of stages that are too full are run again, one after the other."""
+        for part, stage in enumerate(choice.stages):
+            if bytes_held(self.costs, choice)[part % choice.width] > self.allowed.memory:
+                stages = [*choice.stages]
+                stages[part] = stage._replace(recompute=True)
+                choice = choice._replace(stages=tuple(stages))
+        return choice
+
+    def of(self, rows: int) -> Ranges:
         if rows not in self.ranges:
-            self.ranges[rows] = _Ranges(self.costs, rows, self.places)
+            self.ranges[rows] = Ranges(self.costs, rows, self.places)
         return self.ranges[rows]
 
 
@@ -268,7 +234,7 @@ def _flights(name, micros, stages):
         return [micros]
     if name == "1f1b":
         return [None]
-    return sorted({min(micros, stages, 2**power) for power in range(1, stages.bit_length() + 1)})
+    return sorted({min(stages, 2**power) for power in range(1, stages.bit_length() + 1)})
 
 
 class _Under(NamedTuple):
@@ -278,7 +244,7 @@ class _Under(NamedTuple):
     seconds: float
     weight: float
     load: float
-    found: list[Found]
+    found: list[Estimated]
 
 
 class _OfWay:
@@ -288,7 +254,7 @@ class _OfWay:
         self.search, self.allowed = search, search.allowed
         self.name, self.micros, self.flight = name, micros, flight
         self.width = min(self.allowed.stages, len(search.places) - 1)
-        if name not in ("1f1b", "gpipe"):
+        if flight and name != "gpipe":
             self.width = min(self.width, flight)
         self.kinds = {r: self._stages(r) for r in self._replicas()}
         self.costs = {}
@@ -319,11 +285,11 @@ class _OfWay:
         if self.allowed.zero:
             always = always - MOMENTS * part.trained * (1 - 1 / replicas)
         received = np.broadcast_to(part.crossing[:, None], always.shape)
-        return _Stages(replicas, load, weight, part.forward, always, received, part.saved)
+        return _StageKind(replicas, load, weight, part.forward, always, received, part.saved)
 
     def _table(self, left, replicas):
         """The costs of a stage that has `left` from itself on."""
-        flight = min(self.micros, left) if self.flight is None else self.flight
+        flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
             load, weight, again = self.kinds[replicas].costs(flight, self.allowed)
@@ -337,14 +303,14 @@ class _OfWay:
         start = [each[0, -1] for each in sums]
         fewest = 2 if self.name != "1f1b" else 1
         if len(self.allowed.replicas or ()) > 1:
-            fewest = self.width
+            fewest = self.allowed.stages
         lefts = [left for left in range(fewest, self.width + 1) if np.isfinite(start[left])]
         if not lefts:
             return _Under(inf, inf, inf, [])
         found = []
         for left in sorted(lefts, key=lambda left: (start[left], left))[:_FEW]:
             choice, load = self._traced(sums, limit, left)
-            found.append((Found((self.micros - 1) * load + start[left], choice), load))
+            found.append((Estimated((self.micros - 1) * load + start[left], choice), load))
         best, load = min(found, key=lambda each: each[0].seconds)
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from hpc3d.partition.atom_graph import bits
 from hpc3d.partition.capture import Captured
+from hpc3d.partition.coarse_chain import border_of, sums_of
 from hpc3d.partition.downsets import Downsets, cuts_of
 from hpc3d.partition.evaluation import (
     Evaluated,
@@ -24,14 +25,15 @@ from hpc3d.partition.evaluation import (
     evaluated,
 )
 from hpc3d.partition.improvement import improved, next_best
-from hpc3d.partition.joint_search import Allowed, JointSearch, border_of, sums_of
+from hpc3d.partition.joint_search import Allowed, JointSearch
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, as_size
 from hpc3d.partition.step_time import quickest
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 64  # that are tried
-_LOOKED_AT, _IMPROVED = 60, 4  # arrangements: on the clock, and of these by small changes
+_LOOKED_AT = 1000  # arrangements that are run on the clock
+_AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _MOST_PASSES = 1_000, 100_000  # of a search over all of them
@@ -113,15 +115,19 @@ class ModulePlan(NamedTuple):
 
 
 def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
-    """The quickest ModulePlan of a step.
+    """The quickest ModulePlan of a captured module on a machine: `best_plan` of its costs."""
+    return best_plan(ModelCosts.of(captured, machine, wanted.batch), wanted)
+
+
+def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
+    """The ModulePlan with the shortest step that was found.
 
     ValueError if nothing fits the memory of a rank, with what the nearest needs, and for numbers
     that do not go together.
     """
-    costs = ModelCosts.of(captured, machine, wanted.batch)
     if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
-    memory = (1 - wanted.margin) * (wanted.memory or machine.memory_gb * 1e9)
+    memory = (1 - wanted.margin) * (wanted.memory or costs.machine.memory_gb * 1e9)
     allowed = _allowed(costs, wanted, memory)
     _refuse_few(costs, wanted, allowed)
     if wanted.objective == "load":
@@ -177,8 +183,12 @@ def _quickest(costs, allowed):
     search = JointSearch(costs, allowed)
     found = search.found()[:_LOOKED_AT]
     found.sort(key=lambda each: evaluated(costs, each).seconds)
-    chains = [(costs, each) for each in found[:_IMPROVED]]
-    chains += [*_over_downsets(costs, allowed, [each for _, each in chains])]
+    # The best of every schedule and number of stages: small changes do not lead to others.
+    kinds = {(each.schedule, each.width): each for each in reversed(found)}
+    best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
+    best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]
+    chains = [(costs, each) for each in best]
+    chains += [*_over_downsets(costs, allowed, best)]
     for chain, choice in chains:
         yield chain, *improved(chain, choice, allowed, search.places)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _V100 = "machines/v100-8x4.toml"
 _MARGIN = 0.1  # of the memory, as RaNNC leaves it free
+_NONE = {"fits": False}  # a planner that is not asked
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
 _ASSUMED = """\
@@ -65,10 +66,10 @@ _QUICK = {
     "resnet": _RESNET[:2],
 }
 
-Planner = Callable[[Task], Contender]
+_Planner = Callable[[Task], Contender]
 
-_OF_BERT: tuple[Planner, ...] = (rannc, megatron, megatron_pipeline, contenders.gpipe_hybrid)
-_OF_RESNET: tuple[Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpipe)
+_OF_BERT: tuple[_Planner, ...] = (rannc, megatron, megatron_pipeline, contenders.gpipe_hybrid)
+_OF_RESNET: tuple[_Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpipe)
 
 
 def main(options: Namespace) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def point(
     setting: Setting,
     operations: Operations,
     billions: float,
-    planners: Sequence[Planner],
+    planners: Sequence[_Planner],
 ) -> dict[str, Any]:
     """A model in a setting: what our plan and those of `planners` take, by name."""
     memory = (1 - _MARGIN) * machine.memory_gb * 1e9
@@ -122,9 +123,14 @@ def point(
 
 
 def _line(found):
-    model = found["model"].rpartition(".")[2]
     rates = "".join(f"{_rate(row):>23s}" for row in found["rows"].values())
-    return f"{model:24s}{found['billions']:7.3f}{found['ranks']:6d}{rates}"
+    return f"{_short(found['model']):24s}{found['billions']:7.3f}{found['ranks']:6d}{rates}"
+
+
+def _short(model):
+    """MODULE:FACTORY without the packages of the module."""
+    module, _, factory = model.partition(":")
+    return f"{module.rpartition('.')[2]}:{factory}"
 
 
 def _rate(row):
@@ -194,12 +200,10 @@ def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
     """Of every point that one and another train: the model, and samples/s over the best other."""
     for each in points:
         rows = each["rows"]
-        rates = [
-            rows[other]["samples_s"] for other in others if other in rows and rows[other]["fits"]
-        ]
+        rates = [rows[other]["samples_s"] for other in others if rows.get(other, _NONE)["fits"]]
         if rates and rows[name]["fits"]:
-            model = each["model"].rpartition(".")[2]
-            yield f"{model} on {each['ranks']}", rows[name]["samples_s"] / max(rates)
+            where = f"{_short(each['model'])} on {each['ranks']}"
+            yield where, rows[name]["samples_s"] / max(rates)
 
 
 def _spread(ratios):

@@ -1,6 +1,6 @@
 """Graphs of atoms, groups that stay together, and downsets."""
 
-from hpc3d.partition.atom_graph import Atom, Graph, Value, bits, contracted
+from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, bits, contracted
 from tests.partition.graphs import chain
 
 DIAMOND = [Value(0, (1, 2), 4.0), Value(1, (3,), 1.0), Value(2, (3,), 2.0)]
@@ -53,3 +53,34 @@ def test_ids_and_sums_of_a_set():
     graph = chain()
     assert graph.ids(0b1010) == [1, 3] and [*bits(0b1010)] == [1, 3]
     assert graph.total("forward", 0b111) == 21
+
+
+def test_what_atoms_share_counts_once():
+    graph = Graph(atoms(4), [], [Shared((0, 1, 3), 3.0, 2.0)])
+    assert graph.total("memory", 0b1111) == 4 * 3 - 2 * 3
+    assert graph.total("parameters", 0b0011) == 2 * 5 - 2
+    assert graph.total("memory", 0b0101) == 2 * 3 and graph.total("saved", 0b1111) == 16
+
+
+def test_readers_that_become_one_atom_share_nothing_any_more():
+    shared = [Shared((0, 1), 3.0, 2.0), Shared((1, 2), 1.0, 1.0)]
+    graph = contracted(atoms(3), [], [[0, 1]], shared)
+    assert [atom.memory for atom in graph.atoms] == [3.0, 3.0]
+    assert graph.shared == (Shared((0, 1), 1.0, 1.0),)
+    assert graph.total("memory", 0b11) == 9 - 3 - 1
+
+
+def test_an_atom_of_several_works_on_the_widest_and_has_all_pieces():
+    several = [
+        Atom(("a",), 1.0, 1.0, working=2.0, pieces=(0,)),
+        Atom(("b",), 1.0, 1.0, weight=0.5),
+    ]
+    (one,) = contracted(several, [], [[0, 1]]).atoms
+    assert (one.working, one.weight, one.pieces) == (2.0, 0.5, (0,))
+
+
+def test_another_order_of_the_same_graph():
+    graph = Graph(atoms(4), DIAMOND, [Shared((1, 3), 1.0, 1.0)]).ordered([0, 2, 1, 3])
+    assert [atom.ids for atom in graph.atoms] == [("a",), ("c",), ("b",), ("d",)]
+    assert graph.values == (Value(0, (1, 2), 4.0), Value(2, (3,), 1.0), Value(1, (3,), 2.0))
+    assert graph.shared == (Shared((2, 3), 1.0, 1.0),)

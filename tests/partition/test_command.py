@@ -86,13 +86,57 @@ def test_more_passes_than_are_laid_out(costs, capsys):
 
 def test_a_module_is_planned(capsys):
     pytest.importorskip("torch")
-    words = "--ranks", "2", "--replicas", "1", "--batch", str(1 << 20), "--json"
-    assert main(["inputs.partition.mlp:small", *words]) == 0
+    words = "--ranks", "2", "--replicas", "1", "--batch", str(1 << 20), "--schedule", "1f1b"
+    assert main(["inputs.partition.mlp:small", *words, "--json"]) == 0
     *text, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert [*map(len, found["stages"])] == [6, 6] and found["microbatches"] > 1
+    assert found["replicas"] == [1, 1] and found["recompute"] == [False, False]
+    assert found["pieces"] == [[*range(6)], [*range(6, 12)]] and found["chunks"] == 1
     assert found["borders"][0]["behind"] == found["stages"][0][-1] == "2.1/gelu_2"
     assert any("2.1/gelu_2; behind" in line for line in text)
+
+
+def test_replicas_of_each_stage_and_recomputation_of_all(capsys):
+    pytest.importorskip("torch")
+    words = (
+        "--ranks",
+        "4",
+        "--replicas",
+        "1,2",
+        "--batch",
+        "64",
+        "--recompute",
+        "full",
+        "--zero",
+        "1",
+    )
+    assert main(["inputs.partition.mlp:small", *words, "--margin", "0.2", "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert found["replicas"] == [1, 2] and found["zero"] == 1
+    assert {*found["recompute"]} == {True}
+    assert any("1 rank of 4 left idle" in line for line in text)
+    stages = [line.split()[:3] for line in text if re.match(r" +[01] +[12] +yes", line)]
+    assert {tuple(stage) for stage in stages} == {("0", "1", "yes"), ("1", "2", "yes")}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--replicas", "0"),
+        ("--replicas", "2,"),
+        ("--margin", "1"),
+        ("--margin", "ten"),
+        ("--zero", "2"),
+        ("--recompute", "some"),
+    ],
+)
+def test_bad_options_of_a_module(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["inputs.partition.mlp:small", "--ranks", "4", *words])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and words[0] in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -102,6 +146,8 @@ def test_a_module_is_planned(capsys):
         (("a:b", "--graph", "c"), "either MODULE:FACTORY or --graph"),
         (("a:b", "--bandwidth", "1GB"), "--bandwidth is for a graph"),
         (("--graph", "c", "--machine", "h100"), "are for a module"),
+        (("--graph", "c", "--margin", "0"), "are for a module"),
+        (("--graph", "c", "--schedule", "zb-h1"), "use 1f1b or gpipe"),
         (("no.such.module:b",), "there is no module no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
     ],

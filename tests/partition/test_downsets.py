@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.partition import downsets
-from hpc3d.partition.atom_graph import Atom, Graph, Value
+from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value
 from hpc3d.partition.downsets import cuts_of
 from tests.partition.graphs import partitions, random_graph
 
@@ -33,6 +33,8 @@ def test_downsets_are_closed_under_inputs_and_all_there(seed):
 def test_both_know_the_sums_and_bytes_of_every_cut(seed, monkeypatch):
     """Counted anew from the graph, value by value."""
     graph = random_graph(seed)
+    shared = [Shared((0, 1, len(graph) - 1), 2.0, 1.0), Shared((0, 2), 1.0, 0.5)]
+    graph = Graph(graph.atoms, graph.values, shared)
     for most in (downsets.MOST_WORK, 0):
         monkeypatch.setattr(downsets, "MOST_WORK", most)
         cuts = cuts_of(graph)
@@ -45,3 +47,6 @@ def test_both_know_the_sums_and_bytes_of_every_cut(seed, monkeypatch):
             stages = [cuts.stage(before, end) for end in after]
             moved = [graph.bytes_in(each) + graph.bytes_out(each) for each in stages]
             np.testing.assert_array_equal(cuts.moved(before, after), moved)
+            for found, name in ((cuts.fixed, "memory"), (cuts.trained, "parameters")):
+                held = [graph.total(name, each) for each in stages]
+                np.testing.assert_allclose(found(before, after), held)

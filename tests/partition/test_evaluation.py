@@ -9,21 +9,10 @@ pytest.importorskip("networkx")
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
-from hpc3d.predict.machine.machine import Link, Machine, Rates
+from hpc3d.predict.machine.machine import Link
+from tests.partition.arrangements import MACHINE
 from tests.partition.graphs import LOADS
 
-# A message of n bytes takes 1 + n / 10 seconds on a node of two ranks, 2 + n between nodes.
-MACHINE = Machine(
-    "two by two",
-    "for tests",
-    ranks_per_node=2,
-    cores=0,
-    memory_gb=1.0,
-    memory_bandwidth=1.0,
-    launch_s=0.0,
-    gemm={"float32": Rates(1.0, (1.0,), (1.0,))},
-    links=(Link(2, 1.0, 10.0), Link(0, 2.0, 1.0)),
-)
 QUIET = replace(MACHINE, links=(Link(0, 0.0, 1e30),))
 
 
@@ -121,6 +110,15 @@ def test_a_weight_counts_once_a_stage_and_is_summed_over_its_stages():
     over_all = MACHINE.call("all_reduce", 2 * 2 / 3 * 10, (0, 1, 2))
     assert two.held[0] == 80 - 40 + 4 * 10 + 2
     assert two.sums == pytest.approx((over_all, alone + over_all))
+
+
+def test_a_weight_in_two_parts_of_one_stage_counts_once():
+    tied = (Shared((0, 2), 40.0, 10.0),)
+    stages = choice((1, 2), (2, 1), (3, 2), (4, 1), micros=2, schedule="interleaved", chunks=2)
+    alone, once = (evaluated(costs(shared=shared), stages) for shared in ((), tied))
+    assert alone.held[0] - once.held[0] == 40 and alone.held[1] == once.held[1]
+    sums = [MACHINE.call("all_reduce", nbytes, range(2)) for nbytes in (20, 10)]
+    assert [alone.sums[0], once.sums[0]] == sums
 
 
 def test_weight_gradients_wait_in_a_split_backward():

@@ -60,3 +60,11 @@ def test_fewest_stages_of_equal_load():
 def test_nothing_fits():
     graph = random_graph(1)
     assert lightest(cuts_of(graph), Limits(4, memory=0.5)) is None
+
+
+def test_what_was_received_needs_room_too():
+    """Two nodes of 3 s and 4 bytes between them: the second holds these for a microbatch."""
+    cuts = cuts_of(chain((3, 3), nbytes=4.0))
+    assert lightest(cuts, Limits(2, memory=3.0)) == [1, 2]
+    assert lightest(cuts, Limits(2, memory=4.0, keeps_received=True)) == [1, 2]
+    assert lightest(cuts, Limits(2, memory=3.0, keeps_received=True)) == [2]

@@ -52,3 +52,27 @@ def test_operations_keep_their_costs():
     assert found.total("forward", found.everything) == pytest.approx(
         2 * half.total("forward", half.everything), rel=1e-9
     )
+
+
+def test_a_table_that_embedding_and_head_share_counts_once():
+    """Of BERT: 64 tokens of 32, in float32."""
+    found, table = graph("bert", 8), 64 * 32 * 4
+    state = small("bert").program.state_dict
+    parameters = sum({id(each): each.numel() * 4 for each in state.values()}.values())
+    assert found.total("parameters", found.everything) == parameters
+    (shared,) = found.shared
+    assert (shared.parameters, shared.memory) == (table, 4 * table)
+    assert [found.atoms[atom].parameters >= table for atom in shared.atoms] == [True, True]
+
+
+def test_atoms_know_their_pieces():
+    found = graph("unet", 8)
+    pieces = [piece for atom in found.atoms for piece in atom.pieces]
+    assert sorted(pieces) == [*range(len(small("unet").pieces))]
+
+
+def test_the_widest_operation_of_a_layer():
+    """Gradients of a weight, a bias, and of what is read and made."""
+    found = graph("mlp", 16)
+    assert found.atoms[2].working == (64 * 64 + 64 + 2 * 16 * 64) * 4
+    assert found.atoms[1].working == 2 * 16 * 64 * 4

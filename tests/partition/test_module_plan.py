@@ -1,74 +1,165 @@
 """From a module to a plan: what is searched, and what is refused."""
 
+import re
+from itertools import combinations
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
-from hpc3d.partition.module_plan import Wanted, planned_module
+from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
+from hpc3d.partition.module_plan import Wanted, best_plan, planned_module
 from hpc3d.predict.machine import machine_file
 from hpc3d.shipped import shipped
+from tests.partition.arrangements import quickest_arrangement, random_costs
 from tests.partition.sample_models import HERE, captured, small
 
 MACHINE = machine_file.load(shipped("machines/v100-4x16.toml"))
+LAYER = 4 * (64 * 64 + 64) * 4  # of the perceptron: values, gradients and two moments
 
 
 def planned(name="bert", ranks=2, **how):
-    return planned_module(small(name), MACHINE, Wanted(ranks, **how))
+    return planned_module(small(name), MACHINE, Wanted(ranks, **{"margin": 0.0, **how}))
 
 
-def test_replicas_and_microbatches_are_those_of_the_shortest_step():
-    ways = [(replicas, micros) for replicas in (1, 2, 4) for micros in (1, 2, 4, 8)]
-    times = {
-        way: planned("mlp", 4, batch=1 << 16, replicas=way[0], microbatches=way[1]).stages.time
-        for way in ways
-    }
-    found = planned("mlp", 4, batch=1 << 16)
-    assert found.stages.time == min(times.values())
+@pytest.mark.parametrize(
+    "seeds", [range(8), pytest.param(range(8, 200), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_it_is_the_quickest_of_all_arrangements(seeds):
+    """Replicas, recomputation, microbatches, schedule and borders together; of 200 models four
+    come out up to a fifth slower, those where little memory or slow messages decide."""
+    missed = []
+    for seed in seeds:
+        costs, memory, ranks = random_costs(seed)
+        micros = [count for count in (1, 2, 4, 8) if count <= costs.batch]
+        best = quickest_arrangement(costs, memory, ranks, micros)
+        if best is None:
+            with pytest.raises(ValueError, match="the nearest needs"):
+                best_plan(costs, Wanted(ranks, memory, margin=0.0))
+            continue
+        found = best_plan(costs, Wanted(ranks, memory, margin=0.0)).step
+        assert found.fits and found.seconds <= 1.2 * best
+        missed += [seed] * (found.seconds > (1 + 1e-9) * best)
+    assert len(missed) <= len(seeds) / 40, missed
+
+
+def test_no_arrangement_with_equal_replicas_is_quicker():
+    ways = [(1, 4), (2, 2), (4, 1)]
+    times = [
+        planned("mlp", 4, batch=1 << 16, replicas=(replicas,), microbatches=micros).step.seconds
+        for replicas, micros in ways
+    ]
+    assert planned("mlp", 4, batch=1 << 16).step.seconds <= min(times)
 
 
 def test_a_model_is_cut_where_a_rank_has_no_room_for_it():
-    """Parameters with gradients and moments, of which replicas have all."""
-    whole, least = planned("mlp", 4, batch=64), 4 * 6 * (64 * 64 + 64) * 4
-    assert len(whole.stages.stages) == 1 and whole.stages.memory > least
-    cut = planned("mlp", 4, batch=64, memory=0.9 * least)
-    assert len(cut.stages.stages) > 1 and cut.stages.memory <= 0.9 * least
+    """Of 6 layers, of which replicas have all."""
+    whole = planned("mlp", 4, batch=64)
+    assert len(whole.choice.stages) == 1 and max(whole.step.held) > 6 * LAYER
+    cut = planned("mlp", 4, batch=64, memory=5.4 * LAYER)
+    assert len(cut.choice.stages) > 1 and max(cut.step.held) <= cut.memory == 5.4 * LAYER
+
+
+def test_a_margin_is_left_free():
+    assert planned("mlp", memory=1e9, margin=0.25).memory == 0.75e9
+    assert planned("mlp", margin=0.1).memory == pytest.approx(0.9 * 16e9)
 
 
 def test_a_stage_keeps_what_it_received():
     """A perceptron that has room for 4 of 6 layers: Linear and GELU both keep what they read, the
-    first stage also what it sends."""
-    layer, array = 4 * (64 * 64 + 64) * 4, 16 * 64 * 4
-    cut = planned("mlp", 2, batch=16, replicas=1, microbatches=1, memory=4.5 * layer)
-    first, last = cut.stages.stages
-    assert first.held == len(first.ids) / 2 * layer + (len(first.ids) + 1) * array
-    assert last.held == len(last.ids) / 2 * layer + len(last.ids) * array
+    first stage also what it sends; one operation has the gradients of a layer and two arrays."""
+    array, working = 16 * 64 * 4, LAYER / 4 + 2 * 16 * 64 * 4
+    how = {"replicas": (1,), "microbatches": 1, "recompute": "none"}
+    cut = planned("mlp", 2, batch=16, memory=4.6 * LAYER, **how)
+    assert len(cut.ids) == 2
+    for held, ids, more in zip(cut.step.held, cut.ids, (1, 0), strict=True):
+        layers = len([name for name in ids if "linear" in name])
+        assert held == layers * LAYER + (len(ids) + more) * array + working
+
+
+def test_all_may_run_again_or_none():
+    how = {"ranks": 2, "batch": 64, "replicas": (1, 1), "microbatches": 4}
+    again, none = (planned("mlp", recompute=kind, **how) for kind in ("full", "none"))
+    assert all(stage.recompute for stage in again.choice.stages)
+    assert not any(stage.recompute for stage in none.choice.stages)
+    assert none.step.seconds < again.step.seconds
+
+
+def test_moments_are_shared_under_zero():
+    """With room for four of the six layers and their moments: one half of these."""
+    how = {"ranks": 2, "batch": 64, "replicas": (2,), "memory": 5.5 * LAYER}
+    with pytest.raises(ValueError, match="--zero 1"):
+        planned("mlp", **how)
+    assert planned("mlp", zero=1, **how).choice.zero == 1
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1"])
+def test_a_schedule_that_is_asked_for(schedule):
+    found = planned("mlp", 2, batch=64, replicas=(1, 1), schedule=schedule).choice
+    assert found.schedule == schedule and found.width == 2
+
+
+def test_pieces_of_parts_are_all_of_the_module():
+    plan = planned("resnet", 3, batch=64, replicas=(2, 1), microbatches=4, schedule="1f1b")
+    assert plan.choice.replicas == (2, 1)
+    together = [piece for part in plan.pieces for piece in part]
+    assert sorted(together) == [*range(len(small("resnet").pieces))]
+    assert [len(ids) for ids in plan.ids] == [len(part) for part in plan.pieces]
 
 
 def test_sums_of_gradients_end_the_step():
     """On 2 ranks with all of the model: the passes of half of the batch, and one sum."""
-    half = planned("mlp", 1, batch=1 << 9, microbatches=1).stages.time
-    both = planned("mlp", 2, batch=1 << 10, replicas=2, microbatches=1).stages.time
+    half = planned("mlp", 1, batch=1 << 9, microbatches=1).step.seconds
+    both = planned("mlp", 2, batch=1 << 10, replicas=(2,), microbatches=1).step.seconds
     parameters = 6 * (64 * 64 + 64) * 4
-    assert both - half == pytest.approx(MACHINE.call("all_reduce", parameters, range(2)), rel=0.1)
+    assert both - half == pytest.approx(MACHINE.call("all_reduce", parameters, range(2)))
 
 
 def test_a_border_is_explained_by_the_next_best():
-    plan = planned("unet", 3, batch=1 << 12, replicas=1, microbatches=8, schedule="1f1b").stages
-    assert len(plan.borders) == len(plan.stages) - 1 > 0
-    for border, stage in zip(plan.borders, plan.stages):
-        assert border.behind == stage.ids[-1] and border.nbytes > 0
-        assert border.next_best >= plan.time and border.instead != border.behind
+    plan = planned("unet", 3, batch=1 << 12, replicas=(1,), microbatches=8, schedule="1f1b")
+    assert len(plan.borders) == len(plan.choice.stages) - 1 > 0
+    for border, ids in zip(plan.borders, plan.ids):
+        assert border.behind == ids[-1] and border.nbytes > 0 and border.room
+        assert border.next_best >= plan.step.seconds and border.instead != border.behind
+
+
+def test_branches_are_cut_in_another_order():
+    """Nodes 0 2 | 1 3, sorted as 0 1 2 3: two stages of 2 need another chain of them."""
+    from hpc3d.partition.atom_graph import Atom, Graph, Value
+
+    def graph(rows):
+        atoms = [Atom((number,), 9.0 * rows, 9.0 * rows, pieces=(number,)) for number in range(4)]
+        return Graph(atoms, [Value(0, (2,), 99.0 * rows), Value(1, (3,), 99.0 * rows)])
+
+    from tests.partition.arrangements import MACHINE as SLOW
+
+    costs = ModelCosts(graph, SLOW, 8)
+    plan = best_plan(costs, Wanted(2, 1e9, replicas=(1,), microbatches=4, schedule="1f1b"))
+    assert plan.pieces == [[0, 2], [1, 3]] and plan.step.sent == (0.0,)
+    straight = PipelineChoice((StageChoice(2), StageChoice(4)), 4)
+    assert plan.step.seconds < evaluated(costs, straight).seconds
+
+
+def test_the_lightest_heaviest_stage_can_be_asked_for():
+    plan = planned("mlp", 3, batch=1 << 18, objective="load")
+    assert plan.choice.replicas == (1, 1, 1)
+    loads = []
+    for cut in combinations(range(1, plan.costs.count), 2):
+        choice = PipelineChoice(tuple(map(StageChoice, (*cut, plan.costs.count))))
+        step = evaluated(plan.costs, choice)
+        loads.append(plan._replace(choice=choice, step=step).load)
+    assert plan.load == pytest.approx(min(loads), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ({"memory": 1e5}, "the nearest needs .*; use --memory "),
-        ({"batch": 8, "microbatches": 3}, "3 microbatches cannot share 8 samples"),
-        ({"batch": 9, "replicas": 2}, "2 replicas cannot share 9 samples"),
-        ({"replicas": 4}, "--replicas 4 does not divide 2 ranks"),
-        ({"ranks": 100, "replicas": 1}, r"of 100 stages: it has \d+"),
+        ({"batch": 8, "microbatches": 9}, "9 microbatches cannot share 8 samples"),
+        ({"batch": 8, "microbatches": 8, "replicas": (2,)}, "2 replicas of 8 microbatches cannot"),
+        ({"replicas": (4,)}, "--replicas 4: there are 2 ranks"),
+        ({"replicas": (1, 2)}, "--replicas 1,2: there are 2 ranks"),
+        ({"ranks": 100, "replicas": (1,)}, r"of 100 stages: it has \d+"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(how, line):
@@ -76,6 +167,16 @@ def test_what_cannot_be_planned_is_refused(how, line):
         planned(**how)
 
 
+@pytest.mark.parametrize("how", [{}, {"schedule": "interleaved"}, {"replicas": (1, 1)}])
+def test_the_memory_that_a_refusal_names_is_enough(how):
+    with pytest.raises(ValueError) as refused:
+        planned("mlp", memory=1e5, margin=0.2, **how)
+    (enough,) = re.findall(r"--memory (\d+)B", str(refused.value))
+    assert planned("mlp", memory=float(enough), margin=0.2, **how).step.fits
+    with pytest.raises(ValueError, match="the nearest needs"):
+        planned("mlp", memory=0.99 * float(enough), margin=0.2, **how)
+
+
 def test_a_batch_that_is_not_first_leaves_nothing_to_cut():
     with pytest.raises(ValueError, match="the batch crosses in dimension 0"):
-        planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4, replicas=1))
+        planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4, replicas=(1,)))

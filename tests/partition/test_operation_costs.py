@@ -83,3 +83,20 @@ def test_a_copy_moves_bytes_and_a_view_does_not():
     seconds = {node.name: each.forward for node, each in found.items()}
     assert seconds["unsqueeze"] == seconds["expand"] == 0
     assert seconds["reshape"] == pytest.approx(2 * 4 * 16 * 4)
+
+
+def test_half_of_the_products_backward_are_for_weights():
+    """Of the first layer, whose input needs no gradient, the only one."""
+    found = Operations(small("mlp")).costs(FLOP, 16)
+    layers = [each for node, each in found.items() if "linear" in node.name]
+    product = 2 * 16 * 64 * 64
+    assert [each.weight for each in layers] == pytest.approx([product] * 6)
+    assert [each.backward for each in layers] == pytest.approx([product] + [2 * product] * 5)
+    others = [each for node, each in found.items() if "linear" not in node.name]
+    assert not any(each.weight for each in others)
+
+
+def test_an_embedding_has_gradients_of_weights_only():
+    found = Operations(small("bert")).costs(BYTES, 8)
+    table = next(each for node, each in found.items() if node.name == "embedding")
+    assert 0 < table.weight == table.backward

@@ -42,6 +42,15 @@ def test_a_step_is_that_of_the_clock():
     assert found.seconds == seconds(graph, downsets, limits, "1f1b")
 
 
+def test_what_was_received_is_held_by_every_microbatch_in_flight():
+    """Of 3 stages under GPipe 2 have received 4 bytes for each of 5 microbatches."""
+    cuts, limits = cuts_of(chain((3, 3, 3), nbytes=4.0)), Limits(3, 20.0, None, 5)
+    kept = limits._replace(keeps_received=True)
+    assert timed(cuts, kept, "gpipe", [1, 2, 3]) and timed(cuts, limits, "gpipe", [1, 2, 3])
+    assert not timed(cuts, kept._replace(memory=19.0), "gpipe", [1, 2, 3])
+    assert quickest(cuts, kept._replace(memory=19.0), ("gpipe",)).ends == (3,)
+
+
 def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
     monkeypatch.setattr(step_time, "MOST_PASSES", 64)
     found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))

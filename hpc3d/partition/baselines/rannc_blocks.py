@@ -150,7 +150,7 @@ class _Groups:
         and none in two others."""
         ahead = {self.of[t] for a in unit for v in self.made[a] for t in {*v.targets} - unit}
         behind = {self.of[v.source] for a in unit for v in self.read[a] if v.source not in unit}
-        return [min(side) for side in (ahead, behind) if len(side) == 1 and here not in side]
+        return [min(side) for side in (ahead, behind) if len(side) == 1]
 
     def _crossing(self, unit, group):
         """Bytes of the values of a unit that would cross if it were in a group."""

@@ -14,6 +14,7 @@ from hpc3d.partition.baselines.contenders import (
     gpipe_hybrid,
     layer_by_layer,
     pipedream,
+    rank_of,
     torchgpipe,
 )
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
@@ -92,6 +93,20 @@ def test_what_is_run_again_layer_by_layer_is_not_kept_at_once():
     assert not layer_by_layer(costs, choice, 111.0).fits
     kept = PipelineChoice((StageChoice(8),))
     assert layer_by_layer(costs, kept, 1e9) == evaluated(costs, kept, 1e9)
+
+
+def test_every_microbatch_in_flight_keeps_what_layers_received():
+    """Of four layers and two rows: three inputs of a layer for each of two microbatches, and of
+    the second stage, which has one in flight, four; and what a layer saves."""
+    choice = PipelineChoice((StageChoice(4, 1, True), StageChoice(8, 1, True)), 4)
+    found = layer_by_layer(task().costs, choice, 1e9)
+    assert found.held == (4 * 6 + 2 * 3 * 2 + 2, 4 * 6 + 4 * 2 + 2)
+
+
+def test_what_fits_is_better_than_what_needs_less_memory():
+    found = data_parallel(task())
+    small = found.step._replace(fits=False, held=(0.0,))
+    assert rank_of(found) < rank_of(found._replace(step=small))
 
 
 def test_too_few_samples_make_no_arrangement():

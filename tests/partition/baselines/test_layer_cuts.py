@@ -27,6 +27,13 @@ def test_a_layer_is_what_stands_between_numbers():
     assert layer_runs(graph) == [LayerRun(*each) for each in runs]
 
 
+def test_a_function_is_of_the_layer_before_it():
+    graph = Graph(
+        [Atom((name,), 1.0, 1.0) for name in ("0/linear", "relu", "1/linear", "loss")], []
+    )
+    assert layer_runs(graph) == [LayerRun(2, True), LayerRun(4, True)]
+
+
 def runs(count):
     """An embedding, so many layers of two atoms, and a head."""
     layers = [LayerRun(2 * number + 3, True) for number in range(count)]

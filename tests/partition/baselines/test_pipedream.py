@@ -38,6 +38,12 @@ def test_a_slow_border_is_not_cut():
     assert found == (5.0, [AsynchronousStage(2, 2)])
 
 
+def test_what_crosses_goes_there_and_comes_back():
+    """2 x 7 / 2 s for what crosses, where replicas would take 30 s for the sum."""
+    found = asynchronous(costs([5.0, 5.0], [0.0, 30.0], [7.0, 0.0]), (WorkerLevel(2, 2.0),))
+    assert found == (7.0, [AsynchronousStage(1, 1), AsynchronousStage(2, 1)])
+
+
 def compositions(total, parts):
     return [each for each in product(range(1, total + 1), repeat=parts) if sum(each) == total]
 

@@ -42,6 +42,17 @@ def test_the_widest_value_is_merged_first():
     assert [1, 2] in found
 
 
+def test_of_many_groups_the_heaviest_neighbour_is_merged_first():
+    """Atom 0 reads nothing and is read by 1 and 2; pairs of the others are merged as well.  Later
+    nothing is, since nothing fits."""
+    loads = [0.5, 1.2, 1.0, *(201 * [0.6, 1.4])]
+    values = [Value(0, (1,), 0.0), Value(0, (2,), 0.0)]
+    values += [Value(n, (n + 1,), 0.0) for n in range(3, len(loads), 2)]
+    graph = Graph([Atom((n,), load, 0.0, 1.0) for n, load in enumerate(loads)], values)
+    found = blocks(graph, 1.5, 1.0)
+    assert [0, 1] in found and [2] in found
+
+
 def test_groups_that_do_not_fit_stay_apart():
     """Of 6 bytes each, one, two or four atoms."""
     graph = chain([1.0, 5.0] * 6)

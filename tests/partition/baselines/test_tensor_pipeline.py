@@ -51,6 +51,14 @@ def test_a_pipeline_has_equally_many_layers():
     assert not megatron(task(80_000, "mlp")).step.fits
 
 
+def test_only_a_pipeline_has_microbatches():
+    """What layers receive of 1024 samples has no room, of some of them it has."""
+    large = Task.of(operations("mlp"), QUIET, 1024, 1, 800_000)
+    assert not megatron(large).step.fits
+    found = megatron_pipeline(large)
+    assert found.step.fits and found.choice.microbatches > 1
+
+
 def test_models_without_pairs_of_linear_layers_are_left_alone():
     assert megatron(task(name="resnet")).choice is None
 

@@ -81,6 +81,17 @@ def test_products_are_shared():
         assert total(part, name) == pytest.approx(shared + times * dense, rel=1e-9)
 
 
+def test_columns_share_n_and_rows_share_k():
+    """Products (batch, m, n, k) of [2, 64] and [64, 64], and backward for input and weight."""
+    found = SplitOperations(Operations(small("mlp")), 2)
+    works = {node.name: kind[0] for node, kind in found.kinds.items()}
+    assert works["linear_2"].forward.products == ((1, 2, 32, 64),)
+    assert works["linear_2"].backward.products == ((1, 2, 64, 32), (1, 64, 32, 2))
+    assert works["linear_1"].forward.products == ((1, 2, 64, 32),)
+    assert works["linear_1"].backward.products == ((1, 2, 32, 64), (1, 32, 64, 2))
+    assert works["linear"].backward.products == ((1, 64, 32, 2),)
+
+
 def test_a_rank_holds_its_part_of_weights():
     """Of a perceptron by columns and rows in turn, half but for the biases of rows."""
     operations = Operations(small("mlp"))

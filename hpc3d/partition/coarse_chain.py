@@ -1,0 +1,68 @@
+"""A chain that is cut at some places only, as coarse as a search over all stages needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from hpc3d.partition.evaluation import ModelCosts
+from hpc3d.partition.stages import Wire
+
+_SHORT, _LONG = 1e-6, 64e6  # bytes of messages that show latency and bandwidth
+
+
+def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
+    """Where the chain is cut, 0 and its end among them: `blocks` of little time and memory between
+    borders that little crosses.
+
+    From all atoms on, the two neighbours are joined whose share of time or memory is smallest,
+    less what their border takes.
+    """
+    chain = costs.chain(costs.rows(1, 2 * ranks))
+    seconds = chain.forward + chain.backward
+    wire = border_of(costs, ranks)
+    border = 2 * np.array([wire.seconds(nbytes) for nbytes in chain.crossing]) / seconds[-1]
+    fixed = np.array([float(chain.fixed(0, end)) for end in range(chain.count)])
+    shares = np.stack([seconds / seconds[-1], fixed / max(1.0, fixed[-1])])
+    places = np.arange(chain.count)
+    while len(places) > blocks + 1:
+        joined = (shares[:, places[2:]] - shares[:, places[:-2]]).max(0) - border[places[1:-1]]
+        places = np.delete(places, 1 + joined.argmin())
+    return places
+
+
+def border_of(costs: ModelCosts, ranks: int) -> Wire:
+    """The Wire of a border, between nodes as soon as there are several."""
+    last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
+    return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
+
+
+def sums_of(costs: ModelCosts, replicas: int) -> Wire:
+    """The Wire of sums of gradients."""
+    return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
+
+
+def _wire(seconds: Callable[[float], float]) -> Wire:
+    short, long = seconds(_SHORT), seconds(_LONG)
+    return Wire(short, _LONG / (long - short) if long > short else inf)
+
+
+class Ranges:
+    """By two places: what a stage of all atoms between them does and holds for some rows."""
+
+    def __init__(self, costs: ModelCosts, rows: int, places: np.ndarray) -> None:
+        chain = costs.chain(rows)
+        self.forward, self.backward, self.weight, self.saved = (
+            each[places][None] - each[places][:, None]
+            for each in (chain.forward, chain.backward, chain.weight, chain.saved)
+        )
+        self.fixed = np.array([chain.fixed(place, places) for place in places])
+        self.trained = np.array([chain.trained(place, places) for place in places])
+        self.crossing = chain.crossing[places]
+        blocks = [chain.working[a:b].max() for a, b in pairwise(places)]
+        self.working = np.zeros_like(self.fixed)
+        for first in range(len(blocks)):
+            self.working[first, first + 1 :] = np.maximum.accumulate(blocks[first:])

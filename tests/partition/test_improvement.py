@@ -1,0 +1,65 @@
+"""Arrangements that are changed in one thing at a time."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from hpc3d.partition.atom_graph import Atom, Graph, Value
+from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
+from hpc3d.partition.improvement import improved, moved, next_best
+from hpc3d.partition.joint_search import Allowed
+from tests.partition.arrangements import MACHINE, line
+
+COSTS = line([1.0] * 12, [0.0] * 11)
+POOR = PipelineChoice((StageChoice(3), StageChoice(4), StageChoice(12)), 4)
+ANY = Allowed(4, 1e9, (4,), ("1f1b",))
+
+
+def test_a_poor_arrangement_is_improved_until_nothing_helps():
+    """Of 12 s for a row in 3 stages, one of them on two ranks."""
+    choice, step = improved(COSTS, POOR, ANY, np.arange(0))
+    assert sorted(choice.replicas) == [1, 1, 2] and choice.ranks == 4
+    assert step == evaluated(COSTS, choice, 1e9) and step.seconds < 0.6 * 2 * 9 * 3 * 4
+    for border in range(2):
+        assert next_best(COSTS, choice, step, border, 1e9)[1] >= step.seconds
+
+
+def test_recomputation_goes_where_there_is_room():
+    again = PipelineChoice((StageChoice(6, 2, True), StageChoice(12, 2, True)), 4)
+    choice, _ = improved(COSTS, again, ANY, np.arange(0))
+    assert not any(stage.recompute for stage in choice.stages)
+    kept, _ = improved(COSTS, again, ANY._replace(recompute=(True,)), np.arange(0))
+    assert all(stage.recompute for stage in kept.stages)
+
+
+def test_replicas_that_were_asked_for_stay():
+    choice, _ = improved(COSTS, POOR, ANY._replace(replicas=(1, 1, 1)), np.arange(0))
+    assert choice.replicas == (1, 1, 1)
+    assert [stage.end for stage in choice.stages] == [4, 8, 12]
+
+
+def test_a_border_moves_near_and_to_places_that_are_given():
+    long = line([1.0] * 100, [0.0] * 99)
+    choice = PipelineChoice((StageChoice(50), StageChoice(100)), 4)
+    ends = {each.stages[0].end for each in moved(long, choice, 0, np.array([0, 10, 50, 90, 100]))}
+    assert ends == {10, 90, *range(44, 57)} - {50}
+
+
+@pytest.mark.parametrize(
+    ("memory", "end", "instead", "tight"), [(1e9, 3, 4, False), (9.0, 2, None, True)]
+)
+def test_a_shorter_step_that_has_no_room_is_told(memory, end, instead, tight):
+    """Of two rows the first of two stages saves 4 bytes an atom, the other 2."""
+
+    def graph(rows):
+        atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, saved=1.0 * rows) for n in range(6)]
+        return Graph(atoms, [Value(n, (n + 1,), 0.0) for n in range(5)])
+
+    costs = ModelCosts(graph, MACHINE, 8)
+    choice = PipelineChoice((StageChoice(end), StageChoice(6)), 4)
+    step = evaluated(costs, choice, memory)
+    other, seconds, found = next_best(costs, choice, step, 0, memory)
+    assert step.fits and found == tight
+    assert (other and other.stages[0].end, seconds is None) == (instead, instead is None)
