@@ -100,12 +100,15 @@ class _StageKind(NamedTuple):
 
 
 class JointSearch:
-    """The search of arrangements of a model over some places of its chain."""
+    """The search of arrangements of a model over some `places` of its chain (None: those between
+    blocks of it)."""
 
-    def __init__(self, costs: ModelCosts, allowed: Allowed) -> None:
+    def __init__(
+        self, costs: ModelCosts, allowed: Allowed, places: np.ndarray | None = None
+    ) -> None:
         self.costs, self.allowed = costs, allowed
         blocks = max(_BLOCKS, len(allowed.replicas or ()))
-        self.places = places_of(costs, allowed.ranks, blocks)
+        self.places = places_of(costs, allowed.ranks, blocks) if places is None else places
         self.border = border_of(costs, allowed.ranks)
         self.ranges: dict[int, Ranges] = {}
         self.balance: dict[int, dict[int, _StageKind]] = {}
