@@ -110,6 +110,7 @@ def _parser():
         metavar="PLAN.json",
         help="write the plan of a module, to run it",
     )
+    add("--draw", type=Path, metavar="FILE.svg", help="draw the graph of a module and its cuts")
     add("--json", action="store_true", help=JSON)
     return parser
 
@@ -143,8 +144,8 @@ def _of_file(options):
     from hpc3d.partition.planner import planned
     from hpc3d.partition.stages import Limits
 
-    if any(getattr(options, name) is not None for name in (*_OF_MODULES, "output")):
-        names = ", ".join(f"--{name}" for name in (*_OF_MODULES, "output"))
+    if any(getattr(options, name) is not None for name in (*_OF_MODULES, "output", "draw")):
+        names = ", ".join(f"--{name}" for name in (*_OF_MODULES, "output", "draw"))
         raise ValueError(f"{names} are for a module, not for a graph")
     if options.schedule not in (None, "1f1b", "gpipe"):
         raise ValueError(f"--schedule {options.schedule} is for a module; use 1f1b or gpipe")
@@ -171,6 +172,11 @@ def _of_module(options):
     asked = {name: value for name, value in given.items() if value is not None}
     plan = planned_module(captured, machine, Wanted(**asked))
     _show_module(plan, options.ranks)
+    if options.draw:
+        from hpc3d.partition.arc_diagram import arc_diagram
+
+        with replacing(options.draw) as temporary:
+            temporary.write_text(arc_diagram(plan.costs.graph(1), plan.choice), "utf-8")
     if options.output:
         from hpc3d.partition.plan_file import saved
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-load_file = pytest.importorskip("safetensors.torch").load_file
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file
 
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_export import export

@@ -1,0 +1,73 @@
+"""A planned module as a picture: its atoms on a line, the values between them as arcs, and the
+borders of the stages across."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log2
+from xml.sax.saxutils import escape
+
+from hpc3d.partition.atom_graph import Graph
+from hpc3d.partition.evaluation import PipelineChoice
+
+_STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: from atom to atom, around, and for names below
+_MOST = 300  # atoms that can be told apart
+_COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
+
+
+def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
+    """SVG of a Graph whose chain of atoms is cut as `choice` says; an arc is as wide as the
+    logarithm of its bytes.  ValueError for more atoms than a page has room for."""
+    if len(graph) > _MOST:
+        raise ValueError(f"--draw: {len(graph)} atoms are too many for a picture: {_MOST} at most")
+    far = max((max(value.targets) - value.source for value in graph.values), default=1)
+    base = _MARGIN + 20 + far * _STEP / 2
+    width, height = 2 * _MARGIN + len(graph) * _STEP, base + _LABELS
+    lines = [
+        *_borders(choice, base),
+        *(arc for value in graph.values for arc in _arcs(value, base)),
+        *_atoms(graph, choice, base),
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}"'
+    style = 'font-family="sans-serif" font-size="10"'
+    ground = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([f"{head} {style}>", ground, *lines, "</svg>", ""])
+
+
+def _x(place):
+    return _MARGIN + (place + 0.5) * _STEP
+
+
+def _borders(choice: PipelineChoice, base: float) -> Iterator[str]:
+    """A dashed line after every part, and above it what the part is."""
+    before = 0
+    for part, stage in enumerate(choice.stages):
+        right, middle = _x(stage.end - 0.5), (_x(before) + _x(stage.end - 1)) / 2
+        ranks = f"{stage.replicas} rank{'s' * (stage.replicas > 1)}"
+        again = ", again" if stage.recompute else ""
+        text = f"stage {part % choice.width}: {ranks}{again}"
+        yield f'<text x="{middle:.0f}" y="20" text-anchor="middle">{text}</text>'
+        if stage is not choice.stages[-1]:
+            ends = f'x1="{right:.0f}" x2="{right:.0f}" y1="28" y2="{base + 16:.0f}"'
+            yield f'<line {ends} stroke="black" stroke-dasharray="4 3"/>'
+        before = stage.end
+
+
+def _arcs(value, base):
+    for target in value.targets if value.nbytes else ():
+        left, right = _x(value.source), _x(target)
+        radius = (right - left) / 2
+        path = f"M {left:.0f} {base:.0f} A {radius:.0f} {radius:.0f} 0 0 1 {right:.0f} {base:.0f}"
+        wide = max(0.5, log2(1 + value.nbytes) / 8)
+        yield f'<path d="{path}" fill="none" stroke="#9aa5b1" stroke-width="{wide:.1f}"/>'
+
+
+def _atoms(graph: Graph, choice: PipelineChoice, base: float) -> Iterator[str]:
+    ends = [stage.end for stage in choice.stages]
+    for place, atom in enumerate(graph.atoms):
+        part = sum(end <= place for end in ends)
+        colour, x = _COLOURS[part % choice.width % len(_COLOURS)], _x(place)
+        yield f'<circle cx="{x:.0f}" cy="{base:.0f}" r="5" fill="{colour}"/>'
+        name, below = escape(str(atom.ids[-1])[-28:]), base + 14
+        turn = f'transform="rotate(60 {x:.0f} {below:.0f})"'
+        yield f'<text x="{x:.0f}" y="{below:.0f}" {turn}>{name}</text>'
