@@ -22,7 +22,7 @@ def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
         raise ValueError(f"--draw: {len(graph)} atoms are too many for a picture: {_MOST} at most")
     far = max((max(value.targets) - value.source for value in graph.values), default=1)
     base = _MARGIN + 20 + far * _STEP / 2
-    width, height = 2 * _MARGIN + len(graph) * _STEP, base + _LABELS
+    width, height = 3 * _MARGIN + len(graph) * _STEP, base + _LABELS
     lines = [
         *_borders(choice, base),
         *(arc for value in graph.values for arc in _arcs(value, base)),
