@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,8 @@ def timeline(
     columns = _times(trace, calls, step, rows) | {"kind": _kinds(trace, rows)}
     columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
+    if prod(size for _, size in axes) != trace.attrs["world_size"]:
+        axes = []  # stages have different numbers of replicas: a rank goes by its number
     axes, names = plain_in((axes, names))
     return Timeline(step, shown, trace.attrs["world_size"], axes, columns, names, path)
 
