@@ -50,7 +50,9 @@ class ModuleTrainer(Trainer):
         rows = rows_of(
             config.train.batch, config.parallel.microbatches, mesh.size(DATA), mesh.coord(DATA)
         )
-        feed = partial(_loader, captured=model.captured, rows=rows)
+        here = model.programs[stage :: len(model.replicas)]
+        read = {node for program in here for node in program.inputs}
+        feed = partial(_loader, captured=model.captured, rows=rows, read=read)
         super().__init__(mesh, config, 0, batches, program, clock, feed)
         self.tokens = config.train.batch
         self.torch_weights.bind()
@@ -106,5 +108,5 @@ class ModuleTrainer(Trainer):
         super().update()
 
 
-def _loader(mesh, config, batches, program, captured, rows):
-    return SampleLoader(mesh, captured, batches, rows, config.train.batch)
+def _loader(mesh, config, batches, program, captured, rows, read):
+    return SampleLoader(mesh, captured, batches, rows, config.train.batch, read)

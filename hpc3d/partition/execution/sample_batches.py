@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class SampleLoader:
     """Batches, made on rank 0 (elsewhere `batches` = None), broadcast and cut.
 
     `batches(step)` gives the inputs of the model for a training step, flat, all tensors that carry
-    the batch with the same number of samples.
+    the batch with the same number of `samples`.  Of those that this rank reads it keeps its rows.
     """
 
     asynchronous = False
@@ -75,26 +75,28 @@ class SampleLoader:
         batches: Callable[[int], list[Any]] | None,
         rows: Iterable[range],
         samples: int,
+        read: Collection[fx.Node],
     ) -> None:
         self.mesh, self.captured, self.batches, self.rows = mesh, captured, batches, [*rows]
-        self.samples = samples
+        self.samples, self.read = samples, read
         self.valid: dict[int, int] = {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
         """number -> SampleRows of the microbatches of step `number`, of the mean loss times
         `factor`."""
-        self.valid, inputs = {number: self.samples}, self.batch(number)
+        self.valid, nodes = {number: self.samples}, self.captured.inputs
+        given = self.batches(number) if self.batches else [None] * len(nodes)
+        kept: list[dict[fx.Node, Any]] = [{} for _ in self.rows]
+        for node, value in zip(nodes, given, strict=True):
+            whole = self._told(node, value)
+            for rows, inputs in zip(self.rows, kept, strict=True):
+                if node in self.read:
+                    inputs[node] = _rows(node, whole, rows)
         scale = factor / self.samples
         return {
-            place: SampleRows(number, rows.start, len(rows), _cut(inputs, rows), scale)
-            for place, rows in enumerate(self.rows)
+            place: SampleRows(number, rows.start, len(rows), inputs, scale)
+            for place, (rows, inputs) in enumerate(zip(self.rows, kept, strict=True))
         }
-
-    def batch(self, step: int) -> dict[fx.Node, Any]:
-        """The inputs of a whole batch by node, in memory of this rank's own."""
-        nodes = self.captured.inputs
-        given = self.batches(step) if self.batches else [None] * len(nodes)
-        return {node: self._told(node, value) for node, value in zip(nodes, given, strict=True)}
 
     def _told(self, node, value):
         """An input as rank 0 has it."""
@@ -113,9 +115,6 @@ def shared_by_root(world: Communicator, tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(told)).view(tensor.dtype).view(tensor.shape)
 
 
-def _cut(inputs, rows):
-    """The inputs for some samples."""
-    return {
-        node: value[rows.start : rows.stop] if carries_batch(node) else value
-        for node, value in inputs.items()
-    }
+def _rows(node, whole, rows):
+    """An input for some samples, in memory of its own."""
+    return whole[rows.start : rows.stop].clone() if carries_batch(node) else whole

@@ -58,7 +58,9 @@ def test_a_microbatch_has_its_rows_and_its_share_of_the_mean():
     def rank(mesh):
         batches = (lambda step: [each + step for each in inputs]) if mesh.rank == 0 else None
         rows = rows_of(12, 2, 2, mesh.rank)
-        return SampleLoader(mesh, captured, batches, rows, 12).fetch(5, factor=3.0)
+        return SampleLoader(mesh, captured, batches, rows, 12, captured.inputs).fetch(
+            5, factor=3.0
+        )
 
     first, second = run({"d": 2}, rank)
     for micros, starts in ((first, (0, 6)), (second, (3, 9))):

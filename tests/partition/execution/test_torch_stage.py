@@ -41,7 +41,9 @@ def stages(name, count, recompute=False):
         for program, end in zip(model.programs, loss, strict=True)
     ]
     flat = flat_inputs(captured, inputs)
-    loader = SampleLoader(mesh, captured, lambda step: flat, rows_of(12, 2, 1, 0), 12)
+    loader = SampleLoader(
+        mesh, captured, lambda step: flat, rows_of(12, 2, 1, 0), 12, captured.inputs
+    )
     return made, weights, loader.fetch(0)[1]
 
 
