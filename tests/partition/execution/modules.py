@@ -89,11 +89,17 @@ def with_data(name, seed=0):
 @cache
 def prepared(name):
     """(module, inputs, Captured) of `MODULE:FACTORY` in float64, none of which may be changed."""
+    module, inputs = exact(name)
+    return module, inputs, capture(module, inputs)
+
+
+def exact(name):
+    """A module in float64 that drops nothing unless its name says so, and its inputs."""
     module, inputs = with_data(name)
     for part in module.modules():
         if isinstance(getattr(part, "dropout", None), float) and not name.endswith("dropping"):
             part.dropout = 0.0
-    return module, inputs, capture(module, inputs)
+    return module, inputs
 
 
 def dropping():
