@@ -6,6 +6,8 @@ python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwi
 python -m hpc3d.partition compare MODULE:FACTORY --ranks N
 python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.json
 mpirun -np N python -m hpc3d.partition run PLAN.json
+python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.py
+torchrun --nproc-per-node N PLAN.py
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
@@ -107,8 +109,8 @@ def _parser():
         "-o",
         "--output",
         type=Path,
-        metavar="PLAN.json",
-        help="write the plan of a module, to run it",
+        metavar="PLAN.json|PLAN.py",
+        help="write the plan of a module: to run it, or as a file that torchrun runs",
     )
     add("--draw", type=Path, metavar="FILE.svg", help="draw the graph of a module and its cuts")
     add("--json", action="store_true", help=JSON)
@@ -181,10 +183,21 @@ def _of_module(options):
         from hpc3d.partition.plan_file import saved
 
         name = str(options.machine or "h100")
-        with replacing(options.output) as temporary:
-            temporary.write_text(saved(plan, captured, options.model, name).text(), "utf-8")
-        print(f"\nmpirun -np {plan.choice.ranks} python -m hpc3d.partition run {options.output}")
+        _write(options.output, saved(plan, captured, options.model, name), captured)
     return _module_as_json(plan)
+
+
+def _write(path, plan, captured):
+    """Write a plan, and print the command that runs it."""
+    if path.suffix == ".py":
+        from hpc3d.partition.execution.torchrun_file import torchrun_file
+
+        text, command = torchrun_file(plan, captured), f"torchrun --nproc-per-node {plan.ranks}"
+    else:
+        text, command = plan.text(), f"mpirun -np {plan.ranks} python -m hpc3d.partition run"
+    with replacing(path) as temporary:
+        temporary.write_text(text, "utf-8")
+    print(f"\n{command} {path}")
 
 
 def _show(plan, limits):

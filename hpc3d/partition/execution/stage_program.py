@@ -54,15 +54,18 @@ def size_of(size: torch.SymInt | int, batch: int) -> int:
     return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
 
 
-def stage_programs(captured: Captured, parts: Sequence[Sequence[int]]) -> list[StageProgram]:
+def stage_programs(
+    captured: Captured, parts: Sequence[Sequence[int]], redraw: bool = True
+) -> list[StageProgram]:
     """The programs of a model whose pieces are shared out to `parts`, in the order of the
-    pipeline.
+    pipeline; without `redraw` their random operations stay torch's own, which no Draw decides.
 
     ValueError if a value would have to flow backward, and for random operations that have no rule.
     """
     place = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, place))
-    return [_program(captured, part, crossing, number) for number, part in enumerate(parts)]
+    emitters = (_emitter(captured, part, crossing, number) for number, part in enumerate(parts))
+    return [emitter.emitted(redraw) for emitter in emitters]
 
 
 def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
@@ -80,8 +83,8 @@ def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _program(captured, part, crossing, number):
-    """The StageProgram of part `number`."""
+def _emitter(captured, part, crossing, number):
+    """The _Emitter of part `number`."""
     received = [node for node, (first, last) in crossing.items() if first < number <= last]
     sent = [node for node, (first, last) in crossing.items() if first <= number < last]
     wanted = set()
@@ -89,14 +92,14 @@ def _program(captured, part, crossing, number):
         wanted |= {*piece.nodes, *piece.copies}
     order = [node for node in captured.program.graph.nodes if node in wanted]
     outputs = [node for node in outputs_of(captured) if node in wanted]
-    return _Emitter(captured, received, order).emitted(sent, outputs)
+    return _Emitter(captured, order, received, sent, outputs)
 
 
 class _Emitter:
     """Copies operations into a graph of their own, with placeholders for all that they need."""
 
-    def __init__(self, captured, received, order):
-        self.order, self.captured = order, captured
+    def __init__(self, captured, order, received, sent, outputs):
+        self.order, self.captured, self.sent, self.outputs = order, captured, sent, outputs
         self.sizes = [node for node in order if _is_size(node)]
         needed = dict.fromkeys(source for node in order for source in node.all_input_nodes)
         self.inputs = [node for node in captured.inputs if node in needed]
@@ -105,21 +108,22 @@ class _Emitter:
         self.received = received
         self.graph, self.copies = fx.Graph(), {}
 
-    def emitted(self, sent, outputs):
+    def emitted(self, redraw):
         draw = self.graph.placeholder("draw")
         for node in (*self.sizes, *self.received, *self.inputs, *self.weights):
             self.copies[node] = self.graph.placeholder(node.name)
         for node in self.order:
             if node not in self.copies:
                 self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
-                make_reproducible(self.copies[node], node, draw)
-        self.graph.output(tuple(self.copies[node] for node in (*sent, *outputs)))
+                if redraw:
+                    make_reproducible(self.copies[node], node, draw)
+        self.graph.output(tuple(self.copies[node] for node in (*self.sent, *self.outputs)))
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         sizes = tuple(node.meta["val"] for node in self.sizes)
         targets = {each for node in self.order for each in written_by(node)}
         written = [self.captured.weights[node] for node in self.weights if node in targets]
-        ends = map(tuple, (self.received, self.inputs, self.names, sent, outputs, written))
-        return StageProgram(module, sizes, *ends)
+        ends = self.received, self.inputs, self.names, self.sent, self.outputs, written
+        return StageProgram(module, sizes, *map(tuple, ends))
 
 
 def _is_size(node):

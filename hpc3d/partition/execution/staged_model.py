@@ -50,8 +50,9 @@ def staged_model(
     parts: Sequence[Sequence[int]],
     replicas: Sequence[int],
     recompute: Sequence[bool],
+    redraw: bool = True,
 ) -> StagedModel:
-    """The StagedModel of a plan.
+    """The StagedModel of a plan; without `redraw` random operations stay torch's own.
 
     ValueError for a model that cannot be trained: without a loss, with several types of
     parameters, or with random operations that have no rule.
@@ -59,7 +60,7 @@ def staged_model(
     if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
         found = ", ".join(sorted(types)) or "none"
         raise ValueError(f"parameters of one type are trained, float32 or float64; found: {found}")
-    programs = stage_programs(captured, parts)
+    programs = stage_programs(captured, parts, redraw)
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)
     if loss not in with_gradient:

@@ -89,13 +89,19 @@ def with_data(name, seed=0):
 @cache
 def prepared(name):
     """(module, inputs, Captured) of `MODULE:FACTORY` in float64, none of which may be changed."""
+    module, inputs = exact(name)
+    return module, inputs, capture(module, inputs)
+
+
+def exact(name):
+    """A module in float64 that drops nothing unless its name says so, and its inputs."""
     module, inputs = with_data(name)
     for part in () if "dropping" in name else module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         elif isinstance(getattr(part, "dropout", None), float):
             part.dropout = 0.0
-    return module, inputs, capture(module, inputs)
+    return module, inputs
 
 
 def dropping():

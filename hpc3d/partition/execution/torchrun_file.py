@@ -1,0 +1,340 @@
+"""A plan as a Python file for torch's own runtime: what `hpc3d.partition -o PLAN.py` writes.
+
+The file has the operations of each part as source, and trains them as the stages of
+torch.distributed.pipelining under torchrun; of hpc3d it needs nothing.
+
+    hpc3d.partition.execution.torchrun_loop    as it is, without its docstring
+    class Part0(ModelPart): ...                a part: def forward(self, received ..., inputs)
+    def border_1(rows): ...                    what it receives, by the samples of a microbatch
+    CUT = CutModel(...)                        and main(CUT)
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from hpc3d.config.rules import refuse
+from hpc3d.partition.capture import Captured, carries_batch
+from hpc3d.partition.execution import torchrun_loop
+from hpc3d.partition.execution.stage_program import StageProgram
+from hpc3d.partition.execution.staged_model import StagedModel, staged_model
+from hpc3d.partition.execution.torch_weights import state_of
+from hpc3d.partition.plan_file import SavedPlan
+
+_SCHEDULES = {
+    "none": "ScheduleGPipe",
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+_MOST_NUMBERS = 10_000  # of a constant that is written out
+_KNOWN = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}  # to fx
+
+
+def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
+    """The file of a plan of a captured model.
+
+    ValueError for what torch.distributed.pipelining does not have: another number of replicas for
+    a stage, moments shared by replicas, microbatches that differ, other schedules.
+    """
+    refuse([*_wrong(plan)])
+    pieces = plan.pieces(captured)
+    model = staged_model(captured, pieces, plan.replicas, plan.recompute, redraw=False)
+    own = [*_parts(plan, model), *_borders(model), _make(plan.model), _named(model)]
+    own += [_cut(plan, model), 'if __name__ == "__main__":\n    main(CUT)']
+    numbers = {*re.findall(r"\b(?:inf|nan)\b", "\n".join(own))}
+    imports = [f"from math import {', '.join(sorted(numbers))}"] if numbers else []
+    texts = [_head(plan), _loop(), *imports, *own]
+    return "\n\n\n".join(text.strip("\n") for text in texts) + "\n"
+
+
+def _wrong(plan: SavedPlan) -> Iterator[str]:
+    """What of a plan cannot be written: a line for each."""
+    stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
+    here = "torch.distributed.pipelining"
+    if plan.schedule not in _SCHEDULES:
+        yield f"schedule {plan.schedule} is not written for {here}; use 1f1b, gpipe or interleaved"
+    if len({*plan.replicas}) > 1:
+        counts = " ".join(map(str, plan.replicas))
+        yield f"replicas {counts}: {here} has as many for every stage; use --replicas {replicas}"
+    if plan.zero and replicas > 1:
+        yield f"zero = {plan.zero}: {here} has whole moments on every replica; use --zero 0"
+    if plan.batch % (micros * replicas):
+        yield (
+            f"{plan.batch} samples do not divide into {micros} microbatches of {replicas} "
+            f"replicas, as they must for {here}; use --batch, --microbatches or --replicas"
+        )
+    if plan.schedule == "1f1b" and micros < stages:
+        yield (
+            f"{micros} microbatches are too few for Schedule1F1B of {here} on {stages} stages; "
+            f"use --microbatches {stages} or --schedule gpipe"
+        )
+    if plan.schedule == "interleaved" and micros % max(1, micros // stages):
+        yield (
+            f"{micros} microbatches do not divide into {micros // stages} equal groups, as they "
+            f"must for ScheduleInterleaved1F1B of {here}; use --microbatches {stages}"
+        )
+
+
+def _head(plan):
+    stages, replicas = len(plan.replicas), plan.replicas[0]
+    counts = f"{stages} stages, {replicas} replicas of each, {plan.microbatches} microbatches"
+    place, _, _ = plan.model.partition(":")
+    return f'''\
+"""{plan.model} on {plan.ranks} processes: {counts}, schedule {plan.schedule}.
+
+    torchrun --nproc-per-node {plan.ranks} THIS_FILE --steps 10
+
+Written by python -m hpc3d.partition -o with torch {torch.__version__}, for steps of
+{plan.batch} samples.  It needs torch, and {place} for the first weights
+and the inputs: every process makes the whole model once.  Dropout draws from torch's generator.
+"""'''
+
+
+def _loop():
+    """The source of torchrun_loop without its docstring."""
+    source = inspect.getsource(torchrun_loop)
+    docstring = ast.parse(source).body[0]
+    return "".join(source.splitlines(keepends=True)[docstring.end_lineno :])
+
+
+def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
+    """The classes of the parts."""
+    last = len(model.programs) - 1
+    for number, program in enumerate(model.programs):
+        names, nodes = plan.parts[number], program.module.graph.nodes
+        count = sum(node.op == "call_function" for node in nodes)
+        output = model.loss if number == last else None
+        forward = _PartSource(program, output).text()
+        yield f'''\
+class Part{number}(ModelPart):
+    """From {names[0]} to {names[-1]}: {count} operations."""
+
+    reads_weights = {_tuple_of(program.weights)}
+    writes_buffers = {_tuple_of(program.written)}
+
+{forward}'''
+
+
+def _tuple_of(names):
+    """The source of a tuple of texts, one a line where there are several."""
+    if len(names) < 2:
+        return repr(tuple(names))
+    return "(\n" + "".join(f"        {name!r},\n" for name in names) + "    )"
+
+
+class _PartSource:
+    """Turns the graph of a part into the source of a method: weights are attributes of the part,
+    sizes and the device are those of a tensor that carries the batch."""
+
+    def __init__(self, program: StageProgram, loss: fx.Node | None) -> None:
+        self.program, self.loss, self.graph = program, loss, program.module.graph
+        given = [node for node in self.graph.nodes if node.op == "placeholder"]
+        _, *given = given
+        counts = len(program.sizes), len(program.received), len(program.inputs)
+        ends = [sum(counts[: number + 1]) for number in range(3)]
+        self.sizes, self.received = given[: ends[0]], given[ends[0] : ends[1]]
+        self.inputs, self.weights = given[ends[1] : ends[2]], given[ends[2] :]
+        self.graph.owning_module = None
+
+    def text(self) -> str:
+        """The method, indented."""
+        rows, where, inputs = map(self._named, ("rows", "device", "inputs"))
+        self._place_weights()
+        self._place_device(where)
+        sizes, tensor = [*self._sizes_found(rows)], None
+        if sizes or where.users:
+            tensor, times = self._with_batch()
+        arguments = ", ".join(["self", *(node.name for node in self.received), f"{inputs}=None"])
+        head = [f"def forward({arguments}):", *self._inputs_read(inputs, tensor)]
+        if sizes:
+            head.append(f"{rows} = {tensor}.shape[0]" + (f" // {times}" if times > 1 else ""))
+        if where.users:
+            head.append(f"{where} = {tensor}.device")
+        self.graph.set_codegen(_Method("\n    ".join(head + sizes), self._result()))
+        code = self.graph.python_code("self")
+        if unknown := code.globals.keys() - _KNOWN:
+            raise ValueError(f"the source of {', '.join(sorted(unknown))} cannot be written")
+        return "".join(f"    {line}\n" for line in code.src.strip().splitlines())
+
+    def _named(self, name):
+        """A placeholder of that name, or one like it if others have it."""
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            node = self.graph.placeholder(name)
+        node.target = node.name
+        return node
+
+    def _place_weights(self):
+        for node, name in zip(self.weights, self.program.weights, strict=True):
+            if node.users:
+                order = {each: number for number, each in enumerate(self.graph.nodes)}
+                with self.graph.inserting_before(min(node.users, key=order.get)):
+                    node.replace_all_uses_with(self.graph.get_attr(name))
+
+    def _place_device(self, where):
+        for node in self.graph.nodes:
+            node.args, node.kwargs = (
+                fx.node.map_aggregate(
+                    given, lambda each: where if isinstance(each, torch.device) else each
+                )
+                for given in (node.args, node.kwargs)
+            )
+
+    def _inputs_read(self, inputs, also):
+        """Lines that find those inputs which are used, or looked at for their size."""
+        for node, original in zip(self.inputs, self.program.inputs, strict=True):
+            if node.users or node is also:
+                row = "" if carries_batch(original) else "[0]"
+                yield f'{node} = {inputs}["{original.name}"]{row}'
+
+    def _sizes_found(self, rows):
+        """Lines that set the sizes which are used."""
+        for node, size in zip(self.sizes, self.program.sizes, strict=True):
+            if node.users:
+                yield f"{node} = {_size(size, rows.name)}"
+
+    def _with_batch(self):
+        """A tensor whose dimension 0 is so many times the samples of a microbatch."""
+        program = self.program
+        given = zip(self.received + self.inputs, program.received + program.inputs, strict=True)
+        for node, original in given:
+            if carries_batch(original):
+                size = original.meta["val"].shape[0].node.expr
+                return node, int(size.subs(dict.fromkeys(size.free_symbols, 1)))
+        raise ValueError(f"a part reads no value that carries the batch: {self.program.weights}")
+
+    def _result(self):
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        made = output.args[0]
+        if self.loss is None:
+            sent = [f"{node}.contiguous()" for node in made[: len(self.program.sent)]]
+            return f"return ({', '.join(sent)}{',' if len(sent) == 1 else ''})"
+        return f"return {made[len(self.program.sent) + self.program.outputs.index(self.loss)]}"
+
+
+class _Method(CodeGen):
+    """Source with a head and a last statement of our own."""
+
+    def __init__(self, head, last):
+        super().__init__()
+        self.head, self.last = head, last
+
+    def gen_fn_def(self, free_vars, maybe_return_annotation, **how):
+        return self.head
+
+    def generate_output(self, output_args, **how):
+        return self.last
+
+
+def _size(size: torch.SymInt | int, rows: str) -> str:
+    """The source of a size that may depend on the samples, whose number is called `rows`."""
+    if isinstance(size, int):
+        return str(size)
+    text = PythonPrinter().doprint(size.node.expr)
+    for symbol in size.node.expr.free_symbols:
+        text = re.sub(rf"\b{symbol}\b", rows, text)
+    return text
+
+
+def _borders(model: StagedModel) -> Iterator[str]:
+    """Functions that tell what crosses each border."""
+    for number, program in enumerate(model.programs[1:], 1):
+        lines = "".join(
+            f"        crossing({_like(node.meta['val'])}, graded={node in model.graded}),\n"
+            for node in program.received
+        )
+        names = ", ".join(node.name for node in program.received)
+        yield (
+            f'def border_{number}(rows):\n    """To part {number}: {names}."""\n'
+            f"    return [\n{lines}    ]"
+        )
+
+
+def _like(value):
+    """Shape and type of a tensor, as arguments."""
+    shape = ", ".join(_size(size, "rows") for size in value.shape)
+    return f"[{shape}], {value.dtype}"
+
+
+def _make(model):
+    """The function that calls the user's factory."""
+    place, _, call = model.partition(":")
+    call = call.strip() if "(" in call else f"{call.strip()}()"
+    return f'''\
+def make():
+    """The model with its first weights, and the inputs of a step."""
+    import {place}
+
+    return {place}.{call}'''
+
+
+def _named(model: StagedModel) -> str:
+    """The function that finds the inputs that parts read in what the factory returns."""
+    captured = model.captured
+    spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
+    by_place, by_name = pytree.tree_unflatten([*range(count)], spec)
+    paths = dict(_paths(by_name or by_place, "inputs"))
+    needed = {node for program in model.programs for node in program.inputs}
+    lines = "".join(
+        f'        "{node.name}": {paths[number]},\n'
+        for number, node in enumerate(captured.inputs)
+        if node in needed
+    )
+    docstring = '"""By the names that parts read."""'
+    return f"def named(inputs):\n    {docstring}\n    return {{\n{lines}    }}"
+
+
+def _paths(values: Any, path: str) -> Iterator[tuple[int, str]]:
+    """(leaf, source of how to find it) of tuples, lists and dicts."""
+    if isinstance(values, int):
+        yield values, path
+        return
+    places = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in places:
+        yield from _paths(value, f"{path}[{key!r}]")
+
+
+def _cut(plan: SavedPlan, model: StagedModel) -> str:
+    needed = {node: None for program in model.programs for node in program.inputs}
+    undivided = [node.name for node in needed if not carries_batch(node)]
+    parts = range(len(model.programs))
+    return f"""\
+CUT = CutModel(
+    make=make,
+    named=named,
+    undivided={undivided},
+    parts=[{", ".join(f"Part{number}" for number in parts)}],
+    borders=[{", ".join(f"border_{number}" for number in parts[1:])}],
+    recompute={[*model.recompute]},
+    constants={{{", ".join(_constants(model))}}},
+    stages={len(plan.replicas)},
+    replicas={plan.replicas[0]},
+    microbatches={plan.microbatches},
+    schedule=dist.pipelining.{_SCHEDULES[plan.schedule]},
+)"""
+
+
+def _constants(model: StagedModel) -> Iterator[str]:
+    """The items of a dict of the tensors that the model makes itself; those that it has as
+    attributes have no data here."""
+    names = {name for program in model.programs for name in program.weights}
+    captured = model.captured
+    for name, value in state_of(captured).items():
+        made_here = name in names and name in captured.program.constants
+        if made_here and type(value) is torch.Tensor:
+            if value.numel() > _MOST_NUMBERS:
+                raise ValueError(
+                    f"{name}: a constant of {value.numel()} numbers is too long to be written; "
+                    "make it a buffer of the model"
+                )
+            yield f"{name!r}: torch.tensor({value.tolist()}, dtype={value.dtype})"

@@ -1,0 +1,306 @@
+"""How the parts of a model train as stages of torch.distributed.pipelining: the beginning of every
+file that hpc3d.partition.execution.torchrun_file writes.
+
+It is copied there as it is, and imports nothing of hpc3d.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+
+class ModelPart(nn.Module):
+    """A part of the model; `reads_weights` are their names there, and it changes the buffers
+    `writes_buffers`.
+
+    Of `weights`, tensors by name, those that are no parameters become buffers, and belong to the
+    state of the model if they are in `state`.
+    """
+
+    reads_weights: tuple[str, ...] = ()
+    writes_buffers: tuple[str, ...] = ()
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], state: Collection[str]) -> None:
+        super().__init__()
+        for name in self.reads_weights:
+            *path, last = name.split(".")
+            home: nn.Module = self
+            for each in path:
+                if each not in dict(home.named_children()):
+                    setattr(home, each, nn.Module())
+                home = getattr(home, each)
+            if isinstance(weights[name], nn.Parameter):
+                home.register_parameter(last, weights[name])
+            else:
+                home.register_buffer(last, weights[name], persistent=name in state)
+
+
+class ComputedAgain(nn.Module):
+    """A part that keeps of a microbatch what it received, and is computed again for backward, with
+    its buffers as they were before."""
+
+    def __init__(self, part: ModelPart) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *received: torch.Tensor, inputs: Any = None) -> Any:
+        before = {name: buffer.clone() for name, buffer in _written(self.part).items()}
+        passes, more = count(), {"inputs": inputs}
+
+        def computed(*received: torch.Tensor) -> Any:
+            if next(passes) == 0:
+                return self.part(*received, **more)
+            return functional_call(self.part, before, received, more)
+
+        return checkpoint(computed, *received, use_reentrant=False)
+
+
+def _written(part):
+    """The buffers that a forward pass changes, by name."""
+    return {name: part.get_buffer(name) for name in part.writes_buffers}
+
+
+class CutModel(NamedTuple):
+    """A model in `parts`, of which number n is on stage n mod `stages`, each with `replicas`.
+
+    `make()` returns the model, on whose weights training begins, and the inputs of a step, which
+    `named` gives the names that parts read them by; `undivided` inputs do not carry samples.
+    `borders[n](rows)` is what crosses from part n of a microbatch of so many samples.  `recompute`
+    says which parts are computed again for backward, `constants` are tensors by name that the
+    model makes itself.  The last part returns the loss, a mean over samples.
+    """
+
+    make: Callable[[], tuple[nn.Module, Any]]
+    named: Callable[[Any], dict[str, torch.Tensor]]
+    undivided: Collection[str]
+    parts: Sequence[type[ModelPart]]
+    borders: Sequence[Callable[[int], list[torch.Tensor]]]
+    recompute: Sequence[bool]
+    constants: Mapping[str, torch.Tensor]
+    stages: int
+    replicas: int
+    microbatches: int
+    schedule: type
+
+    @property
+    def processes(self) -> int:
+        return self.stages * self.replicas
+
+
+def crossing(shape: Sequence[int], dtype: torch.dtype, graded: bool) -> torch.Tensor:
+    """A tensor without data, like one that crosses a border; with or without a gradient."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=graded)
+
+
+class PartTrainer:
+    """The parts of one process of `mesh`, whose axes are "stage" and "replica", in training on
+    steps of `samples` samples; `model` is whole, and has the first weights."""
+
+    def __init__(
+        self,
+        cut: CutModel,
+        mesh: DeviceMesh,
+        model: nn.Module,
+        samples: int,
+        learning_rate: float,
+    ) -> None:
+        self.cut, self.mesh, self.samples = cut, mesh, samples
+        self.stage, self.replica = (mesh.get_local_rank(axis) for axis in ("stage", "replica"))
+        self.device = _device()
+        here = range(self.stage, len(cut.parts), cut.stages)
+        names = {name for number in here for name in cut.parts[number].reads_weights}
+        weights = {name: self._weight(model, name) for name in sorted(names)}
+        self.parts = [cut.parts[number](weights, model.state_dict().keys()) for number in here]
+        self.schedule = self._scheduled(here)
+        self.trained = {name: each for name, each in weights.items() if each.requires_grad}
+        self.owners = self._owners()
+        group = {"params": [*self.trained.values()]}
+        self.optimizer = torch.optim.AdamW([group], lr=learning_rate)
+
+    def _weight(self, model, name):
+        """A tensor of the whole model on this device, of this process alone."""
+        home, _, last = name.rpartition(".")
+        held = getattr(model.get_submodule(home), last, self.cut.constants.get(name))
+        copied = held.detach().to(self.device, copy=True)
+        trained = isinstance(held, nn.Parameter)
+        return nn.Parameter(copied, held.requires_grad) if trained else copied
+
+    def _scheduled(self, here):
+        """The schedule of the stages of this process.
+
+        Shapes are given, since torch would find them by a pass on whatever lies in memory.
+        """
+        cut = self.cut
+        rows = self.samples // (cut.replicas * cut.microbatches)
+        ends = [[], *(border(rows) for border in cut.borders), [torch.empty((), device="meta")]]
+        stages = [
+            PipelineStage(
+                ComputedAgain(part) if cut.recompute[number] else part,
+                number,
+                len(cut.parts),
+                self.device,
+                input_args=tuple(ends[number]),
+                output_args=tuple(ends[number + 1]),
+                group=self.mesh.get_group("stage"),
+            )
+            for number, part in zip(here, self.parts, strict=True)
+        ]
+        given = stages if cut.schedule is ScheduleInterleaved1F1B else stages[0]
+        return cut.schedule(given, cut.microbatches, loss_fn=self._share, scale_grads=False)
+
+    def _share(self, loss, target):
+        """What a microbatch adds to the loss."""
+        return loss / self.cut.microbatches
+
+    def _owners(self):
+        """For each trained weight here that other processes have, too: their group.
+
+        All processes make all groups, in the same order.
+        """
+        cut, stages = self.cut, {}
+        for number, part in enumerate(cut.parts):
+            for name in part.reads_weights:
+                stages.setdefault(name, set()).add(number % cut.stages)
+        found = {name: tuple(sorted(numbers)) for name, numbers in stages.items()}
+        groups = {}
+        for numbers in sorted({*found.values()}):
+            ranks = [rank for stage in numbers for rank in self.mesh.mesh[stage].tolist()]
+            if len(ranks) > 1:
+                groups[numbers] = dist.new_group(ranks)
+        return {name: groups[found[name]] for name in self.trained if found[name] in groups}
+
+    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One step of the optimizer; returns the mean loss of the samples, 0 on all stages but
+        the last one."""
+        self.optimizer.zero_grad()
+        mine = {name: self._share_of(name, value) for name, value in inputs.items()}
+        more = {"inputs": mine} if mine else {}
+        losses, places = [], torch.zeros(self.cut.microbatches)
+        self.schedule.step(target=places, losses=losses, return_outputs=False, **more)
+        self._sum_gradients()
+        self.optimizer.step()
+        self._average_buffers()
+        loss = sum((each.detach() for each in losses), torch.zeros((), device=self.device))
+        dist.all_reduce(loss, group=self.mesh.get_group("replica"))
+        return loss / self.cut.replicas
+
+    def _share_of(self, name, value):
+        """This replica's rows of an input, or the whole of it for each microbatch."""
+        value = value.to(self.device)
+        if name in self.cut.undivided:
+            return value.expand(self.cut.microbatches, *value.shape)
+        rows = len(value) // self.cut.replicas
+        return value[self.replica * rows : (self.replica + 1) * rows]
+
+    def _sum_gradients(self):
+        """The mean over replicas, and the sum over the stages that share a weight; by name, so
+        that all processes wait for each other in the same order."""
+        sums = []
+        for name, group in self.owners.items():
+            weight = self.trained[name]
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad /= self.cut.replicas
+            sums.append(dist.all_reduce(weight.grad, group=group, async_op=True))
+        for each in sums:
+            each.wait()
+
+    def _average_buffers(self):
+        """Give all replicas the mean of those buffers that are no counters."""
+        for part in self.parts if self.cut.replicas > 1 else ():
+            for buffer in _written(part).values():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer, group=self.mesh.get_group("replica"))
+                    buffer /= self.cut.replicas
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this process has of the state of the whole model."""
+        return {key: value for part in self.parts for key, value in part.state_dict().items()}
+
+
+def _device():
+    """The GPU of this process, or its processor."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def _options():
+    parser = argparse.ArgumentParser(description="Train the model under torchrun.")
+    parser.add_argument("--steps", type=int, default=10, metavar="K")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of dropout")
+    inputs = "function(step) that returns the inputs of a step (default: always the example's)"
+    parser.add_argument("--inputs", metavar="MODULE:FUNCTION", help=inputs)
+    parser.add_argument("--save", metavar="FOLDER", help="write the state, a file for each stage")
+    return parser.parse_args()
+
+
+def main(cut: CutModel) -> None:
+    """Train: what a process of torchrun does."""
+    options = _options()
+    if int(os.environ.get("WORLD_SIZE", "0")) != cut.processes:
+        command = f"torchrun --nproc-per-node {cut.processes} {sys.argv[0]}"
+        sys.exit(f"this plan is for {cut.processes} processes: {command}")
+    device = _device()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        _train(cut, options)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(cut, options):
+    sys.path.insert(0, os.getcwd())
+    torch.manual_seed(options.seed)
+    model, example = cut.make()
+    batches = _batches(cut, options.inputs, example)
+    samples = _samples(cut, batches(0))
+    axes = {"mesh_shape": (cut.stages, cut.replicas), "mesh_dim_names": ("stage", "replica")}
+    mesh = init_device_mesh(_device().type, **axes)
+    trainer = PartTrainer(cut, mesh, model, samples, options.learning_rate)
+    torch.manual_seed(options.seed + 1 + dist.get_rank())
+    for step in range(options.steps):
+        loss = trainer.step(batches(step))
+        if dist.get_rank() == cut.processes - cut.replicas:
+            print(f"step {step}  loss {loss.item():.12g}", flush=True)
+    if options.save and trainer.replica == 0:
+        os.makedirs(options.save, exist_ok=True)
+        torch.save(trainer.state(), os.path.join(options.save, f"stage-{trainer.stage}.pt"))
+
+
+def _batches(cut, place, example):
+    """The function that returns the inputs of a step by name."""
+    module, _, function = (place or "").partition(":")
+    given = getattr(import_module(module), function) if place else lambda step: example
+
+    def batches(step):
+        inputs = given(step)
+        return cut.named((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
+
+    return batches
+
+
+def _samples(cut, inputs):
+    """How many a step has."""
+    samples = next(len(value) for name, value in inputs.items() if name not in cut.undivided)
+    if samples % (cut.replicas * cut.microbatches):
+        shares = f"{cut.microbatches} microbatches of {cut.replicas} replicas"
+        sys.exit(f"{samples} samples do not divide into {shares}: give another batch")
+    return samples

@@ -1,0 +1,277 @@
+"""A plan as a file for torchrun: what is in it, what is refused, and that it trains as torch does
+without a cut."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpc3d.partition.__main__ import main
+from hpc3d.partition.capture import capture
+from hpc3d.partition.execution.torchrun_file import torchrun_file
+from hpc3d.partition.plan_file import SavedPlan, digest_of, name_of
+from tests.partition.execution.modules import (
+    HERE,
+    STEPS,
+    called,
+    even_parts,
+    exact,
+    part_of,
+    prepared,
+    state,
+)
+
+CHAIN, EVERYTHING = f"{HERE}:chain", f"{HERE}:everything"
+BERT, RESNET = "inputs.partition.bert:small", "inputs.partition.resnet:small"
+SMALL = [BERT, RESNET, *(f"inputs.partition.{name}:small" for name in ("unet", "translation"))]
+RATE = 1e-2
+
+
+def plan_of(captured, model, replicas, micros, schedule, chunks=1, recompute=False):
+    """A SavedPlan of equal parts."""
+    count = len(replicas) * chunks
+    parts = [[name_of(captured, piece) for piece in part] for part in even_parts(captured, count)]
+    return SavedPlan(
+        model=model,
+        graph=digest_of(captured),
+        batch=captured.batch,
+        microbatches=micros,
+        schedule=schedule,
+        chunks=chunks,
+        zero=0,
+        replicas=[*replicas],
+        recompute=[recompute] * count,
+        parts=parts,
+        predicted={},
+    )
+
+
+def written(name, *how, **more):
+    """The file of a module that drops nothing, in float64."""
+    _, _, captured = prepared(name)
+    return torchrun_file(plan_of(captured, f"{HERE}:exact({name!r})", *how, **more), captured)
+
+
+def methods(text):
+    """The source of the forward pass of every part."""
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return [ast.unparse(node.body[-1]) for node in classes if re.fullmatch(r"Part\d+", node.name)]
+
+
+def test_the_file_needs_torch_alone():
+    tree = ast.parse(written(CHAIN, (1, 1), 4, "1f1b"))
+    names = {
+        name.partition(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [node.names[0].name])
+    }
+    assert names - sys.stdlib_module_names == {"torch"}
+
+
+def test_parts_are_readable_source():
+    text = written(CHAIN, (1, 1), 4, "1f1b")
+    first, second = methods(text)
+    assert "self.layers" in first and "aten.linear.default(x, " in first
+    assert first.startswith("def forward(self, inputs=None):") and "mse_loss" in second
+    (name,) = [node.name for node in _borders(text)]
+    assert name == "border_1" and "crossing([rows, 4], torch.float64, graded=True)" in text
+
+
+def _borders(text):
+    body = ast.parse(text).body
+    return [node for node in body if getattr(node, "name", "").startswith("border_")]
+
+
+class Unusual(nn.Module):
+    """Inputs in lists and dicts, one without samples and with names that the file uses, too;
+    tensors that are made on the way, attributes, and sizes and infinities among the operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = torch.full((4,), 2.0), nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers[1].weight.requires_grad_(False)
+        self.register_buffer("bias", torch.ones(4), persistent=False)
+        self.double()
+
+    def forward(self, inputs, rows, self_):
+        x = self.norm(self.layers[0](inputs["device"][0])) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        places = torch.arange(2 * x.shape[0]).view(-1, 2).sum(1, keepdim=True)
+        x = self.layers[1](x.repeat(2, 1)) * self.table + self.bias + rows
+        kept = x > 0
+        x = torch.where(kept, x, -torch.inf).relu() / x.shape[0] ** 0.5
+        y = self.layers[2](x) * kept
+        return ((y + places.repeat(2, 1)) ** 2).mean() * self_
+
+
+def unusual():
+    numbers = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+    inputs = {"device": [torch.sin(numbers)], "unused": torch.ones(6)}
+    return Unusual(), (inputs, torch.cos(numbers[0]), torch.tensor(2.0))
+
+
+def parts_run(text):
+    """The loss and the gradients by name of a file's parts, one after the other on a batch, whose
+    values are as its borders say."""
+    names = {"__name__": "plan"}
+    exec(compile(text, "plan.py", "exec"), names)
+    cut = names["CUT"]
+    model, example = cut.make()
+    given = cut.named(example)
+    given = {
+        name: value[None] if name in cut.undivided else value for name, value in given.items()
+    }
+    held = {each: _held(model, each, cut) for part in cut.parts for each in part.reads_weights}
+    ends, received = [[], *(border(cut_samples(cut, given)) for border in cut.borders)], ()
+    for part, border in zip(cut.parts, ends, strict=True):
+        seen = [(*each.shape, each.dtype, each.requires_grad) for each in received]
+        assert seen == [(*each.shape, each.dtype, each.requires_grad) for each in border]
+        received = part(held, model.state_dict().keys())(*received, inputs=given)
+    received.backward()
+    return received.item(), {
+        name: each.grad for name, each in held.items() if each.grad is not None
+    }
+
+
+def cut_samples(cut, given):
+    return next(len(value) for name, value in given.items() if name not in cut.undivided)
+
+
+def _held(model, name, cut):
+    home, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(home), last, cut.constants.get(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests.partition.execution.test_torchrun_file:unusual",
+        EVERYTHING,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in SMALL),
+    ],
+)
+@pytest.mark.parametrize("count", [3, 5])
+def test_parts_compute_what_the_model_does(name, count):
+    module, inputs = exact(name)
+    text = written(name, (1,) * count, 1, "gpipe")
+    loss, gradients = parts_run(text)
+    expected = called(module, inputs)[1]
+    expected.backward()
+    assert abs(loss - expected.item()) < 1e-12 * abs(loss)
+    known = {key: each.grad for key, each in module.named_parameters() if each.grad is not None}
+    assert gradients.keys() == known.keys()
+    for key, each in known.items():
+        assert torch.allclose(gradients[key], each, rtol=0, atol=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("replicas", "micros", "schedule", "line"),
+    [
+        ((2, 1), 2, "1f1b", "--replicas 2"),
+        ((1, 1), 5, "1f1b", "12 samples"),
+        ((1, 1, 1), 2, "1f1b", "--schedule gpipe"),
+        ((1, 1), 2, "zb-h1", "use 1f1b"),
+    ],
+)
+def test_what_torch_does_not_have_is_refused(replicas, micros, schedule, line):
+    with pytest.raises(ValueError, match=line) as refused:
+        written(CHAIN, replicas, micros, schedule)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_constant_that_is_too_long_is_refused():
+    module = nn.Sequential(nn.Linear(4, 4), Constant())
+    captured = capture(module, (torch.ones(4, 4),))
+    plan = plan_of(captured, "nowhere:made", (1,), 1, "none")
+    with pytest.raises(ValueError, match="10001 numbers"):
+        torchrun_file(plan, captured)
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return (x.sum() + torch.tensor([1.0] * 10_001)).mean()
+
+
+def test_the_command_writes_the_file(tmp_path, capsys):
+    path = tmp_path / "plan.py"
+    words = ["--ranks", "2", "--replicas", "1", "--schedule", "gpipe", "-o", str(path)]
+    assert main([f"{__name__}:unusual", *words]) == 0
+    assert f"torchrun --nproc-per-node 2 {path}" in capsys.readouterr().out
+    torch.manual_seed(1)
+    loss, _ = parts_run(path.read_text())
+    torch.manual_seed(1)
+    module, inputs = unusual()
+    assert abs(loss - called(module, inputs)[1].item()) < 1e-12 * loss
+
+
+def trained_by_torch(name, micros):
+    """(state by name, losses) after STEPS steps on the whole module."""
+    module, inputs = exact(name)
+    batch, losses = prepared(name)[2].batch, []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(micros):
+            rows = range(batch * micro // micros, batch * (micro + 1) // micros)
+            loss = called(module, part_of(inputs, batch, rows))[1] / micros
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return state(module), losses
+
+
+def run_by_torchrun(text, folder, processes):
+    """(losses, what the file of every stage has) of a file that torchrun runs."""
+    path = folder / "plan.py"
+    path.write_text(text)
+    root = str(Path(__file__).parents[3])
+    words = ["--steps", str(STEPS), "--learning-rate", str(RATE), "--save", str(folder / "saved")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--standalone", str(path), *words]
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    return losses, [torch.load(each) for each in sorted((folder / "saved").iterdir())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "replicas", "micros", "schedule", "how"),
+    [
+        (CHAIN, (1, 1), 4, "1f1b", {}),
+        (CHAIN, (2, 2), 3, "gpipe", {"recompute": True}),
+        (CHAIN, (2,), 2, "none", {}),
+        (EVERYTHING, (1, 1), 2, "interleaved", {"chunks": 2}),
+        (EVERYTHING, (1, 1, 1, 1), 4, "gpipe", {"recompute": True}),
+        (BERT, (1, 1, 1, 1), 4, "1f1b", {}),
+        (BERT, (2, 2), 2, "interleaved", {"chunks": 2, "recompute": True}),
+        (RESNET, (1, 1), 4, "1f1b", {"recompute": True}),
+    ],
+)
+def test_torchrun_trains_as_the_whole(name, replicas, micros, schedule, how, tmp_path):
+    text = written(name, replicas, micros, schedule, **how)
+    losses, found = run_by_torchrun(text, tmp_path, sum(replicas))
+    expected, known = trained_by_torch(name, micros)
+    np.testing.assert_allclose(losses, known, rtol=1e-10)
+    assert len(found) == len(replicas)
+    for key, value in ((key, value) for stage in found for key, value in stage.items()):
+        np.testing.assert_allclose(value.numpy(), expected[key], 0, 1e-10, err_msg=key)
+    names = {key for stage in found for key in stage}
+    module, _ = exact(name)
+    assert {key for key, _ in module.named_parameters()} <= names
