@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hpc3d.partition.schedule_clock import clock_of
+from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
