@@ -12,6 +12,7 @@ from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
 _KINDS = ("F", "B", "W", "BW")
+_ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
 
 
 class ScheduleClock:
@@ -71,3 +72,22 @@ def _in_flight(stream, chunks):
 
 
 clock_of = lru_cache(maxsize=1024)(ScheduleClock)
+
+
+def steady_ends(
+    name: str, stages: int, micros: int, chunks: int, costs: list[Cost]
+) -> list[float]:
+    """The ends of a schedule with any number of microbatches, as quick with many as with few:
+    rounds after the first few take as long as the last of them."""
+    few = clocked_microbatches(stages, micros)
+    ends = clock_of(name, stages, few, chunks).ends(costs)
+    if few == micros:
+        return ends
+    before = clock_of(name, stages, few - stages, chunks).ends(costs)
+    more = (micros - few) // stages
+    return [end + more * (end - start) for end, start in zip(ends, before, strict=True)]
+
+
+def clocked_microbatches(stages: int, micros: int) -> int:
+    """How many of so many microbatches `steady_ends` runs on the clock."""
+    return micros - stages * max(0, micros // stages - _ROUNDS)

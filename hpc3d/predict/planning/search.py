@@ -14,12 +14,14 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.adaptation import other_buckets, uneven
 from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, memory_options, seconds_of
 from hpc3d.predict.planning.estimate import Estimator
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.adaptation import Offer
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
@@ -112,7 +114,16 @@ class Search:
             self._consider(candidate, found, top, _COARSE * most)
         found.sort()
         self._refine(found, most)
+        for more in (uneven, other_buckets):
+            self._add(found, [*more(self.candidates, found.timed)])
         return found
+
+    def _add(self, found: Found, offers: Sequence[Offer]) -> None:
+        """Add offers to the candidates that they are of."""
+        for number, estimate in offers:
+            candidate, known, *_ = found.timed[number]
+            found.timed[number] = self._offered(candidate, [*known, estimate])
+        found.sort()
 
     def _refine(self, found: Found, most: int) -> None:
         """Look for more in the candidates that may be among the best by it, in turn, as far as
