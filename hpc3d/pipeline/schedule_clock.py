@@ -7,7 +7,7 @@ from collections import Counter
 from functools import lru_cache
 from math import inf
 
-from hpc3d.pipeline.instruction import whole
+from hpc3d.pipeline.instruction import Instruction, whole
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
@@ -32,7 +32,9 @@ class ScheduleClock:
             for stage, row in enumerate(rows)
             for place, (_, end, _) in enumerate(row)
         )
-        self._passes, numbers, self._last = [], {}, [-1] * stages
+        numbers: dict[tuple[int, Instruction], int] = {}
+        self._passes: list[tuple[int, int, int, int]] = []
+        self._last = [-1] * stages
         for number, (_, stage, place) in enumerate(passes):
             done = rows[stage][place][2]
             part = placement.part(stage, done.chunk)
@@ -58,7 +60,8 @@ class ScheduleClock:
 
 
 def _in_flight(stream, chunks):
-    live, found = Counter(), set()
+    live: Counter[int] = Counter()
+    found = set()
     for op, _, chunk in whole(stream):
         live[chunk] += (op == "F") - (op in ("W", "BW"))
         found.add(tuple(live[each] for each in range(chunks)))

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.timeline import Cost, timeline
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]

@@ -1,8 +1,8 @@
-"""Uneven layers and the size of buckets, for the best few of what a search found.
+"""Uneven layers and buckets of other sizes, for the best few of what a search found.
 
-What else a search decides does not wait for these two: they gain least where the rest is good.
-The layers of each part are looked for on the clock of the schedule (layer_counts.py), also where
-even ones do not fit; the buckets among powers of two of a layer's gradient.
+What else a search decides does not wait for these two, for they gain little where the rest is
+good.  The layers of each part are looked for on the clock of the schedule (layer_counts.py), also
+where even ones do not fit.  Buckets hold a layer's gradient, or 2, 4, ... times as much.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
-from hpc3d.predict.planning.candidates import Candidates, memory_options
+from hpc3d.predict.planning.candidates import (
+    Candidates,
+    TimedCandidate,
+    memory_options,
+    seconds_of,
+)
 from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
 from hpc3d.predict.planning.peak import StageContent, contents, stage_content
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.planning.estimate import Estimate, Estimator
-    from hpc3d.predict.planning.search import TimedCandidate
 
-_FEW = 6  # layouts whose layers, and as many whose buckets, are looked into
+_FEW = 6  # layouts whose layers are looked into
 _SCHEDULES = 3  # of a candidate
 _LESS = 2  # ways to save less memory that may fit with uneven layers
-_PASSES = 2_000_000  # on the clock, for all layouts together
+_PASSES = 1_000_000  # on the clock, for all layouts together
+_WORTH = 0.01  # of a step
 _BUCKETS = 6  # sizes: those of 1, 2, 4, ... layers
 
 
@@ -59,8 +64,16 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
             candidates.count += 1
             # Where both are timed by the clock, they compare.
             clocked = estimator.estimate(with_layers(config, even))._replace(config=config)
+            other = estimator.estimate(with_layers(config, counts))
             yield offer._replace(estimate=clocked)
-            yield offer._replace(estimate=estimator.estimate(with_layers(config, counts)))
+            if gains(other.seconds, clocked.seconds) or not candidates.fits(clocked):
+                yield offer._replace(estimate=other)
+
+
+def gains(seconds: float, usual: float) -> bool:
+    """Whether a step with keys that are not the usual ones is so much shorter that it is worth
+    them."""
+    return seconds < (1 - _WORTH) * usual
 
 
 def with_layers(config: Config, counts: Sequence[int]) -> Config:
@@ -92,7 +105,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
     splits = find(parallel.schedule).splits_backward
     for zero, less in others:
         options = candidates.options(config, parallel.microbatches, (zero,), less, splits)
-        yield min(options, key=lambda each: each.seconds)
+        yield min(options, key=seconds_of)
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
@@ -156,18 +169,13 @@ def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, 
     return held
 
 
-def other_buckets(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """The best layouts that have replicas, with buckets of another size that are quicker."""
-    replicated = [n for n, each in enumerate(timed) if each.fits and each.best.config.mesh.d > 1]
-    for number in replicated[:_FEW]:
-        best = timed[number].best
-        sizes = bucket_sizes(candidates.estimator, best.config)
-        candidates.count += len(sizes)
-        others = [candidates.estimator.estimate(with_buckets(best.config, each)) for each in sizes]
-        fitting = filter(candidates.fits, others)
-        other = min(fitting, key=lambda each: each.seconds, default=best)
-        if other.seconds < best.seconds:
-            yield Offer(number, other)
+def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
+    """Estimates of a layout with buckets of other sizes, the quickest first."""
+    sizes = bucket_sizes(candidates.estimator, config)
+    candidates.count += len(sizes)
+    sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
+    found = [candidates.estimator.estimate(replace(config, parallel=each)) for each in sized]
+    return sorted(found, key=seconds_of)
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
@@ -180,10 +188,6 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
     sizes = {min(layer * 2**power, whole) for power in range(_BUCKETS - 1)} | {whole}
     megabytes = {_rounded_up(size / 1e6) for size in sizes}
     return sorted(megabytes - {config.parallel.bucket_mb})
-
-
-def with_buckets(config: Config, megabytes: float) -> Config:
-    return replace(config, parallel=replace(config.parallel, bucket_mb=megabytes))
 
 
 def _rounded_up(size: float) -> float:

@@ -168,9 +168,7 @@ class Estimator:
             parallel.schedule, stages, parallel.microbatches, parallel.chunks, costs
         )
 
-    def part_costs(
-        self, config: Config, parts: PartCosts, slowdown: float = 1.0
-    ) -> list[Cost]:
+    def part_costs(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[Cost]:
         """The Cost of a microbatch in every part of the model, where cores take so many times as
         long."""
         schedule, found = find(config.parallel.schedule), []
@@ -183,9 +181,7 @@ class Estimator:
             found.append(Cost(*(_slowed(each, slowdown) for each in passes), message))
         return found
 
-    def latest(
-        self, config: Config, parts: PartCosts, stages: Sequence[StageContent]
-    ) -> int:
+    def latest(self, config: Config, parts: PartCosts, stages: Sequence[StageContent]) -> int:
         """The stage whose sums are the last to end: the first one, which goes backward last, but
         where layers are uneven."""
         if not config.parallel.layers_per_stage:

@@ -59,9 +59,7 @@ class LayerCounts:
         self.pipeline, schedule = pipeline, find(pipeline.schedule)
         self.place = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
         self.splits, self.parts = schedule.splits_backward, range(self.place.parts)
-        self.passes = 4 * self.place.parts * clocked_microbatches(
-            pipeline.stages, pipeline.micros
-        )
+        self.passes = 4 * self.place.parts * clocked_microbatches(pipeline.stages, pipeline.micros)
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
         self.stage_of = [self.place.place(part)[0] for part in self.parts]
@@ -97,9 +95,7 @@ class LayerCounts:
         counts[part] -= 1
         return over, seconds, own
 
-    def descended(
-        self, counts: tuple[int, ...], key: tuple[float, float]
-    ) -> tuple[int, ...]:
+    def descended(self, counts: tuple[int, ...], key: tuple[float, float]) -> tuple[int, ...]:
         """The counts from which no move of one layer leads to something better."""
         better = True
         while better:

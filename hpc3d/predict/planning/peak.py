@@ -43,7 +43,9 @@ class StageContent(NamedTuple):
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """The Content of every chunk of every stage."""
     parallel, v_shaped = config.parallel, find(config.parallel.schedule).v_shaped
-    return _contents_of(Placement(config.mesh.p, parallel.chunks, v_shaped), *contents_in_order(config))
+    return _contents_of(
+        Placement(config.mesh.p, parallel.chunks, v_shaped), *contents_in_order(config)
+    )
 
 
 def contents_in_order(config: Config) -> list[StageContent]:
