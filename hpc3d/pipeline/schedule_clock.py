@@ -12,7 +12,7 @@ from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
 _KINDS = ("F", "B", "W", "BW")
-_ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
+_FILL, _ROUNDS = 4, 4  # of a microbatch per stage: until a schedule is steady, and to look at it
 
 
 class ScheduleClock:
@@ -81,16 +81,20 @@ def steady_ends(
     name: str, stages: int, micros: int, chunks: int, costs: list[Cost]
 ) -> list[float]:
     """The ends of a schedule with any number of microbatches, as quick with many as with few:
-    rounds after the first few take as long as the last of them."""
+    what comes after the first rounds takes as long as some rounds after them.
+
+    Exact where one stage is busy all the time; within 2 % where loops of messages set the pace.
+    """
     few = clocked_microbatches(stages, micros)
     ends = clock_of(name, stages, few, chunks).ends(costs)
     if few == micros:
         return ends
-    before = clock_of(name, stages, few - stages, chunks).ends(costs)
-    more = (micros - few) // stages
+    rounds = _ROUNDS * stages
+    before = clock_of(name, stages, few - rounds, chunks).ends(costs)
+    more = (micros - few) / rounds
     return [end + more * (end - start) for end, start in zip(ends, before, strict=True)]
 
 
 def clocked_microbatches(stages: int, micros: int) -> int:
     """How many of so many microbatches `steady_ends` runs on the clock."""
-    return micros - stages * max(0, micros // stages - _ROUNDS)
+    return micros - stages * max(0, micros // stages - _FILL - _ROUNDS)

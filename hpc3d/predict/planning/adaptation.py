@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FEW = 6  # layouts whose layers are looked into
 _SCHEDULES = 3  # of a candidate
 _LESS = 2  # ways to save less memory that may fit with uneven layers
-_PASSES = 1_000_000  # on the clock, for all layouts together
+_PASSES = 12_000_000  # on the clock, for all layouts together
 _WORTH = 0.01  # of a step
 _BUCKETS = 6  # sizes: those of 1, 2, 4, ... layers
 

@@ -26,7 +26,8 @@ from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule_clock import clocked_microbatches, steady_ends
 from hpc3d.pipeline.timeline import Cost
 
-_BUILT = 20  # times as long as a pass on the clock takes one of a clock that is made
+_BUILT = 150  # times as long as a pass on the clock takes one of a clock that is made
+_LOOK = 3  # passes on the clock take as long as a part of a partition that is looked at
 _GAIN = 1e-9  # of a step: what is less is rounding
 
 
@@ -63,6 +64,10 @@ class LayerCounts:
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
         self.stage_of = [self.place.place(part)[0] for part in self.parts]
+        chunks = range(pipeline.chunks)
+        self.parts_of = [
+            [self.place.part(stage, chunk) for chunk in chunks] for stage in range(pipeline.stages)
+        ]
         self.held = cache(pipeline.held)
 
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
@@ -90,7 +95,8 @@ class LayerCounts:
         its passes and of those of the part."""
         stage = self.stage_of[part]
         counts[part] += 1
-        over, work, own = self.over(counts, stage), self.work(counts)[stage], self.of(counts, part)
+        over, own = self.over(counts, stage), self.of(counts, part)
+        work = sum(self.of(counts, other) for other in self.parts_of[stage])
         seconds = self.pipeline.micros * work + self.sums(counts, stage)
         counts[part] -= 1
         return over, seconds, own
@@ -101,12 +107,12 @@ class LayerCounts:
         while better:
             better = False
             for giver, taker in permutations(self.parts, 2):
+                if self.left <= 0:
+                    return counts
                 moved = [*counts]
                 moved[giver], moved[taker] = moved[giver] - 1, moved[taker] + 1
                 if moved[giver] < 0 or self.is_hopeless(moved, key):
                     continue
-                if self.left <= 0:
-                    return counts
                 other = self.key(moved)
                 if other[0] < key[0] or (other[0] == key[0] and other[1] < (1 - _GAIN) * key[1]):
                     counts, key, better = tuple(moved), other, True
@@ -115,6 +121,7 @@ class LayerCounts:
     def is_hopeless(self, counts: Sequence[int], key: tuple[float, float]) -> bool:
         """Whether counts cannot be better than those with a key."""
         excess, seconds = key
+        self.left -= _LOOK * len(self.parts)
         more = self.excess(counts)
         return more > excess or (more == excess and self.least(counts) >= seconds)
 
@@ -169,6 +176,4 @@ class LayerCounts:
 
     def chunks_of(self, counts: Sequence[int], stage: int) -> tuple[int, ...]:
         """The layers of each chunk of a stage."""
-        return tuple(
-            counts[self.place.part(stage, chunk)] for chunk in range(self.pipeline.chunks)
-        )
+        return tuple(counts[part] for part in self.parts_of[stage])

