@@ -6,7 +6,8 @@
 
 Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
 rank: stages p, replicas d, tensor axes x y z with any scheme but 3d-broadcast, the order of the
-axes on nodes, schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again.
+axes on nodes, schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again;
+the best few also with uneven layers of their stages, and with buckets of other sizes.
 Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
 is left, and whole steps of the best are simulated; "~" marks what is only estimated.
 """

@@ -13,7 +13,8 @@ from hpc3d.config.rules import resolve
 from hpc3d.plan import main
 from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.machine.machine_file import load as load_machine
-from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.simulator import simulate, step_length
+from tests.predict.planning.test_adaptation import SLOW, TABLE
 from tests.predict.planning.test_search import CLUSTER
 
 INPUTS = Path(__file__).parent.parent / "inputs"
@@ -116,6 +117,24 @@ def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
     assert best["step_time_s"] == pytest.approx((end - start) / 1e9, rel=1e-9)
     assert best["peak_bytes"] == max(run.peak["all"] for run in runs)
     assert found["applied"] == str(path)
+
+
+@pytest.mark.slow
+def test_uneven_layers_are_shown_and_written(capsys, tmp_path):
+    machine, path = tmp_path / "slow.toml", tmp_path / "planned.toml"
+    machine.write_text(dumps(SLOW))
+    sizes = {"layers": 6, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": TABLE}
+    words = [word for key, size in sizes.items() for word in (f"--model.{key}", str(size))]
+    words += ["--train.batch", "32", "--machine", str(machine), "--apply", str(path), "--json"]
+    code, out, _ = plan(capsys, str(INPUTS / "gpt-serial.toml"), "--ranks", "4", *words)
+    *lines, last = out.splitlines()
+    best, config = json.loads(last)["layouts"][0], resolve(load(path, []), 4)
+    counts = best["layout"]["parallel"]["layers_per_stage"]
+    assert code == 0 and sum(counts) == 6 and len({*counts}) > 1
+    assert f"layers_per_stage=[{','.join(map(str, counts))}]" in lines[3]
+    assert config.parallel.layers_per_stage == tuple(counts)
+    seconds = step_length(simulate(config, TABLE, load_machine(machine))) / 1e9
+    assert best["simulated"] and best["step_time_s"] == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from hpc3d.partition.capture import Captured
 from hpc3d.partition.downsets import Chain
 from hpc3d.partition.model_graph import MOMENTS, graph_of
 from hpc3d.partition.operation_costs import Operations
-from hpc3d.partition.schedule_clock import clock_of
+from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
 SURE = 0.95  # of the memory: what needs no more fits in any case
 RECOMPUTE = ("none", "selective", "full")  # more and more
+
+
+class TimedCandidate(NamedTuple):
+    """What a candidate gives: of what may fit the memory the `offers`, fastest first; else what
+    comes closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
+
+    candidate: layouts.Candidate
+    offers: list
+    fits: bool
+    sure: float
+
+    @property
+    def best(self) -> Estimate:
+        return self.offers[0]
 
 
 class Candidates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,13 +19,17 @@ import numpy as np
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.closed_forms import StageTimes
+from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule_clock import steady_ends
+from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts
 from hpc3d.predict.planning.peak import (
     StageWork,
     buckets,
     contents,
+    contents_in_order,
     stage_content,
     work_of,
     working_bytes,
@@ -90,7 +94,7 @@ class CostKey(NamedTuple):
     halves: bool | None = None
     together: bool | None = None
     times: float | None = None
-    nbytes: int | None = None
+    nbytes: float | None = None
     data: tuple | None = None
     pipeline: tuple | None = None
 
@@ -116,8 +120,9 @@ class Estimator:
         stages, micros = [stage_content(each) for each in chunks], parallel.microbatches
         works = self.works(config, parts, stages)
         totals = _totals_of(works, micros)
-        sums, rest = self.update(config, stages[0])
-        hidden = Counter(d=self.hidden(config, parts, stages[0], sums))
+        late = self.latest(config, parts, stages)
+        sums, rest = self.update(config, stages[late])[0], self.longest_update(config, stages)
+        hidden = Counter(d=self.hidden(config, parts, stages[late], sums))
         after = (
             _without_hidden(sums, hidden)
             + rest
@@ -126,8 +131,9 @@ class Estimator:
         )
         step = max(totals, key=lambda each: each.seconds) + after
         busy, idle = fmean(each.busy for each in totals) + after.busy, step.idle.total()
-        alone = self.passes(config, parts, works) + after.seconds
-        slowdown = self.slowdown(config, parts, works, after, alone, busy, idle)
+        passes = partial(self.passes, config, parts, works, late)
+        alone = passes() + after.seconds
+        slowdown = self.slowdown(config, passes, after, alone, busy, idle)
         total, bubble = slowdown * (alone - idle) + idle, slowdown * (alone - step.seconds)
         waits = Counter(
             {a: slowdown * s + (1 - slowdown) * step.idle[a] for a, s in step.waits.items()}
@@ -137,31 +143,82 @@ class Estimator:
         return Estimate(config, total, compute, bubble, +waits, *fullest)
 
     def passes(
-        self, config: Config, parts: PartCosts, works: Sequence[StageWork], slowdown: float = 1.0
+        self,
+        config: Config,
+        parts: PartCosts,
+        works: Sequence[StageWork],
+        late: int,
+        slowdown: float = 1.0,
     ) -> float:
-        """Seconds of the passes of a step, where cores take so many times as long."""
+        """Seconds of the passes of a step, with uneven layers those of the stage `late`, where
+        cores take so many times as long."""
         parallel = config.parallel
+        if parallel.layers_per_stage:
+            return self.ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]
         times = StageTimes(*zip(*seconds), self.message(config, parts.block))
         schedule = find(parallel.schedule)
         return schedule.seconds(parallel.microbatches, parallel.chunks, times)
 
+    def ends(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[float]:
+        """When each stage has done its passes, in seconds, on the clock of the schedule."""
+        parallel, stages = config.parallel, config.mesh.p
+        costs = self.part_costs(config, parts, slowdown)
+        return steady_ends(
+            parallel.schedule, stages, parallel.microbatches, parallel.chunks, costs
+        )
+
+    def part_costs(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[Cost]:
+        """The Cost of a microbatch in every part of the model, where cores take so many times as
+        long."""
+        schedule, found = find(config.parallel.schedule), []
+        message = self.message(config, parts.block)
+        handled = self.handled(config, parts.block) if self.machine.cores else NOTHING
+        for number, content in enumerate(contents_in_order(config)):
+            work = work_of(parts, content, schedule.splits_backward)
+            calls = handled * _neighbours_of(config, number)
+            passes = (calls + work.forward, calls + work.backward, work.weight)
+            found.append(Cost(*(_slowed(each, slowdown) for each in passes), message))
+        return found
+
+    def latest(self, config: Config, parts: PartCosts, stages: Sequence[StageContent]) -> int:
+        """The stage whose sums are the last to end: the first one, which goes backward last, but
+        where layers are uneven."""
+        if not config.parallel.layers_per_stage:
+            return 0
+        ends = self.ends(config, parts)
+        shown = {each: self.shown_sums(config, parts, each) for each in {*stages}}
+        return max(range(len(ends)), key=lambda stage: ends[stage] + shown[stages[stage]])
+
+    def shown_sums(self, config: Config, parts: PartCosts, stage: StageContent) -> float:
+        """Seconds of the sums of a stage that no backward pass hides."""
+        sums, _ = self.update(config, stage)
+        return sums.seconds - self.hidden(config, parts, stage, sums)
+
+    def longest_update(self, config: Config, stages: Sequence[StageContent]) -> Pass:
+        """The Pass of the update of the stage that has most to update, or of the first one, where
+        layers are even."""
+        if not config.parallel.layers_per_stage:
+            return self.update(config, stages[0])[1]
+        most = max({*stages}, key=lambda stage: self.held(config, stage)["gradient"])
+        return self.update(config, most)[1]
+
     def slowdown(
         self,
         config: Config,
-        parts: PartCosts,
-        works: Sequence[StageWork],
+        passes: Callable[[float], float],
         after: Pass,
         alone: float,
         busy: float,
         idle: float,
     ) -> float:
-        """How much longer than `alone` everything takes but for what is `idle`."""
+        """How much longer than `alone` everything takes but for what is `idle`; `passes` gives the
+        seconds of the passes where cores take so many times as long."""
         sharing, chain = core_sharing(config, self.machine), 0.0
         if sharing.ranks == 1:
             return 1.0
         if sharing.stage > 1:
-            slow = self.passes(config, parts, works, sharing.stage) + _slowed(after, sharing.stage)
+            slow = passes(sharing.stage) + _slowed(after, sharing.stage)
             chain = (slow - alone) / (sharing.stage - 1)
         return (sharing.seconds(alone, chain, busy, idle) - idle) / (alone - idle)
 
@@ -257,11 +314,14 @@ class Estimator:
         layer = sample.held[(LAYER,)]["gradient"]
         times = self.held(config, stage)["gradient"] / layer
 
-        def measure():
-            return sample.update(times)
+        most = max(1.0, 1e6 * config.parallel.bucket_mb)
 
-        zero, data = config.parallel.zero, _data_place(config)
-        return self._once(_key_of("update", config, zero=zero, times=times, data=data), measure)
+        def measure():
+            return sample.update(times, most)
+
+        values = {"zero": config.parallel.zero, "data": _data_place(config)}
+        key = _key_of("update", config, times=times, nbytes=most, **values)
+        return self._once(key, measure)
 
     def hidden(self, config: Config, parts: PartCosts, stage: Any, sums: Pass) -> float:
         """Seconds of the sums along d that the last backward pass of a stage hides.
@@ -345,24 +405,40 @@ class Estimator:
     ) -> tuple[int, dict[str, int]]:
         """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
         bytes of the sums and of the update of a layer."""
-        layer = self.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
-        ahead = max(1.0, 2e6 * config.parallel.bucket_mb / layer)  # two buckets of values
-        last, found = len(chunks) - 1, {}
-        for number in {0, min(1, last), max(0, last - 1), last}:
-            held = self.held(config, stage_content(chunks[number]))
-            times = held["gradient"] / layer
-            working = working_bytes(
-                config,
-                parts,
-                chunks[number],
-                number,
-                gradient=held["gradient"],
-                sums=times * sums,
-                rest=min(times, ahead) * rest,
-            )
-            found[number] = held + Counter(working)
+        last, even = len(chunks) - 1, not config.parallel.layers_per_stage
+        numbers = {0, min(1, last), max(0, last - 1), last} if even else range(last + 1)
+        found = {
+            number: self.stage_bytes(config, parts, chunks[number], number, sums, rest)
+            for number in numbers
+        }
         stage = max(found, key=lambda number: found[number].total())
         return stage, dict(found[stage])
+
+    def stage_bytes(
+        self,
+        config: Config,
+        parts: PartCosts,
+        chunks: Sequence[StageContent],
+        number: int,
+        sums: int,
+        rest: int,
+    ) -> Counter:
+        """What the rank of stage `number`, of these `chunks`, holds at most, by kind; `sums` and
+        `rest` as for all stages."""
+        layer = self.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
+        ahead = max(1.0, 2e6 * config.parallel.bucket_mb / layer)  # two buckets of values
+        held = self.held(config, stage_content(chunks))
+        times = held["gradient"] / layer
+        working = working_bytes(
+            config,
+            parts,
+            chunks,
+            number,
+            gradient=held["gradient"],
+            sums=times * sums,
+            rest=min(times, ahead) * rest,
+        )
+        return held + Counter(working)
 
 
 def _messages_of(config: Config, number: int) -> int:
@@ -372,6 +448,16 @@ def _messages_of(config: Config, number: int) -> int:
     return 2 * config.parallel.chunks - ends * (
         2 if find(config.parallel.schedule).v_shaped else 1
     )
+
+
+def _neighbours_of(config: Config, part: int) -> int:
+    """How many messages a part of the model sends and takes in a pass; none where the next part is
+    on the same stage."""
+    parallel, stages = config.parallel, config.mesh.p
+    place = Placement(stages, parallel.chunks, find(parallel.schedule).v_shaped)
+    here = place.place(part)[0]
+    near = [other for other in (part - 1, part + 1) if 0 <= other < place.parts]
+    return sum(place.place(other)[0] != here for other in near)
 
 
 def _slowed(done: Pass, slowdown: float) -> float:

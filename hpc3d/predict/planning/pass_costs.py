@@ -282,10 +282,10 @@ class LayerSample:
             seconds[self.axes[members]] += spent / 1e9
         return seconds
 
-    def update(self, times: float) -> tuple[Pass, Pass]:
-        """The PassSeconds of the sums of gradients over ranks, and of the update, of so many
-        layers."""
-        (parameters, optimizer), most = self.layer, self.config.parallel.bucket_mb * 1e6
+    def update(self, times: float, most: float) -> tuple[Pass, Pass]:
+        """The Pass of the sums of gradients over ranks, and that of the update, of so many layers,
+        in buckets of at most `most` bytes."""
+        parameters, optimizer = self.layer
         buckets = Buckets(parameters, most)
 
         def update():
@@ -294,7 +294,7 @@ class LayerSample:
             buckets.gather()
             buckets.begin()
 
-        with self.clock.repeated(times, max(1.0, most)):
+        with self.clock.repeated(times, most):
             _, sums = self.measured(buckets.wait)
             _, rest = self.measured(update)
         return sums, rest

@@ -43,13 +43,20 @@ class StageContent(NamedTuple):
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """The Content of every chunk of every stage."""
     parallel, v_shaped = config.parallel, find(config.parallel.schedule).v_shaped
-    return _contents_of(Placement(config.mesh.p, parallel.chunks, v_shaped), *config.layers())
+    return _contents_of(
+        Placement(config.mesh.p, parallel.chunks, v_shaped), *contents_in_order(config)
+    )
+
+
+def contents_in_order(config: Config) -> list[StageContent]:
+    """The Content of every part, in the order of the model."""
+    counts = [*map(len, config.layers())]
+    last = len(counts) - 1
+    return [StageContent(count, n == 0, n == last) for n, count in enumerate(counts)]
 
 
 @cache
-def _contents_of(place: Placement, *layers: tuple[int, ...]) -> list[tuple[StageContent, ...]]:
-    parts = range(place.parts)
-    contents = [StageContent(len(layers[n]), n == 0, n == place.parts - 1) for n in parts]
+def _contents_of(place: Placement, *contents: StageContent) -> list[tuple[StageContent, ...]]:
     return [
         tuple(contents[place.part(stage, chunk)] for chunk in range(place.chunks))
         for stage in range(place.stages)

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
+from hpc3d.predict.planning.adaptation import gains, with_other_buckets
 from hpc3d.predict.planning.candidates import NEAR, RECOMPUTE
 from hpc3d.predict.planning.layouts import kind
 from hpc3d.predict.simulation.simulator import simulate
@@ -17,9 +18,10 @@ from hpc3d.predict.simulation.summary import summary, waits_of
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.candidates import TimedCandidate
     from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.layouts import Candidate
-    from hpc3d.predict.planning.search import Found, Search, TimedCandidate
+    from hpc3d.predict.planning.search import Found, Search
 
 _CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
 _NAMED = {
@@ -30,6 +32,8 @@ _NAMED = {
 }
 _EACH = 2  # candidates that are timed for a name
 _SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fastest
+_RESIZED, _SIZES = 6, 3  # layouts that may have buckets of other sizes, and how many
+_SIZED = 0.25  # of the effort is spent on simulations of them beside
 _NEW, _KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
 
 
@@ -130,6 +134,33 @@ class Ranking:
         if quickest == inf and offers:
             self.run(min(offers, key=self.peak))
 
+    def try_buckets(self) -> None:
+        """Simulate buckets of other sizes, too, for layouts that may be the fastest with them, and
+        offer what is worth it."""
+        kept, self.left = self.left, _SIZED * self.most
+        for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
+            row, cost = self.row(each), _simulation_cost(other.config)
+            quickest = min(self._fitting_seconds(), default=inf)
+            if cost <= self.left and _KIN * seconds < min(quickest, row.seconds):
+                found = self.run(other)
+                if self.fits(found) and gains(found.seconds, row.seconds):
+                    each.offers.append(other)
+        self.left = kept
+
+    def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
+        """(likely seconds, estimate, candidate) of the best layouts with other buckets."""
+        fitting = (each for each in self.found.timed if each.fits and each.best.config.mesh.d > 1)
+        for each in islice(fitting, _RESIZED):
+            if row := self.row(each):
+                ratio = row.seconds / self._offer(row.config).seconds
+                for other in with_other_buckets(self.search.candidates, row.config)[:_SIZES]:
+                    if self.peak(other) <= self.search.candidates.memory:
+                        yield ratio * other.seconds, other, each
+
+    def _fitting_seconds(self) -> list[float]:
+        """The seconds of the simulated layouts that fit."""
+        return [row.seconds for row in self.known.values() if self.fits(row)]
+
     def promising(self, offers: Sequence[Estimate], quickest: float) -> Estimate | None:
         """The most promising of the offers, or None where it is not worth a simulation."""
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
@@ -189,6 +220,7 @@ class Ranking:
     def best(self, top: int) -> list[RankedLayout]:
         """The fastest layouts that fit, by simulation where there is one; the first always is."""
         self.simulate()
+        self.try_buckets()
         fitting = [each for each in self.found.timed if each.fits]
         while True:
             rows = islice(filter(None, map(self.looked_at, fitting)), top)
@@ -266,9 +298,10 @@ class Ranking:
         return max(more, key=more.get)
 
 
-def _family(config: Config) -> tuple[MeshConfig, str, str]:
+def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
     """What layouts have in common whose estimates are wrong alike."""
-    return config.mesh, config.parallel.scheme, config.parallel.schedule
+    parallel = config.parallel
+    return config.mesh, parallel.scheme, parallel.schedule, parallel.layers_per_stage is None
 
 
 def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
@@ -297,4 +330,6 @@ def shown_layout(config: Config) -> str:
 
 
 def _written(key: str, value: Any) -> str:
+    if key == "layers_per_stage":
+        return f"{key}=[{','.join(map(str, value))}]"
     return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"

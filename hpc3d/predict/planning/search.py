@@ -2,7 +2,8 @@
 
 All sizes have a lower bound (layouts.py); in its order they are timed by estimates
 (estimate.py), with the schedule, microbatches, ZeRO and recomputation that suit them,
-until no bound is below the best ones that were found.
+until no bound is below the best ones that were found.  The best few then may have uneven layers
+(adaptation.py).
 """
 
 from __future__ import annotations
@@ -14,31 +15,26 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.predict.planning import layouts
-from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, memory_options, seconds_of
+from hpc3d.predict.planning.adaptation import uneven
+from hpc3d.predict.planning.candidates import (
+    NEAR,
+    SURE,
+    Candidates,
+    TimedCandidate,
+    memory_options,
+    seconds_of,
+)
 from hpc3d.predict.planning.estimate import Estimator
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.adaptation import Offer
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
 _REACH = 1.4  # times the fastest candidate: what others may gain by being looked into
 _COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
-
-
-class TimedCandidate(NamedTuple):
-    """What a candidate gives: of what may fit the memory the `offers`, fastest first; else what
-    comes closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
-
-    candidate: layouts.Candidate
-    offers: list
-    fits: bool
-    sure: float
-
-    @property
-    def best(self) -> Estimate:
-        return self.offers[0]
 
 
 class Found(NamedTuple):
@@ -112,7 +108,15 @@ class Search:
             self._consider(candidate, found, top, _COARSE * most)
         found.sort()
         self._refine(found, most)
+        self._add(found, [*uneven(self.candidates, found.timed)])
         return found
+
+    def _add(self, found: Found, offers: Sequence[Offer]) -> None:
+        """Add offers to the candidates that they are of."""
+        for number, estimate in offers:
+            candidate, known, *_ = found.timed[number]
+            found.timed[number] = self._offered(candidate, [*known, estimate])
+        found.sort()
 
     def _refine(self, found: Found, most: int) -> None:
         """Look for more in the candidates that may be among the best by it, in turn, as far as

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from hpc3d.partition.schedule_clock import clock_of
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.schedule_clock import clock_of, steady_ends
 from hpc3d.pipeline.timeline import Cost, timeline
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
@@ -19,6 +19,17 @@ def test_its_ends_are_those_of_the_timeline(name, chunks, seed):
     costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(stages * chunks)]
     rows = timeline(*instruction_streams(name, stages, micros, chunks), costs)
     assert clock_of(name, stages, micros, chunks).ends(costs) == [row[-1][1] for row in rows]
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("seed", range(3))
+def test_with_many_microbatches_its_ends_are_as_good_as_those_of_the_timeline(name, chunks, seed):
+    draw = random.Random(seed)
+    stages, micros = draw.randint(2, 4), draw.randint(40, 60)
+    costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(stages * chunks)]
+    rows = timeline(*instruction_streams(name, stages, micros, chunks), costs)
+    ends = steady_ends(name, stages, micros, chunks, costs)
+    assert ends == pytest.approx([row[-1][1] for row in rows], rel=0.02)
 
 
 def test_one_stage_alone():

@@ -1,0 +1,196 @@
+"""Uneven layers and buckets of other sizes, for the best few of what a search found.
+
+What else a search decides does not wait for these two, for they gain little where the rest is
+good.  The layers of each part are looked for on the clock of the schedule (layer_counts.py), also
+where even ones do not fit.  Buckets hold a layer's gradient, or 2, 4, ... times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import ceil, inf, log10
+from statistics import mean
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpc3d.model.stage import LAYER
+from hpc3d.pipeline.instruction import Placement
+from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.timeline import Cost
+from hpc3d.predict.planning.candidates import (
+    Candidates,
+    TimedCandidate,
+    memory_options,
+    seconds_of,
+)
+from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
+from hpc3d.predict.planning.peak import StageContent, contents, stage_content
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.estimate import Estimate, Estimator
+
+_FEW = 6  # layouts whose layers are looked into
+_SCHEDULES = 3  # of a candidate
+_LESS = 2  # ways to save less memory that may fit with uneven layers
+_PASSES = 12_000_000  # on the clock, for all layouts together
+_WORTH = 0.01  # of a step
+_BUCKETS = 6  # sizes: those of 1, 2, 4, ... layers
+
+
+class Offer(NamedTuple):
+    """An Estimate of the timed candidate of a number."""
+
+    number: int
+    estimate: Estimate
+
+
+def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
+    """Layouts with uneven layers that are shorter than with even ones, or fit better."""
+    estimator = candidates.estimator
+    limit = min((each.best.seconds for each in timed if each.fits), default=inf)
+    found = [
+        (least_uneven(estimator, offer.estimate), offer) for offer in _bases(candidates, timed)
+    ]
+    found = sorted((each for each in found if each[0] < limit), key=lambda each: each[0])[:_FEW]
+    left = _PASSES
+    for number, (_, offer) in enumerate(found):
+        config, share = offer.estimate.config, left // (len(found) - number)
+        search = LayerCounts(layer_pipeline(estimator, config, candidates.memory), share)
+        even = tuple(map(len, config.layers()))
+        counts = search.best(even)
+        left -= share - max(0, search.left)
+        if counts:
+            candidates.count += 1
+            # Where both are timed by the clock, they compare.
+            clocked = estimator.estimate(with_layers(config, even))._replace(config=config)
+            other = estimator.estimate(with_layers(config, counts))
+            yield offer._replace(estimate=clocked)
+            if gains(other.seconds, clocked.seconds) or not candidates.fits(clocked):
+                yield offer._replace(estimate=other)
+
+
+def gains(seconds: float, usual: float) -> bool:
+    """Whether a step with keys that are not the usual ones is so much shorter that it is worth
+    them."""
+    return seconds < (1 - _WORTH) * usual
+
+
+def with_layers(config: Config, counts: Sequence[int]) -> Config:
+    return replace(config, parallel=replace(config.parallel, layers_per_stage=tuple(counts)))
+
+
+def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
+    """Layouts with even layers that uneven ones may make better: of each candidate with a pipeline
+    the quickest of a few schedules, and the quickest that save less memory than even ones need."""
+    for number, each in enumerate(timed):
+        if each.best.config.mesh.p == 1:
+            continue
+        schedules = {}
+        for offer in each.offers:
+            parallel = offer.config.parallel
+            schedules.setdefault((parallel.schedule, parallel.chunks), offer)
+        yield from (Offer(number, one) for one in [*schedules.values()][:_SCHEDULES])
+        if number < _FEW:
+            yield from (Offer(number, one) for one in _saving_less(candidates, each.best))
+
+
+def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
+    """The quickest estimates with less done again than `best` does, or with less of ZeRO."""
+    config, parallel = best.config, best.config.parallel
+    ways, way = memory_options(config.mesh), (parallel.keep_gathered, parallel.recompute)
+    here = ways.index(way)
+    others = [(parallel.zero, less) for less in reversed(ways[max(0, here - _LESS) : here])]
+    others += [(1, way)] * (parallel.zero > 1)
+    splits = find(parallel.schedule).splits_backward
+    for zero, less in others:
+        options = candidates.options(config, parallel.microbatches, (zero,), less, splits)
+        yield min(options, key=seconds_of)
+
+
+def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
+    """Seconds that a layout would take if all stages had as much to do."""
+    config = estimate.config
+    stages = [stage_content(each) for each in contents(config)]
+    works = estimator.works(config, estimator.parts(config), stages)
+    work = [sum(each.seconds for each in one) for one in works]
+    return estimate.seconds - config.parallel.microbatches * (max(work) - mean(work))
+
+
+def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> LayerPipeline:
+    """What the layers of a layout are given out to, each stage with `memory` bytes."""
+    parts, parallel, stages = estimator.parts(config), config.parallel, config.mesh.p
+    split = find(parallel.schedule).splits_backward
+    none = with_layers(config, (0,) * stages * parallel.chunks)
+    backward = parts.layer.backward if split else parts.layer.whole
+    passes = (parts.layer.forward, backward, parts.layer.weight)
+    return LayerPipeline(
+        parallel.schedule,
+        stages,
+        parallel.microbatches,
+        parallel.chunks,
+        bare=estimator.part_costs(none, parts),
+        layer=Cost(*(each.seconds for each in passes)),
+        sums=_sums_of(estimator, config),
+        held=_held_of(estimator, config),
+        memory=memory,
+    )
+
+
+def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
+    """Seconds of the sums of a stage with so many layers, as long for a byte as on the first."""
+    chunks = contents(config)
+    first = stage_content(chunks[0])
+    shown = estimator.shown_sums(config, estimator.parts(config), first)
+    rate = shown / estimator.held(config, first)["gradient"]
+
+    def seconds(stage, layers):
+        content = stage_content(chunks[stage])._replace(layers=layers)
+        return rate * estimator.held(config, content)["gradient"] if rate else 0.0
+
+    return seconds
+
+
+def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, ...]], float]:
+    """Bytes of a stage whose chunks have so many layers."""
+    parallel, parts = config.parallel, estimator.parts(config)
+    place = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
+    sums, rest = estimator.update(config, stage_content(contents(config)[0]))
+
+    def held(stage, layers):
+        numbers = [place.part(stage, chunk) for chunk in range(place.chunks)]
+        content = tuple(
+            StageContent(count, part == 0, part == place.parts - 1)
+            for part, count in zip(numbers, layers, strict=True)
+        )
+        peaks = sums.peak, rest.peak
+        return estimator.stage_bytes(config, parts, content, stage, *peaks).total()
+
+    return held
+
+
+def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
+    """Estimates of a layout with buckets of other sizes, the quickest first."""
+    sizes = bucket_sizes(candidates.estimator, config)
+    candidates.count += len(sizes)
+    sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
+    found = [candidates.estimator.estimate(replace(config, parallel=each)) for each in sized]
+    return sorted(found, key=seconds_of)
+
+
+def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
+    """Megabytes of buckets of 1, 2, 4, ... layers, up to those of a stage; not the configured
+    size."""
+    layer = estimator.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
+    whole = max(
+        estimator.held(config, stage_content(each))["gradient"] for each in contents(config)
+    )
+    sizes = {min(layer * 2**power, whole) for power in range(_BUCKETS - 1)} | {whole}
+    megabytes = {_rounded_up(size / 1e6) for size in sizes}
+    return sorted(megabytes - {config.parallel.bucket_mb})
+
+
+def _rounded_up(size: float) -> float:
+    """To two digits, not below `size`, so that what a bucket is to hold fits into it."""
+    unit = 10.0 ** (ceil(log10(size)) - 2)
+    return round(ceil(size / unit * (1 - 1e-12)) * unit, 12)

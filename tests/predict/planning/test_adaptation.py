@@ -1,0 +1,173 @@
+"""Uneven layers and buckets of other sizes: what is offered, and what simulations say of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc3d.plan import ranked
+from hpc3d.predict.machine.machine import Link
+from hpc3d.predict.planning.adaptation import (
+    bucket_sizes,
+    gains,
+    layer_pipeline,
+    least_uneven,
+    uneven,
+    with_other_buckets,
+)
+from hpc3d.predict.planning.candidates import Candidates
+from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.planning.layer_counts import LayerCounts
+from hpc3d.predict.planning.layouts import Candidate, bare
+from hpc3d.predict.planning.search import TimedCandidate
+from tests.predict.planning.test_layer_counts import every
+from tests.predict.planning.test_search import CLUSTER, config_of, settled, step
+
+TABLE = 32768  # tokens, whose products take as long as three layers
+MODEL = "model.layers=6 model.hidden=256 model.heads=8 model.sequence=128 train.batch=32 "
+LARGE = MODEL + f"model.vocabulary={TABLE} "
+SMALL = MODEL + "model.vocabulary=256 "
+SLOW = replace(CLUSTER, links=(Link(0, 1e-5, 1e9),))
+LINE = "p=4 schedule=1f1b microbatches=8"
+GB = 1e9
+
+
+def offered(config, memory=16 * GB, machine=CLUSTER):
+    """The estimate of a settled layout, and its uneven ones."""
+    estimator = Estimator(config.model.vocabulary, machine)
+    candidates = Candidates(estimator, config.mesh.grid().size, memory)
+    even = estimator.estimate(config)
+    timed = TimedCandidate(Candidate(config, {}, 0.0), [even], candidates.fits(even), 0.0)
+    found = [offer.estimate for offer in uneven(candidates, [timed])]
+    return even, [each for each in found if each.config.parallel.layers_per_stage]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        LINE,
+        "p=2 schedule=interleaved chunks=2 microbatches=4",
+        "p=2 d=2 schedule=zb-v microbatches=4 zero=1",
+        pytest.param("p=4 schedule=gpipe microbatches=8", marks=pytest.mark.slow),
+        pytest.param("p=2 x=2 schedule=zb-h1 microbatches=4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_table_makes_uneven_layers_quicker(line):
+    config = settled(LARGE + line, 2 if "chunks" in line else 4)
+    even, [best] = offered(config)
+    (usual, _), (seconds, peak) = (step(each.config, vocabulary=TABLE) for each in (even, best))
+    assert sum(best.config.parallel.layers_per_stage) == 6
+    assert seconds < 0.97 * usual
+    assert best.seconds == pytest.approx(seconds, rel=0.03 if config.mesh.d == 1 else 0.07)
+    assert best.peak == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("line", ["p=2 schedule=1f1b microbatches=8", "p=2 schedule=gpipe"])
+def test_even_layers_stay_where_the_ends_take_no_time(line):
+    assert offered(settled(SMALL + line, 2))[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [LINE, "p=4 schedule=zb-h1 microbatches=4"])
+def test_no_other_layers_are_simulated_quicker(line):
+    config = settled(LARGE + line, 4)
+    _, [best] = offered(config)
+    seconds, _ = step(best.config, vocabulary=TABLE)
+    others = [
+        step(
+            replace(config, parallel=replace(config.parallel, layers_per_stage=counts)),
+            CLUSTER,
+            TABLE,
+        )[0]
+        for counts in every(6, 4)
+    ]
+    assert seconds <= 1.01 * min(others)
+
+
+def test_what_does_not_fit_with_even_layers_fits_with_uneven_ones():
+    """The stage with the head has as many layers as others; without them it has room."""
+    config = settled(LARGE + LINE, 4)
+    _, peak = step(config, vocabulary=TABLE)
+    memory = 0.95 * peak
+    even, [best] = offered(config, memory)
+    _, held = step(best.config, vocabulary=TABLE)
+    assert even.peak > memory >= held
+    assert best.peak == pytest.approx(held, rel=0.03)
+
+
+def test_memory_keeps_layers_from_where_they_are_quickest():
+    """With a short table all stages are as quick, but the first one has most in flight."""
+    config = settled(SMALL + "p=2 schedule=1f1b microbatches=8 model.layers=8", 2)
+    estimator = Estimator(256, CLUSTER)
+    free = layer_pipeline(estimator, config, 16 * GB)
+    one, other = (free.held(0, (count,)) for count in (4, 3))
+    search = LayerCounts(free._replace(memory=(one + other) / 2), 10**9)
+    assert LayerCounts(free, 10**9).best([4, 4]) is None
+    assert search.best([4, 4]) == (3, 5)
+
+
+def test_what_a_layout_would_take_with_equal_stages_is_less():
+    estimator = Estimator(TABLE, CLUSTER)
+    estimate = estimator.estimate(settled(LARGE + LINE, 4))
+    _, [best] = offered(settled(LARGE + LINE, 4))
+    assert least_uneven(estimator, estimate) < best.seconds < estimate.seconds
+
+
+# Buckets
+
+
+def test_buckets_hold_whole_layers():
+    config = settled(SMALL + "d=4", 4)
+    sizes = bucket_sizes(Estimator(256, CLUSTER), config)
+    layer = 4 * (12 * 256**2 + 13 * 256) / 1e6
+    assert sizes == sorted(sizes) and config.parallel.bucket_mb not in sizes
+    for times, size in zip((1, 2, 4), sizes):
+        assert times * layer <= size <= 1.1 * times * layer
+
+
+@pytest.mark.parametrize("machine", [CLUSTER, SLOW])
+def test_estimates_tell_buckets_apart(machine):
+    config = settled(MODEL + "model.vocabulary=4096 d=8")
+    candidates = Candidates(Estimator(4096, machine), 8, 16 * GB)
+    others = with_other_buckets(candidates, config)
+    assert [each.seconds for each in others] == sorted(each.seconds for each in others)
+    assert len({each.seconds for each in others}) > 2
+
+
+def test_what_gains_little_is_not_worth_a_key():
+    assert gains(0.98, 1.0) and not gains(0.995, 1.0)
+
+
+# Plans
+
+
+@pytest.fixture(scope="module")
+def plan_with_large_table():
+    config = config_of(LARGE)
+    _, ranking = ranked(config, 4, SLOW, 16 * GB, 10)
+    return config, ranking.best(10)
+
+
+@pytest.mark.slow
+def test_a_plan_has_uneven_layers_where_they_are_quicker(plan_with_large_table):
+    config, [best, *_] = plan_with_large_table
+    assert best.simulated and best.config.parallel.layers_per_stage
+    seconds, peak = step(best.config, SLOW, TABLE)
+    assert (best.seconds, best.peak) == (pytest.approx(seconds, rel=1e-9), peak)
+    even = replace(best.config.parallel, layers_per_stage=None)
+    assert seconds < 0.9 * step(replace(best.config, parallel=even), SLOW, TABLE)[0]
+    assert bare(best.config) == bare(config)
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_buckets_that_simulations_say_are_best():
+    config = config_of(MODEL + "model.vocabulary=4096")
+    _, ranking = ranked(config, 8, CLUSTER, 0.3 * GB, 10)
+    best = ranking.best(10)[0]
+    parallel = best.config.parallel
+    others = [
+        step(replace(best.config, parallel=replace(parallel, bucket_mb=size)), CLUSTER, 4096)[0]
+        for size in (0.8, 1.6, 3.2, 6.4, 13.0, 25.0)
+    ]
+    assert parallel.bucket_mb != 25.0
+    assert best.seconds <= 1.01 * min(others)
+    assert best.seconds < 0.9 * others[-1]
