@@ -1,6 +1,6 @@
-"""An arrangement of a module with one thing changed: a border, the replicas of two stages, or
-whether a stage is run again.  What no such change makes shorter is as good as it gets; and what
-one alone costs explains why it is as it is."""
+"""An arrangement of a module, made better: one thing at a time, a border, the replicas of two
+stages, or whether a stage is run again; then all borders at once, by a search over the atoms
+around them.  What a border alone costs elsewhere explains why it lies where it does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from hpc3d.partition.evaluation import (
     bytes_held,
     evaluated,
 )
-from hpc3d.partition.joint_search import Allowed
+from hpc3d.partition.joint_search import Allowed, JointSearch
 
 _NEAR = 6  # places of a border that are tried on each side, by atoms and by blocks
-_MOST_PASSES = 1_000_000  # that are run on the clock to improve an arrangement
+_AROUND = 60  # atoms on one side of all borders together
+_MOST_PASSES = 600_000  # that are run on the clock to improve an arrangement
 
 
 def improved(
@@ -26,6 +27,14 @@ def improved(
 ) -> tuple[PipelineChoice, Evaluated]:
     """The arrangement that no one change makes shorter, as far as the time allows, of one that
     fits; borders lie anywhere, but are moved far only to `places`."""
+    for _ in range(2):
+        choice, _ = _climbed(costs, choice, allowed, places)
+        choice, step = _refined(costs, choice, allowed)
+    return choice, step
+
+
+def _climbed(costs, choice, allowed, places):
+    """By one change at a time."""
     best = evaluated(costs, choice, allowed.memory)
     left, better = _MOST_PASSES, True
     while better and left > 0:
@@ -39,6 +48,25 @@ def improved(
                 if found.seconds < (1 - 1e-9) * best.seconds:
                     choice, best, better = other, found, True
     return choice, best
+
+
+def _refined(costs, choice, allowed):
+    """The best with the same replicas, microbatches and schedule, and all its borders at atoms
+    near to where they are."""
+    near = _AROUND // max(1, len(choice.stages) - 1)
+    ends = [stage.end for stage in choice.stages[:-1]]
+    places = {place for end in ends for place in range(end - near, end + near + 1)}
+    inside = sorted(place for place in places if 0 < place < costs.count)
+    same = allowed._replace(
+        microbatches=(choice.microbatches,),
+        schedules=(choice.schedule,),
+        replicas=choice.replicas,
+    )
+    found = [choice]
+    if choice.width > 1:
+        found += JointSearch(costs, same, np.array([0, *inside, costs.count])).found()
+    steps = [(each, evaluated(costs, each, allowed.memory)) for each in found]
+    return min(steps, key=lambda each: each[1].seconds)
 
 
 def _kinds(choice):

@@ -57,10 +57,12 @@ class Allowed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Of many ranks so many are given together."""
-        if self.replicas is None:
-            return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
-        return 1 if self.replicas[1:] else self.replicas[0]
+        """Of many ranks so many are given together where replicas are searched."""
+        return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
+
+    def units(self, replicas: int) -> int:
+        """What a stage takes of what there is: where replicas are known one of the stages."""
+        return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
         """What a stage may have that has `left` stages from itself on."""
@@ -100,12 +102,15 @@ class _StageKind(NamedTuple):
 
 
 class JointSearch:
-    """The search of arrangements of a model over some places of its chain."""
+    """The search of arrangements of a model over some `places` of its chain (None: those between
+    blocks of it)."""
 
-    def __init__(self, costs: ModelCosts, allowed: Allowed) -> None:
+    def __init__(
+        self, costs: ModelCosts, allowed: Allowed, places: np.ndarray | None = None
+    ) -> None:
         self.costs, self.allowed = costs, allowed
         blocks = max(_BLOCKS, len(allowed.replicas or ()))
-        self.places = places_of(costs, allowed.ranks, blocks)
+        self.places = places_of(costs, allowed.ranks, blocks) if places is None else places
         self.border = border_of(costs, allowed.ranks)
         self.ranges: dict[int, Ranges] = {}
         self.balance: dict[int, dict[int, _StageKind]] = {}
@@ -315,21 +320,23 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """G by the number of stages: [places, ranks left]."""
-        unit = self.allowed.unit
-        shape = len(self.search.places), self.allowed.ranks // unit + 1
+        """G by the number of stages: [places, units of ranks left]."""
+        shape = len(self.search.places), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
         for left in range(1, self.width + 1):
             here = np.full(shape, inf)
             for r in self._of(left):
                 weight = self._limited(left, r, limit)
-                units = r // unit
+                units = self.allowed.units(r)
                 rest = sums[-1][:, : shape[1] - units]
                 best = (weight[:, :, None] + rest[None]).min(1)
                 np.minimum(here[:, units:], best, out=here[:, units:])
             sums.append(here)
         return sums
+
+    def _units(self):
+        return self.width if self.allowed.replicas else self.allowed.units(self.allowed.ranks)
 
     def _of(self, left):
         return [r for r in self.allowed.replicas_of(left) if r in self.kinds]
@@ -340,20 +347,20 @@ class _OfWay:
 
     def _traced(self, sums, limit, stages):
         """The arrangement behind a sum, and the load of its heaviest stage."""
-        unit, chosen, loads = self.allowed.unit, [], []
-        place, ranks = 0, self.allowed.ranks // unit
+        place, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
-                r: self._limited(left, r, limit)[place] + sums[left - 1][:, ranks - r // unit]
+                r: self._limited(left, r, limit)[place]
+                + sums[left - 1][:, units - self.allowed.units(r)]
                 for r in self._of(left)
-                if r // unit <= ranks
+                if self.allowed.units(r) <= units
             }
             r = min(ways, key=lambda each: ways[each].min())
             end = int(ways[r].argmin())
             load, _, again = self._table(left, r)
             loads.append(load[place, end])
             chosen.append(StageChoice(int(self.search.places[end]), r, bool(again[place, end])))
-            place, ranks = end, ranks - r // unit
+            place, units = end, units - self.allowed.units(r)
         name = self.name if stages > 1 else "1f1b"
         choice = PipelineChoice(tuple(chosen), self.micros, name, 1, self.allowed.zero)
         return choice, max(loads)

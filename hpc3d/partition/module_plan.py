@@ -36,7 +36,8 @@ _LOOKED_AT = 1000  # arrangements that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _MOST_PASSES = 1_000, 100_000  # of a search over all of them
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # of a search over all of them
+_MOST_LAID_OUT = 2**14  # forward passes of a schedule
 _CLOSE = 1e-3  # to the least memory that a refusal names
 
 
@@ -128,6 +129,7 @@ def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
     if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
     memory = (1 - wanted.margin) * (wanted.memory or costs.machine.memory_gb * 1e9)
+    _refuse_long(costs, wanted)
     allowed = _allowed(costs, wanted, memory)
     _refuse_few(costs, wanted, allowed)
     if wanted.objective == "load":
@@ -161,6 +163,16 @@ def _allowed(costs, wanted, memory):
         _RECOMPUTE[wanted.recompute],
         wanted.zero,
     )
+
+
+def _refuse_long(costs, wanted):
+    """More passes than a search can lay out for every arrangement."""
+    stages = min(wanted.ranks, costs.count)
+    if wanted.microbatches and stages * wanted.microbatches > _MOST_LAID_OUT:
+        raise ValueError(
+            f"--microbatches {wanted.microbatches}: on up to {stages} stages at most "
+            f"{_MOST_LAID_OUT // stages} are searched; use fewer"
+        )
 
 
 def _refuse_few(costs, wanted, allowed):
@@ -205,7 +217,7 @@ def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, Pipeli
     micros, replicas = alike[0].microbatches, alike[0].replicas[0]
     cuts = Downsets(costs.graph(costs.rows(micros, replicas)), downsets)
     limits = _limits(costs, allowed, replicas, micros)
-    found = quickest(cuts, limits, tuple(names), _MOST_PASSES)
+    found = quickest(cuts, limits, tuple(names), _FEW_PASSES)
     if found:
         name = "1f1b" if found.schedule == "none" else found.schedule
         chain, stages = _along(costs, cuts, found.ends, replicas)

@@ -1,5 +1,8 @@
 """Arrangements that are changed in one thing at a time."""
 
+import random
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -24,6 +27,21 @@ def test_a_poor_arrangement_is_improved_until_nothing_helps():
     assert step == evaluated(COSTS, choice, 1e9) and step.seconds < 0.6 * 2 * 9 * 3 * 4
     for border in range(2):
         assert next_best(COSTS, choice, step, border, 1e9)[1] >= step.seconds
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_borders_are_moved_together(seed):
+    """Among all ways to cut a chain into three, with other times for every atom."""
+    draw = random.Random(seed)
+    costs = line([draw.uniform(1, 9) for _ in range(24)], [draw.uniform(0, 9) for _ in range(23)])
+    poor = PipelineChoice((StageChoice(6), StageChoice(14, 2), StageChoice(24)), 4)
+    cuts = [
+        (StageChoice(a), StageChoice(b, 2), poor.stages[2])
+        for a, b in combinations(range(1, 24), 2)
+    ]
+    best = min(evaluated(costs, poor._replace(stages=stages)).seconds for stages in cuts)
+    _, step = improved(costs, poor, ANY._replace(replicas=(1, 2, 1)), np.arange(0))
+    assert step.seconds <= 1.005 * best < 0.995 * evaluated(costs, poor).seconds
 
 
 def test_recomputation_goes_where_there_is_room():

@@ -77,6 +77,13 @@ def test_many_ranks_are_given_in_units():
     allowed = ANY._replace(ranks=256)
     assert allowed.unit == 8 and allowed.replicas_of(1)[:2] == (8, 16)
     assert allowed._replace(ranks=63).unit == 1
+    assert allowed._replace(replicas=(3,)).units(3) == 1 and allowed.units(16) == 2
+
+
+def test_known_replicas_of_very_many_ranks_take_no_more_room():
+    costs = line([1.0] * 6, [1.0] * 5, batch=1 << 16)
+    many = ANY._replace(ranks=1 << 16, replicas=(1 << 14, 1 << 15))
+    assert {each.replicas for each in JointSearch(costs, many).found()} == {(1 << 14, 1 << 15)}
 
 
 def test_split_backward_passes_are_found_where_asked_for():

@@ -1,6 +1,7 @@
 """From a module to a plan: what is searched, and what is refused."""
 
 import re
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
@@ -9,7 +10,9 @@ pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
+from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.module_plan import Wanted, best_plan, planned_module
+from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine import machine_file
 from hpc3d.shipped import shipped
 from tests.partition.arrangements import quickest_arrangement, random_costs
@@ -19,8 +22,15 @@ MACHINE = machine_file.load(shipped("machines/v100-4x16.toml"))
 LAYER = 4 * (64 * 64 + 64) * 4  # of the perceptron: values, gradients and two moments
 
 
-def planned(name="bert", ranks=2, **how):
-    return planned_module(small(name), MACHINE, Wanted(ranks, **{"margin": 0.0, **how}))
+@cache
+def operations(name):
+    return Operations(small(name))
+
+
+def planned(name="bert", ranks=2, batch=None, **how):
+    graphs = partial(graph_of, operations(name), MACHINE)
+    costs = ModelCosts(graphs, MACHINE, batch or small(name).batch)
+    return best_plan(costs, Wanted(ranks, **{"margin": 0.0, **how}))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +167,7 @@ def test_the_lightest_heaviest_stage_can_be_asked_for():
     [
         ({"batch": 8, "microbatches": 9}, "9 microbatches cannot share 8 samples"),
         ({"batch": 8, "microbatches": 8, "replicas": (2,)}, "2 replicas of 8 microbatches cannot"),
+        ({"batch": 1 << 16, "microbatches": 1 << 16}, "at most 8192 are searched"),
         ({"replicas": (4,)}, "--replicas 4: there are 2 ranks"),
         ({"replicas": (1, 2)}, "--replicas 1,2: there are 2 ranks"),
         ({"ranks": 100, "replicas": (1,)}, r"of 100 stages: it has \d+"),
@@ -175,6 +186,12 @@ def test_the_memory_that_a_refusal_names_is_enough(how):
     assert planned("mlp", memory=float(enough), margin=0.2, **how).step.fits
     with pytest.raises(ValueError, match="the nearest needs"):
         planned("mlp", memory=0.99 * float(enough), margin=0.2, **how)
+
+
+def test_a_module_is_planned_for_the_batch_of_its_inputs():
+    found = planned_module(small("mlp"), MACHINE, Wanted(1))
+    assert found.costs.batch == small("mlp").batch
+    assert found.step == planned("mlp", 1).step
 
 
 def test_a_batch_that_is_not_first_leaves_nothing_to_cut():
