@@ -159,17 +159,21 @@ def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]
 
 
 def _larger(points, other):
-    """The largest that RaNNC trains over the largest that another does."""
-    most = {
-        name: max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0)
+    """The largest that RaNNC trains over the largest that another does; where it trains the
+    largest of all, it may train larger ones."""
+    ours, theirs = (
+        max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0.0)
         for name in ("RaNNC", other)
-    }
-    if not most[other]:
+    )
+    if not theirs:
         return f'"five times larger" than {other}: that trains none of these'
-    ratio = most["RaNNC"] / most[other]
+    largest = max(each["billions"] for each in points)
+    open_ended = theirs < ours == largest and ours < _TIMES_LARGER * theirs
+    verdict = "not decided" if open_ended else _verdict(ours >= _TIMES_LARGER * theirs)
+    least = "at least " if ours == largest else ""
     return (
-        f'"five times larger" than {other}: {_verdict(ratio >= _TIMES_LARGER)}; '
-        f"{most['RaNNC']:.3f} against {most[other]:.3f} x 10^9 parameters, {ratio:.1f} times"
+        f'"five times larger" than {other}: {verdict}; {ours:.3f} against {theirs:.3f} x 10^9 '
+        f"parameters, {least}{ours / theirs:.1f} times"
     )
 
 

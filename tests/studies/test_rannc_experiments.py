@@ -27,7 +27,10 @@ LARGE = point(5.0, (3, 2, None, 2.5, 1.5))
 
 def test_all_claims_hold():
     found = claims([SMALL, LARGE], [])
-    assert "holds; 5.000 against 1.000 x 10^9 parameters, 5.0 times" in found["five times larger"]
+    assert (
+        "holds; 5.000 against 1.000 x 10^9 parameters, at least 5.0 times"
+        in found["five times larger"]
+    )
     assert "does not hold; 5.000 against 5.000" in found["than with a pipeline"]
     assert "holds; 1.00 to 1.00" in found["comparable"] and "on 1 models" in found["comparable"]
     assert 'settings": holds; 1.25 to 1.33' in found["better than GPipe"]
@@ -43,6 +46,15 @@ def test_no_claim_holds():
     assert "does not hold; 0.56 to 0.56" in found["comparable"]
     assert found["better than GPipe"].endswith("in 2, less for bert:2.0 on 32")
     assert "less for bert:1.0 on 32, bert:2.0 on 32" in found["ours"]
+
+
+def test_models_that_are_not_large_enough_decide_nothing():
+    """RaNNC trains all of them, Megatron-LM all but the largest; then none trains that."""
+    middle, none = point(3.0, (3, 2, None, None, None)), point(9.0, (1, None, None, None, None))
+    found = claims([SMALL, middle], [])["five times larger"]
+    assert "not decided; 3.000 against 1.000" in found and "at least 3.0 times" in found
+    found = claims([SMALL, middle, none], [])["five times larger"]
+    assert "does not hold; 3.000 against 1.000" in found and "least" not in found
 
 
 def test_the_best_gpipe_counts():
