@@ -97,8 +97,8 @@ class ModuleTrainer(Trainer):
         """Take the values of parameters, buffers and constants from rank 0, one after the other;
         elsewhere `values` is empty."""
         for name, like in state_of(self.model.captured).items():
-            whole = values.get(name, torch.empty(like.shape, dtype=like.dtype, device="cpu"))
-            self.torch_weights.fill(name, shared_by_root(self.mesh.world, whole))
+            value = shared_by_root(self.mesh.world, values.get(name), like.shape, like.dtype)
+            self.torch_weights.fill(name, value)
         self.torch_weights.store()
 
     def update(self) -> None:

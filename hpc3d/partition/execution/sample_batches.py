@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -104,17 +104,23 @@ class SampleLoader:
         if not isinstance(like, torch.Tensor):
             return like
         shape = [size_of(size, self.samples) for size in like.shape]
-        whole = torch.empty(shape, dtype=like.dtype) if value is None else value
-        return shared_by_root(self.mesh.world, whole)
+        return shared_by_root(self.mesh.world, value, shape, like.dtype)
 
 
-def shared_by_root(world: Communicator, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of rank 0, given one of its shape and type."""
-    block = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    told = world.broadcast(block if world.rank == 0 else block[:0], 0).wait()
-    return torch.from_numpy(np.array(told)).view(tensor.dtype).view(tensor.shape)
+def shared_by_root(
+    world: Communicator, value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The tensor of rank 0, which alone has a `value`; to read, not to write into."""
+    block = np.empty(0, np.uint8)
+    if value is not None:
+        block = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    told = world.broadcast(block, 0).wait()
+    told = told if told.flags.writeable else told.copy()
+    return torch.from_numpy(told).view(dtype).view(shape)
 
 
 def _rows(node, whole, rows):
     """An input for some samples, in memory of its own."""
-    return whole[rows.start : rows.stop].clone() if carries_batch(node) else whole
+    if carries_batch(node):
+        return whole[rows.start : rows.stop].clone()
+    return whole.clone() if isinstance(whole, torch.Tensor) else whole

@@ -45,8 +45,8 @@ def test_all_ranks_have_the_tensor_of_the_first(dtype):
     tensor = (torch.arange(6) % 2).reshape(2, 3).to(dtype)
 
     def rank(mesh):
-        mine = tensor if mesh.rank == 0 else torch.empty(2, 3, dtype=dtype)
-        return shared_by_root(mesh.world, mine.T.contiguous().T)
+        mine = tensor.T.contiguous().T if mesh.rank == 0 else None
+        return shared_by_root(mesh.world, mine, tensor.shape, dtype)
 
     for found in run({"d": 3}, rank):
         assert found.dtype == dtype and (found == tensor).all()
