@@ -4,7 +4,8 @@ cost model: for the planner, for those it is compared with, and for reports.
 The module is a chain of atoms, which is cut into parts; a pipeline stage has one part, or several
 of an interleaved schedule, and runs them on its replicas, which share a microbatch by rows.
 
-    step      the schedule on its clock, then the sums of gradients of every stage
+    step      the schedule on its clock, the sums of gradients of every stage, and the update when
+              all have their sums
     messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
     memory    weights, gradients and moments, which replicas share under ZeRO 1
               + microbatches in flight (saved + received), or with recomputation
@@ -73,6 +74,16 @@ class PipelineChoice(NamedTuple):
         return sum(self.replicas)
 
 
+class RunCosts(NamedTuple):
+    """Seconds that a rank takes beside operations and calls: for a microbatch in a part `forward`
+    and `backward`, for a `step`, and to `update` a byte of parameters."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    step: float = 0.0
+    update: float = 0.0
+
+
 class PartNumbers(NamedTuple):
     """What a rank does and holds for a part: seconds of a microbatch, without recomputation, of
     `backward` those for the gradients of weights (`weight`), and bytes."""
@@ -106,14 +117,22 @@ class Evaluated(NamedTuple):
 
 class ModelCosts:
     """The costs of a model on a machine for steps of `batch` samples, by the rows that a rank has
-    of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all.
+    of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all, and
+    `run` is what comes with any operations.
 
     Ranks of a stage are neighbours, and stages follow each other.  A border that lies anywhere on
     several nodes is as slow as a link between nodes.
     """
 
-    def __init__(self, graph_of: Callable[[int], Graph], machine: Machine, batch: int) -> None:
+    def __init__(
+        self,
+        graph_of: Callable[[int], Graph],
+        machine: Machine,
+        batch: int,
+        run: RunCosts = RunCosts(),
+    ) -> None:
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
+        self.run = run
         self._chains: dict[int, Chain] = {}
         self._parts: dict[tuple[int, int, int], PartNumbers] = {}
 
@@ -130,7 +149,11 @@ class ModelCosts:
 
     def reordered(self, order: list[int]) -> ModelCosts:
         """The same along another chain of the atoms, which keeps to their order."""
-        return ModelCosts(lambda rows: self.graph(rows).ordered(order), self.machine, self.batch)
+
+        def graph_of(rows):
+            return self.graph(rows).ordered(order)
+
+        return ModelCosts(graph_of, self.machine, self.batch, self.run)
 
     def rows(self, microbatches: int, replicas: int) -> int:
         """Samples of a microbatch on the rank with most."""
@@ -148,9 +171,14 @@ class ModelCosts:
         key = rows, before, after
         if key not in self._parts:
             chain = self.chain(rows)
-            sums = (chain.forward, chain.backward, chain.weight)
+            forward, backward, weight = (
+                float(each[after] - each[before])
+                for each in (chain.forward, chain.backward, chain.weight)
+            )
             self._parts[key] = PartNumbers(
-                *(float(each[after] - each[before]) for each in sums),
+                forward=forward + self.run.forward,
+                backward=backward + self.run.backward,
+                weight=weight,
                 fixed=float(chain.fixed(before, after)),
                 trained=float(chain.trained(before, after)),
                 saved=float(chain.saved[after] - chain.saved[before]),
@@ -275,6 +303,7 @@ def _with_sums(costs, choice, parts, ends):
     """Seconds of the step, and those of every stage for its sums of gradients.
 
     A weight on several stages is summed once over all their ranks, when the last of them is done.
+    The norm of the gradient needs all sums, and the update needs the norm.
     """
     places, owned = _places_of(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
@@ -290,7 +319,15 @@ def _with_sums(costs, choice, parts, ends):
         for owner in owners:
             ends[owner] = start + seconds
             sums[owner] += seconds
-    return float(max(ends)), tuple(sums)
+    update = max(costs.run.update * nbytes for nbytes in _updated(costs, choice, parts, owned))
+    return float(max(ends)) + update + costs.run.step, tuple(sums)
+
+
+def _updated(costs, choice, parts, owned):
+    """Bytes of the parameters that a rank of every stage updates."""
+    for stage, replicas in enumerate(choice.replicas):
+        trained = _stage_sum("trained", choice, parts, owned, stage)
+        yield trained / replicas if choice.zero else trained
 
 
 def _owners(costs, choice):

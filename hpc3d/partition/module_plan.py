@@ -113,15 +113,19 @@ class ModulePlan(NamedTuple):
 
 
 def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
+    """The `planned_costs` of a module on a machine."""
+    return planned_costs(ModelCosts.of(captured, machine, wanted.batch), wanted)
+
+
+def planned_costs(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
     """The quickest ModulePlan of a step.
 
     ValueError if nothing fits the memory of a rank, with what the nearest needs, and for numbers
     that do not go together.
     """
-    costs = ModelCosts.of(captured, machine, wanted.batch)
     if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
-    memory = (1 - wanted.margin) * (wanted.memory or machine.memory_gb * 1e9)
+    memory = (1 - wanted.margin) * (wanted.memory or costs.machine.memory_gb * 1e9)
     allowed = _allowed(costs, wanted, memory)
     _refuse_few(costs, wanted, allowed)
     if wanted.objective == "load":
