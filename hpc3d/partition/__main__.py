@@ -10,9 +10,9 @@ mpirun -np 2 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
-on fake tensors, and costs what the machine needs for its operations, or what `profile` has measured. Stages, the replicas of each,
-which of them run their forward pass again for backward, microbatches and schedule are searched
-together where they are not given.
+on fake tensors, and costs what the machine needs for its operations, or what `profile` has
+measured. Stages, the replicas of each, which of them run their forward pass again for backward,
+microbatches and schedule are searched together where they are not given.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a

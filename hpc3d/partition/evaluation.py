@@ -118,7 +118,7 @@ class Evaluated(NamedTuple):
 class ModelCosts:
     """The costs of a model on a machine for steps of `batch` samples, by the rows that a rank has
     of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all, and
-    `run` is what comes with any operations.
+    `run` is what comes with any operations (None: nothing).
 
     Ranks of a stage are neighbours, and stages follow each other.  A border that lies anywhere on
     several nodes is as slow as a link between nodes.
@@ -129,10 +129,10 @@ class ModelCosts:
         graph_of: Callable[[int], Graph],
         machine: Machine,
         batch: int,
-        run: RunCosts = RunCosts(),
+        run: RunCosts | None = None,
     ) -> None:
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
-        self.run = run
+        self.run = run or RunCosts()
         self._chains: dict[int, Chain] = {}
         self._parts: dict[tuple[int, int, int], PartNumbers] = {}
 

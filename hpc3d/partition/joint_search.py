@@ -6,9 +6,9 @@ A step of stages with m microbatches takes about
     (m - 1) T + sum_s w_s,    T = max_s w_s
 
 where w_s is what stage s needs for a microbatch forward and backward, its messages, and an m-th of
-its sums of gradients and its update.  For a limit of T the least sum is found exactly, from the last stage to the
-first, by where the stage begins, how many stages there are from it on (so many microbatches are in
-flight under 1F1B), and how many ranks are left for them:
+its sums of gradients and of its update.  For a limit of T the least sum is found exactly, from the
+last stage to the first, by where the stage begins, how many stages there are from it on (so many
+microbatches are in flight under 1F1B), and how many ranks are left for them:
 
     G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    where w(i, j, r) <= T fits
 

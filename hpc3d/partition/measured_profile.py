@@ -1,8 +1,8 @@
-"""A profile as a file: what `hpc3d.partition profile` has measured of a module on a machine, and the
-costs of a plan by it.
+"""A profile as a file: what `hpc3d.partition profile` has measured of a module on a machine, and
+the costs of a plan by it.
 
-The seconds of a piece lie on a line between two numbers of rows that were measured; beyond the last
-one they grow with the rows.  Bytes are counted as without a profile.
+The seconds of a piece lie on a line between two numbers of rows that were measured; beyond the
+last one they grow with the rows.  Bytes are counted as without a profile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNIT = Machine(
 )
 
 
-class Profile(NamedTuple):
+class ModuleProfile(NamedTuple):
     """What was measured of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) while
     `ranks` ranks of a machine with so many `cores` did so at once.
 
@@ -123,9 +123,9 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """The operations of a captured module, those of a piece with the seconds of a Profile."""
+    """The operations of a captured module, those of a piece with the seconds of a ModuleProfile."""
 
-    def __init__(self, captured: Captured, profile: Profile) -> None:
+    def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
         self.rows = np.array(profile.rows)
         names = [name_of(captured, number) for number in range(len(captured.pieces))]
@@ -157,9 +157,9 @@ class MeasuredOperations(Operations):
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)
-        place = max(1, int(np.searchsorted(known, rows)))
+        place = int(np.searchsorted(known, rows, "right"))
         low, high = known[place - 1], known[place]
-        way = max(0.0, (rows - low) / (high - low))
+        way = (rows - low) / (high - low)
         return (1 - way) * self.seconds[..., place - 1] + way * self.seconds[..., place]
 
 
@@ -168,8 +168,8 @@ def _weight(costs):
     return weight / backward if backward else 0.0
 
 
-def load(path: Path | str) -> Profile:
-    """The Profile of a file; ValueError in one line for what is none."""
+def load(path: Path | str) -> ModuleProfile:
+    """The ModuleProfile of a file; ValueError in one line for what is none."""
     content = files.read(path, files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)
@@ -181,7 +181,7 @@ def load(path: Path | str) -> Profile:
     for field, sound in _SOUND.items():
         if not sound(tree.get(field)):
             raise ValueError(f"{path}: {field} is not that of a profile; {_REMEDY}")
-    profile = Profile(**{field: tree[field] for field in Profile._fields})
+    profile = ModuleProfile(**{field: tree[field] for field in ModuleProfile._fields})
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):
         raise ValueError(f"{path}: not every piece has a time for all rows; {_REMEDY}")
@@ -246,7 +246,7 @@ _SOUND = {
     "ranks": _whole(MOST_RANKS),
     "cores": _whole(MOST_RANKS),
     "memory": _positive,
-    "rows": _ascending(_whole(INT32)),
+    "rows": lambda value: _ascending(_whole(INT32))(value) and value[0] == 1,
     "pieces": _pieces,
     "run": lambda value: (
         isinstance(value, dict)

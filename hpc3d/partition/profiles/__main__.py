@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from hpc3d.partition.capture import Captured
-    from hpc3d.partition.measured_profile import Profile
+    from hpc3d.partition.measured_profile import ModuleProfile
     from hpc3d.partition.profiles.one_rank_run import OneRankRun
     from hpc3d.runtime.job import Job
 
@@ -77,9 +77,9 @@ def _made(options):
     return OneRankRun(captured, module, inputs, options.batch or captured.batch, CLOCK)
 
 
-def _measured(job: Job, run: OneRankRun, options: Namespace) -> Profile:
+def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
     from hpc3d.comm.cartesian import build_stages
-    from hpc3d.partition.measured_profile import Profile
+    from hpc3d.partition.measured_profile import ModuleProfile
     from hpc3d.partition.plan_file import digest_of
     from hpc3d.partition.profiles.measurement import measured_pieces, measured_run, sizes
     from hpc3d.partition.profiles.message_timer import timed_calls
@@ -94,7 +94,7 @@ def _measured(job: Job, run: OneRankRun, options: Namespace) -> Profile:
     constants = {name: float(np.mean([each[name] for each in constants])) for name in constants[0]}
     _show(job, constants)
     mesh, _ = build_stages([1] * job.size, 1)
-    return Profile(
+    return ModuleProfile(
         model=options.model,
         graph=digest_of(run.captured),
         host=job.place()["host"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -69,5 +70,5 @@ def _parts(captured: Captured, count: int) -> list[list[int]]:
     ends = [len(atoms) * part // count for part in range(count + 1)]
     return [
         sorted(piece for atom in atoms[first:end] for piece in atom.pieces)
-        for first, end in zip(ends, ends[1:])
+        for first, end in pairwise(ends)
     ]
