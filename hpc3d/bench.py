@@ -14,6 +14,8 @@
 
     calibrate  this machine, from runs of up to 8 ranks: which `--machine this-machine` then is;
                with --check, steps of 12 other runs, measured and predicted
+    plans      plans of torch modules, by a profile of this machine, on 1 and 2 ranks: steps
+               predicted and measured, and whether the chosen plan is the fastest
     findings   when a pipeline beats replicas, what a poor partition holds, the size of messages,
                waiting against transfer: tables, and figures in DIR/findings
     published  steps of Megatron-LM (arXiv:2205.05198, arXiv:2104.04473) on A100
@@ -47,6 +49,7 @@ _MODULES = {
     "benchmarks.guards": ("guards",),
     "benchmarks.calls": ("calls",),
     "benchmarks.calibration": ("calibrate",),
+    "benchmarks.planned_runs": ("plans",),
     "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}

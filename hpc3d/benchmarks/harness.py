@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -143,13 +143,28 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
     return {**result, "bytes": received}
 
 
-def run(ranks: int, arguments: Sequence[str], folder: str, steps: int = 4) -> dict[str, Any]:
+def run(
+    ranks: int, arguments: Sequence[str], folder: str, steps: int = 4, verb: str = "train"
+) -> dict[str, Any]:
     """Train; the median step, the seconds from the start of the launcher until the first step is
     done, the seconds a step of every operation, what a rank spends and receives a step along the
     data axis, and the run's folder."""
+    words = [verb, *arguments, "--train.steps", str(steps), "--run.out", folder]
+    start, first = time.perf_counter(), None
+    for line in printed(ranks, words):
+        if first is None and re.match(r" +0 ", line):
+            first = time.perf_counter() - start
+    where = Path(line.removeprefix("run kept in ").strip())
+    with trace.open(where / "trace.h5") as recorded:
+        return {"first_s": first, "folder": where, **_times(recorded)}
+
+
+def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
+    """The lines that `python -m hpc3d.VERB ...` prints on so many ranks, as they come; Problems
+    if it fails."""
     launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
-    command = [launcher, "-np", str(ranks), sys.executable, "-m", "hpc3d.train", *arguments]
-    command += ["--train.steps", str(steps), "--run.out", folder]
+    verb, *arguments = words
+    command = [launcher, "-np", str(ranks), sys.executable, "-m", f"hpc3d.{verb}", *arguments]
     cores = str(len(os.sched_getaffinity(0)))
     settings = {
         **os.environ,
@@ -157,18 +172,12 @@ def run(ranks: int, arguments: Sequence[str], folder: str, steps: int = 4) -> di
         **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
     }
     with tempfile.TemporaryFile("w+") as errors:
-        start, first = time.perf_counter(), None
         pipe = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
         with subprocess.Popen(command, env=settings, **pipe) as process:
-            for line in process.stdout:
-                if first is None and re.match(r" +0 ", line):
-                    first = time.perf_counter() - start
+            yield from process.stdout
         if process.returncode:
             errors.seek(0)
             raise Problems([f"{' '.join(command)} failed:", *errors.read().splitlines()])
-    where = Path(line.removeprefix("run kept in ").strip())
-    with trace.open(where / "trace.h5") as recorded:
-        return {"first_s": first, "folder": where, **_times(recorded)}
 
 
 def _times(recorded: Trace) -> dict[str, Any]:

@@ -8,12 +8,13 @@ python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.json
 mpirun -np N python -m hpc3d.partition run PLAN.json
 python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.py
 torchrun --nproc-per-node N PLAN.py
+mpirun -np 2 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
-on fake tensors, and costs what the machine needs for its operations. Stages, the replicas of each,
-which of them run their forward pass again for backward, microbatches and schedule are searched
-together where they are not given.
+on fake tensors, and costs what the machine needs for its operations, or what `profile` has
+measured. Stages, the replicas of each, which of them run their forward pass again for backward,
+microbatches and schedule are searched together where they are not given.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a
@@ -44,6 +45,7 @@ from hpc3d.trace.segment import replacing
 _MACHINE = "machines/h100.toml"
 _COMMANDS = {
     "compare": "hpc3d.partition.baselines.__main__",
+    "profile": "hpc3d.partition.profiles.__main__",
     "run": "hpc3d.partition.execution.__main__",
 }
 
@@ -76,6 +78,8 @@ def _parser():
         help="stages, times their replicas",
     )
     add("--machine", metavar="NAME|FILE", help="of inputs/machines, for a module (h100)")
+    profile = "measured times of a module instead of the machine's, and messages without --machine"
+    add("--profile", type=Path, metavar="PROFILE.json", help=profile)
     add(
         "--batch",
         type=whole(1, INT32),
@@ -138,7 +142,7 @@ def _plan(options):
         print(json.dumps(printed))
 
 
-_OF_MODULES = ("machine", "batch", "replicas", "recompute", "margin", "zero")
+_OF_MODULES = ("machine", "profile", "batch", "replicas", "recompute", "margin", "zero")
 
 
 def _of_file(options):
@@ -163,16 +167,14 @@ def _of_module(options):
     need(options.model, "torch")
     from hpc3d.partition.capture import capture
     from hpc3d.partition.factory import made
-    from hpc3d.partition.module_plan import Wanted, planned_module
-    from hpc3d.predict.machine import machine_file
+    from hpc3d.partition.module_plan import Wanted, best_plan
 
     if options.bandwidth:
         raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
-    machine = machine_file.load(options.machine or shipped(_MACHINE))
     captured = capture(*made(options.model))
     given = {name: getattr(options, name) for name in Wanted._fields}
     asked = {name: value for name, value in given.items() if value is not None}
-    plan = planned_module(captured, machine, Wanted(**asked))
+    plan = best_plan(_costs(captured, options), Wanted(**asked))
     _show_module(plan, options.ranks)
     if options.draw:
         from hpc3d.partition.arc_diagram import arc_diagram
@@ -182,8 +184,8 @@ def _of_module(options):
     if options.output:
         from hpc3d.partition.plan_file import saved
 
-        name = str(options.machine or "h100")
-        _write(options.output, saved(plan, captured, options.model, name), captured)
+        found = saved(plan, captured, options.model, _machine_of(options))
+        _write(options.output, found, captured)
     return _module_as_json(plan)
 
 
@@ -198,6 +200,28 @@ def _write(path, plan, captured):
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
     print(f"\n{command} {path}")
+
+
+def _costs(captured, options):
+    """The ModelCosts by a machine or a profile."""
+    from hpc3d.partition.evaluation import ModelCosts
+    from hpc3d.predict.machine import machine_file
+
+    if not options.profile:
+        machine = machine_file.load(options.machine or shipped(_MACHINE))
+        return ModelCosts.of(captured, machine, options.batch)
+    from hpc3d.partition import measured_profile
+
+    profile = measured_profile.load(options.profile)
+    named = options.machine
+    machine = machine_file.load(named) if named else profile.machine(options.ranks)
+    return profile.costs(captured, machine, options.batch)
+
+
+def _machine_of(options):
+    """What a plan is for, by name."""
+    names = [str(each) for each in (options.profile, options.machine) if each]
+    return " ".join(names) or "h100"
 
 
 def _show(plan, limits):

@@ -59,6 +59,8 @@ class Ranges:
             each[places][None] - each[places][:, None]
             for each in (chain.forward, chain.backward, chain.weight, chain.saved)
         )
+        self.forward += costs.run.forward
+        self.backward += costs.run.backward
         self.fixed = np.array([chain.fixed(place, places) for place in places])
         self.trained = np.array([chain.trained(place, places) for place in places])
         self.crossing = chain.crossing[places]

@@ -4,9 +4,11 @@ cost model: for the planner, for those it is compared with, and for reports.
 The module is a chain of atoms, which is cut into parts; a pipeline stage has one part, or several
 of an interleaved schedule, and runs them on its replicas, which share a microbatch by rows.
 
-    step      the schedule on its clock, then the sums of gradients of every stage
+    step      the schedule on its clock, the sums of gradients of every stage, and the update when
+              all have their sums
     messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
     memory    weights, gradients and moments, which replicas share under ZeRO 1
+              + this rank's samples of the inputs that it reads
               + microbatches in flight (saved + received), or with recomputation
                 microbatches in flight (received) + saved of one
               + the gradients that the widest operation makes and reads
@@ -18,8 +20,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -27,7 +29,7 @@ from typing import NamedTuple
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.downsets import Chain
-from hpc3d.partition.model_graph import MOMENTS, graph_of
+from hpc3d.partition.model_graph import MOMENTS, ModelInput, graph_of, inputs_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.timeline import Cost
@@ -73,6 +75,16 @@ class PipelineChoice(NamedTuple):
         return sum(self.replicas)
 
 
+class RunCosts(NamedTuple):
+    """Seconds that a rank takes beside operations and calls: for a microbatch in a part `forward`
+    and `backward`, for a `step`, and to `update` a byte of parameters."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    step: float = 0.0
+    update: float = 0.0
+
+
 class PartNumbers(NamedTuple):
     """What a rank does and holds for a part: seconds of a microbatch, without recomputation, of
     `backward` those for the gradients of weights (`weight`), and bytes."""
@@ -106,14 +118,23 @@ class Evaluated(NamedTuple):
 
 class ModelCosts:
     """The costs of a model on a machine for steps of `batch` samples, by the rows that a rank has
-    of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all.
+    of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all, and
+    `run` is what comes with any operations (None: nothing).  `inputs` are those of the model.
 
     Ranks of a stage are neighbours, and stages follow each other.  A border that lies anywhere on
     several nodes is as slow as a link between nodes.
     """
 
-    def __init__(self, graph_of: Callable[[int], Graph], machine: Machine, batch: int) -> None:
+    def __init__(
+        self,
+        graph_of: Callable[[int], Graph],
+        machine: Machine,
+        batch: int,
+        run: RunCosts | None = None,
+        inputs: Sequence[ModelInput] = (),
+    ) -> None:
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
+        self.run, self.inputs = run or RunCosts(), inputs
         self._chains: dict[int, Chain] = {}
         self._parts: dict[tuple[int, int, int], PartNumbers] = {}
 
@@ -121,7 +142,7 @@ class ModelCosts:
     def of(cls, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
         """Those of a captured module, and of the batch of its example inputs."""
         graphs = partial(graph_of, Operations(captured), machine)
-        return cls(graphs, machine, batch or captured.batch)
+        return cls(graphs, machine, batch or captured.batch, inputs=inputs_of(captured))
 
     @property
     def count(self) -> int:
@@ -130,7 +151,18 @@ class ModelCosts:
 
     def reordered(self, order: list[int]) -> ModelCosts:
         """The same along another chain of the atoms, which keeps to their order."""
-        return ModelCosts(lambda rows: self.graph(rows).ordered(order), self.machine, self.batch)
+
+        def graph_of(rows):
+            return self.graph(rows).ordered(order)
+
+        return ModelCosts(graph_of, self.machine, self.batch, self.run, self.inputs)
+
+    @cached_property
+    def readers(self) -> list[tuple[tuple[int, ...], float]]:
+        """Of every input of the model: the atoms that read it, and its bytes for a sample."""
+        atoms = enumerate(self.graph(1).atoms)
+        place = {piece: number for number, atom in atoms for piece in atom.pieces}
+        return [(tuple(map(place.get, each.pieces)), each.nbytes) for each in self.inputs]
 
     def rows(self, microbatches: int, replicas: int) -> int:
         """Samples of a microbatch on the rank with most."""
@@ -148,9 +180,14 @@ class ModelCosts:
         key = rows, before, after
         if key not in self._parts:
             chain = self.chain(rows)
-            sums = (chain.forward, chain.backward, chain.weight)
+            forward, backward, weight = (
+                float(each[after] - each[before])
+                for each in (chain.forward, chain.backward, chain.weight)
+            )
             self._parts[key] = PartNumbers(
-                *(float(each[after] - each[before]) for each in sums),
+                forward=forward + self.run.forward,
+                backward=backward + self.run.backward,
+                weight=weight,
                 fixed=float(chain.fixed(before, after)),
                 trained=float(chain.trained(before, after)),
                 saved=float(chain.saved[after] - chain.saved[before]),
@@ -275,6 +312,7 @@ def _with_sums(costs, choice, parts, ends):
     """Seconds of the step, and those of every stage for its sums of gradients.
 
     A weight on several stages is summed once over all their ranks, when the last of them is done.
+    The norm of the gradient needs all sums, and the update needs the norm.
     """
     places, owned = _places_of(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
@@ -290,7 +328,15 @@ def _with_sums(costs, choice, parts, ends):
         for owner in owners:
             ends[owner] = start + seconds
             sums[owner] += seconds
-    return float(max(ends)), tuple(sums)
+    update = max(costs.run.update * nbytes for nbytes in _updated(costs, choice, parts, owned))
+    return float(max(ends)) + update + costs.run.step, tuple(sums)
+
+
+def _updated(costs, choice, parts, owned):
+    """Bytes of the parameters that a rank of every stage updates."""
+    for stage, replicas in enumerate(choice.replicas):
+        trained = _stage_sum("trained", choice, parts, owned, stage)
+        yield trained / replicas if choice.zero else trained
 
 
 def _owners(costs, choice):
@@ -321,7 +367,20 @@ def _held(costs, choice, parts, flights):
         )
         shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
         mine = range(stage, len(parts), choice.width)
+        fixed += _inputs_held(costs, choice, stage)
         yield fixed - shared + _kept([(choice.stages[n], parts[n]) for n in mine], counts)
+
+
+def _inputs_held(costs, choice, stage):
+    """Bytes of the samples of a step that a rank has, of the inputs that the stage reads."""
+    ends = [each.end for each in choice.stages]
+    read = (
+        nbytes
+        for atoms, nbytes in costs.readers
+        if any(bisect_right(ends, atom) % choice.width == stage for atom in atoms)
+    )
+    micros = choice.microbatches
+    return sum(read) * micros * costs.rows(micros, choice.replicas[stage])
 
 
 def _kept(mine, flights):

@@ -6,9 +6,9 @@ A step of stages with m microbatches takes about
     (m - 1) T + sum_s w_s,    T = max_s w_s
 
 where w_s is what stage s needs for a microbatch forward and backward, its messages, and an m-th of
-its sums of gradients.  For a limit of T the least sum is found exactly, from the last stage to the
-first, by where the stage begins, how many stages there are from it on (so many microbatches are in
-flight under 1F1B), and how many ranks are left for them:
+its sums of gradients and of its update.  For a limit of T the least sum is found exactly, from the
+last stage to the first, by where the stage begins, how many stages there are from it on (so many
+microbatches are in flight under 1F1B), and how many ranks are left for them:
 
     G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    where w(i, j, r) <= T fits
 
@@ -281,6 +281,7 @@ class _OfWay:
         border = np.array([self.search.border.seconds(nbytes) for nbytes in part.crossing])
         sums = sums_of(costs, replicas)
         sums = (part.trained > 0) * sums.latency + part.trained / sums.bandwidth
+        sums += costs.run.update * part.trained / (replicas if self.allowed.zero else 1)
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
         load = work + (0.0 if self.name == "gpipe" else messages)

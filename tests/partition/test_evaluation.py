@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value
-from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
+from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, RunCosts, StageChoice, evaluated
 from hpc3d.predict.machine.machine import Link
 from tests.partition.arrangements import MACHINE
 from tests.partition.graphs import LOADS
@@ -16,7 +16,7 @@ from tests.partition.graphs import LOADS
 QUIET = replace(MACHINE, links=(Link(0, 0.0, 1e30),))
 
 
-def costs(loads=(1, 1, 1, 1), machine=MACHINE, batch=4, shared=(), nbytes=3.0):
+def costs(loads=(1, 1, 1, 1), machine=MACHINE, batch=4, shared=(), nbytes=3.0, run=None):
     """Of atoms with 10 bytes of parameters, that need 2 bytes of working memory."""
 
     def graph(rows):
@@ -27,7 +27,7 @@ def costs(loads=(1, 1, 1, 1), machine=MACHINE, batch=4, shared=(), nbytes=3.0):
         links = [Value(n, (n + 1,), nbytes * rows) for n in range(len(loads) - 1)]
         return Graph(atoms, links, shared)
 
-    return ModelCosts(graph, machine, batch)
+    return ModelCosts(graph, machine, batch, run)
 
 
 def choice(*stages, micros=1, **how):
@@ -128,6 +128,30 @@ def test_weight_gradients_wait_in_a_split_backward():
         for name in ("1f1b", "zb-h1")
     }
     assert seconds == {"1f1b": 5 * 6, "zb-h1": 4 * 6 + 2}
+
+
+def test_what_comes_with_any_part_and_step():
+    """Two microbatches of 2 rows on two stages, of 5 and 1 atoms of 12 s, of which all take an
+    eighth more forward and a quarter more backward; 10 bytes of each atom are updated."""
+    run = RunCosts(0.125, 0.25, 1000.0, 2.0)
+    stages = choice((5,), (6,), micros=2)
+    plain, more = (evaluated(costs((1,) * 6, QUIET, run=each), stages) for each in (None, run))
+    assert more.forward == (10.125, 2.125) and more.backward == (20.25, 4.25)
+    assert plain.seconds == 2 * 30
+    assert more.seconds == 2 * 30.375 + 1000 + 2 * 50
+    again = [stage._replace(recompute=True) for stage in stages.stages]
+    found = evaluated(costs((1,) * 6, QUIET, run=run), stages._replace(stages=tuple(again)))
+    assert found.backward == (30.375, 6.375)
+
+
+def test_a_shared_weight_is_updated_once_a_stage():
+    run = RunCosts(update=1.0)
+    tied = (Shared((0, 1, 3), 40.0, 10.0),)
+    plain, more = (
+        evaluated(costs(machine=QUIET, shared=tied, run=each), choice((2,), (4,))).seconds
+        for each in (None, run)
+    )
+    assert more - plain == pytest.approx(20)
 
 
 def test_what_does_not_fit():

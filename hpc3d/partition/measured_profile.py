@@ -1,0 +1,258 @@
+"""A profile as a file: what `hpc3d.partition profile` has measured of a module on a machine, and
+the costs of a plan by it.
+
+The seconds of a piece lie on a line between two numbers of rows that were measured; beyond the
+last one they grow with the rows.  Bytes are counted as without a profile.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property, partial
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpc3d import files
+from hpc3d.limits import INT32, MOST_RANKS
+from hpc3d.partition.capture import Captured
+from hpc3d.partition.evaluation import ModelCosts, RunCosts
+from hpc3d.partition.model_graph import graph_of, inputs_of
+from hpc3d.partition.operation_costs import OperationCost, Operations
+from hpc3d.partition.plan_file import digest_of, name_of
+from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+
+_FORMAT, _VERSION = "hpc3d-profile", 1
+_REMEDY = "name a file that python -m hpc3d.partition profile has written"
+_ONE_NODE = 4096  # ranks; more than a profile is measured with
+
+# A second an operation or byte: the shares of what is not measured.
+UNIT = Machine(
+    "unit",
+    "a second an operation and a byte",
+    ranks_per_node=1,
+    cores=0,
+    memory_gb=1.0,
+    memory_bandwidth=1.0,
+    launch_s=0.0,
+    gemm=dict.fromkeys(ITEMSIZE, Rates(1.0, (1.0,), (1.0,))),
+    links=(Link(0, 0.0, 1.0),),
+)
+
+
+class ModuleProfile(NamedTuple):
+    """What was measured of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) while
+    `ranks` ranks of a machine with so many `cores` did so at once.
+
+    `pieces` has by name two lists, the seconds forward and backward of a microbatch of each number
+    of `rows`; `run` the numbers of RunCosts; `calls` those of a CallTable each.  `memory` are the
+    bytes of a rank, and `host` says what the machine is.
+    """
+
+    model: str
+    graph: str
+    host: str
+    ranks: int
+    cores: int
+    memory: float
+    rows: list[int]
+    pieces: dict[str, list[list[float]]]
+    run: dict[str, float]
+    calls: list[dict[str, Any]]
+
+    def text(self) -> str:
+        """The content of its file."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
+
+    def machine(self, ranks: int) -> Machine:
+        """The Machine that it was measured on, for plans of so many ranks; ValueError if it does
+        not know what messages take."""
+        if ranks > 1 and not self.calls:
+            raise ValueError(
+                "this profile was measured on one rank and has no messages: measure it under "
+                "mpirun -np 2, or add --machine"
+            )
+        tables = [
+            CallTable(groups="alone", stride=0, **{key: _frozen(each[key]) for key in _CALL})
+            for each in self.calls
+        ]
+        return Machine(
+            "measured",
+            self.host,
+            ranks_per_node=_ONE_NODE,
+            cores=self.cores,
+            memory_gb=self.memory / 1e9,
+            memory_bandwidth=inf,
+            launch_s=0.0,
+            gemm={},
+            links=(_link_of(tables),),
+            measured=tuple(tables),
+        )
+
+    def costs(self, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
+        """Those of the model by this profile, with the calls of a machine; ValueError if it is
+        another model."""
+        if digest_of(captured) != self.graph:
+            raise ValueError(
+                f"{self.model} computes something else than when it was measured, or this is "
+                "another version of torch: profile it anew"
+            )
+        names = {name_of(captured, number) for number in range(len(captured.pieces))}
+        if names != {*self.pieces}:
+            raise ValueError("the profile has not the pieces of its model: profile it anew")
+        graphs = partial(graph_of, MeasuredOperations(captured, self), machine)
+        samples, run = batch or captured.batch, RunCosts(**self.run)
+        return ModelCosts(graphs, machine, samples, run, inputs_of(captured))
+
+
+_CALL = ("op", "members", "bytes", "seconds")
+
+
+def _frozen(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _link_of(tables):
+    """The Link of what is in no table: messages of two ranks."""
+    for table in tables:
+        if table.op == "send":
+            more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
+            return Link(0, table.seconds[0], more[0] / more[1] if more[1] > 0 else inf)
+    return Link(0, 0.0, inf)
+
+
+class MeasuredOperations(Operations):
+    """The operations of a captured module, a piece with the seconds of a ModuleProfile."""
+
+    def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
+        super().__init__(captured)
+        self.rows = np.array(profile.rows)
+        names = [name_of(captured, number) for number in range(len(captured.pieces))]
+        self.seconds = np.array([profile.pieces[name] for name in names])  # [piece, pass, rows]
+
+    @cached_property
+    def weight(self) -> list[float]:
+        """The share of backward of each piece that is for the gradients of weights."""
+        found = super().costs(UNIT, int(self.rows[0]))
+        return [_weight(found[node] for node in each.nodes) for each in self.captured.pieces]
+
+    def costs(self, machine: Machine, batch: int) -> dict:
+        """As without a profile, with all seconds of a piece at its first operation."""
+        found = {
+            node: each._replace(forward=0.0, backward=0.0, weight=0.0)
+            for node, each in super().costs(UNIT, batch).items()
+        }
+        seconds = self.at(batch)
+        for piece, times, share in zip(self.captured.pieces, seconds, self.weight, strict=True):
+            forward, backward = map(float, times)
+            first = piece.nodes[0]
+            found[first] = found.get(first, OperationCost())._replace(
+                forward=forward, backward=backward, weight=share * backward
+            )
+        return found
+
+    def at(self, rows: int) -> np.ndarray:
+        """Seconds [piece, forward or backward] of a microbatch of so many rows."""
+        known, last = self.rows, self.rows[-1]
+        if rows >= last:
+            return self.seconds[..., -1] * (rows / last)
+        place = int(np.searchsorted(known, rows, "right"))
+        low, high = known[place - 1], known[place]
+        way = (rows - low) / (high - low)
+        return (1 - way) * self.seconds[..., place - 1] + way * self.seconds[..., place]
+
+
+def _weight(costs):
+    backward, weight = map(sum, zip(*((each.backward, each.weight) for each in costs)))
+    return weight / backward if backward else 0.0
+
+
+def load(path: Path | str) -> ModuleProfile:
+    """The ModuleProfile of a file; ValueError in one line for what is none."""
+    content = files.read(path, files.MOST_JSON, _REMEDY)
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not valid JSON; {_REMEDY}") from None
+    known = isinstance(tree, dict) and (tree.get("format"), tree.get("version"))
+    if known != (_FORMAT, _VERSION):
+        raise ValueError(f"{path} is no profile that this hpc3d reads; {_REMEDY}")
+    for field, sound in _SOUND.items():
+        if not sound(tree.get(field)):
+            raise ValueError(f"{path}: {field} is not that of a profile; {_REMEDY}")
+    profile = ModuleProfile(**{field: tree[field] for field in ModuleProfile._fields})
+    size = len(profile.rows)
+    if any(len(times) != size for each in profile.pieces.values() for times in each):
+        raise ValueError(f"{path}: not every piece has a time for all rows; {_REMEDY}")
+    return profile
+
+
+def _seconds(value):
+    return type(value) in (int, float) and isfinite(value) and value >= 0
+
+
+def _positive(value):
+    return _seconds(value) and value > 0
+
+
+def _whole(most):
+    return lambda value: type(value) is int and 0 < value <= most
+
+
+def _text(value):
+    return isinstance(value, str)
+
+
+def _ascending(sound):
+    def every(value):
+        return (
+            isinstance(value, list)
+            and bool(value)
+            and all(map(sound, value))
+            and value == sorted({*value})
+        )
+
+    return every
+
+
+def _times(value):
+    return isinstance(value, list) and all(map(_seconds, value))
+
+
+def _pieces(value):
+    return isinstance(value, dict) and all(
+        isinstance(each, list) and len(each) == 2 and all(map(_times, each))
+        for each in value.values()
+    )
+
+
+def _call(value):
+    return (
+        isinstance(value, dict)
+        and _text(value.get("op"))
+        and _whole(MOST_RANKS)(value.get("members"))
+        and _ascending(_positive)(value.get("bytes"))
+        and isinstance(value.get("seconds"), list)
+        and all(map(_positive, value["seconds"]))
+        and len(value["seconds"]) == len(value["bytes"]) > 1
+    )
+
+
+_SOUND = {
+    "model": _text,
+    "graph": _text,
+    "host": _text,
+    "ranks": _whole(MOST_RANKS),
+    "cores": _whole(MOST_RANKS),
+    "memory": _positive,
+    "rows": lambda value: _ascending(_whole(INT32))(value) and value[0] == 1,
+    "pieces": _pieces,
+    "run": lambda value: (
+        isinstance(value, dict)
+        and {*value} == {*RunCosts._fields}
+        and all(map(_seconds, value.values()))
+    ),
+    "calls": lambda value: isinstance(value, list) and all(map(_call, value)),
+}

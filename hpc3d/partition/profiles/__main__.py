@@ -1,0 +1,139 @@
+"""Measure a torch module on this machine, for plans of it.
+
+python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
+mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
+python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
+
+The module runs on real data, forward and backward, on one core, in microbatches of every power of
+two up to the batch; every piece of it is timed, and what comes with any piece: a part of a
+pipeline, a step, the update.  N ranks measure at the same time, as they compute in a run, and
+measure what messages and sums between them take.  The module must return its loss.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.cli import Parser, positive, whole
+from hpc3d.extras import need
+from hpc3d.limits import INT32, memory
+from hpc3d.runtime import launch
+from hpc3d.trace.segment import replacing
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.partition.capture import Captured
+    from hpc3d.partition.measured_profile import ModuleProfile
+    from hpc3d.partition.profiles.one_rank_run import OneRankRun
+    from hpc3d.runtime.job import Job
+
+_REPEATS = 7
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure what the command line says; the exit code is 2 for what cannot be measured."""
+    options = _parser().parse_args(argv)
+    return launch.run("partition", lambda job: _profile(job, options))
+
+
+def _parser():
+    parser = Parser("partition profile", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
+    path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
+    add("-o", "--output", **path, help="the file to write")
+    batch = "rows of the largest microbatch (those of the inputs)"
+    add("--batch", type=whole(1, INT32), metavar="B", help=batch)
+    repeats = f"measurements of everything, of which the median counts ({_REPEATS})"
+    add("--repeats", type=positive, default=_REPEATS, metavar="R", help=repeats)
+    return parser
+
+
+def _profile(job: Job, options: Namespace) -> None:
+    job.from_root(lambda: need("partition profile", "torch", "networkx"))
+    import torch
+
+    torch.set_num_threads(1)
+    run = job.on_root(lambda: _made(options)) or _made(options)
+    profile = _measured(job, run, options)
+    job.from_root(lambda: _write(profile, options.output))
+
+
+def _made(options):
+    """The OneRankRun of the module that the command line names."""
+    from hpc3d.partition.capture import capture
+    from hpc3d.partition.factory import made, made_with_data
+    from hpc3d.partition.profiles.measurement import CLOCK
+    from hpc3d.partition.profiles.one_rank_run import OneRankRun
+
+    captured = capture(*made(options.model))
+    module, inputs = made_with_data(options.model, seed=0)
+    return OneRankRun(captured, module, inputs, options.batch or captured.batch, CLOCK)
+
+
+def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
+    from hpc3d.comm.cartesian import build_stages
+    from hpc3d.partition.measured_profile import ModuleProfile
+    from hpc3d.partition.plan_file import digest_of
+    from hpc3d.partition.profiles.measurement import measured_pieces, measured_run, sizes
+    from hpc3d.partition.profiles.message_timer import timed_calls
+
+    rows, found = sizes(run.batch), []
+    _say(job, "   rows   forward [s]  backward [s]     samples/s")
+    for count, seconds in zip(rows, measured_pieces(run, rows, options.repeats)):
+        found.append(np.mean(job.gather(seconds), 0))
+        times = found[-1].sum(1)
+        _say(job, f"{count:7d}  {times[0]:12.6g}  {times[1]:12.6g}  {count / times.sum():12.6g}")
+    constants = job.gather(measured_run(run, options.repeats))
+    constants = {name: float(np.mean([each[name] for each in constants])) for name in constants[0]}
+    _show(job, constants)
+    mesh, _ = build_stages([1] * job.size, 1)
+    return ModuleProfile(
+        model=options.model,
+        graph=digest_of(run.captured),
+        host=job.place()["host"],
+        ranks=job.size,
+        cores=len(os.sched_getaffinity(0)),
+        memory=memory() / len(os.sched_getaffinity(0)),
+        rows=rows,
+        pieces=_by_name(run.captured, np.array(found)),
+        run=constants,
+        calls=timed_calls(job, mesh.world, options.repeats),
+    )
+
+
+def _say(job, line):
+    if job.rank == 0:
+        print(line, flush=True)
+
+
+def _show(job, constants):
+    part = f"{constants['forward'] * 1e6:.3g} and {constants['backward'] * 1e6:.3g} us"
+    _say(job, f"a part of a pipeline takes {part} more, forward and backward")
+    step = f"{constants['step'] * 1e3:.3g} ms"
+    _say(job, f"a step {step}, the update {constants['update'] * 1e9:.3g} ns a byte")
+
+
+def _by_name(captured: Captured, seconds: np.ndarray) -> dict[str, list[list[float]]]:
+    """Of seconds [rows, pass, piece] the lists of each piece."""
+    from hpc3d.partition.plan_file import name_of
+
+    return {
+        name_of(captured, number): seconds[:, :, number].T.tolist()
+        for number in range(len(captured.pieces))
+    }
+
+
+def _write(profile, path):
+    with replacing(path) as temporary:
+        temporary.write_text(profile.text(), "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A module in the trainer of a run, on this rank alone: what its passes, its steps and its update
+take there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.stage_mesh import stage_mesh
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.partition.capture import Captured, carries_batch
+from hpc3d.partition.execution.module_trainer import ModuleTrainer
+from hpc3d.partition.execution.sample_batches import SampleRows, flat_inputs
+from hpc3d.partition.execution.stage_program import graded, stage_programs
+from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.partition.execution.torch_stage import TorchStage
+from hpc3d.partition.execution.torch_weights import values_in
+from hpc3d.pipeline.program import program_of
+
+
+class StepSeconds(NamedTuple):
+    """Of a step of one microbatch: its passes, its update, and the rest."""
+
+    passes: float
+    update: float
+    rest: float
+
+
+class OneRankRun:
+    """Steps of `batch` samples of a captured module with its data, on a `clock` in seconds.
+
+    The inputs of a step are those given, over and over where they are fewer.  The weights stay.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        module: torch.nn.Module,
+        inputs: tuple | dict,
+        batch: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.captured, self.clock, self.batch = captured, clock, batch
+        self.inputs = dict(zip(captured.inputs, _repeated(captured, inputs, batch), strict=True))
+        every = range(len(captured.pieces))
+        self.model = staged_model(captured, [every], (1,), (False,))
+        train = TrainConfig(steps=1, batch=batch, dtype=self.model.dtype, learning_rate=0.0)
+        parallel = ParallelConfig(schedule="none", chunks=1)
+        config = Config(mesh=MeshConfig(x=1, y=1, z=1), parallel=parallel, train=train)
+        mesh = stage_mesh((1,), batch, Self(Pool()), lambda members: Self(Pool()))
+        self.trainer = ModuleTrainer(
+            mesh, config, self.model, Self, self._inputs_of, program_of(config), clock
+        )
+        self.trainer.fill(dict(values_in(module, captured)))
+        self.weights: Mapping[str, torch.Tensor] = self.trainer.torch_weights.tensors
+        self.steps = 0
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of the parameters that a step updates."""
+        trained = [each for each in self.weights.values() if each.requires_grad]
+        return sum(each.numel() * each.element_size() for each in trained)
+
+    def _inputs_of(self, step):
+        return [*self.inputs.values()]
+
+    def micro(self, rows: int) -> SampleRows:
+        """The first samples of the batch as a microbatch."""
+        inputs = {
+            node: value[:rows] if carries_batch(node) else value
+            for node, value in self.inputs.items()
+        }
+        return SampleRows(0, 0, rows, inputs, 1 / rows)
+
+    def stages(self, parts: Sequence[Sequence[int]]) -> list[TorchStage]:
+        """The pieces of the model in parts, which share the weights."""
+        programs = stage_programs(self.captured, parts)
+        crossing, last = graded(self.captured, programs), len(programs) - 1
+        return [
+            TorchStage(
+                program,
+                self.trainer.torch_weights,
+                self.model.graded | crossing,
+                0,
+                self.model.loss if number == last else None,
+            )
+            for number, program in enumerate(programs)
+        ]
+
+    def passes(self, stages: Sequence[TorchStage], rows: int) -> tuple[float, float]:
+        """Seconds forward and backward of a microbatch through stages one after the other."""
+        micro, times, kept, block = self.micro(rows), [self.clock()], [], None
+        for stage in stages:
+            block, saved = stage.forward(block, micro)
+            kept.append(saved)
+        times.append(self.clock())
+        block = None
+        for stage in reversed(stages):
+            block = stage.backward(block, kept.pop(), micro, _at_once, _nothing)
+        times.append(self.clock())
+        return times[1] - times[0], times[2] - times[1]
+
+    def step(self) -> StepSeconds:
+        """Of the next step."""
+        start = self.clock()
+        self.trainer.step(self.steps)
+        whole = self.clock() - start
+        self.steps += 1
+        spent = self.trainer.engine.seconds
+        passes, update = spent["F"] + spent["BW"], spent["Step"]
+        return StepSeconds(passes, update, whole - passes - update)
+
+
+def _at_once(function, *arguments):
+    function(*arguments)
+
+
+def _nothing(unit):
+    """No other rank waits for gradients."""
+
+
+def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:
+    """The inputs in the order of the program, for so many samples."""
+    places = torch.arange(batch) % captured.batch
+    return [
+        value[places] if carries_batch(node) else value
+        for node, value in zip(captured.inputs, flat_inputs(captured, inputs), strict=True)
+    ]

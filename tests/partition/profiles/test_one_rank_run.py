@@ -1,0 +1,53 @@
+"""A module in the trainer of a run, without other ranks."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from hpc3d.partition.profiles.one_rank_run import OneRankRun
+from tests.partition.execution.modules import HERE, even_parts, prepared
+from tests.partition.profiles.test_piece_timer import reading, run_of
+from tests.partition.sample_models import branches, captured
+
+
+@pytest.mark.parametrize("name", ["chain", "everything"])
+def test_gradients_of_many_parts_are_those_of_one(name):
+    run = run_of(name)
+    found = []
+    for parts in (1, 3):
+        stages = run.stages(even_parts(run.captured, parts))
+        assert len(stages) == parts
+        run.trainer.parameters.grad.fill(0)
+        run.passes(stages, 4)
+        found.append(run.trainer.parameters.grad.copy())
+    assert np.abs(found[0]).max() > 0
+    np.testing.assert_allclose(*found, 0, 1e-12)
+
+
+def test_a_step_has_passes_an_update_and_the_rest_and_leaves_the_weights():
+    run = run_of("chain")
+    before = {name: each.detach().clone() for name, each in run.weights.items()}
+    step = run.step()
+    assert min(step) > 0 and run.step().passes == step.passes
+    assert all((before[name] == each).all() for name, each in run.weights.items())
+
+
+def test_a_larger_batch_has_the_inputs_again():
+    module, inputs, captured = prepared(f"{HERE}:chain")
+    run = OneRankRun(captured, module, inputs, 30, reading())
+    first, *_ = run.micro(30).inputs.values()
+    assert len(first) == 30 and (first[12:24] == inputs[0]).all()
+    assert (run.micro(5).inputs[captured.inputs[0]] == inputs[0][:5]).all()
+
+
+def test_bytes_that_are_trained():
+    """Of four layers of 4 x 4 with biases, in float64."""
+    assert run_of("chain").trained_bytes == 4 * (16 + 4) * 8
+
+
+def test_a_model_without_a_loss_is_refused():
+    graph = captured("tests.partition.sample_models:branches")
+    module, inputs = branches()
+    with pytest.raises(ValueError, match="must return its loss"):
+        OneRankRun(graph, module, (inputs,), 6, reading())

@@ -1,0 +1,73 @@
+"""Times of pieces, on a clock that only says how often it was read."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hpc3d.partition.profiles.one_rank_run import OneRankRun
+from hpc3d.partition.profiles.piece_timer import PieceTimer
+from tests.partition.execution.modules import HERE, called, prepared
+
+
+def reading():
+    """A clock that is one second later every time."""
+    return count().__next__
+
+
+def run_of(call):
+    module, inputs, captured = prepared(f"{HERE}:{call}")
+    return OneRankRun(captured, module, inputs, captured.batch, reading())
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return run_of("chain")
+
+
+def test_every_operation_and_every_node_of_autograd_takes_its_time(chain):
+    """Of a layer with tanh: its product and two sums of gradients; one node of its own."""
+    forward, backward = PieceTimer(chain.captured, chain.clock).timed(
+        chain.micro(4), chain.weights
+    )
+    nodes = [each.nodes for each in chain.captured.pieces]
+    own = [name for (*_, name) in nodes if name.name.startswith("tanh")]
+    layers = [place for place, each in enumerate(nodes) if each[0].name.startswith("linear")]
+    assert len(own) == len(layers) == 4
+    assert forward.tolist() == [len(each) for each in nodes]
+    tanh = [place for place, each in enumerate(nodes) if each[-1] in own]
+    assert {backward[place] for place in tanh} == {1.0}
+    assert all(backward[place] >= 3 for place in layers)
+
+
+def test_what_several_pieces_copy_belongs_to_the_first_of_them():
+    run = run_of("everything")
+    forward, _ = PieceTimer(run.captured, run.clock).timed(run.micro(6), run.weights)
+    pieces = run.captured.pieces
+    made = {node for piece in pieces for node in (*piece.nodes, *piece.copies)}
+    sized = {node for node in made if isinstance(node.meta["val"], int)}
+    assert forward.sum() == len(made - sized)
+    again = len([node for piece in pieces for node in piece.copies]) + len(run.captured.places)
+    assert forward.sum() <= again
+
+
+def test_gradients_are_those_of_the_module(chain):
+    module, inputs, _ = prepared(f"{HERE}:chain")
+    chain.trainer.parameters.grad.fill(0)
+    PieceTimer(chain.captured, chain.clock).timed(chain.micro(12), chain.weights)
+    _, loss = called(module, inputs)
+    names = [name for name, each in chain.weights.items() if each.requires_grad]
+    parameters = dict(module.named_parameters())
+    expected = torch.autograd.grad(loss, [parameters[name] for name in names])
+    for name, value in zip(names, expected, strict=True):
+        np.testing.assert_allclose(chain.weights[name].grad, value, 1e-12)
+
+
+def test_a_second_pass_takes_as_long(chain):
+    timer = PieceTimer(chain.captured, chain.clock)
+    first, second = (timer.timed(chain.micro(4), chain.weights) for _ in range(2))
+    assert (first == second).all() and first is not second

@@ -1,0 +1,161 @@
+"""Costs by a profile, against the seconds that it says, and profiles that are refused."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("networkx")
+
+from hpc3d.partition import measured_profile
+from hpc3d.partition.evaluation import PipelineChoice, StageChoice, evaluated
+from hpc3d.partition.measured_profile import ModuleProfile
+from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.module_plan import Wanted, best_plan
+from hpc3d.partition.operation_costs import Operations
+from hpc3d.partition.plan_file import digest_of, name_of
+from tests.partition.sample_models import small
+from tests.partition.test_operation_costs import FLOP
+
+# A message of n bytes takes 1 + n / 100 s, a sum of which a rank receives n bytes 2 + n / 50.
+CALLS = [
+    {"op": "send", "members": 2, "bytes": [100, 1024, 10_000], "seconds": [2.0, 11.24, 101.0]},
+    {"op": "all_reduce", "members": 2, "bytes": [100, 10_000], "seconds": [4.0, 202.0]},
+]
+RUN = {"forward": 0.25, "backward": 0.5, "step": 8.0, "update": 0.01}
+
+
+def profile(name="mlp", **how):
+    """Piece n of a model takes 1 + n s and (n + 1) / 4 a row forward, twice that backward."""
+    captured = small(name)
+    rows, pieces = [1, 2, 4], {}
+    for number in range(len(captured.pieces)):
+        forward = [1 + number + (number + 1) * count / 4 for count in rows]
+        pieces[name_of(captured, number)] = [forward, [2 * each for each in forward]]
+    made = ModuleProfile(name, digest_of(captured), "here", 2, 2, 1e9, rows, pieces, RUN, CALLS)
+    return made._replace(**how)
+
+
+def costs(batch=4, **how):
+    made = profile(**how)
+    return made.costs(small("mlp"), made.machine(2), batch)
+
+
+@pytest.mark.parametrize(("rows", "line"), [(1, 1), (2, 2), (3, 3), (4, 4)])
+def test_seconds_lie_on_a_line_between_those_that_were_measured(rows, line):
+    atoms = costs().graph(rows).atoms
+    expected = [1 + number + (number + 1) * line / 4 for number in range(12)]
+    assert [atom.forward for atom in atoms] == pytest.approx(expected)
+    assert [atom.backward for atom in atoms] == pytest.approx([2 * each for each in expected])
+
+
+def test_beyond_the_largest_they_grow_with_the_rows():
+    few, many = (costs().graph(rows).atoms for rows in (4, 12))
+    assert [atom.forward for atom in many] == pytest.approx([3 * atom.forward for atom in few])
+
+
+def test_bytes_are_those_without_a_profile():
+    """And the share of backward that is for weights: half of a product, but not of the first,
+    whose input needs no gradient."""
+    plain = graph_of(Operations(small("mlp")), FLOP, 4)
+    found = costs().graph(4)
+    assert found.values == plain.values and found.shared == plain.shared
+    for ours, theirs in zip(found.atoms, plain.atoms, strict=True):
+        same = ("ids", "memory", "saved", "parameters", "working", "pieces")
+        assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
+    shares = [atom.weight / atom.backward for atom in found.atoms]
+    assert shares == pytest.approx([1.0, 0.0, *[0.5, 0.0] * 5])
+
+
+def test_a_step_has_what_comes_with_a_part_a_step_and_the_update():
+    """Of 4 rows on one rank; and of two stages of them, with a message."""
+    found, parameters = costs(), 6 * (64 * 64 + 64) * 4
+    passes = 3 * sum(1 + number + number + 1 for number in range(12))
+    one = evaluated(found, PipelineChoice((StageChoice(12),)))
+    assert one.seconds == pytest.approx(passes + 0.75 + 8.0 + 0.01 * parameters)
+    two = evaluated(found, PipelineChoice((StageChoice(6), StageChoice(12))))
+    message = 1 + 4 * 64 * 4 / 100
+    halves = passes + 2 * 0.75 + 8.0 + 0.01 * parameters / 2
+    assert two.seconds == pytest.approx(halves + 2 * message)
+
+
+def test_replicas_update_a_part_each_under_zero():
+    found, parameters = costs(), 6 * (64 * 64 + 64) * 4
+    steps = [
+        evaluated(found, PipelineChoice((StageChoice(12, 2),), zero=zero)).seconds
+        for zero in (0, 1)
+    ]
+    assert steps[0] - steps[1] == pytest.approx(0.01 * parameters / 2)
+
+
+def test_the_planner_weighs_what_comes_with_a_part():
+    """Without it two stages and many microbatches are faster, with much of it one rank is."""
+    quick = [{**each, "bytes": [1, 2], "seconds": [1e-9, 2e-9]} for each in CALLS]
+    nothing = {**RUN, "step": 0.0, "update": 0.0, "forward": 0.0}
+    wanted = Wanted(2, recompute="none", replicas=(1,))
+    widths = [
+        best_plan(costs(64, calls=quick, run={**nothing, "backward": extra}), wanted)
+        for extra in (0.0, 1e4)
+    ]
+    assert [plan.choice.width for plan in widths] == [2, 1]
+    assert widths[1].choice.microbatches == 1
+
+
+def test_its_machine_has_the_measured_calls():
+    machine = profile().machine(2)
+    assert machine.call("send", 5_000, (0, 1)) == pytest.approx(51, rel=0.1)
+    assert machine.call("send", 20_000, (0, 1)) == pytest.approx(201)
+    assert machine.call("all_reduce", 10_000, range(2)) == 202
+    assert machine.memory_gb == 1.0
+
+
+def test_measured_on_one_rank_it_plans_for_one():
+    alone = profile(calls=[])
+    assert alone.machine(1).call("send", 5, (0,)) == 0
+    with pytest.raises(ValueError, match=r"mpirun -np 2.*--machine"):
+        alone.machine(2)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [({"graph": "other"}, "profile it anew"), ({"pieces": {}}, "has not the pieces")],
+)
+def test_of_another_model_it_is_refused(how, line):
+    with pytest.raises(ValueError, match=line):
+        costs(**how)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(profile().text())
+    assert measured_profile.load(path) == profile()
+
+
+def changed(**fields):
+    tree = json.loads(profile().text())
+    return json.dumps({**tree, **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no profile"),
+        (changed(version=0), "no profile"),
+        (changed(rows=[2, 1]), "rows is not"),
+        (changed(rows=[2, 4]), "rows is not"),
+        (changed(rows=[1, 2]), "a time for all rows"),
+        (changed(pieces={"a": [[1.0]]}), "pieces is not"),
+        (changed(pieces={"a": [[-1.0], [1.0]]}), "pieces is not"),
+        (changed(run={"forward": 1.0}), "run is not"),
+        (changed(calls=[{"op": "send"}]), "calls is not"),
+        (changed(calls=[{**CALLS[0], "seconds": [1.0]}]), "calls is not"),
+        (changed(memory=float("nan")), "memory is not"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text, line, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=line) as error:
+        measured_profile.load(path)
+    assert "\n" not in str(error.value)
