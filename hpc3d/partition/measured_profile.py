@@ -124,7 +124,7 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """The operations of a captured module, a piece with the seconds of a ModuleProfile."""
+    """The operations of a captured module, whose pieces take the seconds of a ModuleProfile."""
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
