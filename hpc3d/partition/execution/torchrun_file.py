@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
 from hpc3d.config.rules import refuse
@@ -282,7 +282,7 @@ def _named(model: StagedModel) -> str:
     """The function that finds the inputs that parts read in what the factory returns."""
     captured = model.captured
     spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
-    by_place, by_name = pytree.tree_unflatten([*range(count)], spec)
+    by_place, by_name = tree_unflatten([*range(count)], spec)
     paths = dict(_paths(by_name or by_place, "inputs"))
     needed = {node for program in model.programs for node in program.inputs}
     lines = "".join(

@@ -103,7 +103,6 @@ class Unusual(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.layers[1].weight.requires_grad_(False)
         self.register_buffer("bias", torch.ones(4), persistent=False)
-        self.double()
 
     def forward(self, inputs, rows, self_):
         x = self.norm(self.layers[0](inputs["device"][0])) * torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -115,10 +114,14 @@ class Unusual(nn.Module):
         return ((y + places.repeat(2, 1)) ** 2).mean() * self_
 
 
-def unusual():
-    numbers = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+def unusual(dtype=torch.float64):
+    numbers = torch.arange(24, dtype=dtype).reshape(6, 4)
     inputs = {"device": [torch.sin(numbers)], "unused": torch.ones(6)}
     return Unusual(), (inputs, torch.cos(numbers[0]), torch.tensor(2.0))
+
+
+def unusual_in_float32():
+    return unusual(torch.float32)
 
 
 def parts_run(text):
@@ -205,14 +208,14 @@ class Constant(nn.Module):
 
 def test_the_command_writes_the_file(tmp_path, capsys):
     path = tmp_path / "plan.py"
-    words = ["--ranks", "2", "--replicas", "1", "--schedule", "gpipe", "-o", str(path)]
-    assert main([f"{__name__}:unusual", *words]) == 0
+    words = ["--ranks", "2", "--replicas", "1,1", "--schedule", "gpipe", "-o", str(path)]
+    assert main([f"{__name__}:unusual_in_float32", *words]) == 0
     assert f"torchrun --nproc-per-node 2 {path}" in capsys.readouterr().out
     torch.manual_seed(1)
     loss, _ = parts_run(path.read_text())
     torch.manual_seed(1)
-    module, inputs = unusual()
-    assert abs(loss - called(module, inputs)[1].item()) < 1e-12 * loss
+    module, inputs = unusual_in_float32()
+    assert abs(loss - called(module, inputs)[1].item()) < 1e-6 * loss
 
 
 def trained_by_torch(name, micros):
