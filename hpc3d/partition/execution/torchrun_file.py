@@ -74,7 +74,7 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
             f"{plan.batch} samples do not divide into {micros} microbatches of {replicas} "
             f"replicas, as they must for {here}; use --batch, --microbatches or --replicas"
         )
-    if plan.schedule == "1f1b" and micros < stages:
+    if plan.schedule == "1f1b" and 1 < micros < stages:
         yield (
             f"{micros} microbatches are too few for Schedule1F1B of {here} on {stages} stages; "
             f"use --microbatches {stages} or --schedule gpipe"
@@ -320,8 +320,13 @@ CUT = CutModel(
     stages={len(plan.replicas)},
     replicas={plan.replicas[0]},
     microbatches={plan.microbatches},
-    schedule=dist.pipelining.{_SCHEDULES[plan.schedule]},
+    schedule=dist.pipelining.{_schedule(plan)},
 )"""
+
+
+def _schedule(plan):
+    """The name of torch's; of one microbatch all are alike."""
+    return _SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
 
 
 def _constants(model: StagedModel) -> Iterator[str]:
