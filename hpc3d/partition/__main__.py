@@ -48,6 +48,7 @@ _COMMANDS = {
     "profile": "hpc3d.partition.profiles.__main__",
     "run": "hpc3d.partition.execution.__main__",
 }
+_TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
@@ -192,9 +193,8 @@ def _of_module(options):
 def _write(path, plan, captured):
     """Write a plan, and print the command that runs it."""
     if path.suffix == ".py":
-        from hpc3d.partition.execution.torchrun_file import torchrun_file
-
-        text, command = torchrun_file(plan, captured), f"torchrun --nproc-per-node {plan.ranks}"
+        text = import_module(_TORCHRUN).torchrun_file(plan, captured)
+        command = f"torchrun --nproc-per-node {plan.ranks}"
     else:
         text, command = plan.text(), f"mpirun -np {plan.ranks} python -m hpc3d.partition run"
     with replacing(path) as temporary:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
 from hpc3d.config.rules import refuse
@@ -74,7 +74,7 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
             f"{plan.batch} samples do not divide into {micros} microbatches of {replicas} "
             f"replicas, as they must for {here}; use --batch, --microbatches or --replicas"
         )
-    if plan.schedule == "1f1b" and micros < stages:
+    if plan.schedule == "1f1b" and 1 < micros < stages:
         yield (
             f"{micros} microbatches are too few for Schedule1F1B of {here} on {stages} stages; "
             f"use --microbatches {stages} or --schedule gpipe"
@@ -282,7 +282,7 @@ def _named(model: StagedModel) -> str:
     """The function that finds the inputs that parts read in what the factory returns."""
     captured = model.captured
     spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
-    by_place, by_name = pytree.tree_unflatten([*range(count)], spec)
+    by_place, by_name = tree_unflatten([*range(count)], spec)
     paths = dict(_paths(by_name or by_place, "inputs"))
     needed = {node for program in model.programs for node in program.inputs}
     lines = "".join(
@@ -320,8 +320,13 @@ CUT = CutModel(
     stages={len(plan.replicas)},
     replicas={plan.replicas[0]},
     microbatches={plan.microbatches},
-    schedule=dist.pipelining.{_SCHEDULES[plan.schedule]},
+    schedule=dist.pipelining.{_schedule(plan)},
 )"""
+
+
+def _schedule(plan):
+    """The name of torch's; of one microbatch all are alike."""
+    return _SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
 
 
 def _constants(model: StagedModel) -> Iterator[str]:
