@@ -13,7 +13,13 @@ from hpc3d.partition.factory import made
 from tests.partition.sample_models import HERE, Function, captured, small
 
 
-@pytest.fixture(params=["mlp", "bert", "resnet", "unet", "densenet", "translation"])
+LONG = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("bert", "resnet", "densenet", "translation")
+]
+
+
+@pytest.fixture(params=["mlp", "unet", *LONG])
 def model(request):
     return small(request.param)
 
@@ -38,6 +44,7 @@ def test_what_a_piece_computes_needs_its_own_nodes_its_copies_and_what_crosses(m
             there.add(node)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_read_by_both_pieces():
     names = {"tokens.weight", "head.weight"}
     readers = [piece.module for piece in small("bert").pieces if names & {*piece.weights}]
@@ -54,10 +61,15 @@ def millions(name):
     ("name", "count"),
     [
         ("bert:large", 336),
-        ("resnet:enlarged(50, 1)", 26),
-        ("resnet:resnet152_x8", 3729),
-        ("densenet:densenet121", 8),
-        ("translation:big", 214),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("resnet:enlarged(50, 1)", 26),
+                ("resnet:resnet152_x8", 3729),
+                ("densenet:densenet121", 8),
+                ("translation:big", 214),
+            ]
+        ),
     ],
 )
 def test_a_model_of_any_size_takes_no_memory(name, count):
@@ -123,7 +135,10 @@ def test_a_module_and_the_generator_stay_as_they_were():
 
 @pytest.mark.parametrize(
     ("name", "pieces"),
-    [("by_name", 2), ("copies_of_a_layer", None), ("looks_into_its_weights", 3), ("held", 1)],
+    [
+        *(("by_name", 2), ("looks_into_its_weights", 3), ("held", 1)),
+        pytest.param("copies_of_a_layer", None, marks=pytest.mark.slow),
+    ],
 )
 def test_modules_as_they_are_written(name, pieces):
     found = captured(f"{HERE}:{name}")

@@ -41,7 +41,7 @@ def total(captured, batch):
     return sum(each.forward for each in found), sum(each.backward for each in found)
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "unet"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("resnet", marks=pytest.mark.slow), "unet"])
 def test_operations_are_those_that_torch_counts(name):
     module, inputs = importlib.import_module(f"inputs.partition.{name}").small()
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -59,6 +59,7 @@ def test_only_a_pipeline_has_microbatches():
     assert found.step.fits and found.choice.microbatches > 1
 
 
+@pytest.mark.slow
 def test_models_without_pairs_of_linear_layers_are_left_alone():
     assert megatron(task(name="resnet")).choice is None
 

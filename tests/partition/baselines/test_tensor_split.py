@@ -39,6 +39,7 @@ def test_linear_layers_are_split_by_columns_and_rows_in_turn():
     assert modules("bert", roles.losses) == [""] and not roles.tables
 
 
+@pytest.mark.slow
 def test_both_attentions_of_a_decoder_are_split():
     roles = split_roles(small("translation"), 4)
     rows = modules("translation", roles.rows)

@@ -80,10 +80,8 @@ def assert_computes_the_same(module, inputs, captured, count):
 
 
 MODELS = [f"{HERE}:everything", f"{HERE}:chain"]
-MODELS += [
-    f"{SAMPLES}:{name}"
-    for name in ("branches", "by_name", "counts", "repeats", "copies_of_a_layer")
-]
+MODELS += [f"{SAMPLES}:{name}" for name in ("branches", "by_name", "counts", "repeats")]
+MODELS += [pytest.param(f"{SAMPLES}:copies_of_a_layer", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 100])
