@@ -28,6 +28,6 @@ def test_every_plan_of_a_small_model_is_run(monkeypatch, capsys):
     model = "tests.partition.execution.modules:in_double"
     monkeypatch.setattr(planned_runs, "_MODELS", {"small": model})
     found = plans(SimpleNamespace(rounds=1))
-    assert {step["plan"] for step in found["steps"]} > {"chosen", "2 stages, again"}
+    assert {step["plan"] for step in found["steps"]} > {"chosen", "2 stages, recomputed"}
     assert all(step["predicted"] > 0 and step["measured"] > 0 for step in found["steps"])
     assert found["chosen"]["small"] >= 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.benchmarks import harness
@@ -14,29 +14,28 @@ from hpc3d.trace import open as opened
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_RANKS = 2
+    from hpc3d.partition.capture import Captured
+    from hpc3d.partition.evaluation import ModelCosts
+    from hpc3d.partition.plan_file import SavedPlan
+
 _MODELS = {
     "BERT": "inputs.partition.bert:made(256, 4, 4, 16, 64, vocabulary=2000)",
-    "ResNet": "inputs.partition.resnet:made((1, 1, 1), 16, 64, 10, narrow=16)",
+    "ResNet": "inputs.partition.resnet:made((1, 1, 1), 16, 64, 10, narrow=32)",
     "U-Net": "inputs.partition.unet:made(8, 3, 8, 64)",
     "Translation": "inputs.partition.translation:made(192, 2, 4, 16, 32, vocabulary=2000)",
 }
+_PIPELINE = {"ranks": 2, "replicas": (1, 1), "schedule": "1f1b"}
 _CHOSEN = "chosen"
 _PLANS = {
-    _CHOSEN: {},
-    "one rank": {"replicas": (1,), "microbatches": 1, "ranks": 1},
-    "one rank, 4 microbatches": {"replicas": (1,), "microbatches": 4, "ranks": 1},
-    "2 replicas": {"replicas": (2,), "microbatches": 1},
-    "2 stages, 1F1B of 4": {"replicas": (1, 1), "microbatches": 4, "schedule": "1f1b"},
-    "2 stages, GPipe of 8": {"replicas": (1, 1), "microbatches": 8, "schedule": "gpipe"},
-    "2 stages, again": {
-        "replicas": (1, 1),
-        "microbatches": 4,
-        "schedule": "1f1b",
-        "recompute": "full",
-    },
+    "one rank": {"ranks": 1, "microbatches": 1},
+    "one rank, 4 microbatches": {"ranks": 1, "microbatches": 4},
+    "2 replicas": {"ranks": 2, "replicas": (2,), "microbatches": 1},
+    "2 stages, 1F1B of 4": {**_PIPELINE, "microbatches": 4},
+    "2 stages, GPipe of 8": {**_PIPELINE, "microbatches": 8, "schedule": "gpipe"},
+    "2 stages, recomputed": {**_PIPELINE, "microbatches": 4, "recompute": "full"},
+    _CHOSEN: {"ranks": 2},
 }
-_STEPS, _SKIPPED, _ROUNDS = 8, 2, 3
+_STEPS, _SKIPPED, _ROUNDS = 24, 4, 3
 
 
 class PlannedStep(NamedTuple):
@@ -49,64 +48,83 @@ class PlannedStep(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A plan of a model: its file, its ranks, and the predicted seconds of a step."""
+    """A plan of a model, and the predicted seconds of a step; its file, which is that of another
+    plan where both are one, and its ranks."""
 
     model: str
     name: str
+    predicted: float
     path: Path
     ranks: int
-    predicted: float
 
 
 def plans(options: Namespace) -> dict[str, Any]:
-    """Predicted and measured steps; the least of the medians of `--rounds` runs of each plan, one
-    plan after the other in every round."""
+    """Predicted and measured steps.
+
+    What else runs on the machine makes steps longer only: of a run the first quartile counts, and
+    of `--rounds` runs the least, one plan after the other in every round.
+    """
     with tempfile.TemporaryDirectory() as folder:
         found = [each for model in _MODELS for each in _planned(model, Path(folder))]
-        runs = [[_step(each, folder) for each in found] for _ in range(options.rounds or _ROUNDS)]
+        files = {each.path: each for each in found}
+        times: dict[Path, list[float]] = {path: [] for path in files}
+        for _ in range(options.rounds or _ROUNDS):
+            for path, each in files.items():
+                times[path].append(_step(each, folder))
     steps = [
-        PlannedStep(each.model, each.name, each.predicted, min(times))
-        for each, times in zip(found, zip(*runs, strict=True), strict=True)
+        PlannedStep(each.model, each.name, each.predicted, min(times[each.path])) for each in found
     ]
     return {"steps": [step._asdict() for step in steps], **summary(steps)}
 
 
-def _planned(name: str, folder: Path) -> Iterator[_Planned]:
-    """The plans of a model by a profile that is measured now."""
-    from hpc3d.partition import measured_profile
+def _planned(model: str, folder: Path) -> list[_Planned]:
+    """The plans of a model, each by a profile of as many ranks, which is measured now."""
     from hpc3d.partition.capture import capture
     from hpc3d.partition.factory import made
 
-    path = folder / f"{name}.json"
-    words = ["partition", "profile", _MODELS[name], "-o", str(path)]
-    for line in harness.printed(_RANKS, words):
-        print(f"{name}: {line}", end="", flush=True)
-    profile, captured = measured_profile.load(path), capture(*made(_MODELS[name]))
-    costs = profile.costs(captured, profile.machine(_RANKS))
-    for number, (title, how) in enumerate(_PLANS.items()):
-        yield _written(name, title, (captured, costs, how), folder / f"{name}-{number}.json")
+    captured = capture(*made(_MODELS[model]))
+    costs = {ranks: _costs(model, captured, ranks, folder) for ranks in (1, 2)}
+    found: list[_Planned] = []
+    same: dict[str, Path] = {}
+    for name, how in _PLANS.items():
+        plan, predicted = _plan(model, captured, costs[how["ranks"]], how)
+        path = same.setdefault(plan.text(), folder / f"{model}-{len(same)}.json")
+        path.write_text(plan.text(), "utf-8")
+        found.append(_Planned(model, name, predicted, path, plan.ranks))
+    return found
 
 
-def _written(model, title, task, path):
-    """The plan of a task, in a file."""
+def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCosts:
+    """Those of a model by a profile of so many ranks."""
+    from hpc3d.partition import measured_profile
+
+    path = folder / f"{model}-{ranks}-ranks.json"
+    for line in harness.printed(ranks, ["partition", "profile", _MODELS[model], "-o", str(path)]):
+        print(f"{model}, {ranks} ranks: {line}", end="", flush=True)
+    profile = measured_profile.load(path)
+    return profile.costs(captured, profile.machine(ranks))
+
+
+def _plan(
+    model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
+) -> tuple[SavedPlan, float]:
+    """A plan, and the seconds of its step."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 
-    captured, costs, how = task
-    plan = best_plan(costs, Wanted(**{"ranks": _RANKS, "recompute": "none", **how}))
+    plan = best_plan(costs, Wanted(**{"recompute": "none", **how}))
     kept = saved(plan, captured, _MODELS[model], "measured")
-    path.write_text(kept.text(), "utf-8")
-    return _Planned(model, title, path, kept.ranks, plan.step.seconds)
+    return kept._replace(predicted={}), plan.step.seconds
 
 
 def _step(planned: _Planned, folder: str) -> float:
-    """The median step of a run in seconds."""
-    words = ["run", str(planned.path)]
-    done = harness.run(planned.ranks, words, folder, _STEPS, "partition")
+    """The first quartile of the steps of a run in seconds."""
+    done = harness.run(planned.ranks, ["run", str(planned.path)], folder, _STEPS, "partition")
     with opened(done["folder"] / "trace.h5") as trace:
         steps = trace.steps
         mine = (steps["rank"] == 0) & (steps["step"] >= _SKIPPED)
-        seconds = median(((steps["t_end"] - steps["t_start"])[mine] * 1e-9).tolist())
+        spent = (steps["t_end"] - steps["t_start"])[mine] * 1e-9
+    seconds = quantiles(spent.tolist(), n=4)[0]
     error = planned.predicted / seconds - 1
     times = f"{seconds * 1e3:8.1f} ms, predicted {planned.predicted * 1e3:8.1f} ms {error:+7.1%}"
     print(f"{planned.model:12} {planned.name:26} {times}", flush=True)
