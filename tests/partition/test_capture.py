@@ -12,7 +12,6 @@ from hpc3d.partition.capture import capture, carries_batch
 from hpc3d.partition.factory import made
 from tests.partition.sample_models import HERE, Function, captured, small
 
-
 LONG = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in ("bert", "resnet", "densenet", "translation")
