@@ -82,7 +82,7 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     """
     weights, *settings = _written_by(target)
     weights.parent.mkdir(parents=True, exist_ok=True)
-    if config_of(opened).torch.model:
+    if config_of(opened).torch.factory:
         return _export_module(opened, weights)
     shapes, model = shapes_in(opened), config_of(opened).model
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype

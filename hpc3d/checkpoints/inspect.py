@@ -65,7 +65,7 @@ def config_of(opened: Checkpoint) -> Config:
     try:
         config = stored(opened.header["config"])
         refuse([*unknown_values(config), *wrong_parts(config)])
-        if config.model.vocabulary is None and not config.torch.model:
+        if config.model.vocabulary is None and not config.torch.factory:
             raise ValueError("model.vocabulary is not settled")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = "; ".join(lines_of(error))

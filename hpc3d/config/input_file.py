@@ -138,8 +138,9 @@ class TorchConfig:
     trains by its plan."""
 
     __pydantic_config__ = STRICT
-    model: str | None = None
-    """MODULE:FACTORY, a function that returns the module and its example inputs"""
+    factory: str | None = None
+    """MODULE:FACTORY, a function that returns the module and its example inputs (absent: the model
+    is that of [model])"""
     inputs: str | None = None
     """MODULE:FUNCTION, which returns the inputs of a step by its number (absent: the example
     inputs, in every step)"""

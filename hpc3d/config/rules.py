@@ -119,8 +119,9 @@ def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
 
 def not_there_yet(config: Config) -> Iterator[str]:
     """Values of the input format that this version does not run."""
-    if config.torch.model:
-        yield f"torch.model = {config.torch.model!r:.80}: python -m hpc3d.partition run trains it"
+    if config.torch.factory:
+        name = f"torch.factory = {config.torch.factory!r:.80}"
+        yield f"{name}: python -m hpc3d.partition run trains it"
     fixed = {
         "mesh.c": (config.mesh.c, 1),
         "mesh.e": (config.mesh.e, 1),

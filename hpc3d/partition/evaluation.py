@@ -8,7 +8,6 @@ of an interleaved schedule, and runs them on its replicas, which share a microba
               all have their sums
     messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
     memory    weights, gradients and moments, which replicas share under ZeRO 1
-              + this rank's samples of the inputs that it reads
               + microbatches in flight (saved + received), or with recomputation
                 microbatches in flight (received) + saved of one
               + the gradients that the widest operation makes and reads
@@ -20,8 +19,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from typing import NamedTuple
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.downsets import Chain
-from hpc3d.partition.model_graph import MOMENTS, ModelInput, graph_of, inputs_of
+from hpc3d.partition.model_graph import MOMENTS, graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.timeline import Cost
@@ -119,7 +118,7 @@ class Evaluated(NamedTuple):
 class ModelCosts:
     """The costs of a model on a machine for steps of `batch` samples, by the rows that a rank has
     of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all, and
-    `run` is what comes with any operations (None: nothing).  `inputs` are those of the model.
+    `run` is what comes with any operations (None: nothing).
 
     Ranks of a stage are neighbours, and stages follow each other.  A border that lies anywhere on
     several nodes is as slow as a link between nodes.
@@ -131,10 +130,9 @@ class ModelCosts:
         machine: Machine,
         batch: int,
         run: RunCosts | None = None,
-        inputs: Sequence[ModelInput] = (),
     ) -> None:
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
-        self.run, self.inputs = run or RunCosts(), inputs
+        self.run = run or RunCosts()
         self._chains: dict[int, Chain] = {}
         self._parts: dict[tuple[int, int, int], PartNumbers] = {}
 
@@ -142,7 +140,7 @@ class ModelCosts:
     def of(cls, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
         """Those of a captured module, and of the batch of its example inputs."""
         graphs = partial(graph_of, Operations(captured), machine)
-        return cls(graphs, machine, batch or captured.batch, inputs=inputs_of(captured))
+        return cls(graphs, machine, batch or captured.batch)
 
     @property
     def count(self) -> int:
@@ -155,14 +153,7 @@ class ModelCosts:
         def graph_of(rows):
             return self.graph(rows).ordered(order)
 
-        return ModelCosts(graph_of, self.machine, self.batch, self.run, self.inputs)
-
-    @cached_property
-    def readers(self) -> list[tuple[tuple[int, ...], float]]:
-        """Of every input of the model: the atoms that read it, and its bytes for a sample."""
-        atoms = enumerate(self.graph(1).atoms)
-        place = {piece: number for number, atom in atoms for piece in atom.pieces}
-        return [(tuple(map(place.get, each.pieces)), each.nbytes) for each in self.inputs]
+        return ModelCosts(graph_of, self.machine, self.batch, self.run)
 
     def rows(self, microbatches: int, replicas: int) -> int:
         """Samples of a microbatch on the rank with most."""
@@ -367,20 +358,7 @@ def _held(costs, choice, parts, flights):
         )
         shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
         mine = range(stage, len(parts), choice.width)
-        fixed += _inputs_held(costs, choice, stage)
         yield fixed - shared + _kept([(choice.stages[n], parts[n]) for n in mine], counts)
-
-
-def _inputs_held(costs, choice, stage):
-    """Bytes of the samples of a step that a rank has, of the inputs that the stage reads."""
-    ends = [each.end for each in choice.stages]
-    read = (
-        nbytes
-        for atoms, nbytes in costs.readers
-        if any(bisect_right(ends, atom) % choice.width == stage for atom in atoms)
-    )
-    micros = choice.microbatches
-    return sum(read) * micros * costs.rows(micros, choice.replicas[stage])
 
 
 def _kept(mine, flights):

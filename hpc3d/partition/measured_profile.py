@@ -19,7 +19,7 @@ from hpc3d import files
 from hpc3d.limits import INT32, MOST_RANKS
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.evaluation import ModelCosts, RunCosts
-from hpc3d.partition.model_graph import graph_of, inputs_of
+from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.partition.plan_file import digest_of, name_of
 from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
@@ -103,8 +103,7 @@ class ModuleProfile(NamedTuple):
         if names != {*self.pieces}:
             raise ValueError("the profile has not the pieces of its model: profile it anew")
         graphs = partial(graph_of, MeasuredOperations(captured, self), machine)
-        samples, run = batch or captured.batch, RunCosts(**self.run)
-        return ModelCosts(graphs, machine, samples, run, inputs_of(captured))
+        return ModelCosts(graphs, machine, batch or captured.batch, RunCosts(**self.run))
 
 
 _CALL = ("op", "members", "bytes", "seconds")
@@ -124,7 +123,7 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """The operations of a captured module, a piece with the seconds of a ModuleProfile."""
+    """The operations of a captured module, whose pieces take the seconds of a ModuleProfile."""
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)

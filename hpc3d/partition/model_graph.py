@@ -7,36 +7,15 @@ microbatch in flight, what backward needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from math import prod
-from typing import NamedTuple
 
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
-from hpc3d.partition.capture import Captured, carries_batch, loss_of
+from hpc3d.partition.capture import carries_batch, loss_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
 MOMENTS = 2  # of AdamW, arrays of a parameter's size that the optimiser keeps
-
-
-class ModelInput(NamedTuple):
-    """An input of a model: the pieces that read it, and its bytes for a sample."""
-
-    pieces: tuple[int, ...]
-    nbytes: float
-
-
-def inputs_of(captured: Captured) -> list[ModelInput]:
-    """Those that carry the batch."""
-    found = []
-    for node in filter(carries_batch, captured.inputs):
-        value = node.meta["val"]
-        sizes = [size if isinstance(size, int) else 1 for size in value.shape]
-        pieces = {captured.places[reader] for reader in node.users if reader in captured.places}
-        if pieces:
-            found.append(ModelInput(tuple(sorted(pieces)), prod(sizes) * value.element_size()))
-    return found
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:

@@ -63,7 +63,7 @@ class Log:
             self.say(line)
         if config.trace.clock == "cpu":
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
-        rate = "samples/s" if config.torch.model else " tokens/s"
+        rate = "samples/s" if config.torch.factory else " tokens/s"
         self.say(f"step     loss  learning rate  gradient norm {rate}  communication  peak MB")
 
     def step(self, done: Step) -> None:

@@ -81,33 +81,6 @@ def test_enlarged_models_have_so_many_parameters(hidden, counts):
     assert tuple(round(each / 1e3, 3) for each in found) == counts
 
 
-@pytest.mark.parametrize(
-    ("call", "inputs"), [("sized(3, batch=4)", (4, 3)), ("sized(batch = 2, width=5)", (2, 5))]
-)
-def test_a_factory_is_given_literals(call, inputs):
-    module, (x,) = made(f"{HERE}:{call}")
-    assert x.shape == inputs and module.in_features == inputs[1]
-
-
-@pytest.mark.parametrize(
-    ("call", "line"),
-    [
-        ("sized(3", "give a factory numbers"),
-        ("sized(open('a'))", "give a factory numbers"),
-        ("sized(width)", "give a factory numbers"),
-        ("sized(3)(4)", "give a factory numbers"),
-        ("sized(3); 4", "give a factory numbers"),
-        ("sized(*3)", "give a factory numbers"),
-        ("sized(3, depth=2)", "raised TypeError: .*depth"),
-        ("absent(3)", "has no absent"),
-    ],
-)
-def test_bad_arguments_of_a_factory_are_refused_in_a_line(call, line):
-    with pytest.raises(ValueError, match=line) as found:
-        made(f"{HERE}:{call}")
-    assert len(str(found.value).splitlines()) == 1
-
-
 def piece_of(found, name):
     (place,) = {place for node, place in found.places.items() if node.name == name}
     return place
@@ -177,12 +150,6 @@ def test_what_cannot_be_captured_is_refused_in_a_line(name, line):
     with pytest.raises(ValueError, match=line) as found:
         captured(f"{HERE}:{name}")
     assert len(str(found.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["tests", ":f", "no.such.module:f"])
-def test_a_factory_that_is_not_there_is_refused(name):
-    with pytest.raises(ValueError, match="^" + name.partition(":")[0]):
-        made(name)
 
 
 def test_a_model_that_writes_to_its_input_is_refused():

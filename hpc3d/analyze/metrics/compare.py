@@ -155,7 +155,7 @@ def _sizes(config):
     keys = ("batch", *_MODEL, "recompute")
     if config is None:
         return dict.fromkeys((*keys, "block_weights"))
-    if config.torch.model:
+    if config.torch.factory:
         return dict.fromkeys((*keys, "block_weights")) | {"batch": config.train.batch}
     parts = vars(config.train) | vars(config.model) | vars(config.parallel)
     return {key: parts[key] for key in keys} | {"block_weights": block_weights(config.model)}

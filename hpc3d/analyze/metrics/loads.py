@@ -23,7 +23,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
     config = configuration(trace)
     if config is None:
         return None
-    model = "torch." if config.torch.model else "model."
+    model = "torch." if config.torch.factory else "model."
     return {
         key: value for key, value in flat(config).items() if key.startswith(model) or key in _TRAIN
     }

@@ -73,7 +73,7 @@ def _of_model(trace):
     """Equation 7; where the configuration leaves the vocabulary to the tokenizer, that of the
     recorded products of the head, 2 B s h V forward."""
     config = configuration(trace)
-    if config is None or config.torch.model:
+    if config is None or config.torch.factory:
         return None
     model, batch = config.model, config.train.batch
     vocabulary = model.vocabulary

@@ -70,9 +70,9 @@ def outnumbered(trace: Trace) -> str | None:
 def _configured(config):
     """What the configuration says of the work and of how it is shared out."""
     model, train, parallel = config.model, config.train, config.parallel
-    if config.torch.model:
+    if config.torch.factory:
         return {
-            "model": f"torch module {config.torch.model}",
+            "model": f"torch module {config.torch.factory}",
             "batch": f"{train.batch} samples a step, {train.dtype}, {train.optimizer}",
             "layout": f"schedule {parallel.schedule}, microbatches {parallel.microbatches}, "
             f"chunks {parallel.chunks}; ZeRO {parallel.zero}",

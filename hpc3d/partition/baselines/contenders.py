@@ -24,7 +24,7 @@ from hpc3d.partition.evaluation import (
     StageChoice,
     evaluated,
 )
-from hpc3d.partition.model_graph import graph_of, inputs_of
+from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Machine
 
@@ -59,8 +59,7 @@ class Task(NamedTuple):
         cls, operations: Operations, machine: Machine, batch: int, ranks: int, memory: float
     ) -> Task:
         """That of a model on a machine."""
-        graphs, inputs = partial(graph_of, operations, machine), inputs_of(operations.captured)
-        costs = ModelCosts(graphs, machine, batch, inputs=inputs)
+        costs = ModelCosts(partial(graph_of, operations, machine), machine, batch)
         return cls(operations, costs, ranks, memory)
 
 

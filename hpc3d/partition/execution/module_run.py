@@ -180,7 +180,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
         name="module" if config.name == Config().name else config.name,
         mesh=replace(mesh, transport=config.mesh.transport),
         parallel=parallel,
-        torch=replace(config.torch, model=plan.model),
+        torch=replace(config.torch, factory=plan.model),
         train=replace(config.train, batch=plan.batch, dtype=model.dtype),
     )
 
@@ -232,7 +232,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
     """How the model lies on the ranks."""
     counts = [len(program.module.graph.nodes) for program in model.programs]
     replicas = " ".join(map(str, model.replicas))
-    yield f"{config.torch.model}: parts of {' '.join(map(str, counts))} operations"
+    yield f"{config.torch.factory}: parts of {' '.join(map(str, counts))} operations"
     yield (
         f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
         f"replicas of the stages {replicas}; ZeRO {config.parallel.zero}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpc3d.comm.mesh import NullRecorder
 from hpc3d.partition.execution.random_operations import Draw
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 
 class _Kept(NamedTuple):
-    """What backward needs of a microbatch: tensors that were received, and what was made of them
-    (None: it is computed again, with the buffers as they were)."""
+    """What backward needs of a microbatch: tensors that were received, and where the gradients of
+    what was made of them begin, whose values may go (None: it is computed again, with the buffers
+    as they were)."""
 
     received: Sequence[torch.Tensor]
-    made: Sequence[torch.Tensor] | None
+    edges: Sequence[GradientEdge] | None
     buffers: dict[str, torch.Tensor]
 
 
@@ -76,7 +78,7 @@ class TorchStage:
         buffers = {name: self.weights.tensors[name].clone() for name in names}
         with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):
             made = self._run(received, micro, self.weights.tensors)
-        kept = _Kept(received, None if self.recompute else made, buffers)
+        kept = _Kept(received, None if self.recompute else _edges(made), buffers)
         if self.loss is not None:
             return micro.samples * float(made[-1].detach()), kept
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
@@ -95,19 +97,18 @@ class TorchStage:
         defer: Callable[..., None],
         finished: Callable[[str], None],
     ) -> Any:
-        made = saved.made
-        if made is None:
+        edges = saved.edges
+        if edges is None:
             with self.trace.span("operations again", "gemm"):
-                made = self._run(saved.received, micro, {**self.weights.tensors, **saved.buffers})
-        ends = [tensor for tensor in made if tensor.requires_grad]
-        if self.loss is None:
-            gradients = [_tensor(array) for array in _arrays(dy)]
-        else:
-            gradients = [torch.full_like(made[-1], micro.samples * micro.scale)]
+                tensors = {**self.weights.tensors, **saved.buffers}
+                edges = _edges(self._run(saved.received, micro, tensors))
+        gradients = [_tensor(array) for array in _arrays(dy)]
+        if self.loss is not None:
+            gradients = [torch.tensor(micro.samples * micro.scale, dtype=self.weights.dtype)]
         self.weights.completed = lambda name: defer(finished, name)
-        if ends:
+        if edges:
             with self.trace.span("gradients", "gemm"):
-                torch.autograd.backward(ends, gradients)
+                torch.autograd.backward(edges, gradients)
         for unit in self.units:
             defer(finished, unit)
         if not self.program.received:
@@ -120,6 +121,10 @@ def spec_of(like: torch.Tensor, samples: int) -> tuple[tuple[int, ...], np.dtype
     """Shape and type of the array of a value of a captured program, for so many samples."""
     shape = tuple(size_of(size, samples) for size in like.shape)
     return shape, torch.empty(0, dtype=like.dtype).numpy().dtype
+
+
+def _edges(made):
+    return [get_gradient_edge(tensor) for tensor in made if tensor.requires_grad]
 
 
 def _arrays(block):

@@ -83,6 +83,7 @@ class TorchWeights:
         self.items: dict[str, Parameter] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = _nobody
+        self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:
                 self.items[name] = self._added(parameters, name, shared)

@@ -63,8 +63,8 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
         if counts:
             candidates.count += 1
             # Where both are timed by the clock, they compare.
-            clocked = estimator.estimate(with_layers(config, even))._replace(config=config)
-            other = estimator.estimate(with_layers(config, counts))
+            clocked = estimator.estimate(_with_layers(config, even))._replace(config=config)
+            other = estimator.estimate(_with_layers(config, counts))
             yield offer._replace(estimate=clocked)
             if gains(other.seconds, clocked.seconds) or not candidates.fits(clocked):
                 yield offer._replace(estimate=other)
@@ -76,7 +76,7 @@ def gains(seconds: float, usual: float) -> bool:
     return seconds < (1 - _WORTH) * usual
 
 
-def with_layers(config: Config, counts: Sequence[int]) -> Config:
+def _with_layers(config: Config, counts: Sequence[int]) -> Config:
     return replace(config, parallel=replace(config.parallel, layers_per_stage=tuple(counts)))
 
 
@@ -121,7 +121,7 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
     """What the layers of a layout are given out to, each stage with `memory` bytes."""
     parts, parallel, stages = estimator.parts(config), config.parallel, config.mesh.p
     split = find(parallel.schedule).splits_backward
-    none = with_layers(config, (0,) * stages * parallel.chunks)
+    none = _with_layers(config, (0,) * stages * parallel.chunks)
     backward = parts.layer.backward if split else parts.layer.whole
     passes = (parts.layer.forward, backward, parts.layer.weight)
     return LayerPipeline(

@@ -125,7 +125,7 @@ def test_a_plan_decides_what_is_its_own(tmp_path):
     assert (config.mesh.p, config.mesh.d, config.parallel.zero) == (2, 2, 1)
     assert (config.train.steps, config.train.clip) == (7, 0.5)
     assert (config.train.batch, config.train.dtype) == (12, "float64")
-    assert config.torch.model == DROPPING[0]
+    assert config.torch.factory == DROPPING[0]
 
 
 @pytest.mark.parametrize(

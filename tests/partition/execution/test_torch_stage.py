@@ -74,6 +74,6 @@ def test_with_recomputation_it_keeps_what_it_received_only():
         made, _, micro = stages(f"{HERE}:chain", 2, recompute)
         x, _ = made[0].forward(None, micro)
         _, kept = made[1].forward(x, micro)
-        assert (kept.made is None) == recompute
+        assert (kept.edges is None) == recompute
         (received,) = kept.received
         np.testing.assert_array_equal(received.detach(), x[0])

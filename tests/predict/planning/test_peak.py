@@ -6,7 +6,7 @@ import pytest
 
 from hpc3d.predict.planning.estimate import Estimator
 from tests.predict.planning.brute import every_layout, step
-from tests.predict.planning.test_search import CLUSTER, SMALL, config_of
+from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, settled
 
 PIPELINES = [each for each in every_layout(config_of(SMALL), 8) if each.mesh.p > 1]
 
@@ -24,3 +24,11 @@ def test_the_memory_of_pipelines_is_that_of_the_simulation(first):
     assert min(wrong) > -0.03
     assert max(wrong) < 0.06
     assert sum(map(abs, wrong)) / len(wrong) < 0.015
+
+
+def test_of_uneven_stages_any_may_be_the_fullest():
+    line = "p=6 model.layers=12 schedule=1f1b microbatches=8 layers_per_stage=[1,1,1,7,1,1]"
+    config = settled(f"{SMALL} {line}", 6)
+    found = Estimator(256, CLUSTER).estimate(config)
+    assert found.stage == 3
+    assert found.peak == pytest.approx(step(config, 256, CLUSTER)[1], rel=0.02)

@@ -1,0 +1,74 @@
+"""Functions of users: how they are named, called and refused."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hpc3d.partition.factory import described, function_at, made, made_with_data
+from tests.partition.execution.modules import HERE as MODULES
+from tests.partition.sample_models import HERE
+
+
+@pytest.mark.parametrize(
+    ("call", "inputs"), [("sized(3, batch=4)", (4, 3)), ("sized(batch = 2, width=5)", (2, 5))]
+)
+def test_a_factory_is_given_literals(call, inputs):
+    module, (x,) = made(f"{HERE}:{call}")
+    assert x.shape == inputs and module.in_features == inputs[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("sized(3", "give a factory numbers"),
+        ("sized(open('a'))", "give a factory numbers"),
+        ("sized(width)", "give a factory numbers"),
+        ("sized(3)(4)", "give a factory numbers"),
+        ("sized(3); 4", "give a factory numbers"),
+        ("sized(*3)", "give a factory numbers"),
+        ("sized(3, depth=2)", "raised TypeError: .*depth"),
+        ("absent(3)", "has no absent"),
+    ],
+)
+def test_bad_arguments_of_a_factory_are_refused_in_a_line(call, line):
+    with pytest.raises(ValueError, match=line) as found:
+        made(f"{HERE}:{call}")
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["tests", ":f", "no.such.module:f"])
+def test_a_factory_that_is_not_there_is_refused(name):
+    with pytest.raises(ValueError, match="^" + name.partition(":")[0]):
+        made(name)
+
+
+def test_data_are_drawn_by_the_seed():
+    """And torch's own generator stays as it was."""
+    before = torch.get_rng_state()
+    (one, _), (same, _), (other, _) = (
+        made_with_data(f"{MODULES}:chain", seed) for seed in (1, 1, 2)
+    )
+    assert (torch.get_rng_state() == before).all()
+    weights = [module.layers[0].weight for module in (one, same, other)]
+    assert (weights[0] == weights[1]).all() and (weights[0] != weights[2]).any()
+
+
+def test_a_module_may_be_converted_to_another_type():
+    module, _ = made(f"{MODULES}:dropping_in_double")
+    assert {each.dtype for each in module.parameters()} == {torch.float64}
+
+
+def test_a_factory_that_fails_with_data_is_refused():
+    with pytest.raises(ValueError, match="raised RuntimeError: no such size"):
+        made_with_data(f"{HERE}:fails", 0)
+
+
+def test_a_function_is_called_with_its_literals():
+    assert function_at(f"{HERE}:sized(3, batch=4)")()[1].shape == (4, 3)
+
+
+def test_an_error_is_described_in_a_line():
+    assert described(KeyError()) == "KeyError"
+    assert described(ValueError("a\nb")) == "ValueError: a"

@@ -1,0 +1,83 @@
+"""The loop of a run, with a trainer that only counts: what ends it, and what is saved then."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpc3d.config.input_file import Config, TrainConfig
+from hpc3d.runtime.exit_codes import CHECK_FAILED, FAILED, STOPPED, JobExit
+from hpc3d.training import run_loop
+from hpc3d.training.guard import Corrupt, GuardFinding
+from hpc3d.training.run_loop import RunningJob, RunPlan, trained
+from hpc3d.training.trainer import Step
+
+STEPS = 5
+
+
+class Recorded:
+    """Everything that the loop asks of others, as a list of what it asked."""
+
+    def __init__(self, stop_after=None, fails_in=None, saves=True):
+        self.stop_after, self.fails_in, self.saves = stop_after, fails_in, saves
+        self.calls, self.lines, self.saved, self.number = [], [], 0, None
+
+    def __getattr__(self, name):
+        return lambda *given, **named: self.calls.append((name, *given))
+
+    def step(self, number, stop_request=None):
+        if stop_request is None:  # of the watchdog, or of the log
+            return
+        if number == self.fails_in:
+            raise Corrupt([GuardFinding(0, "a wrong number")])
+        asked = 1 if number == self.stop_after else 0
+        return Step(number, 1.0, 0.1, 1.0, 8, 0.5, 0.0, 1, asked)
+
+    def stop(self, number=None):
+        if number is not None and self.saves:
+            self.saved = number + 1
+        return self.saves
+
+    def say(self, line):
+        self.lines.append(line)
+
+    warn = say
+
+    def gather(self, value):
+        return [value]
+
+
+def run(tmp_path, monkeypatch, **how):
+    """(what the loop said, the exit code that it ended with, or None)."""
+    monkeypatch.setattr(run_loop.launch, "finish", lambda job: None)
+    config = Config(train=TrainConfig(steps=STEPS))
+    one = Recorded(**how)
+    one.mesh, one.rank, one.trace = SimpleNamespace(trace=one, sizes={}), 1, one
+    one.request, one.trainer = int, one
+    running = RunningJob(one, one, one, one, None, 0)
+    try:
+        trained(one, RunPlan(config, tmp_path, "", False, []), running, one)
+    except JobExit as end:
+        return one.lines, end.code
+    return one.lines, None
+
+
+def test_all_steps_are_made(tmp_path, monkeypatch):
+    lines, code = run(tmp_path, monkeypatch)
+    assert code is None and lines == [f"run kept in {tmp_path}"]
+
+
+@pytest.mark.parametrize(("saves", "code"), [(True, STOPPED), (False, FAILED)])
+def test_a_stop_saves_what_can_be_saved(saves, code, tmp_path, monkeypatch):
+    lines, found = run(tmp_path, monkeypatch, stop_after=2, saves=saves)
+    assert found == code and lines[0].startswith("stopped after step 2, for ")
+    assert ("go on with --resume" in lines[1]) == saves
+
+
+def test_a_stop_in_the_last_step_is_the_end(tmp_path, monkeypatch):
+    assert run(tmp_path, monkeypatch, stop_after=STEPS - 1)[1] is None
+
+
+def test_a_wrong_number_ends_the_run(tmp_path, monkeypatch):
+    lines, code = run(tmp_path, monkeypatch, fails_in=3)
+    assert code == CHECK_FAILED and "a wrong number" in lines
+    assert lines[-1] == "nothing was saved (checkpoint.every): start again"
