@@ -88,7 +88,7 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
 
 def _head(plan):
     stages, replicas = len(plan.replicas), plan.replicas[0]
-    counts = f"{stages} stages, {replicas} replicas of each, {plan.microbatches} microbatches"
+    counts = f"stages {stages}, replicas {replicas}, microbatches {plan.microbatches}"
     place, _, _ = plan.model.partition(":")
     return f'''\
 """{plan.model} on {plan.ranks} processes: {counts}, schedule {plan.schedule}.
@@ -273,9 +273,7 @@ def _make(model):
     return f'''\
 def make():
     """The model with its first weights, and the inputs of a step."""
-    import {place}
-
-    return {place}.{call}'''
+    return import_module({place!r}).{call}'''
 
 
 def _named(model: StagedModel) -> str:

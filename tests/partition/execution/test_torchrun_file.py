@@ -89,6 +89,11 @@ def test_parts_are_readable_source():
     assert name == "border_1" and "crossing([rows, 4], torch.float64, graded=True)" in text
 
 
+def test_random_operations_stay_those_of_torch():
+    forward = "".join(methods(written(f"{HERE}:dropping", (1, 1), 2, "gpipe")))
+    assert forward.count("aten.dropout.default(") == 4
+
+
 def _borders(text):
     body = ast.parse(text).body
     return [node for node in body if getattr(node, "name", "").startswith("border_")]
@@ -96,7 +101,8 @@ def _borders(text):
 
 class Unusual(nn.Module):
     """Inputs in lists and dicts, one without samples and with names that the file uses, too;
-    tensors that are made on the way, attributes, and sizes and infinities among the operands."""
+    tensors that are made on the way, attributes, sizes and infinities among the operands, and a
+    value that does not lie in order."""
 
     def __init__(self):
         super().__init__()
@@ -109,9 +115,9 @@ class Unusual(nn.Module):
         x = self.norm(self.layers[0](inputs["device"][0])) * torch.tensor([1.0, 2.0, 3.0, 4.0])
         places = torch.arange(2 * x.shape[0]).view(-1, 2).sum(1, keepdim=True)
         x = self.layers[1](x.repeat(2, 1)) * self.table + self.bias + rows
-        kept = x > 0
+        kept, turned = x > 0, x.view(-1, 2, 2).transpose(1, 2)
         x = torch.where(kept, x, -torch.inf).relu() / x.shape[0] ** 0.5
-        y = self.layers[2](x) * kept
+        y = self.layers[2](x) * kept + turned.flatten(1)
         return ((y + places.repeat(2, 1)) ** 2).mean() * self_
 
 

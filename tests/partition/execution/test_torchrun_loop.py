@@ -21,11 +21,11 @@ from hpc3d.partition.execution.torchrun_loop import (
     main,
 )
 
-RATE = 1e-2
+RATE, SHIFT = 1e-2, torch.tensor([1.0, 2.0, 3.0])
 
 
 class Model(nn.Module):
-    """Normalised rows, of which some elements are dropped, and the mean square of a layer."""
+    """The mean square of a layer after a normalisation."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Model(nn.Module):
         self.register_buffer("factor", torch.full((3,), 2.0), persistent=False)
 
     def forward(self, x):
-        return (self.layers[0](self.norm(x)) * self.factor).square().mean()
+        return (self.layers[0](self.norm(x)) * self.factor + SHIFT).square().mean()
 
 
 class Whole(ModelPart):
@@ -49,8 +49,9 @@ class Whole(ModelPart):
         x, shift = inputs["x"], inputs["shift"][0]
         norm, layer = self.norm, getattr(self.layers, "0")
         means = norm.running_mean, norm.running_var, norm.weight, norm.bias
-        x = nn.functional.batch_norm(x + shift, *means, training=True)
-        return (nn.functional.linear(x, layer.weight, layer.bias) * self.factor).square().mean()
+        x = nn.functional.batch_norm(x, *means, training=True)
+        x = nn.functional.linear(x, layer.weight, layer.bias) * self.factor + shift
+        return x.square().mean()
 
 
 def made():
@@ -59,7 +60,7 @@ def made():
 
 
 def named(inputs):
-    return {"x": inputs[0], "shift": torch.zeros(3)}
+    return {"x": inputs[0], "shift": SHIFT}
 
 
 def cut(processes=1, recompute=False):
@@ -127,7 +128,7 @@ def test_recomputation_meets_the_buffers_and_draws_of_before():
         }
         part = wrapped(Shifted(fresh, ()))
         x = torch.arange(24, dtype=torch.float64).view(8, 3).sin()
-        losses = [part(inputs={"x": rows, "shift": torch.zeros(1, 3)}) for rows in (x, x + 1)]
+        losses = [part(inputs={"x": rows, "shift": SHIFT[None]}) for rows in (x, x + 1)]
         sum(losses).backward()
         gradients.append([*fresh["layers.0.weight"].grad.flatten(), *fresh["norm.running_mean"]])
     assert gradients[0] == gradients[1] and any(gradients[0])
