@@ -1,5 +1,6 @@
 """What the rules allow runs: every rank's blocks divide, in forward, backward and update."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from hpc3d.predict.simulation.count import predict
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
+@pytest.mark.slow
 @given(
     scheme=st.sampled_from(["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d"]),
     mesh=st.fixed_dictionaries({axis: SIZES for axis in "dxyz"}),

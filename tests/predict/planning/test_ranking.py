@@ -9,6 +9,7 @@ from hpc3d.predict.planning.ranking import Ranking, shown_layout
 from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, search, settled, step
 
 
+@pytest.mark.slow
 def test_slow_links_are_why_others_lose():
     slow = replace(CLUSTER, links=(Link(0, 1e-4, 1e8),))
     searched, found = search(machine=slow)
