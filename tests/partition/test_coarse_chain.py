@@ -7,6 +7,7 @@ pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
+from hpc3d.partition.evaluation import RunCosts
 from tests.partition.arrangements import MACHINE, line, random_costs
 
 
@@ -25,6 +26,7 @@ def test_a_short_one_is_cut_everywhere():
 @pytest.mark.parametrize("seed", range(4))
 def test_ranges_are_the_parts_between_two_places(seed):
     costs, _, _ = random_costs(seed)
+    costs.run = RunCosts(forward=2.0, backward=3.0) if seed % 2 else RunCosts()
     places = np.array([0, 2, costs.count])
     found = Ranges(costs, 2, places)
     for first, last in ((0, 1), (1, 2), (0, 2)):

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.atom_graph import Atom, Graph, Value
-from hpc3d.partition.evaluation import ModelCosts, bytes_held, evaluated
+from hpc3d.partition.evaluation import ModelCosts, RunCosts, bytes_held, evaluated
 from hpc3d.partition.joint_search import Allowed, JointSearch
 from tests.partition.arrangements import MACHINE, line, random_costs
 
@@ -20,6 +20,18 @@ def test_what_it_takes_a_step_for_is_about_that_of_the_clock():
     best = search.found()[0]
     assert [stage.end for stage in best.stages] == [2, 4, 6, 8] and best.microbatches == 4
     assert search.best == evaluated(costs, best).seconds == (4 + 3) * 2 * 2 * 3
+
+
+def test_passes_and_the_update_count():
+    """Of one stage exactly: 4 microbatches take 4 times what comes with a part."""
+
+    def graph(rows):
+        return Graph([Atom((n,), 1.0 * rows, 2.0 * rows, parameters=5.0) for n in range(8)], [])
+
+    costs = ModelCosts(graph, MACHINE, 8, RunCosts(forward=2.0, backward=3.0, update=0.5))
+    search = JointSearch(costs, Allowed(1, 1e9, (4,), ("1f1b",)))
+    (best,) = search.found()
+    assert search.best == evaluated(costs, best).seconds == 8 * 8 * 3 + 4 * 5 + 0.5 * 40
 
 
 @pytest.mark.parametrize("seed", range(8))

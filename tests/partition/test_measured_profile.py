@@ -79,6 +79,15 @@ def test_a_step_has_what_comes_with_a_part_a_step_and_the_update():
     assert two.seconds == pytest.approx(halves + 2 * message)
 
 
+def test_another_order_of_the_atoms_has_the_same_costs():
+    found = costs()
+    again = found.reordered([*range(found.count)])
+    plain, other = (
+        evaluated(each, PipelineChoice((StageChoice(12),))).seconds for each in (found, again)
+    )
+    assert plain == other > 8.0
+
+
 def test_replicas_update_a_part_each_under_zero():
     found, parameters = costs(), 6 * (64 * 64 + 64) * 4
     steps = [
