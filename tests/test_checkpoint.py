@@ -320,7 +320,7 @@ def test_a_value_that_is_not_there_is_asked_for(original, tmp_path, capsys):
     assert code == 2 and re.fullmatch(elided(facts), *errors)
 
 
-@pytest.mark.parametrize("room", [0, 100_000])
+@pytest.mark.parametrize("room", [0, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_line_and_leaves_nothing(original, tmp_path, capsys, room):
     call(capsys, "export", original, "-o", tmp_path / "good")
     for words in (

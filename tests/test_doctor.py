@@ -145,6 +145,7 @@ def test_all_of_the_help_and_bad_input(capsys):
 # ------------------------------------------------------------------- what keeps ranks apart
 
 
+@pytest.mark.slow
 def test_the_mpirun_of_another_mpi(tmp_path):
     """It starts two processes that Open MPI does not see together."""
     one = f'PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_RANK=$rank "{sys.executable}" "$@"'
@@ -160,6 +161,7 @@ def test_the_mpirun_of_another_mpi(tmp_path):
     assert "first" in rows["mpirun"]["remedy"]
 
 
+@pytest.mark.slow
 def test_no_mpi_library(tmp_path):
     (tmp_path / "libmpi.so").write_text("not a library")
     done = run("--json", cwd=tmp_path, MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))

@@ -14,7 +14,11 @@ def test_self(case):
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("transport", "kind"), [("auto", "SharedMemory"), ("mpi", "MpiCommunicator")]
+    ("transport", "kind"),
+    [
+        ("auto", "SharedMemory"),
+        pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow),
+    ],
 )
 def test_real_ranks(transport, kind, ranks):
     out = checked(ranks, "-m", "tests.comm.on_mpi", transport, timeout=200)

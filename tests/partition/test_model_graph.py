@@ -23,6 +23,7 @@ def test_a_stage_holds_values_gradients_and_two_moments_of_its_parameters():
     assert found.total("memory", found.everything) == 4 * parameters
 
 
+@pytest.mark.slow
 def test_buffers_have_neither_gradients_nor_moments():
     found = graph("resnet", 8)
     trained = found.total("parameters", found.everything)
@@ -46,6 +47,7 @@ def test_skips_of_a_unet_cross_every_border_between_their_ends():
     assert max(value.targets[-1] - value.source for value in found.values) > len(found) / 2
 
 
+@pytest.mark.slow
 def test_operations_keep_their_costs():
     found = graph("bert", 8)
     half = graph("bert", 4)
@@ -54,6 +56,7 @@ def test_operations_keep_their_costs():
     )
 
 
+@pytest.mark.slow
 def test_a_table_that_embedding_and_head_share_counts_once():
     """Of BERT: 64 tokens of 32, in float32."""
     found, table = graph("bert", 8), 64 * 32 * 4

@@ -27,7 +27,7 @@ def operations(name):
     return Operations(small(name))
 
 
-def planned(name="bert", ranks=2, batch=None, **how):
+def planned(name="unet", ranks=2, batch=None, **how):
     graphs = partial(graph_of, operations(name), MACHINE)
     costs = ModelCosts(graphs, MACHINE, batch or small(name).batch)
     return best_plan(costs, Wanted(ranks, **{"margin": 0.0, **how}))
@@ -111,10 +111,10 @@ def test_a_schedule_that_is_asked_for(schedule):
 
 
 def test_pieces_of_parts_are_all_of_the_module():
-    plan = planned("resnet", 3, batch=64, replicas=(2, 1), microbatches=4, schedule="1f1b")
+    plan = planned("unet", 3, batch=64, replicas=(2, 1), microbatches=4, schedule="1f1b")
     assert plan.choice.replicas == (2, 1)
     together = [piece for part in plan.pieces for piece in part]
-    assert sorted(together) == [*range(len(small("resnet").pieces))]
+    assert sorted(together) == [*range(len(small("unet").pieces))]
     assert [len(ids) for ids in plan.ids] == [len(part) for part in plan.pieces]
 
 

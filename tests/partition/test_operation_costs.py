@@ -50,6 +50,7 @@ def test_operations_are_those_that_torch_counts(name):
     assert forward + backward == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_attention_is_counted_by_its_formula():
     """Of BERT with 4 layers, 4 heads of 8 and 8 x 16 tokens; torch counts its other products."""
     attention = 4 * 4 * 8 * 4 * 16 * 16 * 8
@@ -61,6 +62,7 @@ def test_attention_is_counted_by_its_formula():
     assert backward == pytest.approx(2 * products + 2.5 * attention, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_half_a_batch_costs_half():
     whole, half = (total(small("bert"), batch) for batch in (8, 4))
     assert half == pytest.approx([each / 2 for each in whole], rel=1e-9)
@@ -96,6 +98,7 @@ def test_half_of_the_products_backward_are_for_weights():
     assert not any(each.weight for each in others)
 
 
+@pytest.mark.slow
 def test_an_embedding_has_gradients_of_weights_only():
     found = Operations(small("bert")).costs(BYTES, 8)
     table = next(each for node, each in found.items() if node.name == "embedding")

@@ -109,9 +109,12 @@ def test_bad_input_is_one_line(capsys, words, said):
     "words",
     [
         ["hpc3d.simulate", INPUT, *MACHINE],
-        ["hpc3d.plan", INPUT, *MACHINE, "--ranks", "2", "--model.layers", "1"],
+        pytest.param(
+            ["hpc3d.plan", INPUT, *MACHINE, "--ranks", "2", "--model.layers", "1"],
+            marks=pytest.mark.slow,
+        ),
         ["hpc3d.report", "nowhere"],
-        ["hpc3d.prepare", "--verify", "nowhere"],
+        pytest.param(["hpc3d.prepare", "--verify", "nowhere"], marks=pytest.mark.slow),
         ["hpc3d.checkpoint", "show", "nowhere"],
     ],
     ids=lambda words: words[0],

@@ -17,6 +17,8 @@ from tests.partition.sample_models import small
 from tests.partition.test_evaluation import MACHINE
 from tests.partition.test_operation_costs import FLOP
 
+pytestmark = pytest.mark.slow
+
 BATCH = 4
 QUIET = replace(FLOP, links=(Link(0, 0.0, 1e30),))
 

@@ -14,6 +14,8 @@ from hpc3d.predict.machine.machine import Link, Rates
 from tests.partition.sample_models import HERE, captured, small
 from tests.partition.test_operation_costs import FLOP
 
+pytestmark = pytest.mark.slow
+
 FREE = replace(
     FLOP,
     memory_bandwidth=1e30,
