@@ -222,6 +222,7 @@ def function_calls(*words):
     return sum(entry.callcount for entry in profile.getstats()) / 1e6
 
 
+@pytest.mark.slow
 def test_64_ranks_are_planned_in_two_seconds():
     assert function_calls(str(INPUTS / "gpt-3d-64.toml"), "--ranks", "64") < 3.6
 
