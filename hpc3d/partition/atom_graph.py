@@ -21,7 +21,8 @@ class Atom(NamedTuple):
     Seconds of a microbatch forward and backward, of which `weight` for the gradients of weights;
     bytes: `memory` that its stage holds for it always, `saved` for every microbatch in flight,
     `parameters` that replicas sum gradients of, `working` while one of its operations runs.
-    `pieces` are the numbers of its pieces in a captured module.
+    `pieces` are the numbers of its pieces in a captured module, `fed` the bytes of a sample in
+    the model's inputs that they read.
     """
 
     ids: tuple
@@ -33,24 +34,28 @@ class Atom(NamedTuple):
     weight: float = 0.0
     working: float = 0.0
     pieces: tuple[int, ...] = ()
+    fed: float = 0.0
 
 
 class Value(NamedTuple):
     """What atom `source` hands to the atoms `targets` in a microbatch, in bytes: once to each
-    stage that has one of them."""
+    stage that has one of them.  So many bytes of what the source has `saved` are saved for the
+    first target: not in a stage that ends before it."""
 
     source: int
     targets: tuple[int, ...]
     nbytes: float
+    saved: float = 0.0
 
 
 class Shared(NamedTuple):
     """What each of several `atoms` counts as its own, and a stage with some of them holds once: a
-    weight, in bytes of `memory` and `parameters`."""
+    weight, in bytes of `memory` and `parameters`, or an input (`fed`)."""
 
     atoms: tuple[int, ...]
     memory: float
     parameters: float
+    fed: float = 0.0
 
 
 class Graph:
@@ -168,7 +173,7 @@ def contracted(
     return Graph(merged, [*_between(values, place)], still)
 
 
-_SUMMED = ("forward", "backward", "memory", "saved", "parameters", "weight")
+_SUMMED = ("forward", "backward", "memory", "saved", "parameters", "weight", "fed")
 
 
 def _as_one(atoms):
@@ -193,6 +198,7 @@ def _shared_by_several(shared, place, merged):
             merged[number] = atom._replace(
                 memory=atom.memory - more * each.memory,
                 parameters=atom.parameters - more * each.parameters,
+                fed=atom.fed - more * each.fed,
             )
         if len(readers) > 1:
             found.append(each._replace(atoms=tuple(sorted(readers))))
@@ -205,4 +211,4 @@ def _between(values, place):
         source = place[value.source]
         targets = sorted({place[target] for target in value.targets} - {source})
         if targets:
-            yield Value(source, tuple(targets), value.nbytes)
+            yield value._replace(source=source, targets=tuple(targets))

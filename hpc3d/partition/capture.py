@@ -260,6 +260,14 @@ def loss_of(captured: Captured) -> fx.Node | None:
     return None
 
 
+def size_of(size: torch.SymInt | int, batch: int) -> int:
+    """A size, which may depend on the batch, in numbers."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
+
+
 def carries_batch(node: fx.Node) -> bool:
     """Whether dimension 0 of a node's value is the batch, or a multiple of it."""
     value = node.meta.get("val")

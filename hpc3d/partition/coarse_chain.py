@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -55,16 +54,17 @@ class Ranges:
 
     def __init__(self, costs: ModelCosts, rows: int, places: np.ndarray) -> None:
         chain = costs.chain(rows)
-        self.forward, self.backward, self.weight, self.saved = (
+        self.forward, self.backward, self.weight = (
             each[places][None] - each[places][:, None]
-            for each in (chain.forward, chain.backward, chain.weight, chain.saved)
+            for each in (chain.forward, chain.backward, chain.weight)
         )
         self.forward += costs.run.forward
         self.backward += costs.run.backward
         self.fixed = np.array([chain.fixed(place, places) for place in places])
         self.trained = np.array([chain.trained(place, places) for place in places])
+        self.fed = np.array([chain.fed(place, places) for place in places])
         self.crossing = chain.crossing[places]
-        blocks = [chain.working[a:b].max() for a, b in pairwise(places)]
-        self.working = np.zeros_like(self.fixed)
-        for first in range(len(blocks)):
-            self.working[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
+        self.saved, self.working = np.zeros((2, *self.fixed.shape))
+        for last, place in enumerate(places[1:], 1):
+            self.saved[:last, last] = chain.kept(places[:last], place)
+            self.working[:last, last] = chain.working(places[:last], place)

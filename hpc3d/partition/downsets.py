@@ -31,14 +31,14 @@ class _Stages:
 
     def _count(self, graph, members):
         """By downset: sums of what is held, and how many of its atoms have each shared weight."""
-        self._memory, self._parameters = (
-            self._sum(graph, name) for name in ("memory", "parameters")
+        self._memory, self._parameters, self._fed = (
+            self._sum(graph, name) for name in ("memory", "parameters", "fed")
         )
         readers = np.zeros((len(graph), len(graph.shared)))
         for column, each in enumerate(graph.shared):
             readers[list(each.atoms), column] = 1
         self._readers = members(readers)
-        self._shared = np.array([each[1:] for each in graph.shared]).reshape(-1, 2)
+        self._shared = np.array([each[1:] for each in graph.shared]).reshape(-1, 3)
 
     def fixed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
         """Bytes that the stage holds always."""
@@ -47,6 +47,10 @@ class _Stages:
     def trained(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
         """Bytes of its parameters."""
         return self._parameters[after] - self._parameters[before] - self._again(before, after, 1)
+
+    def fed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
+        """Bytes of a sample in the model's inputs that the stage reads."""
+        return self._fed[after] - self._fed[before] - self._again(before, after, 2)
 
     def _again(self, before, after, column):
         if not len(self._shared):
@@ -105,7 +109,7 @@ class Downsets(_Stages):
 
 
 class Chain(_Stages):
-    """The first 0, 1, 2 ... atoms; of these also the sums `weight`, and by atom `working`."""
+    """The first 0, 1, 2 ... atoms; of these also the sums `weight`."""
 
     exact = False
 
@@ -113,15 +117,22 @@ class Chain(_Stages):
         self.count = len(graph) + 1
         self.forward, self.backward = self._sum(graph, "forward"), self._sum(graph, "backward")
         self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
-        self.working = np.array([atom.working for atom in graph.atoms])
+        self._alone = np.array([atom.working for atom in graph.atoms])
         self._count(graph, _running)
-        reads = []  # of a value: who read it before or made it, who reads it next, bytes
+        # Of a value: who read it before or made it, who reads it next, bytes; whether it was made.
+        reads = []
         for value in graph.values:
-            reads += [(*ends, value.nbytes) for ends in pairwise((value.source, *value.targets))]
-        self.earlier, self.reader, self.nbytes = np.array(reads or [(0, 0, 0.0)]).T
-        ends = [(value.source, value.targets[-1], value.nbytes) for value in graph.values]
-        self.source, self.last, self.size = np.array(ends or [(0, 0, 0.0)]).T
+            ends = pairwise((value.source, *value.targets))
+            reads += [(*each, value.nbytes, each[0] == value.source) for each in ends]
+        reads = np.array(reads or [(0, 0, 0.0, 0)])
+        self.earlier, self.reader, self.nbytes, self.first = reads.T
+        ends = [(each.source, each.targets[0], each.targets[-1]) for each in graph.values]
+        self.source, self.next, self.last = np.array(ends or [(0, 0, 0)]).T
+        sizes = [(value.nbytes, value.saved) for value in graph.values]
+        self.size, self.later = np.array(sizes or [(0.0, 0.0)]).T
         self.crossing = self._leaving(0)
+        self._peaks: dict[int, np.ndarray] = {}
+        self._sums: dict[int, np.ndarray] = {}
 
     def _sum(self, graph, name):
         return _running(np.array([getattr(atom, name) for atom in graph.atoms], float))
@@ -132,6 +143,49 @@ class Chain(_Stages):
         ends = np.concatenate([self.source[made] + 1, self.last[made] + 1]).astype(int)
         weights = np.concatenate([self.size[made], -self.size[made]])
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
+
+    def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
+        """Bytes beyond `kept` that backward needs at most of what lies between.
+
+        The backward pass of atom a needs the gradients that it reads and makes, next to
+
+            what is kept of all atoms up to a,
+            the gradients of values that are read before and after a,
+            those that were received, and copies of those that are handed on
+        """
+        if after not in self._peaks:
+            kept = self._kept(after)
+            alone = kept[1:] + (self._alone + self._waiting(after))[:after]
+            fullest = np.maximum.accumulate(alone[::-1])[::-1] - kept[-1]
+            self._peaks[after] = fullest + self.crossing[after] + self._handed_on(after)
+        return self._peaks[after][before]
+
+    def kept(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
+        """Bytes that are saved of what lies between for every microbatch in flight."""
+        kept = self._kept(after)
+        return kept[-1] - kept[before]
+
+    def _kept(self, after):
+        """Sums over the atoms before each place up to `after` of what is saved by those there."""
+        if after not in self._sums:
+            open_ = (self.source < after) & (self.next >= after)
+            later = np.bincount(self.source[open_], self.later[open_], after)
+            self._sums[after] = self.saved[: after + 1] - _running(later)
+        return self._sums[after]
+
+    def _handed_on(self, after):
+        """By the beginning of a stage the bytes that it receives and does not need last."""
+        open_ = (self.source < after) & (self.last >= after)
+        return np.cumsum(np.bincount(self.source[open_] + 1, self.size[open_], after + 1))[:after]
+
+    def _waiting(self, after):
+        """By atom the bytes of gradients that are not whole yet: a reader before `after` has added
+        its own, and another one or the maker of the value is still to come."""
+        read = self.reader < after
+        start = self.earlier[read] + self.first[read]
+        ends = np.concatenate([start, self.reader[read]]).astype(int)
+        weights = np.concatenate([self.nbytes[read], -self.nbytes[read]])
+        return np.cumsum(np.bincount(ends, weights, self.count))[: self.count - 1]
 
     def after(self, before: int) -> np.ndarray:
         return np.arange(before + 1, self.count)

@@ -8,9 +8,11 @@ of an interleaved schedule, and runs them on its replicas, which share a microba
               all have their sums
     messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
     memory    weights, gradients and moments, which replicas share under ZeRO 1
+              + the inputs of a step
               + microbatches in flight (saved + received), or with recomputation
-                microbatches in flight (received) + saved of one
-              + the gradients that the widest operation makes and reads
+                microbatches in flight (received) + saved and sent of one
+              + the gradient of one that is sent while the next one is computed
+              + the gradients that the backward pass has at its fullest moment beyond `saved`
 
 A rank is that with most rows: ceil(ceil(batch / microbatches) / replicas).
 """
@@ -93,8 +95,10 @@ class PartNumbers(NamedTuple):
     weight: float
     fixed: float
     trained: float
+    fed: float
     saved: float
     received: float
+    sent: float
     working: float
 
 
@@ -181,9 +185,11 @@ class ModelCosts:
                 weight=weight,
                 fixed=float(chain.fixed(before, after)),
                 trained=float(chain.trained(before, after)),
-                saved=float(chain.saved[after] - chain.saved[before]),
+                fed=float(chain.fed(before, after)),
+                saved=float(chain.kept(before, after)),
                 received=float(chain.crossing[before]),
-                working=float(chain.working[before:after].max()),
+                sent=float(chain.crossing[after]),
+                working=float(chain.working(before, after)),
             )
         return self._parts[key]
 
@@ -235,7 +241,7 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
         sent=sent,
         messages=messages,
         sums=sums,
-        in_flight=tuple(max(map(sum, counts)) for counts in clock.peaks),
+        in_flight=tuple(max(sum(each.counts) for each in moments) for moments in clock.peaks),
         held=held,
         fits=max(held) <= (inf if memory is None else memory),
     )
@@ -338,7 +344,7 @@ def _owners(costs, choice):
         yield shared, Counter(part % choice.width for part in parts)
 
 
-_OF_SHARED = {"fixed": "memory", "trained": "parameters"}
+_OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
@@ -349,21 +355,26 @@ def _stage_sum(name, choice, parts, owned, stage):
     return found
 
 
-def _held(costs, choice, parts, flights):
-    """By stage the bytes of a rank, `flights` of whose microbatches are in flight."""
+def _held(costs, choice, parts, peaks):
+    """By stage the bytes of a rank, with what is in flight at the FullMoments `peaks`."""
     owned = [*_owners(costs, choice)]
-    for stage, (replicas, counts) in enumerate(zip(choice.replicas, flights)):
-        fixed, trained = (
-            _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained")
+    for stage, (replicas, moments) in enumerate(zip(choice.replicas, peaks)):
+        fixed, trained, fed = (
+            _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained", "fed")
         )
         shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
-        mine = range(stage, len(parts), choice.width)
-        yield fixed - shared + _kept([(choice.stages[n], parts[n]) for n in mine], counts)
+        inputs = fed * choice.microbatches * costs.rows(choice.microbatches, replicas)
+        mine = [(choice.stages[n], parts[n]) for n in range(stage, len(parts), choice.width)]
+        yield fixed - shared + inputs + _kept(mine, moments)
 
 
-def _kept(mine, flights):
+def _kept(mine, moments):
     """Bytes that come and go with the microbatches of a stage's parts."""
     kept = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
-    most = max(sum(count * each for count, each in zip(counts, kept)) for counts in flights)
-    again = max(choice.recompute * part.saved for choice, part in mine)
+    gradient = max(part.received for _, part in mine)
+    most = max(
+        sum(count * each for count, each in zip(counts, kept)) + sending * gradient
+        for counts, sending in moments
+    )
+    again = max(choice.recompute * (part.saved + part.sent) for choice, part in mine)
     return most + again + max(part.working for _, part in mine)

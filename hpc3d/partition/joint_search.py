@@ -81,7 +81,7 @@ class Estimated(NamedTuple):
 class _StageKind(NamedTuple):
     """By two places, for stages of so many `replicas`: what counts for the limit and in the sum,
     without recomputation; what this adds; and the bytes that are held always, for a microbatch
-    in flight, and that are saved."""
+    in flight, that are saved, and that recomputation makes beside these."""
 
     replicas: int
     load: np.ndarray
@@ -90,11 +90,16 @@ class _StageKind(NamedTuple):
     always: np.ndarray
     received: np.ndarray
     saved: np.ndarray
+    made: np.ndarray
 
-    def costs(self, flight: int, allowed: Allowed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Limit, sum (inf where nothing fits), and whether a stage is run again."""
-        keeps = self.always + flight * (self.received + self.saved) <= allowed.memory
-        again = self.always + flight * self.received + self.saved <= allowed.memory
+    def costs(
+        self, flight: int, sending: bool, allowed: Allowed
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Limit, sum (inf where nothing fits), and whether a stage is run again; with so many
+        microbatches in flight, and the gradient of another one where it is `sending`."""
+        least = self.always + (flight + sending) * self.received + self.saved
+        keeps = least + (flight - 1) * self.saved <= allowed.memory
+        again = least + self.made <= allowed.memory
         keeps &= False in allowed.recompute
         again &= True in allowed.recompute
         weight = np.where(keeps, self.weight, np.where(again, self.weight + self.again, inf))
@@ -277,7 +282,8 @@ class _OfWay:
 
     def _stages(self, replicas):
         costs, micros = self.search.costs, self.micros
-        part = self.search.of(costs.rows(micros, replicas))
+        rows = costs.rows(micros, replicas)
+        part = self.search.of(rows)
         border = np.array([self.search.border.seconds(nbytes) for nbytes in part.crossing])
         sums = sums_of(costs, replicas)
         sums = (part.trained > 0) * sums.latency + part.trained / sums.bandwidth
@@ -287,18 +293,20 @@ class _OfWay:
         load = work + (0.0 if self.name == "gpipe" else messages)
         # The W of other stages fill the wait for the first gradient.
         weight = work + messages - 2 * part.weight * (self.name == "zb-h1")
-        always = part.fixed + part.working
+        always = part.fixed + micros * rows * part.fed + part.working
         if self.allowed.zero:
             always = always - MOMENTS * part.trained * (1 - 1 / replicas)
         received = np.broadcast_to(part.crossing[:, None], always.shape)
-        return _StageKind(replicas, load, weight, part.forward, always, received, part.saved)
+        sent = np.broadcast_to(part.crossing[None], always.shape)
+        return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)
 
     def _table(self, left, replicas):
         """The costs of a stage that has `left` from itself on."""
         flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
-            load, weight, again = self.kinds[replicas].costs(flight, self.allowed)
+            sending = flight < self.micros
+            load, weight, again = self.kinds[replicas].costs(flight, sending, self.allowed)
             weight[np.tril_indices(len(weight))] = inf
             self.costs[key] = load, weight, again
         return self.costs[key]

@@ -7,11 +7,12 @@ microbatch in flight, what backward needs.
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
-from hpc3d.partition.capture import carries_batch, loss_of
+from hpc3d.partition.capture import carries_batch, loss_of, size_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
@@ -22,17 +23,28 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
     """The Graph of a module for microbatches of `batch` samples; an atom's id is its module and
     its first operation."""
     captured, found = operations.captured, operations.costs(machine, batch)
-    weights = _weights(captured)
+    weights, reads = _weights(captured), [*_read_inputs(captured)]
     atoms = [
         _atom(number, piece, found, [weights[name] for name in piece.weights])
         for number, piece in enumerate(captured.pieces)
     ]
+    for pieces, nbytes in reads:
+        for number in pieces:
+            atoms[number] = atoms[number]._replace(fed=atoms[number].fed + nbytes)
     values = [
         Value(captured.places[node], readers, found[node].nbytes)
         for node, readers in captured.readers.items()
     ]
-    values += _before_loss(captured)
-    return contracted(atoms, values, shared=_shared(captured, weights))
+    values += [*_saved_later(operations, found), *_before_loss(captured)]
+    return contracted(atoms, values, shared=[*_shared(captured, weights), *_shared_inputs(reads)])
+
+
+def _saved_later(operations, found):
+    """Values without bytes of what a piece makes and another one saves."""
+    places = operations.captured.places
+    for node, saver in operations.savers.items():
+        if node in places and places.get(saver, places[node]) != places[node]:
+            yield Value(places[node], (places[saver],), 0.0, found[node].later)
 
 
 def _before_loss(captured):
@@ -67,6 +79,19 @@ def _shared(captured, weights):
         for name, pieces in readers.items()
         if len(pieces) > 1
     ]
+
+
+def _read_inputs(captured):
+    """Of every input the pieces that read it and the bytes of a sample."""
+    for node in captured.inputs:
+        tensor, readers = node.meta["val"], {captured.places.get(user) for user in node.users}
+        if carries_batch(node):
+            size = prod(size_of(size, 1) for size in tensor.shape) * tensor.element_size()
+            yield sorted(readers - {None}), size
+
+
+def _shared_inputs(reads):
+    return [Shared(tuple(pieces), 0.0, 0.0, nbytes) for pieces, nbytes in reads if len(pieces) > 1]
 
 
 def _atom(number, piece, found, weights):

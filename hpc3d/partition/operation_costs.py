@@ -8,11 +8,12 @@ Products, convolutions and attention are counted in floating-point operations, a
     the rest    reads and writes every byte once; backward reads the gradient and what was read
 
 Tensors that backward needs are counted once each, by storage, with the operation that makes them;
-parameters aside.
+parameters and inputs aside.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from math import prod
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc3d.partition.capture import Captured, tensors
@@ -30,8 +32,8 @@ _aten = torch.ops.aten
 
 class OperationCost(NamedTuple):
     """Seconds forward and backward, bytes that are saved for backward, bytes of the result, bytes
-    of the gradients that backward makes and reads at once, and the seconds of `backward` that are
-    for the gradients of weights."""
+    of the gradients that backward makes and reads at once, the seconds of `backward` that are
+    for the gradients of weights, and of the bytes that are saved those for operations `later`."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -39,6 +41,7 @@ class OperationCost(NamedTuple):
     nbytes: float = 0.0
     working: float = 0.0
     weight: float = 0.0
+    later: float = 0.0
 
 
 class Work(NamedTuple):
@@ -50,14 +53,15 @@ class Work(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """What an operation does forward and backward, the bytes that it saves, makes, and needs for
-    gradients, and which part of backward is for weights."""
+    """What an operation does forward and backward, the bytes that it saves, makes, needs for
+    gradients, and that another one saves, and which part of backward is for weights."""
 
     forward: Work
     backward: Work
     saved: float
     nbytes: float
     working: float
+    later: float
     weight: float
 
 
@@ -65,13 +69,14 @@ class Operations:
     """The operations of a captured module for a batch of any size.
 
     They are counted for two sizes; every size of an array is linear in that of the batch, and so
-    is what is counted.
+    is what is counted.  `savers` has for an operation the first other one that saves its result.
     """
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         low, high = (_Meter(captured, batch) for batch in (_LOW, _HIGH))
         low_found, high_found = low.measured(), high.measured()
+        self.savers = low.savers
         self.kinds = {
             node: (each, high_found[node], low.dtypes[node]) for node, each in low_found.items()
         }
@@ -100,8 +105,8 @@ def _on_the_line(low, high, way):
 
 def _cost(machine, operation, dtype):
     forward, backward = (_seconds(machine, work, dtype) for work in operation[:2])
-    *nbytes, share = operation[2:]
-    return OperationCost(forward, backward, *nbytes, share * backward)
+    *nbytes, later, share = operation[2:]
+    return OperationCost(forward, backward, *nbytes, share * backward, later)
 
 
 def _seconds(machine, work, dtype):
@@ -120,25 +125,29 @@ class _Meter(fx.Interpreter):
         self.found, self.known, self.saved, self.kept = {}, set(), 0, []
         self.weights = set()
         self.node, self.makers, self.savings = None, {}, Counter()
+        self.savers, self.later = {}, Counter()
 
     def measured(self):
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda value: value)
         with FakeTensorMode(), torch.enable_grad(), hooks:
             self.run(*self._given())
-        return {node: each._replace(saved=self.savings[node]) for node, each in self.found.items()}
+        return {
+            node: each._replace(saved=self.savings[node], later=self.later[node])
+            for node, each in self.found.items()
+        }
 
     def _given(self):
         """The weights and the inputs of the program."""
         program, weights = self.captured.program, self.captured.weights
         state = {**program.state_dict, **program.constants}
         for node in (node for node in program.graph.nodes if node.op == "placeholder"):
-            if node not in weights:
-                yield self._empty(node.meta["val"])
-                continue
-            yield (value := self._empty(state[weights[node]]))
-            self.known.add(value.untyped_storage()._cdata)
-            self.weights.add(value.untyped_storage()._cdata)
-            self.kept.append(value)
+            value = self._empty(state[weights[node]] if node in weights else node.meta["val"])
+            for tensor in tensors(value):
+                self.known.add(tensor.untyped_storage()._cdata)
+                self.kept.append(tensor)
+                if node in weights:
+                    self.weights.add(tensor.untyped_storage()._cdata)
+            yield value
 
     def _empty(self, value):
         """A tensor like one of the program, of this batch; what is no tensor stays."""
@@ -157,7 +166,11 @@ class _Meter(fx.Interpreter):
         if storage._cdata not in self.known:
             self.known.add(storage._cdata)
             self.saved += storage.nbytes()
-            self.savings[self.makers.get(storage._cdata, self.node)] += storage.nbytes()
+            maker = self.makers.get(storage._cdata, self.node)
+            self.savings[maker] += storage.nbytes()
+            if maker is not self.node:
+                self.savers.setdefault(maker, self.node)
+                self.later[maker] += storage.nbytes()
             self.kept.append(value)  # while it lives, no other storage has its number
         return value
 
@@ -177,9 +190,9 @@ class _Meter(fx.Interpreter):
         (first, *_) = tensors(result) or [torch.empty(0)]
         self.dtypes[node] = str(first.dtype).removeprefix("torch.")
         needed = [each for each in operands if each.requires_grad] if works[1] != _NOTHING else []
-        working = _nbytes(needed) + _nbytes(result) if needed else 0
+        working = _widest(result, needed) if needed else 0
         share = self._share_of_weights(needed, len(works[1].products))
-        self.found[node] = _Operation(*works, 0, _nbytes(result), working, share)
+        self.found[node] = _Operation(*works, 0, _nbytes(result), working, 0, share)
         return result
 
     def _share_of_weights(self, needed, products):
@@ -199,6 +212,32 @@ class _Meter(fx.Interpreter):
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(node)
         return result, counter.get_total_flops()
+
+
+def _widest(result, needed):
+    """The bytes of the gradients that are read and made at once at most, where torch runs backward
+    what lies between a result and its operands."""
+    todo = [tensor.grad_fn for tensor in tensors(result) if tensor.grad_fn]
+    known = {get_gradient_edge(tensor).node for tensor in needed}
+    found = 0
+    while todo:
+        node = todo.pop()
+        if node in known:
+            continue
+        known.add(node)
+        following = [each for each, _ in node.next_functions if each]
+        if not _VIEWS.match(node.name()):
+            found = max(found, sum(map(_gradients, (node, *following))))
+        todo += following
+    return found
+
+
+# Of these the gradient lies where that of the operand does.
+_VIEWS = re.compile("(T|View|UnsafeView|Transpose|Permute|Unsqueeze|Squeeze|Alias)Backward")
+
+
+def _gradients(node):
+    return sum(prod(each.shape) * each.dtype.itemsize for each in node._input_metadata)
 
 
 def _contraction(flop, operands, result):

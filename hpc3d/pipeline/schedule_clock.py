@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, whole
 from hpc3d.pipeline.schedule import instruction_streams
@@ -15,11 +16,18 @@ _KINDS = ("F", "B", "W", "BW")
 _FILL, _ROUNDS = 4, 4  # of a microbatch per stage: until a schedule is steady, and to look at it
 
 
+class FullMoment(NamedTuple):
+    """The microbatches that are in flight on a stage, by chunk: from F to the end of the backward
+    pass, W included; and whether the gradient of one before may still be on its way."""
+
+    counts: tuple[int, ...]
+    sending: bool
+
+
 class ScheduleClock:
     """Of a schedule for so many stages, microbatches and chunks.
 
-    `peaks` has for every stage the microbatches in flight, by chunk, at all times when there are
-    more of one chunk than at any other: from F to the end of its backward pass, W included.
+    `peaks` has for every stage all FullMoments at which there is more of something than at others.
     """
 
     def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
@@ -61,17 +69,20 @@ class ScheduleClock:
 
 def _in_flight(stream, chunks):
     live: Counter[int] = Counter()
-    found = set()
+    found, sending = set(), False
     for op, _, chunk in whole(stream):
         live[chunk] += (op == "F") - (op in ("W", "BW"))
-        found.add(tuple(live[each] for each in range(chunks)))
+        sending |= op in ("B", "BW")
+        found.add(FullMoment(tuple(live[each] for each in range(chunks)), sending))
     return [
-        counts
-        for counts in found
-        if not any(
-            other != counts and all(a >= b for a, b in zip(other, counts)) for other in found
-        )
+        moment
+        for moment in found
+        if not any(other != moment and _is_fuller(other, moment) for other in found)
     ]
+
+
+def _is_fuller(one, other):
+    return one.sending >= other.sending and all(a >= b for a, b in zip(one.counts, other.counts))
 
 
 clock_of = lru_cache(maxsize=1024)(ScheduleClock)

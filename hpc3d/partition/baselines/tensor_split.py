@@ -152,6 +152,7 @@ class SplitOperations(Operations):
     def __init__(self, operations: Operations, ways: int) -> None:
         self.ways, self.roles = ways, split_roles(operations.captured, ways)
         self.captured = _part_of(operations.captured, self.roles, ways)
+        self.savers = operations.savers
         self.kinds = {
             node: (self._part(node, low), self._part(node, high), dtype)
             for node, (low, high, dtype) in operations.kinds.items()
@@ -165,7 +166,7 @@ class SplitOperations(Operations):
         own = {"forward": _shared(operation.forward, node in roles.rows, ways)}
         own["backward"] = _shared_back(operation, node in roles.rows, ways)
         if node not in roles.rows | roles.tables:  # these make all of a result
-            kept = ("saved", "working") if node in roles.losses else ("saved", "working", "nbytes")
+            kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
         return operation._replace(**own)
 

@@ -32,7 +32,7 @@ from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
 from hpc3d.partition import plan_file
-from hpc3d.partition.capture import Captured, capture
+from hpc3d.partition.capture import Captured, capture, size_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
     border_traffic,
@@ -40,7 +40,6 @@ from hpc3d.partition.execution.predicted_traffic import (
     traffic_lines,
 )
 from hpc3d.partition.execution.sample_batches import flat_inputs
-from hpc3d.partition.execution.stage_program import size_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
 from hpc3d.partition.factory import function_at, made, made_with_data

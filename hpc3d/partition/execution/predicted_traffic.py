@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from hpc3d.comm.stage_mesh import ranks_of, shares
-from hpc3d.partition.execution.stage_program import size_of
+from hpc3d.partition.capture import size_of
 from hpc3d.partition.execution.staged_model import StagedModel
 from hpc3d.partition.execution.torch_weights import is_trained, state_of
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from hpc3d.partition.capture import Captured, carries_batch
-from hpc3d.partition.execution.stage_program import size_of
+from hpc3d.partition.capture import Captured, carries_batch, size_of
 
 if TYPE_CHECKING:
     from torch import fx

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpc3d.partition.capture import Captured, outputs_of, written_by
+from hpc3d.partition.capture import Captured, outputs_of, size_of, written_by
 from hpc3d.partition.execution.random_operations import Draw, make_reproducible
 
 
@@ -44,14 +44,6 @@ class StageProgram(NamedTuple):
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
         made = self.module(draw, *sizes, *received, *tensors)
         return made[: len(self.sent)], made[len(self.sent) :]
-
-
-def size_of(size: torch.SymInt | int, batch: int) -> int:
-    """A size, which may depend on the batch, in numbers."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
 
 
 def stage_programs(

@@ -10,8 +10,9 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpc3d.comm.mesh import NullRecorder
+from hpc3d.partition.capture import size_of
 from hpc3d.partition.execution.random_operations import Draw
-from hpc3d.partition.execution.stage_program import StageProgram, size_of
+from hpc3d.partition.execution.stage_program import StageProgram
 from hpc3d.partition.execution.torch_weights import TorchWeights, is_trained
 
 if TYPE_CHECKING:
