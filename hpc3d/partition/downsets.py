@@ -109,7 +109,8 @@ class Downsets(_Stages):
 
 
 class Chain(_Stages):
-    """The first 0, 1, 2 ... atoms; of these also the sums `weight`."""
+    """The first 0, 1, 2 ... atoms; of these also the sums `weight`, and by atom what is `working`
+    while it runs `alone`."""
 
     exact = False
 
@@ -117,7 +118,7 @@ class Chain(_Stages):
         self.count = len(graph) + 1
         self.forward, self.backward = self._sum(graph, "forward"), self._sum(graph, "backward")
         self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
-        self._alone = np.array([atom.working for atom in graph.atoms])
+        self.alone = np.array([atom.working for atom in graph.atoms])
         self._count(graph, _running)
         # Of a value: who read it before or made it, who reads it next, bytes; whether it was made.
         reads = []
@@ -155,7 +156,7 @@ class Chain(_Stages):
         """
         if after not in self._peaks:
             kept = self._kept(after)
-            alone = kept[1:] + (self._alone + self._waiting(after))[:after]
+            alone = kept[1:] + (self.alone + self._waiting(after))[:after]
             fullest = np.maximum.accumulate(alone[::-1])[::-1] - kept[-1]
             self._peaks[after] = fullest + self.crossing[after] + self._handed_on(after)
         return self._peaks[after][before]

@@ -39,7 +39,15 @@ def test_buffers_have_neither_gradients_nor_moments():
 def test_values_are_what_crosses_in_bytes():
     """[16, 64] in float32 between any two operations of a perceptron."""
     found = graph("mlp", 16)
-    assert [value.nbytes for value in found.values] == 11 * [16 * 64 * 4]
+    assert [each.nbytes for each in found.values if each.nbytes] == 11 * [16 * 64 * 4]
+
+
+def test_what_another_piece_saves_is_told_apart():
+    """Of a perceptron every Linear but the first and every GELU saves what the one before made."""
+    array = 16 * 64 * 4
+    found = [each for each in graph("mlp", 16).values if each.saved]
+    assert [each[1:] for each in found] == [((each.source + 1,), 0.0, array) for each in found]
+    assert len(found) == 11
 
 
 def test_skips_of_a_unet_cross_every_border_between_their_ends():

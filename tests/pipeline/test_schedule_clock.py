@@ -37,7 +37,17 @@ def test_one_stage_alone():
 
 
 def test_peaks_are_of_all_chunks_together():
-    """Stage 0 begins with F0 F1 1F0 1F1 F2 1B0 F3."""
-    assert sorted(clock_of("interleaved", 2, 4, 2).peaks[0]) == [(3, 2), (4, 1)]
-    assert clock_of("1f1b", 2, 4, 1).peaks == [[(2,)], [(1,)]]
-    assert clock_of("zb-h1", 3, 6, 1).peaks == [[(3,)], [(3,)], [(3,)]]
+    """Stage 0 begins with F0 F1 1F0 1F1 F2 1B0 F3, and has 3 and 2 again."""
+    found = clock_of("interleaved", 2, 4, 2).peaks[0]
+    assert sorted(found) == [((3, 2), True), ((4, 1), True)]
+    assert clock_of("1f1b", 2, 4, 1).peaks == [[((2,), True)], [((1,), True)]]
+    assert clock_of("zb-h1", 3, 6, 1).peaks == 3 * [[((3,), True)]]
+
+
+def test_gradients_are_on_their_way_after_the_first_backward_pass():
+    """Under GPipe, and 1F1B of as many microbatches as stages, the fullest moment is before it."""
+    for name, micros in (("gpipe", 3), ("1f1b", 2)):
+        assert sorted(clock_of(name, 2, micros, 1).peaks[0]) == [
+            ((micros - 1,), True),
+            ((micros,), False),
+        ]

@@ -105,7 +105,7 @@ def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
         backward = chain.backward[after] - chain.backward[before] + recompute * forward
         moved = chain.moved(before, after)
         saved = chain.saved[after] - chain.saved[before]
-        working = np.array([chain.working(before, each) for each in after])
+        working = np.maximum.accumulate(chain.alone[before:])
         held = chain.fixed(before, after) + saved + moved + working
         summed = chain.trained(before, after) / _ALL_REDUCE
         numbers = forward, backward, moved / POINT_TO_POINT, summed

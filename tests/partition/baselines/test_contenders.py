@@ -97,10 +97,11 @@ def test_what_is_run_again_layer_by_layer_is_not_kept_at_once():
 
 def test_every_microbatch_in_flight_keeps_what_layers_received():
     """Of four layers and two rows: three inputs of a layer for each of two microbatches, and of
-    the second stage, which has one in flight, four; and what a layer saves."""
+    the second stage, which has one in flight, four; what a layer saves; of the first what is made
+    again to be sent and its gradient, of the second the gradient that is on its way."""
     choice = PipelineChoice((StageChoice(4, 1, True), StageChoice(8, 1, True)), 4)
     found = layer_by_layer(task().costs, choice, 1e9)
-    assert found.held == (4 * 6 + 2 * 3 * 2 + 2, 4 * 6 + 4 * 2 + 2)
+    assert found.held == (4 * 6 + 2 * 3 * 2 + 2 + 2 * 2, 4 * 6 + 4 * 2 + 2 + 2)
 
 
 def test_what_fits_is_better_than_what_needs_less_memory():

@@ -1,11 +1,23 @@
 """The bytes of tensors that a rank holds at most, counted while it trains."""
 
 import weakref
+from dataclasses import replace
+from time import perf_counter
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc3d.partition.capture import tensors
+from hpc3d.comm.threads import run_stages
+from hpc3d.partition.capture import capture, tensors
+from hpc3d.partition.evaluation import ModelCosts
+from hpc3d.partition.execution.module_trainer import ModuleTrainer
+from hpc3d.partition.execution.sample_batches import flat_inputs
+from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.partition.execution.torch_weights import values_in
+from hpc3d.partition.factory import made_with_data
+from hpc3d.partition.measured_profile import UNIT
+from hpc3d.partition.module_plan import Wanted, best_plan
+from hpc3d.pipeline.program import program_of
+from tests.partition.execution.modules import config_of
 
 
 class CountedBytes(TorchDispatchMode):
@@ -38,3 +50,36 @@ class CountedBytes(TorchDispatchMode):
 
     def _freed(self, key):
         self.now -= self.live.pop(key)
+
+
+def peaks(name, replicas, micros, schedule, recompute):
+    """[(predicted, counted)] bytes of every rank in its second step, by a plan of MODULE:FACTORY
+    in float32."""
+    module, inputs = made_with_data(name, 0)
+    captured, ranks = capture(module, inputs), sum(replicas)
+    how = {"replicas": replicas, "microbatches": micros, "recompute": recompute}
+    how["schedule"] = "1f1b" if schedule == "none" else schedule
+    plan = best_plan(ModelCosts.of(captured, UNIT), Wanted(ranks, 1e12, **how))
+    assert plan.choice.replicas == replicas
+    again = [stage.recompute for stage in plan.choice.stages]
+    model = staged_model(captured, plan.pieces, replicas, again)
+    config = config_of(captured, replicas, micros, schedule, plan.choice.chunks)
+    config = replace(config, train=replace(config.train, dtype="float32"))
+    flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
+    program = program_of(config)
+
+    def rank(mesh, line):
+        first = mesh.rank == 0
+        batches = (lambda step: flat) if first else None
+        trainer = ModuleTrainer(mesh, config, model, line, batches, program, perf_counter)
+        trainer.fill(values if first else {})
+        counted = CountedBytes()
+        counted.ignore(flat)
+        with counted:
+            trainer.step(0)
+            counted.peak = counted.now
+            trainer.step(1)
+        moments = sum(array.nbytes for array in trainer.optimizer.states.values())
+        return plan.step.held[mesh.coord("p")], counted.peak + moments
+
+    return run_stages(replicas, captured.batch // micros, rank)

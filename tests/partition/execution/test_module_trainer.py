@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.partition.execution.counted_bytes import peaks
 from tests.partition.execution.modules import (
     HERE,
     assert_trained_alike,
@@ -101,3 +102,31 @@ def test_replicas_that_normalise_by_their_own_rows(name):
     tensors, losses = trained_by_torch(name, 2, replicas=2)
     kept = {key: value for key, value in tensors.items() if "running" not in key}
     assert_trained_alike(found, ({k: v for k, v in kept.items() if "tracked" not in k}, losses))
+
+
+WIDE = (
+    "bert:made(128, 4, 4, 16, 64, vocabulary=500)",
+    "resnet:made((1, 1, 1), 16, 64, 10, narrow=32)",
+    "unet:made(8, 3, 8, 64)",
+    "densenet:made((3, 3), 8, 8, 48, 10)",
+    "translation:made(96, 2, 4, 16, 32, vocabulary=500)",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"inputs.partition.{name}" for name in WIDE])
+@pytest.mark.parametrize(
+    ("replicas", "micros", "schedule", "recompute"),
+    [
+        ((1,), 1, "none", "none"),
+        ((1,), 4, "none", "full"),
+        ((1, 1, 1), 4, "1f1b", "none"),
+        ((1, 1), 4, "1f1b", "full"),
+        ((1, 1), 4, "gpipe", "none"),
+        ((2, 1), 2, "1f1b", "none"),
+    ],
+)
+def test_the_peak_of_a_rank_is_that_of_its_plan(name, replicas, micros, schedule, recompute):
+    """All tensors of a step, and the moments."""
+    for predicted, counted in peaks(name, replicas, micros, schedule, recompute):
+        assert predicted == pytest.approx(counted, rel=0.05)
