@@ -1,8 +1,8 @@
 """Products whose backward pass comes in two: the gradient of the input in B, those of the weight
 and the bias in W.
 
-torch.autograd computes all of them at once.  Here a product of x with a weight W of the model and a
-bias b is an autograd function of its own,
+torch.autograd computes all of them at once.  Here a product of x with a weight W of the model and
+a bias b is an autograd function of its own,
 
     B    dx = dy W'
     W    W.grad += x' dy,   b.grad += sum of dy over all rows
@@ -219,9 +219,7 @@ def _is_padded_evenly(x, weight, how):
     return x.dim() == weight.dim() and _padding(weight, how) is not None
 
 
-_CONVOLUTION = _Rule(
-    ("input", "weight", "bias"), _of_convolution, _convolution, _is_padded_evenly
-)
+_CONVOLUTION = _Rule(("input", "weight", "bias"), _of_convolution, _convolution, _is_padded_evenly)
 _RULES = {
     _aten.linear: _Rule(("input", "weight", "bias"), _of_linear, _linear, _is_matrix),
     _aten.matmul: _Rule(("self", "other", ""), _of_matrices, _matrices, _is_matrix),

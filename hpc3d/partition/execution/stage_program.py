@@ -23,10 +23,10 @@ from hpc3d.partition.execution.split_backward import split_backward
 class StageProgram(NamedTuple):
     """A part of a model.
 
-    `module` takes a Draw, `sizes` in numbers, and then tensors: those `received` from the part
-    before, `inputs` of the model and `weights` by name.  Where the backward pass is `split`, it also
-    takes what is called with the gradients of weights, behind the Draw.  It returns those `sent` to the next part
-    and the `outputs` of the model that are made here, and writes to the buffers `written`.
+    `module` takes a Draw, where the backward pass is `split` what takes the gradients of weights,
+    `sizes` in numbers, and then tensors: those `received` from the part before, `inputs` of the
+    model and `weights` by name.  It returns those `sent` to the next part and the `outputs` of the
+    model that are made here, and writes to the buffers `written`.
     """
 
     module: fx.GraphModule
@@ -49,7 +49,7 @@ class StageProgram(NamedTuple):
     ) -> tuple[tuple, tuple]:
         """What is sent and what is put out for the samples of a Draw, given all inputs of the
         model by their nodes and weights by their names; of a `split` one `later(function,
-        *arguments)` takes what its backward pass leaves."""
+        *arguments)` takes the calls that its backward pass leaves."""
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
         first = (draw, later) if self.split else (draw,)
