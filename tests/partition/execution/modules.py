@@ -247,6 +247,11 @@ def dropping_in_double():
     return module.double(), inputs
 
 
+def eight_layers():
+    module, inputs = chain(layers=8)
+    return module.double(), inputs
+
+
 def points_of(step):
     """The inputs of `dropping_in_double` in a step."""
     numbers = torch.arange(48, dtype=torch.float64).reshape(12, 4) + step
