@@ -43,6 +43,8 @@ from hpc3d.shipped import shipped
 from hpc3d.trace.segment import replacing
 
 _MACHINE = "machines/h100.toml"
+_OF_TORCHRUN = ("1f1b", "gpipe", "interleaved")
+_SCHEDULES = (*_OF_TORCHRUN, "zb-h1", "zb-h2")
 _COMMANDS = {
     "compare": "hpc3d.partition.baselines.__main__",
     "profile": "hpc3d.partition.profiles.__main__",
@@ -96,9 +98,9 @@ def _parser():
     replicas = "of every stage, or of each: 16,8,8; for a module (searched)"
     add("--replicas", type=_counts, metavar="R", help=replicas)
     schedule = (
-        "(default: the one with the shorter step; zb-h1 only if asked for; graph: 1f1b, gpipe)"
+        "(default: the one with the shorter step; zb-h2 only if asked for; graph: 1f1b, gpipe)"
     )
-    add("--schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), help=schedule)
+    add("--schedule", choices=_SCHEDULES, help=schedule)
     again = "stages whose forward pass is run again for backward (stage: searched for each)"
     add("--recompute", choices=("none", "full", "stage"), help=again)
     add(
@@ -173,7 +175,9 @@ def _of_module(options):
     if options.bandwidth:
         raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
     captured = capture(*made(options.model))
-    given = {name: getattr(options, name) for name in Wanted._fields}
+    given = {name: getattr(options, name, None) for name in Wanted._fields}
+    if options.output and options.output.suffix == ".py":
+        given["schedules"] = _OF_TORCHRUN
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
     _show_module(plan, options.ranks)

@@ -33,6 +33,7 @@ _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
 _NEAR_BEST = 2.0  # what is looked at again on the clock
 _FEW = 6  # numbers of stages that are followed under a limit
+_LATE = {"zb-h1": 1, "zb-h2": 2}  # so many weight gradients fill the wait for the last stage
 
 
 class Allowed(NamedTuple):
@@ -238,13 +239,14 @@ def _balanced(loads):
 
 
 def _flights(name, micros, stages):
-    """Of 1F1B by stage; all of GPipe; of a split backward pass no more than there are stages,
-    which is tried for some numbers of them."""
+    """Of 1F1B by stage; all of GPipe; of a split backward pass equally many on every stage, by the
+    number of stages, of which some are tried."""
     if name == "gpipe":
         return [micros]
     if name == "1f1b":
         return [None]
-    return sorted({min(stages, 2**power) for power in range(1, stages.bit_length() + 1)})
+    some = {min(stages, 2**power) for power in range(1, stages.bit_length() + 1)}
+    return sorted(_LATE[name] * width - _LATE[name] + 1 for width in some)
 
 
 class _Under(NamedTuple):
@@ -264,7 +266,9 @@ class _OfWay:
         self.search, self.allowed = search, search.allowed
         self.name, self.micros, self.flight = name, micros, flight
         self.width = min(self.allowed.stages, len(search.places) - 1)
-        if flight and name != "gpipe":
+        if flight and name in _LATE:
+            self.width = min(self.width, (flight - 1) // _LATE[name] + 1)
+        elif flight and name != "gpipe":
             self.width = min(self.width, flight)
         self.kinds = {r: self._stages(r) for r in self._replicas()}
         self.costs = {}
@@ -291,8 +295,9 @@ class _OfWay:
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
         load = work + (0.0 if self.name == "gpipe" else messages)
-        # The W of other stages fill the wait for the first gradient.
-        weight = work + messages - 2 * part.weight * (self.name == "zb-h1")
+        # A W comes after the gradient that others wait for, and those of others fill the wait.
+        late = 1 + _LATE[self.name] if self.name in _LATE else 0
+        weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
         if self.allowed.zero:
             always = always - MOMENTS * part.trained * (1 - 1 / replicas)

@@ -34,7 +34,7 @@ from hpc3d.predict.machine.machine import Machine
 _MOST_MICROBATCHES = 64  # that are tried
 _LOOKED_AT = 1000  # arrangements that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
-_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # of a search over all of them
 _MOST_LAID_OUT = 2**14  # forward passes of a schedule
@@ -46,8 +46,8 @@ class Wanted(NamedTuple):
     free (`margin`), and the samples of a step (None: those of the example inputs).
 
     What is None is searched: `replicas` of all stages or of each, `microbatches` of the batch, the
-    `schedule`.  `recompute` is "none", "full" or "stage", which is searched for every stage; with
-    `zero` = 1 replicas share the moments of the optimiser.
+    `schedule` of those in `schedules`.  `recompute` is "none", "full" or "stage", which is
+    searched for every stage; with `zero` = 1 replicas share the moments of the optimiser.
     """
 
     ranks: int
@@ -60,6 +60,7 @@ class Wanted(NamedTuple):
     objective: str = "time"
     margin: float = 0.1
     zero: int = 0
+    schedules: tuple[str, ...] = _SCHEDULES
 
 
 class ModuleBorder(NamedTuple):
@@ -158,7 +159,7 @@ def _allowed(costs, wanted, memory):
         wanted.ranks,
         memory,
         micros,
-        (wanted.schedule,) if wanted.schedule else _SCHEDULES,
+        (wanted.schedule,) if wanted.schedule else wanted.schedules,
         wanted.replicas,
         _RECOMPUTE[wanted.recompute],
         wanted.zero,

@@ -32,8 +32,9 @@ _aten = torch.ops.aten
 
 class OperationCost(NamedTuple):
     """Seconds forward and backward, bytes that are saved for backward, bytes of the result, bytes
-    of the gradients that backward makes and reads at once, the seconds of `backward` that are
-    for the gradients of weights, and of the bytes that are saved those for operations `later`."""
+    of the gradients that backward makes and reads at once, the seconds of `backward` that are for
+    the gradients of weights of products, which may come later, and of the bytes that are saved
+    those for operations `later`."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -54,7 +55,8 @@ class Work(NamedTuple):
 
 class _Operation(NamedTuple):
     """What an operation does forward and backward, the bytes that it saves, makes, needs for
-    gradients, and that another one saves, and which part of backward is for weights."""
+    gradients, and that another one saves, and which part of backward is for weights and may come
+    later."""
 
     forward: Work
     backward: Work
@@ -191,19 +193,18 @@ class _Meter(fx.Interpreter):
         self.dtypes[node] = str(first.dtype).removeprefix("torch.")
         needed = [each for each in operands if each.requires_grad] if works[1] != _NOTHING else []
         working = _widest(result, needed) if needed else 0
-        share = self._share_of_weights(needed, len(works[1].products))
+        share = self._share_of_weights(node, operands, len(works[1].products))
         self.found[node] = _Operation(*works, 0, _nbytes(result), working, 0, share)
         return result
 
-    def _share_of_weights(self, needed, products):
-        """How much of backward is for the gradients of weights: of so many products those whose
-        operand is one, biases aside; of another operation all or nothing."""
-        if products:
-            needed = [each for each in needed if each.dim() > 1][:products]
-        of_weights = [each.untyped_storage()._cdata in self.weights for each in needed]
-        if products:
-            return sum(of_weights) / products
-        return float(bool(needed) and all(of_weights))
+    def _share_of_weights(self, node, operands, products):
+        """How much of backward, which has so many products, is the one for a weight."""
+        name = getattr(node.target, "overloadpacket", None)
+        if name not in SPLIT_PRODUCTS or not products:
+            return 0.0
+        weight = operands[SPLIT_PRODUCTS[name]]
+        is_one = weight.requires_grad and weight.untyped_storage()._cdata in self.weights
+        return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
         """The result, and the floating-point operations where torch composes it of products."""
@@ -348,6 +349,12 @@ _PRODUCTS = {
     _aten.rnn_tanh: _recurrent,
     _aten.rnn_relu: _recurrent,
 }
+SPLIT_PRODUCTS = {
+    **dict.fromkeys((_aten.linear, _aten.matmul, _aten.mm), 1),
+    **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), 1),
+    **dict.fromkeys((_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d), 1),
+    _aten.addmm: 2,
+}  # whose backward pass may come in two, by the place of the weight among the tensors
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
 _SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # the gradient passes as it is

@@ -65,7 +65,7 @@ def test_no_arrangement_with_equal_replicas_is_quicker():
 
 def test_a_model_is_cut_where_a_rank_has_no_room_for_it():
     """Of 6 layers, of which replicas have all."""
-    whole = planned("mlp", 4, batch=64)
+    whole = planned("mlp", 4, batch=64, schedule="1f1b")
     assert len(whole.choice.stages) == 1 and max(whole.step.held) > 6 * LAYER
     cut = planned("mlp", 4, batch=64, memory=5.4 * LAYER)
     assert len(cut.choice.stages) > 1 and max(cut.step.held) <= cut.memory == 5.4 * LAYER
@@ -104,7 +104,7 @@ def test_moments_are_shared_under_zero():
     assert planned("mlp", zero=1, **how).choice.zero == 1
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "zb-h2"])
 def test_a_schedule_that_is_asked_for(schedule):
     found = planned("mlp", 2, batch=64, replicas=(1, 1), schedule=schedule).choice
     assert found.schedule == schedule and found.width == 2

@@ -140,7 +140,9 @@ def _spelled_out(word):
 def _model(plan):
     """The StagedModel of a plan, without data."""
     captured = capture(*made(plan.model))
-    return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)
+    split = find(plan.schedule).splits_backward
+    pieces = plan.pieces(captured)
+    return staged_model(captured, pieces, plan.replicas, plan.recompute, split=split)
 
 
 def _prepare(asked, model):
@@ -187,8 +189,13 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
     """What of a plan cannot be run: a line for each."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
-    if schedule.asynchronous or schedule.splits_backward:
-        yield f"schedule {plan.schedule}: not for torch modules; use gpipe, 1f1b or interleaved"
+    if schedule.asynchronous:
+        yield f"schedule {plan.schedule}: not for torch modules; use 1f1b or zb-h1"
+    if schedule.v_shaped:
+        yield (
+            f"schedule {plan.schedule}: of S stages it wants part S on the last one, where a plan "
+            "has it on the first; use zb-h1 or zb-h2"
+        )
     if max(plan.replicas) > rows:
         yield f"{max(plan.replicas)} replicas cannot share microbatches of {rows} samples"
     if len({*plan.replicas}) > 1 and plan.batch % plan.microbatches:

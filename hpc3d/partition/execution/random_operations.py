@@ -7,7 +7,7 @@ and the number of the sample in the batch, and on nothing else.
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
     packet = getattr(node.target, "overloadpacket", None)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return
-    given = _arguments(node)
+    given = arguments_of(node)
     if not given.get(_RATES.get(packet, ""), 1.0) or given.get("train") is False:
         return
     if packet not in _RULES:
@@ -46,7 +46,7 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
     node.args = original.name, draw, _batch_dim(original)
 
 
-def _arguments(node):
+def arguments_of(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operation by name."""
     schema = node.target._schema.arguments
     given = {each.name: each.default_value for each in schema if each.has_default_value()}

@@ -7,23 +7,26 @@ values, in the order of the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured, outputs_of, size_of, written_by
 from hpc3d.partition.execution.random_operations import Draw, make_reproducible
+from hpc3d.partition.execution.split_backward import split_backward
 
 
 class StageProgram(NamedTuple):
     """A part of a model.
 
-    `module` takes a Draw, `sizes` in numbers, and then tensors: those `received` from the part
-    before, `inputs` of the model and `weights` by name.  It returns those `sent` to the next part
-    and the `outputs` of the model that are made here, and writes to the buffers `written`.
+    `module` takes a Draw, where the backward pass is `split` what takes the gradients of weights,
+    `sizes` in numbers, and then tensors: those `received` from the part before, `inputs` of the
+    model and `weights` by name.  It returns those `sent` to the next part and the `outputs` of the
+    model that are made here, and writes to the buffers `written`.
     """
 
     module: fx.GraphModule
@@ -34,30 +37,42 @@ class StageProgram(NamedTuple):
     sent: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     written: tuple[str, ...]
+    split: bool
 
     def run(
-        self, draw: Draw, received: Sequence, inputs: Mapping, weights: Mapping
+        self,
+        draw: Draw,
+        received: Sequence,
+        inputs: Mapping,
+        weights: Mapping,
+        later: Callable[..., None] = immediately,
     ) -> tuple[tuple, tuple]:
         """What is sent and what is put out for the samples of a Draw, given all inputs of the
-        model by their nodes and weights by their names."""
+        model by their nodes and weights by their names; of a `split` one `later(function,
+        *arguments)` takes the calls that its backward pass leaves."""
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
-        made = self.module(draw, *sizes, *received, *tensors)
+        first = (draw, later) if self.split else (draw,)
+        made = self.module(*first, *sizes, *received, *tensors)
         return made[: len(self.sent)], made[len(self.sent) :]
 
 
 def stage_programs(
-    captured: Captured, parts: Sequence[Sequence[int]], redraw: bool = True
+    captured: Captured,
+    parts: Sequence[Sequence[int]],
+    redraw: bool = True,
+    split: bool = False,
 ) -> list[StageProgram]:
     """The programs of a model whose pieces are shared out to `parts`, in the order of the
-    pipeline; without `redraw` their random operations stay torch's own, which no Draw decides.
+    pipeline; without `redraw` their random operations stay torch's own, which no Draw decides;
+    with `split` the gradients of the weights of products are left for later.
 
     ValueError if a value would have to flow backward, and for random operations that have no rule.
     """
     place = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, place))
     emitters = (_emitter(captured, part, crossing, number) for number, part in enumerate(parts))
-    return [emitter.emitted(redraw) for emitter in emitters]
+    return [emitter.emitted(redraw, split) for emitter in emitters]
 
 
 def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
@@ -100,8 +115,9 @@ class _Emitter:
         self.received = received
         self.graph, self.copies = fx.Graph(), {}
 
-    def emitted(self, redraw):
+    def emitted(self, redraw, split):
         draw = self.graph.placeholder("draw")
+        later = self.graph.placeholder("later") if split else None
         for node in (*self.sizes, *self.received, *self.inputs, *self.weights):
             self.copies[node] = self.graph.placeholder(node.name)
         for node in self.order:
@@ -109,13 +125,15 @@ class _Emitter:
                 self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
                 if redraw:
                     make_reproducible(self.copies[node], node, draw)
+                if split:
+                    split_backward(self.copies[node], later)
         self.graph.output(tuple(self.copies[node] for node in (*self.sent, *self.outputs)))
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         sizes = tuple(node.meta["val"] for node in self.sizes)
         targets = {each for node in self.order for each in written_by(node)}
         written = [self.captured.weights[node] for node in self.weights if node in targets]
         ends = self.received, self.inputs, self.names, self.sent, self.outputs, written
-        return StageProgram(module, sizes, *map(tuple, ends))
+        return StageProgram(module, sizes, *map(tuple, ends), split)
 
 
 def _is_size(node):

@@ -51,8 +51,10 @@ def staged_model(
     replicas: Sequence[int],
     recompute: Sequence[bool],
     redraw: bool = True,
+    split: bool = False,
 ) -> StagedModel:
-    """The StagedModel of a plan; without `redraw` random operations stay torch's own.
+    """The StagedModel of a plan; without `redraw` random operations stay torch's own, with `split`
+    backward passes leave the gradients of weights for later.
 
     ValueError for a model that cannot be trained: without a loss, with several types of
     parameters, or with random operations that have no rule.
@@ -60,7 +62,7 @@ def staged_model(
     if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
         found = ", ".join(sorted(types)) or "none"
         raise ValueError(f"parameters of one type are trained, float32 or float64; found: {found}")
-    programs = stage_programs(captured, parts, redraw)
+    programs = stage_programs(captured, parts, redraw, split)
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)
     if loss not in with_gradient:

@@ -87,8 +87,15 @@ class TorchStage:
     def _run(self, received, micro, tensors):
         """What is sent; of the last part the mean loss of the samples."""
         draw = Draw(self.seed, micro.step, micro.first, micro.samples)
-        sent, outputs = self.program.run(draw, received, micro.inputs, tensors)
+        sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
+
+    def _later(self, function, *arguments):
+        self.weights.defer(self._add, function, *arguments)
+
+    def _add(self, function, *arguments):
+        with self.trace.span("gradients of weights", "gemm"):
+            function(*arguments)
 
     def backward(
         self,
@@ -106,6 +113,7 @@ class TorchStage:
         gradients = [_tensor(array) for array in _arrays(dy)]
         if self.loss is not None:
             gradients = [torch.tensor(micro.samples * micro.scale, dtype=self.weights.dtype)]
+        self.weights.defer = defer
         self.weights.completed = lambda name: defer(finished, name)
         if edges:
             with self.trace.span("gradients", "gemm"):

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hpc3d.checkpoints.block_slices import stored_shape
+from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured
 from hpc3d.tensor.layout import Layout
 
@@ -68,8 +70,9 @@ class TorchWeights:
     """Those of one rank, by name: `tensors`, and `items` of the Parameters that they lie in.
 
     Of those in `shared` other pipeline stages have a copy, too; this rank's counts where
-    `counted` says so.  Constants lie in no Parameters.  `completed(name)` is called in a backward
-    pass when the gradient of a parameter is whole.
+    `counted` says so.  Constants lie in no Parameters.  In a backward pass `completed(name)` is
+    called when torch has nothing to add to the gradient of a parameter any more, and `defer` takes
+    calls that may wait.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class TorchWeights:
         self.items: dict[str, Parameter] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = _nobody
+        self.defer: Callable[..., None] = immediately
+        self._accumulators: list[Node] = []  # of autograd, which does not keep them itself
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:
@@ -115,7 +120,10 @@ class TorchWeights:
     def _trained(self, name, item, like):
         tensor = torch.nn.Parameter(torch.from_numpy(item.value).view(like.shape))
         tensor.grad = torch.from_numpy(item.grad).view(like.shape)
-        tensor.register_post_accumulate_grad_hook(lambda _: self.completed(name))
+        # Also runs where all gradients of the tensor are left for later.
+        accumulator = get_gradient_edge(tensor).node
+        accumulator.register_hook(lambda *_: self.completed(name))
+        self._accumulators.append(accumulator)
         return tensor
 
     def fill(self, name: str, value: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.schedule import find
 from hpc3d.training.optimizer import AdamW
 
 HERE = "tests.partition.execution.modules"
@@ -197,7 +198,9 @@ def trained(name, replicas, micros, schedule, recompute=False, watched=lambda me
     module, inputs, captured = prepared(name)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
-    model = staged_model(captured, even_parts(captured, count), replicas, [recompute] * count)
+    split = find(schedule).splits_backward
+    parts = even_parts(captured, count)
+    model = staged_model(captured, parts, replicas, [recompute] * count, split=split)
     flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
     program = program_of(config)
 
@@ -241,6 +244,11 @@ def batch_of(step):
 
 def dropping_in_double():
     module, inputs = dropping()
+    return module.double(), inputs
+
+
+def eight_layers():
+    module, inputs = chain(layers=8)
     return module.double(), inputs
 
 

@@ -22,13 +22,18 @@ from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.runtime.exit_codes import BadData
 from tests.mpi import checked, mpirun
 from tests.partition.execution.modules import (
+    CLIP,
+    DECAY,
     HERE,
+    RATE,
+    STEPS,
     points_of,
     prepared,
     too_few,
+    trained_by_torch,
 )
 from tests.partition.test_plan_file import plan_of
-from tests.runs import newest, said, when_running
+from tests.runs import losses, newest, said, when_running
 
 COMMAND = ("-m", "hpc3d.partition", "run")
 EVERYTHING = (f"{HERE}:in_double", "--torch.inputs", f"{HERE}:batch_of")
@@ -108,6 +113,44 @@ def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, 
     assert_exported(run, name, tmp_path / "model.safetensors")
 
 
+AS_TORCH = {
+    "train.steps": STEPS,
+    "train.learning_rate": RATE,
+    "train.warmup": 0,
+    "train.decay": "constant",
+    "train.weight_decay": DECAY,
+    "train.clip": CLIP,
+    "checkpoint.every": STEPS,
+}
+SCHEDULES = {
+    "gpipe": ((1, 1), (2, 2), (1,) * 8),
+    "1f1b": ((2, 1), (1, 1, 1, 1), (2, 2, 2, 2)),
+    "interleaved": ((1, 1), (2, 2), (1, 1, 1, 1)),
+    "zb-h1": ((1, 1), (2, 1, 1), (1,) * 8),
+    "zb-h2": ((1, 1), (1, 1, 1, 1), (1, 2, 3, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    [("none", (1,)), *((name, each) for name, found in SCHEDULES.items() for each in found)],
+)
+def test_every_schedule_trains_as_torch_does(schedule, replicas, tmp_path):
+    """On 1 to 8 ranks: parameters and losses of the whole module after three steps."""
+    name, chunks = f"{HERE}:eight_layers", 2 if schedule == "interleaved" else 1
+    plan = written(tmp_path / "plan.json", name, replicas, 4, schedule, chunks=chunks)
+    words = [f"--{key}={value}" for key, value in AS_TORCH.items()]
+    checked(sum(replicas), *COMMAND, plan, *words, "--run.out", tmp_path / "runs")
+    expected, seen = trained_by_torch(name, 4)
+    run = newest(tmp_path / "runs")
+    np.testing.assert_allclose(losses(run), seen, rtol=1e-10)
+    found = tensors(run, STEPS)
+    for key, value in expected.items():
+        weight = found[key, "value"].reshape(value.shape)
+        np.testing.assert_allclose(weight, value, 0, 1e-10, err_msg=key)
+
+
 def model_of(plan):
     _, _, captured = prepared(plan.model)
     return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)
@@ -134,8 +177,8 @@ def test_a_plan_decides_what_is_its_own(tmp_path):
         (["--model.layers", 3], {}, "--model.layers: this is the plan's"),
         (["--train.batch", 3], {}, "--train.batch: this is the plan's"),
         (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
-        ([], {"schedule": "zb-h1"}, "schedule zb-h1: .*; use gpipe, 1f1b or interleaved"),
-        ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use gpipe"),
+        ([], {"schedule": "zb-v", "chunks": 2}, "schedule zb-v: .*; use zb-h1 or zb-h2"),
+        ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use 1f1b or zb-h1"),
         ([], {"replicas": (13, 1)}, "13 replicas cannot share microbatches of 6 samples"),
         ([], {"replicas": (2, 1), "micros": 5}, "12 samples do not divide into 5 microbatches"),
     ],

@@ -26,6 +26,8 @@ SMALL = [f"inputs.partition.{name}:small" for name in MODELS]
         ((1, 1), 4, "1f1b", {}),
         ((1, 1, 1), 3, "gpipe", {"recompute": True}),
         ((1, 1), 2, "interleaved", {"chunks": 2}),
+        ((1, 1), 4, "zb-h1", {}),
+        ((1, 1, 1), 4, "zb-h2", {"recompute": True}),
     ],
 )
 def test_stages_train_as_the_whole(replicas, micros, schedule, how):
@@ -40,6 +42,19 @@ def test_stages_train_as_the_whole(replicas, micros, schedule, how):
 )
 def test_replicas_of_stages_train_as_one(replicas, micros, how):
     found = trained(CHAIN, replicas, micros, "1f1b" if replicas[1:] else "none", **how)
+    assert_trained_alike(found, trained_by_torch(CHAIN, micros))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "micros", "schedule", "how"),
+    [
+        ((2, 1), 2, "zb-h1", {"zero": 1}),
+        ((2, 2), 3, "zb-h2", {"zero": 1}),
+        ((1, 3, 2), 4, "zb-h1", {"recompute": True}),
+    ],
+)
+def test_replicas_sum_gradients_that_were_late(replicas, micros, schedule, how):
+    found = trained(CHAIN, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(CHAIN, micros))
 
 
@@ -69,6 +84,10 @@ def test_the_order_of_samples_is_that_of_the_batch():
         ((1, 1), 2, "gpipe", {"recompute": True}),
         ((1, 1), 4, "interleaved", {"chunks": 2, "recompute": True}),
         ((1,) * 8, 8, "1f1b", {}),
+        ((1, 1, 1, 1), 4, "zb-h1", {}),
+        ((1, 1, 1), 4, "zb-h1", {"recompute": True}),
+        ((1, 1, 1, 1), 8, "zb-h2", {}),
+        ((1,) * 8, 8, "zb-h2", {"recompute": True}),
     ],
 )
 def test_all_models_train_as_the_whole(name, replicas, micros, schedule, how):
@@ -81,16 +100,18 @@ def test_all_models_train_as_the_whole(name, replicas, micros, schedule, how):
     "name", [name for name in SMALL if "res" not in name and "dense" not in name]
 )
 @pytest.mark.parametrize(
-    ("replicas", "micros", "how"),
+    ("replicas", "micros", "schedule", "how"),
     [
-        ((2, 1), 2, {}),
-        ((2, 2), 2, {"zero": 1}),
-        ((1, 3, 2), 2, {"recompute": True}),
-        ((8,), 1, {}),
+        ((2, 1), 2, "1f1b", {}),
+        ((2, 2), 2, "1f1b", {"zero": 1}),
+        ((1, 3, 2), 2, "1f1b", {"recompute": True}),
+        ((8,), 1, "none", {}),
+        ((2, 1), 2, "zb-h1", {"zero": 1}),
+        ((1, 3, 2), 2, "zb-h2", {}),
     ],
 )
-def test_replicas_of_all_models_train_as_one(name, replicas, micros, how):
-    found = trained(name, replicas, micros, "1f1b" if replicas[1:] else "none", **how)
+def test_replicas_of_all_models_train_as_one(name, replicas, micros, schedule, how):
+    found = trained(name, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(name, micros))
 
 

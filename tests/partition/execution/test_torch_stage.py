@@ -24,10 +24,11 @@ def test_it_is_what_the_engine_asks_for():
     assert "trace" in inspect.signature(TorchStage).parameters
 
 
-def stages(name, count, recompute=False):
+def stages(name, count, recompute=False, split=False):
     """All parts of a module on one rank, and a microbatch of half of its samples."""
     module, inputs, captured = prepared(name)
-    model = staged_model(captured, even_parts(captured, count), [1] * count, [recompute] * count)
+    parts, again = even_parts(captured, count), [recompute] * count
+    model = staged_model(captured, parts, [1] * count, again, split=split)
     mesh = Mesh({}, {}, {}, Self())
     parameters = Parameters(mesh, "float64")
     weights = TorchWeights(captured, parameters, captured.weights.values(), {})

@@ -1,0 +1,234 @@
+"""Products whose backward pass comes in two: the gradient of the input in B, those of the weight
+and the bias in W.
+
+torch.autograd computes all of them at once.  Here a product of x with a weight W of the model and
+a bias b is an autograd function of its own,
+
+    B    dx = dy W'
+    W    W.grad += x' dy,   b.grad += sum of dy over all rows
+
+where W is a call for later, which holds x and dy until it is made.  What is computed of a weight
+first, as by a norm of it, is no view of a parameter; such a product stays torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from hpc3d.partition.execution.random_operations import arguments_of
+
+_aten = torch.ops.aten
+
+
+def split_backward(node: fx.Node, later: fx.Node) -> None:
+    """Let the copy of an operation, if it is a product with a weight, leave the gradients of its
+    parameters to `later(function, *arguments)`."""
+    if getattr(node.target, "overloadpacket", None) in _RULES:
+        given = arguments_of(node)
+        node.args, node.kwargs = (node.target, later), given
+        node.target = product
+
+
+def product(
+    operation: torch._ops.OpOverload, later: Callable[..., None], **given: Any
+) -> torch.Tensor:
+    """The result of an operation that has a rule, with all arguments by name."""
+    rule = _RULES[operation.overloadpacket]
+    x, weight, bias = operands = [given.pop(name, None) for name in rule.names]
+    places = [_place(each) for each in (weight, bias)]
+    split = _Split(rule, operation, given, later, *places)
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    if wanted and split.is_possible(x, weight, bias):
+        return _SplitProduct.apply(split, *operands)
+    return split.result(*operands)
+
+
+class _Place(NamedTuple):
+    """A view of a parameter, by sizes and strides, and how far behind its beginning it begins."""
+
+    parameter: torch.nn.Parameter
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def gradient(self) -> torch.Tensor:
+        """That view of the parameter's gradient, which lies in memory as the parameter does."""
+        whole = self.parameter.grad
+        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+
+
+def _place(tensor):
+    """The _Place of a parameter, or of a view of one in which no element comes twice."""
+    if tensor is None:
+        return None
+    parameter = tensor if tensor._base is None else tensor._base
+    if not isinstance(parameter, torch.nn.Parameter) or _overlaps(tensor):
+        return None
+    offset = tensor.storage_offset() - parameter.storage_offset()
+    return _Place(parameter, tuple(tensor.shape), tensor.stride(), offset)
+
+
+def _overlaps(tensor):
+    """Whether elements of a view may have one place in memory."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride < reach:
+            return True
+        reach = max(reach, stride * size)
+    return False
+
+
+class _Rule(NamedTuple):
+    """The `names` of input, weight and bias of an operation; the gradient of the input, of (split,
+    dy, x, weight); what `adds` to the parameters' gradients, of (split, dy, x, weight); and
+    whether a product with such (input, weight, other arguments) has them (`fits`)."""
+
+    names: tuple[str, ...]
+    of_input: Callable[..., torch.Tensor]
+    adds: Callable[..., None]
+    fits: Callable[..., bool]
+
+
+class _Split(NamedTuple):
+    """A product: its operation with those arguments `how` that are no operands, and the places of
+    its parameters."""
+
+    rule: _Rule
+    operation: torch._ops.OpOverload
+    how: dict[str, Any]
+    later: Callable[..., None]
+    weight: _Place | None
+    bias: _Place | None
+
+    def is_possible(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> bool:
+        known = self.weight and (self.bias or bias is None or not bias.requires_grad)
+        return bool(known) and self.rule.fits(x, weight, self.how)
+
+    def result(self, *operands: torch.Tensor | None) -> torch.Tensor:
+        named = {name: each for name, each in zip(self.rule.names, operands) if name}
+        return self.operation(**named, **self.how)
+
+    @torch.no_grad()
+    def add(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """W."""
+        self.rule.adds(self, dy, x, weight)
+
+
+class _SplitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, split, x, weight, bias):
+        ctx.split = split
+        ctx.with_bias = bias is not None and bias.requires_grad
+        ctx.save_for_backward(x, weight)
+        return split.result(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = (each.detach() for each in ctx.saved_tensors)
+        split = ctx.split if ctx.with_bias else ctx.split._replace(bias=None)
+        split.later(split.add, dy, x, weight)
+        wanted = ctx.needs_input_grad[1]
+        return None, split.rule.of_input(split, dy, x, weight) if wanted else None, None, None
+
+
+def _rows(tensor):
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _add_bias(split, dy):
+    if split.bias:
+        gradient = split.bias.gradient()
+        gradient += dy.sum_to_size(gradient.shape)
+
+
+def _of_linear(split, dy, x, weight):
+    return dy @ weight
+
+
+def _linear(split, dy, x, weight):
+    split.weight.gradient().addmm_(_rows(dy).t(), _rows(x))
+    _add_bias(split, dy)
+
+
+def _of_matrices(split, dy, x, weight):
+    return dy @ weight.t()
+
+
+def _matrices(split, dy, x, weight):
+    split.weight.gradient().addmm_(_rows(x).t(), _rows(dy))
+    _add_bias(split, dy)
+
+
+def _is_matrix(x, weight, how):
+    """Whether it is the plain product of rows with one matrix."""
+    return weight.dim() == 2 and how.get("alpha", 1) == how.get("beta", 1) == 1
+
+
+def _of_convolution(split, dy, x, weight):
+    return _convolved_back(split, dy, x, weight, [True, False, False])[0]
+
+
+def _convolution(split, dy, x, weight):
+    mask = [False, True, split.bias is not None]
+    _, of_weight, of_bias = _convolved_back(split, dy, x, weight, mask)
+    split.weight.gradient().add_(of_weight)
+    if split.bias:
+        split.bias.gradient().add_(of_bias)
+
+
+def _convolved_back(split, dy, x, weight, mask):
+    """Those gradients of a convolution that `mask` asks for."""
+    how, places = split.how, weight.dim() - 2
+    stride, dilation, between = (
+        _by_place(how.get(name, fewest), places)
+        for name, fewest in (("stride", 1), ("dilation", 1), ("output_padding", 0))
+    )
+    bias = list(split.bias.shape) if split.bias else None
+    padding, transposed = _padding(weight, how), "output_padding" in how
+    return _aten.convolution_backward(
+        *(dy, x, weight, bias, stride, padding, dilation, transposed, between),
+        *(how["groups"], mask),
+    )
+
+
+def _by_place(number, places):
+    """A number for every dimension of the kernel."""
+    numbers = [number] if isinstance(number, int) else [*number]
+    return numbers * (places if len(numbers) == 1 else 1)
+
+
+def _padding(weight, how):
+    """At both ends of every dimension; None where the ends differ."""
+    kernel, padding = weight.shape[2:], how["padding"]
+    if not isinstance(padding, str):
+        return _by_place(padding, len(kernel))
+    if padding == "valid":
+        return [0] * len(kernel)
+    dilation = _by_place(how["dilation"], len(kernel))
+    both = [step * (size - 1) for step, size in zip(dilation, kernel)]
+    return None if any(each % 2 for each in both) else [each // 2 for each in both]
+
+
+def _is_padded_evenly(x, weight, how):
+    return x.dim() == weight.dim() and _padding(weight, how) is not None
+
+
+_CONVOLUTION = _Rule(("input", "weight", "bias"), _of_convolution, _convolution, _is_padded_evenly)
+_RULES = {
+    _aten.linear: _Rule(("input", "weight", "bias"), _of_linear, _linear, _is_matrix),
+    _aten.matmul: _Rule(("self", "other", ""), _of_matrices, _matrices, _is_matrix),
+    _aten.mm: _Rule(("self", "mat2", ""), _of_matrices, _matrices, _is_matrix),
+    _aten.addmm: _Rule(("mat1", "mat2", "self"), _of_matrices, _matrices, _is_matrix),
+    _aten.conv1d: _CONVOLUTION,
+    _aten.conv2d: _CONVOLUTION,
+    _aten.conv3d: _CONVOLUTION,
+    _aten.conv_transpose1d: _CONVOLUTION,
+    _aten.conv_transpose2d: _CONVOLUTION,
+    _aten.conv_transpose3d: _CONVOLUTION,
+}
