@@ -19,6 +19,7 @@ refined later (hpc3d.partition.improvement).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from hpc3d.partition.model_graph import MOMENTS
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
-_NEAR_BEST = 2.0  # what is looked at again on the clock
+_NEAR_BEST = 1.4  # what is looked at again on the clock
 _FEW = 6  # numbers of stages that are followed under a limit
 _LATE = {"zb-h1": 1, "zb-h2": 2}  # so many weight gradients fill the wait for the last stage
 
@@ -196,18 +197,21 @@ class JointSearch:
             if micros not in self.balance:
                 self.balance[micros] = _OfWay(self, "1f1b", micros, None).kinds
             if {*replicas} <= self.balance[micros].keys():
-                yield self._interleaved(replicas, micros)
+                yield from self._interleaved(replicas, micros)
 
-    def _interleaved(self, replicas, micros):
-        """The heaviest part is as light as can be; what has no room is run again."""
+    def _interleaved(self, replicas, micros) -> Iterator[PipelineChoice]:
+        """The heaviest part is as light as can be; what has no room is run again.  Nothing, if
+        the heaviest stage alone takes longer than what comes near the best."""
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
-        again = self.allowed.recompute[0]
+        ends, again = _balanced(heavy), self.allowed.recompute[0]
+        loads = np.array([load[cut] for load, cut in zip(heavy, pairwise((0, *ends)))])
+        if micros * loads.reshape(2, -1).sum(0).max() > _NEAR_BEST * self.best:
+            return
         stages = [
-            StageChoice(int(self.places[end]), r, again)
-            for end, r in zip(_balanced(heavy), replicas * 2)
+            StageChoice(int(self.places[end]), r, again) for end, r in zip(ends, replicas * 2)
         ]
         choice = PipelineChoice(tuple(stages), micros, "interleaved", 2, self.allowed.zero)
-        return self._with_room(choice) if True in self.allowed.recompute else choice
+        yield self._with_room(choice) if True in self.allowed.recompute else choice
 
     def _with_room(self, choice):
         """Parts of stages that are too full are run again, one after the other."""

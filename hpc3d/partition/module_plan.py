@@ -31,7 +31,7 @@ from hpc3d.partition.stages import Limits, as_size
 from hpc3d.partition.step_time import quickest
 from hpc3d.predict.machine.machine import Machine
 
-_MOST_MICROBATCHES = 64  # that are tried
+_MOST_MICROBATCHES = 128  # that are tried
 _LOOKED_AT = 1000  # arrangements that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")

@@ -4,7 +4,7 @@ worked out once, so that a search can ask for thousands of steps."""
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -31,18 +31,24 @@ class ScheduleClock:
     """
 
     def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
-        streams, placement = instruction_streams(name, stages, micros, chunks)
-        self.peaks = [_in_flight(stream, chunks) for stream in streams]
+        self._streams, self._placement = instruction_streams(name, stages, micros, chunks)
+        self.peaks = [_in_flight(stream, chunks) for stream in self._streams]
+
+    @cached_property
+    def _order(self):
+        """All passes, none before what it waits for: the numbers of the one before it on its stage
+        and of another one that it needs, over which border, and its part and kind; and the number
+        of the last one of every stage."""
         # Where every pass takes time, what ends first waits for nothing that ends later.
-        rows = timeline(streams, placement, Cost(*[chunks] * 3))
+        placement, last = self._placement, [-1] * len(self._streams)
+        rows = timeline(self._streams, placement, Cost(*[placement.chunks] * 3))
         passes = sorted(
             (end, stage, place)
             for stage, row in enumerate(rows)
             for place, (_, end, _) in enumerate(row)
         )
         numbers: dict[tuple[int, Instruction], int] = {}
-        self._passes: list[tuple[int, int, int, int]] = []
-        self._last = [-1] * stages
+        found: list[tuple[int, int, int, int]] = []
         for number, (_, stage, place) in enumerate(passes):
             done = rows[stage][place][2]
             part = placement.part(stage, done.chunk)
@@ -52,19 +58,20 @@ class ScheduleClock:
                     other = numbers[peer, need]
                     border = min(part, placement.part(peer, need.chunk))
             kind = len(_KINDS) * part + _KINDS.index(done.op)
-            self._passes.append((self._last[stage], other, border, kind))
-            numbers[stage, done._replace(op=done.op[0])] = self._last[stage] = number
+            found.append((last[stage], other, border, kind))
+            numbers[stage, done._replace(op=done.op[0])] = last[stage] = number
+        return found, last
 
     def ends(self, costs: list[Cost]) -> list[float]:
         """When each stage has done its last pass, in seconds, with the Cost of every part."""
         seconds = [cost.seconds()[kind] for cost in costs for kind in _KINDS]
-        messages = [cost.comm for cost in costs]
+        messages, (passes, last) = [cost.comm for cost in costs], self._order
         # At last, what comes from nowhere, and the start of every stage.
-        ends = [0.0] * len(self._passes) + [-inf, 0.0]
-        for number, (before, other, border, kind) in enumerate(self._passes):
+        ends = [0.0] * len(passes) + [-inf, 0.0]
+        for number, (before, other, border, kind) in enumerate(passes):
             start, arrival = ends[before], ends[other] + messages[border]
             ends[number] = (start if start > arrival else arrival) + seconds[kind]
-        return [ends[last] for last in self._last]
+        return [ends[number] for number in last]
 
 
 def _in_flight(stream, chunks):
