@@ -32,7 +32,7 @@ from hpc3d.partition.model_graph import MOMENTS
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
-_NEAR_BEST = 1.4  # what is looked at again on the clock
+_NEAR_BEST = 2.0  # what is looked at again on the clock
 _FEW = 6  # numbers of stages that are followed under a limit
 _LATE = {"zb-h1": 1, "zb-h2": 2}  # so many weight gradients fill the wait for the last stage
 
@@ -205,7 +205,8 @@ class JointSearch:
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
         ends, again = _balanced(heavy), self.allowed.recompute[0]
         loads = np.array([load[cut] for load, cut in zip(heavy, pairwise((0, *ends)))])
-        if micros * loads.reshape(2, -1).sum(0).max() > _NEAR_BEST * self.best:
+        alone = self.allowed.schedules == ("interleaved",)
+        if not alone and micros * loads.reshape(2, -1).sum(0).max() > _NEAR_BEST * self.best:
             return
         stages = [
             StageChoice(int(self.places[end]), r, again) for end, r in zip(ends, replicas * 2)

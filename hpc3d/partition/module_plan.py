@@ -32,7 +32,7 @@ from hpc3d.partition.step_time import quickest
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 128  # that are tried
-_LOOKED_AT = 1000  # arrangements that are run on the clock
+_LOOKED_AT = 250  # arrangements with a part a stage that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
@@ -194,7 +194,9 @@ def _refuse_few(costs, wanted, allowed):
 def _quickest(costs, allowed):
     """The best few arrangements on the clock, improved: their costs, choice and step."""
     search = JointSearch(costs, allowed)
-    found = search.found()[:_LOOKED_AT]
+    found = search.found()
+    several = [each for each in found if each.chunks > 1]
+    found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
     found.sort(key=lambda each: evaluated(costs, each).seconds)
     # The best of every schedule and number of stages: small changes do not lead to others.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}

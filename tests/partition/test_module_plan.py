@@ -77,10 +77,10 @@ def test_a_margin_is_left_free():
 
 
 def test_a_stage_keeps_what_it_received():
-    """A perceptron that has room for 4 of 6 layers: Linear and GELU both keep what they read, the
-    first stage also what it sends; one operation has the gradients of a layer and two arrays."""
+    """A perceptron that has room for 4 of 6 layers: Linear and GELU both keep what they read; one
+    operation has the gradients of a layer and two arrays, and the first stage one that it got."""
     array, working = 16 * 64 * 4, LAYER / 4 + 2 * 16 * 64 * 4
-    how = {"replicas": (1,), "microbatches": 1, "recompute": "none"}
+    how = {"replicas": (1,), "microbatches": 1, "recompute": "none", "schedule": "1f1b"}
     cut = planned("mlp", 2, batch=16, memory=4.6 * LAYER, **how)
     assert len(cut.ids) == 2
     for held, ids, more in zip(cut.step.held, cut.ids, (1, 0), strict=True):
