@@ -114,6 +114,7 @@ def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, 
 
 
 AS_TORCH = {
+    "seed": 0,
     "train.steps": STEPS,
     "train.learning_rate": RATE,
     "train.warmup": 0,
@@ -125,7 +126,7 @@ AS_TORCH = {
 SCHEDULES = {
     "gpipe": ((1, 1), (2, 2), (1,) * 8),
     "1f1b": ((2, 1), (1, 1, 1, 1), (2, 2, 2, 2)),
-    "interleaved": ((1, 1), (2, 2), (1, 1, 1, 1)),
+    "interleaved": ((1, 1), (2, 2), (2, 2, 2, 2)),
     "zb-h1": ((1, 1), (2, 1, 1), (1,) * 8),
     "zb-h2": ((1, 1), (1, 1, 1, 1), (1, 2, 3, 2)),
 }
