@@ -83,7 +83,7 @@ def assert_exported(run, name, target):
     [
         (EVERYTHING, ((1, 1), {}), ((1,), {"recompute": True})),
         (DROPPING, ((2, 1), {"zero": 1}), ((1, 1), {"chunks": 2, "schedule": "interleaved"})),
-        (DROPPING, ((1, 1), {"recompute": True}), ((1, 3), {})),
+        (DROPPING, ((1, 1), {"recompute": True}), ((1, 3), {"schedule": "zb-h1"})),
     ],
 )
 def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, second, tmp_path):
