@@ -200,9 +200,9 @@ class _Meter(fx.Interpreter):
     def _share_of_weights(self, node, operands, products):
         """How much of backward, which has so many products, is the one for a weight."""
         name = getattr(node.target, "overloadpacket", None)
-        if name not in _SPLIT or not products:
+        if name not in _LATE_WEIGHTS or not products:
             return 0.0
-        weight = operands[_SPLIT[name]]
+        weight = operands[_LATE_WEIGHTS[name]]
         is_one = weight.requires_grad and weight.untyped_storage()._cdata in self.weights
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
@@ -349,7 +349,7 @@ _PRODUCTS = {
     _aten.rnn_tanh: _recurrent,
     _aten.rnn_relu: _recurrent,
 }
-_SPLIT = {
+_LATE_WEIGHTS = {
     **dict.fromkeys((_aten.linear, _aten.matmul, _aten.mm), 1),
     **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), 1),
     **dict.fromkeys((_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d), 1),

@@ -137,6 +137,19 @@ def test_other_gradients_of_weights_do_not_wait(function):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: functional.linear(x, w / w.norm()),
+        lambda x, w: x[:, None] @ w[None],
+        lambda x, w: torch.einsum("bi,io->bo", x, w),
+    ],
+)
+def test_the_planner_lets_no_other_weights_wait(function):
+    *_, calls, planned = passed(function, (4, 4), (3, 4))
+    assert calls == planned == 0
+
+
 def test_weights_are_complete_after_their_last_product():
     """Of a table also that of its transpose, after an embedding has added to it at once."""
     (stage,), weights, micro = stages(EVERYTHING, 1, split=True)

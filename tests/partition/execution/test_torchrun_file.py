@@ -232,6 +232,15 @@ def test_the_command_writes_the_file(tmp_path, capsys):
     assert abs(loss.item() - called(module, inputs)[1].item()) < 1e-6 * loss.item()
 
 
+def test_a_schedule_that_torch_lacks_is_not_searched_for_a_file(tmp_path):
+    words = ["inputs.partition.mlp:regression", "--ranks", "2", "--replicas", "1,1"]
+    words += ["--batch", "64", "--microbatches", "4", "-o"]
+    for end, lacking in (("py", False), ("json", True)):
+        path = tmp_path / f"plan.{end}"
+        assert main([*words, str(path)]) == 0
+        assert ("zb-h1" in path.read_text()) == lacking
+
+
 def test_parts_run_where_their_inputs_are():
     """What they make themselves is there, too."""
     loss, gradients = parts_run(written(UNUSUAL, (1, 1, 1), 2, "gpipe"), "meta")
