@@ -14,16 +14,16 @@ batch in its first dimension, so that replicas can share it by rows.  So
 from __future__ import annotations
 
 import copy
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.export import Dim, ExportedProgram, export
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from hpc3d.partition.capturing.flat_export import flat_export, where
 from hpc3d.partition.factory import described, undisturbed, without_data
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
@@ -66,12 +66,12 @@ def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
     try:
         with undisturbed():
             model, like = _emptied(module, inputs)
-            given = ((), like) if isinstance(like, dict) else (like, None)
-            program = export(model, *given, dynamic_shapes=shapes, strict=False)
+            program = flat_export(model, like, shapes)
             names = _first_names(model)
     except (Exception, SystemExit) as error:
         raise ValueError(f"this model cannot be captured: {_explained(error)}") from error
     _refuse(program)
+    _refuse_trained(program)
     return _pieces(program, batch, names)
 
 
@@ -87,35 +87,30 @@ def _explained(error):
 def _refuse(program):
     """ValueError for operations whose cost or place cannot be told."""
     for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            what = "blocks of torch.no_grad, autocast and the like are not captured yet"
-            inner = [
-                each
-                for source in node.all_input_nodes
-                if source.op == "get_attr"
-                for each in getattr(program.graph_module, source.target).graph.nodes
-            ]
-            (place, *_) = [*filter(None, map(_where, inner)), ""]
-            raise ValueError(f"{what}{place}")
         for tensor in tensors(node.meta.get("val")):
             sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
             if any(str(symbol).startswith("u") for each in sizes for symbol in _symbols(each)):
                 what = "the size of a tensor depends on the values of another"
-                raise ValueError(f"{what}: {node.name}{_where(node)}")
+                raise ValueError(f"{what}: {node.name}{where(node)}")
             if len(sizes) > 1:
                 what = "samples are related to each other, with the batch in two dimensions"
-                raise ValueError(f"{what}: {node.name}{_where(node)}")
+                raise ValueError(f"{what}: {node.name}{where(node)}")
+
+
+def _refuse_trained(program):
+    """ValueError for operations that change a parameter."""
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    nodes = program.graph.nodes
+    parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
+    memory = {number for node in parameters for number in _memory(node)}
+    for node in nodes:
+        if any(memory & _memory(target) for target in written_by(node)):
+            what = "the model writes to one of its parameters; make it a buffer"
+            raise ValueError(f"{what}: {node.name}{where(node)}")
 
 
 def _symbols(size):
     return size.node.expr.free_symbols
-
-
-def _where(node):
-    """The user's line of an operation."""
-    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
-    found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
-    return f" ({found[0][0]}:{found[0][1]})" if found else ""
 
 
 def _batch_of(inputs):
@@ -226,7 +221,7 @@ def _refuse_written(target, node, inputs):
     shared = {number for each in inputs for number in _memory(each)}
     if shared & _memory(target):
         what = "the model writes to one of its inputs; let it write to a copy"
-        raise ValueError(f"{what}: {node.name}{_where(node)}")
+        raise ValueError(f"{what}: {node.name}{where(node)}")
 
 
 def _is_size(node):

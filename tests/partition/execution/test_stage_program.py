@@ -80,7 +80,9 @@ def assert_computes_the_same(module, inputs, captured, count):
 
 
 MODELS = [f"{HERE}:everything", f"{HERE}:chain"]
-MODELS += [f"{SAMPLES}:{name}" for name in ("branches", "by_name", "counts", "repeats")]
+MODELS += [
+    f"{SAMPLES}:{name}" for name in ("branches", "by_name", "counts", "repeats", "untaught")
+]
 MODELS += [pytest.param(f"{SAMPLES}:copies_of_a_layer", marks=pytest.mark.slow)]
 
 
