@@ -216,6 +216,7 @@ class Sharper(Choosy):
     pass
 
 
+@pytest.mark.slow
 def test_a_digest_is_that_of_the_class_its_settings_and_its_weights():
     def digest(*parts):
         return digest_of(capture(Between(*parts).double(), samples()))
