@@ -79,10 +79,9 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
     """The plans of a model, each by a profile of as many ranks, which is measured now."""
-    from hpc3d.partition.capture import capture
-    from hpc3d.partition.factory import made
+    from hpc3d.partition.capture import captured_of
 
-    captured = capture(*made(_MODELS[model]))
+    captured = captured_of(_MODELS[model])
     costs = {ranks: _costs(model, captured, ranks, folder) for ranks in (1, 2)}
     found: list[_Planned] = []
     same: dict[str, Path] = {}

@@ -168,18 +168,18 @@ def _of_file(options):
 
 def _of_module(options):
     need(options.model, "torch")
-    from hpc3d.partition.capture import capture
-    from hpc3d.partition.factory import made
+    from hpc3d.partition.capture import captured_of
     from hpc3d.partition.module_plan import Wanted, best_plan
 
     if options.bandwidth:
         raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
-    captured = capture(*made(options.model))
+    captured = captured_of(options.model)
     given = {name: getattr(options, name, None) for name in Wanted._fields}
     if options.output and options.output.suffix == ".py":
         given["schedules"] = _OF_TORCHRUN
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
+    _show_whole(captured.whole)
     _show_module(plan, options.ranks)
     if options.draw:
         from hpc3d.partition.arc_diagram import arc_diagram
@@ -226,6 +226,17 @@ def _machine_of(options):
     """What a plan is for, by name."""
     names = [str(each) for each in (options.profile, options.machine) if each]
     return " ".join(names) or "h100"
+
+
+def _show_whole(modules):
+    """What could not be traced: a line for each reason."""
+    reasons = {}
+    for each in modules:
+        reasons.setdefault(each.reason, {})[each.path] = None
+    for reason, paths in reasons.items():
+        stays = "stays" if len(paths) == 1 else "stay"
+        names = _some([*paths])
+        print(plain(f"{names} {stays} whole: torch.export cannot trace it ({reason})"))
 
 
 def _show(plan, limits):

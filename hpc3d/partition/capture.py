@@ -14,17 +14,27 @@ batch in its first dimension, so that replicas can share it by rows.  So
 from __future__ import annotations
 
 import copy
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.export import Dim, ExportedProgram, export
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from hpc3d.partition.factory import described, undisturbed, without_data
+from hpc3d.limits import memory
+from hpc3d.partition.capturing.flat_export import flat_export, where
+from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
+from hpc3d.partition.capturing.whole_modules import (
+    WholeModule,
+    WholeModules,
+    culprit,
+    place_whole,
+)
+from hpc3d.partition.factory import made, made_with_data
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -52,31 +62,110 @@ class Captured(NamedTuple):
     readers: dict[fx.Node, tuple[int, ...]]
     weights: dict[fx.Node, str]
     inputs: tuple[fx.Node, ...]
+    whole: tuple[WholeModule, ...] = ()
 
 
-def capture(module: torch.nn.Module, inputs: tuple | dict) -> Captured:
+def capture(
+    module: torch.nn.Module,
+    inputs: tuple | dict,
+    with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]] | None = None,
+) -> Captured:
     """The pieces of a module that is called with `inputs`, which carry the batch in dimension 0.
 
-    The module stays as it was.  ValueError with file and line where it cannot be captured: what it
-    does depends on its data, or nothing carries a batch.
+    The module stays as it was.  A module in it that cannot be traced stays whole, as it behaves in
+    a run of the model with data, which `with_data()` makes where these tensors have none.
+
+    ValueError with file and line where it cannot be captured: what it does depends on its data, or
+    nothing carries a batch.
     """
     batch = _batch_of(inputs)
-    rows = Dim("batch", min=2)
-    shapes = _mapped(inputs, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
-    try:
-        with undisturbed():
-            model, like = _emptied(module, inputs)
-            given = ((), like) if isinstance(like, dict) else (like, None)
-            program = export(model, *given, dynamic_shapes=shapes, strict=False)
-            names = _first_names(model)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"this model cannot be captured: {_explained(error)}") from error
+    whole = WholeModules(partial(_example, module, inputs, with_data), batch)
+    while True:
+        model = module
+        try:
+            with undisturbed():
+                model, like = _emptied(module, inputs)
+                whole.stand_in(model)
+                program = _program(model, like, batch)
+            break
+        except (Exception, SystemExit) as error:
+            path = error.path if isinstance(error, _SizedByData) else culprit(error, model)
+            try:
+                whole.add(model, path, _explained(error))
+            except ValueError as refused:
+                raise ValueError(f"this model cannot be captured: {refused}") from error
     _refuse(program)
-    return _pieces(program, batch, names)
+    _refuse_trained(program)
+    kept = place_whole(program)
+    return _pieces(program, batch, _first_names(model))._replace(whole=kept)
+
+
+def captured_of(name: str) -> Captured:
+    """The Captured of what `MODULE:FACTORY` makes."""
+    return capture(*made(name), partial(made_with_data, name, 0))
+
+
+def _program(model, like, batch):
+    rows = Dim("batch", min=2)
+    shapes = _mapped(like, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
+    program = flat_export(model, like, shapes)
+    for node in program.graph.nodes:
+        for size in (size for tensor in tensors(node.meta.get("val")) for size in tensor.shape):
+            if isinstance(size, torch.SymInt) and any(map(_is_unknown, _symbols(size))):
+                raise _SizedByData(node)
+    return program
+
+
+class _SizedByData(ValueError):
+    """Raised for an operation in the module with this `path`."""
+
+    def __init__(self, node):
+        what = "the size of a tensor depends on the values of another"
+        super().__init__(f"{what}: {node.name}{where(node)}")
+        self.path = _module(node)
+
+
+def _is_unknown(symbol):
+    return str(symbol).startswith("u")
+
+
+def _example(module, inputs, with_data):
+    """A model with data and a function that calls it with so many samples."""
+    batch = _batch_of(inputs)
+    held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
+    if any(isinstance(each, FakeTensor) for each in held):
+        _refuse_large(module)
+        if with_data is None:
+            raise ValueError("a part of it must stay whole, which is told from a run with data")
+        module, inputs = with_data()
+    else:
+        module = copy.deepcopy(module)
+
+    def run(samples):
+        places = torch.arange(samples) % batch
+        given = _mapped(inputs, lambda leaf: leaf[places] if _carries(leaf, batch) else leaf)
+        return module(**given) if isinstance(given, dict) else module(*given)
+
+    return module, run
+
+
+def _refuse_large(module):
+    """ValueError for a model that has no room on this machine with its data."""
+    needed = sum(each.numel() * each.element_size() for each in module.parameters())
+    if needed > _PART_OF_MEMORY * memory():
+        raise ValueError(
+            f"a part of it must stay whole, and the {needed / 1e9:.3g} GB of the model are too "
+            "many for the run that would show its shapes"
+        )
+
+
+_PART_OF_MEMORY = 0.5
 
 
 def _explained(error):
-    said = described(error)
+    if isinstance(error, _SizedByData):
+        return str(error)
+    said = described(error).removeprefix("ValueError: ")
     if "Constraints violated" in said or "specialized" in str(error):
         return "it fixes the size of its batch, or another size that depends on it; " + said
     if "data-dependent" in said:
@@ -85,37 +174,28 @@ def _explained(error):
 
 
 def _refuse(program):
-    """ValueError for operations whose cost or place cannot be told."""
+    """ValueError for operations whose place cannot be told."""
     for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            what = "blocks of torch.no_grad, autocast and the like are not captured yet"
-            inner = [
-                each
-                for source in node.all_input_nodes
-                if source.op == "get_attr"
-                for each in getattr(program.graph_module, source.target).graph.nodes
-            ]
-            (place, *_) = [*filter(None, map(_where, inner)), ""]
-            raise ValueError(f"{what}{place}")
         for tensor in tensors(node.meta.get("val")):
-            sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
-            if any(str(symbol).startswith("u") for each in sizes for symbol in _symbols(each)):
-                what = "the size of a tensor depends on the values of another"
-                raise ValueError(f"{what}: {node.name}{_where(node)}")
-            if len(sizes) > 1:
+            if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:
                 what = "samples are related to each other, with the batch in two dimensions"
-                raise ValueError(f"{what}: {node.name}{_where(node)}")
+                raise ValueError(f"{what}: {node.name}{where(node)}")
+
+
+def _refuse_trained(program):
+    """ValueError for operations that change a parameter."""
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    nodes = program.graph.nodes
+    parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
+    memory = {number for node in parameters for number in _memory(node)}
+    for node in nodes:
+        if any(memory & _memory(target) for target in written_by(node)):
+            what = "the model writes to one of its parameters; make it a buffer"
+            raise ValueError(f"{what}: {node.name}{where(node)}")
 
 
 def _symbols(size):
     return size.node.expr.free_symbols
-
-
-def _where(node):
-    """The user's line of an operation."""
-    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
-    found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
-    return f" ({found[0][0]}:{found[0][1]})" if found else ""
 
 
 def _batch_of(inputs):
@@ -226,7 +306,7 @@ def _refuse_written(target, node, inputs):
     shared = {number for each in inputs for number in _memory(each)}
     if shared & _memory(target):
         what = "the model writes to one of its inputs; let it write to a copy"
-        raise ValueError(f"{what}: {node.name}{_where(node)}")
+        raise ValueError(f"{what}: {node.name}{where(node)}")
 
 
 def _is_size(node):
@@ -305,6 +385,11 @@ def _sharing(program, nodes, weights, members):
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose values an operation changes in place."""
+    if isinstance(node.target, WholeModule):
+        _, weights = node.args
+        names = zip(node.target.weights, weights, strict=True)
+        yield from (weight for name, weight in names if name in node.target.call.written)
+        return
     if getattr(node.target, "overloadpacket", None) in _NORMS:  # whose schema does not say so
         *_, mean, variance, in_training = node.args[:6]
         yield from (each for each in (mean, variance) if in_training and each is not None)

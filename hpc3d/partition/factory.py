@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import ast
 import importlib
-import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from functools import partial
-from io import StringIO
 from typing import Any
-from warnings import catch_warnings
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
 
 
 def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
@@ -119,39 +115,3 @@ def _found(name: str, place: str, factory: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: importing {place} raised {described(error)}") from error
     return make
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Torch's generators are afterwards what they were, and nothing is printed meanwhile."""
-    state, level = torch.get_rng_state(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            redirect_stdout(StringIO()),
-            redirect_stderr(StringIO()),
-            catch_warnings(action="ignore"),
-        ):
-            yield
-    finally:
-        logging.disable(level)
-        torch.set_rng_state(state)
-
-
-def without_data() -> FakeTensorMode:
-    """A context in which tensors have no data."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-
-
-def described(error: Exception) -> str:
-    """What an error says in a line, and where in the user's files it was raised."""
-    told = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = (
-        os.path.dirname(__file__),
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.__file__),
-    )
-    theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
-    return f"{text:.300} ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else f"{text:.300}"

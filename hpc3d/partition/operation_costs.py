@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc3d.partition.capture import Captured, tensors
+from hpc3d.partition.capturing.whole_modules import WholeModule
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
@@ -185,10 +186,10 @@ class _Meter(fx.Interpreter):
         for tensor in tensors(result):
             self.makers.setdefault(tensor.untyped_storage()._cdata, node)
             self.kept.append(tensor)
+        if isinstance(node.target, WholeModule):
+            self._keep_whole(node, operands)
         saved = self.saved - before
-        works = (
-            _contraction(flop, operands, result) if flop else _work(node, operands, result, saved)
-        )
+        works = self._works(node, operands, result, saved, flop)
         (first, *_) = tensors(result) or [torch.empty(0)]
         self.dtypes[node] = str(first.dtype).removeprefix("torch.")
         needed = [each for each in operands if each.requires_grad] if works[1] != _NOTHING else []
@@ -196,6 +197,25 @@ class _Meter(fx.Interpreter):
         share = self._share_of_weights(node, operands, len(works[1].products))
         self.found[node] = _Operation(*works, 0, _nbytes(result), working, 0, share)
         return result
+
+    def _keep_whole(self, node, operands):
+        """A module that stays whole keeps what it takes, and what its operations save."""
+        if any(each.requires_grad for each in operands):
+            for each in operands:
+                self._saved(each)
+            saved = node.target.call.saved * self.batch
+            self.saved += saved
+            self.savings[node] += saved
+
+    def _works(self, node, operands, result, saved, flop):
+        """The Work of an operation forward and backward."""
+        if isinstance(node.target, WholeModule):
+            moved = _nbytes([*operands, *tensors(result)]) + saved
+            forward, backward = (each * self.batch for each in node.target.call.flop)
+            return Work(flop=forward, nbytes=moved), Work(flop=backward, nbytes=2 * moved)
+        if flop:
+            return _contraction(flop, operands, result)
+        return _work(node, operands, result, saved)
 
     def _share_of_weights(self, node, operands, products):
         """How much of backward, which has so many products, is the one for a weight."""
@@ -251,7 +271,7 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """The Work of an operation forward and backward."""
+    """That of an operation which torch does not compose of products."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)

@@ -158,11 +158,73 @@ def fixes_its_batch():
     return Function(lambda y, x: y + torch.ones(4, 4)), torch.zeros(4, 4)
 
 
-def untaught():
-    def function(y, x):
+class Untaught(nn.Module):
+    """Blocks without gradient: of values, of an average and a counter, one in the other, one that
+    turns gradients on again, one of a value that the outside goes on with, and autocast that is
+    off."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        y = torch.tanh(self.one(x))
         with torch.no_grad():
-            z = x * 2
-        return y + z
+            self.average.mul_(0.9).add_(y.mean(0) * 0.1)
+            self.seen += 1
+            largest = y.amax(1, keepdim=True) + self.two.weight.mean()
+            with torch.enable_grad():
+                taught = self.two(y) * largest
+            z = y * self.one.bias
+        with torch.autocast("cpu", enabled=False):
+            y = torch.sin(self.two(y - largest)) * self.average
+            with torch.no_grad():
+                z = z * taught + y
+        w = self.one(y)
+        with torch.no_grad():
+            w.clamp_(-0.5, 0.5)
+        return {"y": y * z + taught, "w": torch.sin(w), "z": self.two(z)}
+
+
+def untaught():
+    return Untaught(), torch.zeros(6, 4)
+
+
+class Shrinks(nn.Linear):
+    """A layer that changes its bias itself."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.bias.mul_(0.5)
+        return super().forward(x)
+
+
+def trains_itself():
+    return Shrinks(4, 4), torch.zeros(4, 4)
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through: its gradient is not that of its operations."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def rounds():
+    return Function(lambda y, x: Rounded.apply(y) + x), torch.zeros(4, 4)
+
+
+def halves():
+    def function(y, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return y @ torch.ones(4, 4)
 
     return Function(function), torch.zeros(4, 4)
 

@@ -157,3 +157,20 @@ def test_what_no_plan_comes_from_is_refused_in_a_line(words, line, capsys):
     assert main([*words, "--ranks", "2"]) == 2
     err = capsys.readouterr().err
     assert line in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_modules_that_stay_whole_are_named(capsys, tmp_path):
+    """Those of a class in one line; they have no source for torchrun."""
+    pytest.importorskip("torch")
+    model = "tests.partition.untraceable_models:of('Choosy', 'Choosy', 'Experts')"
+    words = model, "--ranks", "2", "--replicas", "1", "--microbatches", "2"
+    assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
+    choosy, experts, *_ = capsys.readouterr().out.splitlines()
+    why = "torch.export cannot trace it"
+    assert choosy.startswith(f"parts.0 parts.1 stay whole: {why} (what it does depends on")
+    assert experts.startswith(f"parts.2 stays whole: {why} (the size of a tensor depends on")
+    assert re.search(r"untraceable_models.py:\d+\)", choosy)
+    assert main([*words, "-o", str(tmp_path / "plan.py")]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 3 and "parts.0 stays whole" in err[0] and "write PLAN.json" in err[0]

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from hpc3d.partition.factory import described, function_at, made, made_with_data
+from hpc3d.partition.factory import function_at, made, made_with_data
 from tests.partition.execution.modules import HERE as MODULES
 from tests.partition.sample_models import HERE
 
@@ -67,8 +67,3 @@ def test_a_factory_that_fails_with_data_is_refused():
 
 def test_a_function_is_called_with_its_literals():
     assert function_at(f"{HERE}:sized(3, batch=4)")()[1].shape == (4, 3)
-
-
-def test_an_error_is_described_in_a_line():
-    assert described(KeyError()) == "KeyError"
-    assert described(ValueError("a\nb")) == "ValueError: a"

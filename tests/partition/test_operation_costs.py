@@ -9,9 +9,12 @@ pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode
 
+from hpc3d.partition.capture import captured_of
+from hpc3d.partition.factory import made_with_data
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from tests.partition.sample_models import HERE, captured, small
+from tests.partition.untraceable_models import HERE as UNTRACEABLE
 
 SLOW = 1e-30  # what it counts of bytes
 FLOP = Machine(
@@ -48,6 +51,25 @@ def test_operations_are_those_that_torch_counts(name):
     expected = counted(module, inputs)
     forward, backward = total(small(name), len(inputs[0]))
     assert forward + backward == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_module_that_stays_whole_has_the_operations_that_torch_counts():
+    name = f"{UNTRACEABLE}:of('Choosy', 'Experts')"
+    found, (module, inputs) = captured_of(name), made_with_data(name, 0)
+    assert found.whole
+    assert sum(total(found, 12)) == pytest.approx(counted(module, inputs), rel=1e-9)
+    assert sum(total(found, 24)) == pytest.approx(2 * counted(module, inputs), rel=1e-9)
+
+
+def test_a_module_that_stays_whole_saves_what_it_takes_and_what_it_makes():
+    """Choosy in the run with data: of 4 numbers in float32 what it takes, and what tanh makes."""
+    found = captured_of(f"{UNTRACEABLE}:of('Choosy')")
+    saved = {node.name: each.saved for node, each in Operations(found).costs(FLOP, 6).items()}
+    (whole,) = found.whole
+    assert 0 < whole.call.saved <= 16
+    assert saved["clone"] == 6 * 16
+    assert saved["parts_0"] == pytest.approx(6 * (whole.call.saved + 16)), "gelu reads linear_1"
 
 
 @pytest.mark.slow

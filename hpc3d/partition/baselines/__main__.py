@@ -57,13 +57,12 @@ def _compare(options: Namespace) -> None:
     need(options.model, "torch")
     from hpc3d.partition.baselines.contenders import Task
     from hpc3d.partition.baselines.side_by_side import HEAD, everyone, shown
-    from hpc3d.partition.capture import capture
-    from hpc3d.partition.factory import made
+    from hpc3d.partition.capture import captured_of
     from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file
 
     machine = machine_file.load(options.machine or shipped(_MACHINE))
-    captured = capture(*made(options.model))
+    captured = captured_of(options.model)
     memory = (options.memory or machine.memory_gb * 1e9) * (1 - _MARGIN)
     batch = options.batch or captured.batch
     task = Task.of(Operations(captured), machine, batch, options.ranks, memory)

@@ -32,7 +32,7 @@ from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
 from hpc3d.partition import plan_file
-from hpc3d.partition.capture import Captured, capture, size_of
+from hpc3d.partition.capture import Captured, captured_of, size_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
     border_traffic,
@@ -42,7 +42,7 @@ from hpc3d.partition.execution.predicted_traffic import (
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
-from hpc3d.partition.factory import function_at, made, made_with_data
+from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
@@ -139,7 +139,7 @@ def _spelled_out(word):
 
 def _model(plan):
     """The StagedModel of a plan, without data."""
-    captured = capture(*made(plan.model))
+    captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
     return staged_model(captured, pieces, plan.replicas, plan.recompute, split=split)

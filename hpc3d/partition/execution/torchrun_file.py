@@ -47,7 +47,7 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
     ValueError for what torch.distributed.pipelining does not have: another number of replicas for
     a stage, moments shared by replicas, microbatches that differ, other schedules.
     """
-    refuse([*_wrong(plan)])
+    refuse([*_whole(captured), *_wrong(plan)])
     pieces = plan.pieces(captured)
     model = staged_model(captured, pieces, plan.replicas, plan.recompute, redraw=False)
     own = [*_parts(plan, model), *_borders(model), _make(plan.model), _named(model)]
@@ -56,6 +56,12 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
     imports = [f"from math import {', '.join(sorted(numbers))}"] if numbers else []
     texts = [_head(plan), _loop(), *imports, *own]
     return "\n\n\n".join(text.strip("\n") for text in texts) + "\n"
+
+
+def _whole(captured: Captured) -> Iterator[str]:
+    """The modules that have no operations to be written: a line for each."""
+    for path in dict.fromkeys(each.path for each in captured.whole):
+        yield f"{path} stays whole, so that it has no source of operations: write PLAN.json"
 
 
 def _wrong(plan: SavedPlan) -> Iterator[str]:

@@ -67,12 +67,12 @@ def _profile(job: Job, options: Namespace) -> None:
 
 def _made(options):
     """The OneRankRun of the module that the command line names."""
-    from hpc3d.partition.capture import capture
-    from hpc3d.partition.factory import made, made_with_data
+    from hpc3d.partition.capture import captured_of
+    from hpc3d.partition.factory import made_with_data
     from hpc3d.partition.profiles.measurement import CLOCK
     from hpc3d.partition.profiles.one_rank_run import OneRankRun
 
-    captured = capture(*made(options.model))
+    captured = captured_of(options.model)
     module, inputs = made_with_data(options.model, seed=0)
     return OneRankRun(captured, module, inputs, options.batch or captured.batch, CLOCK)
 

@@ -8,11 +8,13 @@ from tests.partition.execution.counted_bytes import peaks
 from tests.partition.execution.modules import (
     HERE,
     assert_trained_alike,
+    prepared,
     state,
     trained,
     trained_by_torch,
     with_data,
 )
+from tests.partition.untraceable_models import HERE as UNTRACEABLE
 
 MODELS = ("bert", "resnet", "unet", "densenet", "translation")
 EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
@@ -73,6 +75,23 @@ def test_the_order_of_samples_is_that_of_the_batch():
     """Uneven microbatches: 12 samples in 5, of two replicas."""
     found = trained(CHAIN, (2, 2), 5, "1f1b")
     assert_trained_alike(found, trained_by_torch(CHAIN, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "micros", "how"),
+    [
+        ("three", (1, 1, 1), 3, {"recompute": True}),
+        ("three", (2, 1), 2, {}),
+        pytest.param("choosy", (1, 1), 2, {}, marks=pytest.mark.slow),
+        pytest.param("experts", (1, 2), 2, {}, marks=pytest.mark.slow),
+        pytest.param("straight", (1, 1, 1), 2, {"recompute": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_modules_that_stay_whole_train_as_in_torch(name, replicas, micros, how):
+    name = f"{UNTRACEABLE}:{name}"
+    assert prepared(name)[-1].whole
+    found = trained(name, replicas, micros, "1f1b", **how)
+    assert_trained_alike(found, trained_by_torch(name, micros))
 
 
 @pytest.mark.slow

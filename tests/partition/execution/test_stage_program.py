@@ -20,6 +20,7 @@ from hpc3d.partition.execution.torch_weights import values_in
 from tests.partition.execution.modules import HERE, prepared
 from tests.partition.sample_models import HERE as SAMPLES
 from tests.partition.sample_models import Function
+from tests.partition.untraceable_models import HERE as UNTRACEABLE
 
 
 def convex_parts(captured, count):
@@ -80,8 +81,12 @@ def assert_computes_the_same(module, inputs, captured, count):
 
 
 MODELS = [f"{HERE}:everything", f"{HERE}:chain"]
-MODELS += [f"{SAMPLES}:{name}" for name in ("branches", "by_name", "counts", "repeats")]
-MODELS += [pytest.param(f"{SAMPLES}:copies_of_a_layer", marks=pytest.mark.slow)]
+MODELS += [
+    f"{SAMPLES}:{name}" for name in ("branches", "by_name", "counts", "repeats", "untaught")
+]
+LONG = [f"{SAMPLES}:copies_of_a_layer"]
+LONG += [f"{UNTRACEABLE}:{name}" for name in ("three", "experts", "straight")]
+MODELS += [pytest.param(name, marks=pytest.mark.slow) for name in LONG]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 100])

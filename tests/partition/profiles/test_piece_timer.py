@@ -14,6 +14,7 @@ from hpc3d.partition.capture import capture
 from hpc3d.partition.profiles.one_rank_run import OneRankRun
 from hpc3d.partition.profiles.piece_timer import PieceTimer
 from tests.partition.execution.modules import HERE, called, prepared
+from tests.partition.untraceable_models import HERE as UNTRACEABLE
 
 
 def reading():
@@ -82,3 +83,15 @@ def test_a_second_pass_takes_as_long(chain):
     timer = PieceTimer(chain.captured, chain.clock)
     first, second = (timer.timed(chain.micro(4), chain.weights) for _ in range(2))
     assert (first == second).all() and first is not second
+
+
+@pytest.mark.slow
+def test_a_module_that_stays_whole_is_timed_as_a_piece():
+    module, inputs, found = prepared(f"{UNTRACEABLE}:experts")
+    run = OneRankRun(found, module, inputs, found.batch, reading())
+    forward, backward = PieceTimer(found, run.clock).timed(run.micro(4), run.weights)
+    places = [
+        place for place, piece in enumerate(found.pieces) if piece.module in ("parts.0", "parts.1")
+    ]
+    assert len(places) == 2 and len(found.whole) == 2
+    assert all(forward[place] > 0 and backward[place] > 5 for place in places)

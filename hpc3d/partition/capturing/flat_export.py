@@ -1,0 +1,153 @@
+"""torch.export with all operations in one graph, also those under torch.no_grad.
+
+    torch.no_grad             every number that it reads and that may have a gradient goes through
+                              aten.detach, so that nothing inside has one
+    autocast(enabled=False)   as without it, for there is no other autocast around it
+
+torch.export by itself makes graphs of their own of such blocks, and forgets torch.no_grad in a
+block of autocast; and it traces the forward pass of a torch.autograd.Function, but not its
+backward pass.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._ops import HigherOrderOperator
+from torch.amp import autocast_mode
+from torch.export import ExportedProgram, export
+from torch.export.graph_signature import InputKind
+
+_set_grad_enabled, _detach = torch._C._set_grad_enabled, torch.ops.aten.detach.default
+_enter_autocast = autocast_mode._enter_autocast
+_MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
+
+
+def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
+    """The program of a module that is called with `inputs`; ValueError with the user's line for
+    autocast, for gradients of the user's own, and for what else torch keeps apart."""
+    given = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+    blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
+    passes = replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+    with ExitStack() as replaced:
+        for name, module in zip(blocks, passes, strict=True):
+            replaced.enter_context(_replaced(module, name, _unchanged))
+        apply = classmethod(_checked_apply)
+        replaced.enter_context(_replaced(torch.autograd.Function, "apply", apply))
+        program = export(model, *given, dynamic_shapes=shapes, strict=False)
+    _Modes(program).settle()
+    return program
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _unchanged(graph_module, signature):
+    return graph_module, signature
+
+
+_apply = vars(torch.autograd.Function)["apply"]
+
+
+def _checked_apply(cls, *args, **kwargs):
+    if cls.__module__.partition(".")[0] != "torch":
+        raise ValueError(f"{cls.__name__} has a backward pass of its own, which is not traced")
+    return _apply.__get__(None, cls)(*args, **kwargs)
+
+
+class _Modes:
+    """Goes through a program in its order, and knows whether gradients are on."""
+
+    def __init__(self, program):
+        self.graph = program.graph
+        kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+        self.without = {  # gradient
+            node
+            for node in self.graph.nodes
+            if node.op == "placeholder" and kinds[node.name] is not InputKind.PARAMETER
+        }
+        self.enabled, self.detached = True, {}
+        self.written = {}  # what an operation without gradient has returned -> what it has changed
+
+    def settle(self):
+        for node in [*self.graph.nodes]:
+            if isinstance(node.target, HigherOrderOperator):
+                raise ValueError(f"blocks of {node.target} are not captured{where(node)}")
+            if node.target is _set_grad_enabled:
+                (self.enabled,), self.detached = node.args, {}
+            elif node.target is _enter_autocast:
+                _refuse_autocast(node)
+            else:
+                self._operation(node)
+        for node in reversed(self.graph.nodes):
+            if node.target in _MODES:
+                self.graph.erase_node(node)
+        self.graph.owning_module.recompile()
+
+    def _operation(self, node):
+        for source in node.all_input_nodes:
+            if source in self.written:
+                node.replace_input_with(source, self.written[source])
+        if node.target is operator.getitem:
+            self.without |= {node} if node.args[0] in self.without else set()
+        elif node.op == "call_function" and not self.enabled:
+            self._without_gradient(node)
+
+    def _without_gradient(self, node):
+        before = node.args[0] if node.args else None
+        for source in node.all_input_nodes:
+            if source not in self.without and _has_numbers(source):
+                node.replace_input_with(source, self._detached(source, node))
+        self.without.add(node)
+        if before not in node.all_input_nodes and _writes_to_its_result(node):
+            self.written[node] = before
+
+    def _detached(self, source, reader):
+        """A value without gradient, in the same memory."""
+        if source not in self.detached:
+            with self.graph.inserting_before(reader):
+                copy = self.graph.call_function(_detach, (source,))
+            copy.meta = {**reader.meta, "val": source.meta["val"].detach()}
+            self.detached[source] = copy
+            self.without.add(copy)
+        return self.detached[source]
+
+
+def _has_numbers(node):
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _writes_to_its_result(node):
+    """Whether an operation returns its first operand, changed."""
+    schema = getattr(node.target, "_schema", None)
+    return schema and any(each.alias_info and each.alias_info.is_write for each in schema.returns)
+
+
+def _refuse_autocast(node):
+    _, _, enabled, _ = node.args
+    if enabled:
+        while (place := where(node)) == "" and node.op != "output":
+            node = node.next
+        raise ValueError(f"autocast is not captured: 16 bits are not there yet{place}")
+
+
+def where(node: fx.Node) -> str:
+    """The user's line of an operation, in brackets."""
+    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+    found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
+    return f" ({found[0][0]}:{found[0][1]})" if found else ""

@@ -1,0 +1,319 @@
+"""What the calls of a module take and return: seen in a run of the model with data, once of a few
+samples and once of twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class CannotStayWhole(ValueError):
+    """Why the module with this `path` cannot be called as it is."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path} cannot stay whole: {why}")
+        self.path = path
+
+
+class Like(NamedTuple):
+    """Shape and type of a tensor; a size (a, b) is a times the samples, and b."""
+
+    sizes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+
+    def shape(self, samples: Any) -> list[Any]:
+        return [a * samples + b if a else b for a, b in self.sizes]
+
+
+class RecordedCall(NamedTuple):
+    """A call: its arguments and its results as `leaves` in tuples, lists and dicts, of which a
+    tensor is a Like and everything else what it is.
+
+    `written` are the names of buffers that it writes to.  Floating-point operations forward and
+    backward, and the bytes that it saves for backward, are those of a sample.
+    """
+
+    taken: TreeSpec
+    taken_leaves: tuple[Any, ...]
+    returned: TreeSpec
+    returned_leaves: tuple[Any, ...]
+    written: frozenset[str]
+    flop: tuple[float, float]
+    saved: float
+
+    def arguments(self, values: Iterable[torch.Tensor]) -> tuple[tuple, dict]:
+        """Its arguments, by place and by name, with these tensors in them."""
+        return _filled(values, self.taken_leaves, self.taken)
+
+    def result(self, values: Iterable[torch.Tensor]) -> Any:
+        """What it returns, with these tensors in it."""
+        return _filled(values, self.returned_leaves, self.returned)
+
+    def tensors_taken(self, *arguments: tuple | dict) -> list[torch.Tensor] | None:
+        """Those of its arguments, a tuple and a dict; None if these are for another call."""
+        return _matching(arguments, self.taken_leaves, self.taken)
+
+    def tensors_returned(self, result: Any) -> list[torch.Tensor] | None:
+        """Those of its result; None if another call returns that."""
+        return _matching(result, self.returned_leaves, self.returned)
+
+    @property
+    def values(self) -> list[Like]:
+        """The tensors that it takes."""
+        return [leaf for leaf in self.taken_leaves if isinstance(leaf, Like)]
+
+    @property
+    def results(self) -> list[Like]:
+        """The tensors that it returns."""
+        return [leaf for leaf in self.returned_leaves if isinstance(leaf, Like)]
+
+
+def _filled(values, leaves, spec):
+    left = iter(values)
+    return tree_unflatten([next(left) if isinstance(x, Like) else x for x in leaves], spec)
+
+
+def _matching(tree, leaves, spec):
+    found, given = tree_flatten(tree)
+    if given != spec:
+        return None
+    alike = all(
+        isinstance(one, torch.Tensor)
+        if isinstance(other, Like)
+        else type(one) is type(other) and one == other
+        for one, other in zip(found, leaves, strict=True)
+    )
+    return _tensors_in(found) if alike else None
+
+
+class _Seen(NamedTuple):
+    """The same of a run, with all numbers those of its samples."""
+
+    taken: TreeSpec
+    taken_leaves: tuple[Any, ...]
+    returned: TreeSpec
+    returned_leaves: tuple[Any, ...]
+    written: frozenset[str]
+    flop: tuple[int, int]
+    saved: int
+
+
+def recorded_calls(
+    model: torch.nn.Module,
+    run: Callable[[int], object],
+    samples: int,
+    paths: Iterable[str],
+) -> dict[str, list[RecordedCall]]:
+    """All calls of the modules with these paths, in their order, while `run(count)` runs the model
+    with so many samples.  CannotStayWhole if one of them does more than to return tensors."""
+    low, high = (_seen(model, run, count, paths) for count in (samples, 2 * samples))
+    return {path: [*_combined(path, low[path], high[path], samples)] for path in paths}
+
+
+def _seen(model, run, count, paths):
+    calls: dict[str, list[_Seen]] = {path: [] for path in paths}
+    with _watched(model, calls), torch.enable_grad():
+        run(count)
+    return calls
+
+
+@contextmanager
+def _watched(model: torch.nn.Module, calls: Mapping[str, list[_Seen]]) -> Iterator[None]:
+    parts = {path: model.get_submodule(path) for path in calls}
+    own = {path: vars(part).get("forward") for path, part in parts.items()}
+    for path, part in parts.items():
+        part.forward = _Watch(path, part, calls[path])
+    try:
+        yield
+    finally:
+        for path, part in parts.items():
+            del part.forward
+            if own[path] is not None:
+                part.forward = own[path]
+
+
+def _combined(path, low, high, samples):
+    if len(low) != len(high):
+        raise CannotStayWhole(path, "it is called more often for more samples")
+    for few, many in zip(low, high, strict=True):
+        if (few.taken, few.returned) != (many.taken, many.returned):
+            raise CannotStayWhole(path, "it is called otherwise for more samples")
+        forward, backward = (count / (2 * samples) for count in many.flop)
+        yield RecordedCall(
+            many.taken,
+            _combined_leaves(path, few.taken_leaves, many.taken_leaves, samples),
+            many.returned,
+            _combined_leaves(path, few.returned_leaves, many.returned_leaves, samples),
+            few.written | many.written,
+            (forward, backward),
+            many.saved / (2 * samples),
+        )
+
+
+def _combined_leaves(path, few, many, samples):
+    return tuple(_combined_leaf(path, *each, samples) for each in zip(few, many, strict=True))
+
+
+def _combined_leaf(path, few, many, samples):
+    """The Like of a tensor of `samples` and of twice as many; what is none must be the same."""
+    if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
+        if type(few) is not type(many) or few != many:
+            raise CannotStayWhole(path, f"it is given {few!r:.40}, for more samples {many!r:.40}")
+        return few
+    if few.dim() != many.dim() or few.dtype != many.dtype:
+        raise CannotStayWhole(path, "for more samples it has tensors of other types or dimensions")
+    sizes = []
+    for one, other in zip(few.shape, many.shape):
+        a, rest = divmod(other - one, samples)
+        if rest or a < 0:
+            raise CannotStayWhole(path, "the size of a tensor depends on the values of another")
+        sizes.append((a, one - a * samples))
+    return Like(tuple(sizes), few.dtype)
+
+
+class _Watch:
+    """The `forward` of a module, which looks at its calls."""
+
+    def __init__(self, path, part, calls):
+        self.path, self.part, self.calls, self.forward = path, part, calls, part.forward
+
+    def __call__(self, *args, **kwargs):
+        leaves, taken = tree_flatten((args, kwargs))
+        self._check(leaves, _CONSTANTS, "is given")
+        leaves = [_cut_off(leaf) for leaf in leaves]
+        before, kept = _ModuleState(self.part, leaves), {}
+        args, kwargs = tree_unflatten(leaves, taken)
+        keep = saved_tensors_hooks(lambda value: _kept(kept, value), lambda value: value)
+        with FlopCounterMode(display=False) as counter, keep:
+            result = self.forward(*args, **kwargs)
+        found, returned = tree_flatten(result)
+        self._check(found, type(None), "returns")
+        written = self._written(before, _ModuleState(self.part, leaves))
+        own = _tensors_in(leaves) + [tensor for tensor, _ in before.held.values()]
+        self._check_origins(_tensors_in(found), own)
+        for each in own:
+            kept.pop(_storage(each), None)
+        saved = sum(each.untyped_storage().nbytes() for each in kept.values())
+        flop = counter.get_total_flops(), _backward(_tensors_in(found), own)
+        shapes = (tuple(map(_shape_of, each)) for each in (leaves, found))
+        taken_leaves, returned_leaves = shapes
+        self.calls.append(
+            _Seen(taken, taken_leaves, returned, returned_leaves, written, flop, saved)
+        )
+        return result
+
+    def _check(self, leaves, constants, how):
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor | constants):
+                raise CannotStayWhole(self.path, f"it {how} a {type(leaf).__name__}")
+
+    def _written(self, before, after):
+        """The names of the buffers that a call has written to."""
+        changed = {
+            key
+            for key in before.attributes.keys() | after.attributes.keys()
+            if before.attributes.get(key) != after.attributes.get(key)
+        }
+        if changed:
+            raise CannotStayWhole(self.path, f"it changes its attribute {min(changed)}")
+        if before.versions != after.versions:
+            raise CannotStayWhole(self.path, "it writes to one of its inputs")
+        if not torch.equal(before.random, after.random):
+            raise CannotStayWhole(self.path, "it draws random numbers")
+        written = set()
+        for name, (tensor, version) in before.held.items():
+            now, later = after.held.get(name, (None, 0))
+            trained = isinstance(tensor, torch.nn.Parameter)
+            if now is not tensor or (later != version and trained):
+                raise CannotStayWhole(self.path, f"it replaces {name}, or trains it by itself")
+            if later != version or not (trained or torch.equal(tensor, before.buffers[name])):
+                written.add(name)
+        return frozenset(written)
+
+    def _check_origins(self, found, own):
+        """All gradients go to inputs and parameters of the module."""
+        known, todo = {id(each) for each in own}, [each.grad_fn for each in found]
+        seen = {each.grad_fn for each in own}
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable") and id(node.variable) not in known:
+                raise CannotStayWhole(self.path, "it reads a parameter of another module")
+            todo += [source for source, _ in node.next_functions]
+
+
+_CONSTANTS = int | float | bool | str | torch.dtype | torch.device | type(None)
+
+
+class _ModuleState:
+    """What a call must leave as it was, but for buffers."""
+
+    def __init__(self, part, leaves):
+        self.attributes = {
+            f"{path}.{key}".removeprefix("."): _identity(value)
+            for path, each in part.named_modules()
+            for key, value in vars(each).items()
+            if key not in _OF_MODULES
+        }
+        held = [*part.named_parameters(), *part.named_buffers()]
+        self.held = {name: (tensor, tensor._version) for name, tensor in held}
+        # BatchNorm does not count versions of its averages.
+        self.buffers = {name: tensor.clone() for name, tensor in part.named_buffers()}
+        self.versions = [each._version for each in _tensors_in(leaves)]
+        self.random = torch.get_rng_state()
+
+
+_OF_MODULES = {*vars(torch.nn.Module()), "forward"}
+
+
+def _identity(value):
+    """What tells that an attribute has changed: another object, or more in it."""
+    return id(value), len(value) if isinstance(value, list | dict | set) else 0
+
+
+def _tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _cut_off(leaf):
+    """A tensor that comes from no operations of others, and may be written to."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad).clone()
+
+
+def _shape_of(leaf):
+    """A tensor without its data."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def _kept(kept, value):
+    kept[_storage(value)] = value
+    return value
+
+
+def _backward(found, own):
+    """The floating-point operations of a backward pass."""
+    ends = [each for each in found if each.requires_grad]
+    starts = [each for each in own if each.requires_grad]
+    if not ends or not starts:
+        return 0
+    with FlopCounterMode(display=False) as counter:
+        ones = [torch.ones_like(each) for each in ends]
+        torch.autograd.grad(ends, starts, ones, allow_unused=True)
+    return counter.get_total_flops()

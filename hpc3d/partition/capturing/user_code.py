@@ -1,0 +1,51 @@
+"""Code of users is called without traces, and what it raises told in a line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from warnings import catch_warnings
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Torch's generators are afterwards what they were, and nothing is printed meanwhile."""
+    state, level = torch.get_rng_state(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            redirect_stdout(StringIO()),
+            redirect_stderr(StringIO()),
+            catch_warnings(action="ignore"),
+        ):
+            yield
+    finally:
+        logging.disable(level)
+        torch.set_rng_state(state)
+
+
+def without_data() -> FakeTensorMode:
+    """A context in which tensors have no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def described(error: Exception) -> str:
+    """What an error says in a line, and where in the user's files it was raised."""
+    told = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (
+        os.path.dirname(os.path.dirname(__file__)),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.__file__),
+    )
+    theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
+    return f"{text:.300} ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else f"{text:.300}"

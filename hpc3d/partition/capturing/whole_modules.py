@@ -1,0 +1,318 @@
+"""Modules that torch.export cannot trace, as operations of the program: they stay whole.
+
+A stand-in has such a module's place while the model is traced.  It calls an operation whose
+results have the shapes that the module's have in a run with data; that operation becomes a
+WholeModule, which calls the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
+from traceback import walk_tb
+from weakref import WeakValueDictionary
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from hpc3d.partition.capturing.recorded_calls import (
+    CannotStayWhole,
+    RecordedCall,
+    recorded_calls,
+)
+from hpc3d.partition.capturing.user_code import described, undisturbed
+from hpc3d.runtime.exit_codes import BadData
+
+_MOST_TRIES = 16  # modules that are found one after the other
+_MOST_SAMPLES = 8
+_numbers = count()
+_Run = Callable[[int], object]
+
+
+class WholeModule:
+    """A call of a module as an operation: of its tensors and its weights, in lists.
+
+    It returns a tensor, or several in a list.  On fake tensors it has their shapes only.
+    """
+
+    __module__ = __name__
+
+    def __init__(
+        self, path: str, module: torch.nn.Module, reason: str, call: RecordedCall
+    ) -> None:
+        self.path, self.reason, self.call = path, reason, call
+        self.number = next(_numbers)
+        self.__name__ = self.__qualname__ = path.replace(".", "_")
+        self.weights = [name for name, _ in _held(module)]
+        self._names: dict[str, list[str]] = {name: [] for name in self.weights}
+        first = {id(tensor): name for name, tensor in reversed(_held(module))}
+        for name, tensor in _held(module, remove_duplicate=False):
+            self._names[first[id(tensor)]].append(name)
+        self._module = _without_data(path, module)
+        self._text = _digest(module, call)
+        self._here = threading.local()
+        _KNOWN[self.number] = self
+
+    def __str__(self) -> str:
+        """What it computes, as far as can be told."""
+        return f"{self.path} {self._text}"
+
+    def __call__(
+        self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor | list[torch.Tensor]:
+        operands = [*values, *weights]
+        graded = torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+        fake = any(isinstance(each, FakeTensor) for each in operands)
+        found = self.like(values) if fake else self._run(values, weights)
+        found = [_graded(each) if graded else each for each in found]
+        return found[0] if len(found) == 1 else found
+
+    def like(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of the shapes that it returns."""
+        samples = self._samples(values)
+        return [torch.empty(each.shape(samples), dtype=each.dtype) for each in self.call.results]
+
+    def _samples(self, values):
+        """Their number, by a size that depends on it."""
+        sizes = [
+            (a, size - b if b else size)
+            for like, value in zip(self.call.values, values, strict=True)
+            for (a, b), size in zip(like.sizes, value.shape, strict=True)
+            if a
+        ]
+        a, size = min(sizes, key=lambda each: each[0], default=(1, 0))
+        return size if a == 1 else size // a
+
+    def _run(self, values, weights):
+        module = self._bound(weights)
+        before = torch.get_rng_state(), [each._version for each in values]
+        args, kwargs = self.call.arguments(values)
+        try:
+            result = module.forward(*args, **kwargs)
+        except Exception as error:
+            raise BadData(f"{self.path} stays whole, and raised {described(error)}") from error
+        found = self.call.tensors_returned(result)
+        if not torch.equal(before[0], torch.get_rng_state()):
+            raise BadData(f"{self.path} stays whole, and has drawn random numbers")
+        if before[1] != [each._version for each in values]:
+            raise BadData(f"{self.path} stays whole, and has written to one of its inputs")
+        samples = self._samples(values)
+        expected = [(like.shape(samples), like.dtype) for like in self.call.results]
+        if found is None or expected != [([*each.shape], each.dtype) for each in found]:
+            raise BadData(f"{self.path} stays whole, and has not returned {expected}, as planned")
+        theirs = {_storage(each) for each in (*values, *weights)}
+        return [each.clone() if _storage(each) in theirs else each for each in found]
+
+    def _bound(self, weights):
+        """The module of this thread, with these tensors as its weights: backward may run parts of
+        it again, so that they stay there."""
+        if not hasattr(self._here, "module"):
+            self._here.module = copy.deepcopy(self._module)
+        for names, tensor in zip(self._names.values(), weights, strict=True):
+            for name in names:
+                path, _, leaf = name.rpartition(".")
+                part = self._here.module.get_submodule(path)
+                table = part._parameters if leaf in part._parameters else part._buffers
+                table[leaf] = tensor
+        return self._here.module
+
+
+def _graded(value):
+    """A result that has a gradient, be it zero."""
+    if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.detach().requires_grad_().clone()
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def _held(module, **how):
+    return [*module.named_parameters(**how), *module.named_buffers(**how)]
+
+
+def _without_data(path, module):
+    """A copy of a module whose weights have no data, and which is called without hooks."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                raise CannotStayWhole(path, f"its tensor {name} is no buffer")
+    known = {id(tensor): _meta(tensor) for _, tensor in _held(module)}
+    found = copy.deepcopy(module, known)
+    found._forward_hooks.clear()
+    found._forward_pre_hooks.clear()
+    return found
+
+
+def _meta(tensor):
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(like, tensor.requires_grad)
+    return like
+
+
+def _digest(module, call):
+    """The SHA-256 of the source of a module, its settings, its weights and a call of it."""
+    lines = [repr((*call[:4], sorted(call.written)))]
+    for path, part in module.named_modules():
+        kind = type(part)
+        try:
+            source = "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
+        except (OSError, TypeError):
+            source = ""
+        settings = {
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, int | float | str | None)
+        }
+        lines.append(repr((path, kind.__qualname__, source, part.extra_repr(), settings)))
+    lines += [repr((name, [*each.shape], str(each.dtype))) for name, each in _held(module)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+_KNOWN: WeakValueDictionary[int, WholeModule] = WeakValueDictionary()
+_SCHEMA = "(Tensor[] values, Tensor[] weights, int number) -> Tensor[]"
+
+
+@torch.library.custom_op("hpc3d::whole_module", mutates_args=(), schema=_SCHEMA)
+def _whole_module(values, weights, number):
+    raise NotImplementedError("it is traced, and never run")
+
+
+@_whole_module.register_fake
+def _(values, weights, number):
+    return _KNOWN[number].like(values)
+
+
+class _StandIn:
+    """The `forward` of a module that stays whole, while the model is traced."""
+
+    def __init__(self, path, part, calls):
+        self.path, self.part, self.calls = path, part, iter(calls)
+
+    def __call__(self, *args, **kwargs):
+        whole = next(self.calls, None)
+        values = whole and whole.call.tensors_taken(args, kwargs)
+        if values is None:
+            raise ValueError(f"{self.path} is called otherwise than in a run with data")
+        held = dict(_held(self.part))
+        weights = [held[name] for name in whole.weights]
+        return whole.call.result(torch.ops.hpc3d.whole_module(values, weights, whole.number))
+
+
+class WholeModules:
+    """Those modules of a model that stay whole: they are found one after the other.
+
+    `example()` returns the model with data, and a function that calls it with so many samples of
+    its `batch`.
+    """
+
+    def __init__(self, example: Callable[[], tuple[torch.nn.Module, _Run]], batch: int) -> None:
+        self.example, self.tries = cache(example), 0
+        self.samples = min(max(2, batch // 2), _MOST_SAMPLES)
+        self.reasons: dict[str, str] = {}
+        self.calls: dict[str, list[WholeModule]] = {}
+
+    def stand_in(self, model: torch.nn.Module) -> None:
+        """Put stand-ins in their places in an empty copy of the model."""
+        for path, calls in self.calls.items():
+            part = model.get_submodule(path)
+            part.forward = _StandIn(path, part, calls)
+
+    def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
+        """Let a module stay whole that cannot be traced for a reason, and all of its class; where
+        it cannot, the one around it.  ValueError if that is the model itself."""
+        self.tries, why = self.tries + 1, ""
+        while path in self.calls:
+            path = path.rpartition(".")[0]
+        while path and self.tries <= _MOST_TRIES:
+            reasons = {**dict.fromkeys(_alike(model, path), reason), **self.reasons}
+            try:
+                calls = self._recorded(_outermost(reasons), reasons)
+                if any(calls.get(each) for each in _around(path)):
+                    self.calls, self.reasons = calls, reasons
+                    return
+                path = path.rpartition(".")[0]  # it is a list of modules, which nobody calls
+            except CannotStayWhole as error:
+                path, why = error.path.rpartition(".")[0], f"; {error}"
+        raise ValueError(f"{reason}{why}")
+
+    def _recorded(self, paths, reasons):
+        model, run = self.example()
+        try:
+            with undisturbed():
+                calls = recorded_calls(model, run, self.samples, paths)
+                return {
+                    path: [
+                        WholeModule(path, model.get_submodule(path), reasons[path], call)
+                        for call in calls[path]
+                    ]
+                    for path in paths
+                }
+        except CannotStayWhole:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"with data it raised {described(error)}") from error
+
+
+def _alike(model, path):
+    """The paths of a module and of all of its class, but of torch's own."""
+    kind = type(model.get_submodule(path))
+    if kind.__module__.startswith("torch."):
+        return [path]
+    return [other for other, part in model.named_modules() if other and type(part) is kind]
+
+
+def _outermost(paths):
+    return [path for path in paths if not {*_around(path)[1:]} & {*paths}]
+
+
+def _around(path):
+    """A path and those of the modules that this one is in."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
+    """The path of the innermost module that was called when an error was raised; "" for the model
+    itself, or if it was raised elsewhere."""
+    paths = {id(part): path for path, part in model.named_modules()}
+    while error is not None:
+        callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        if found := [paths[id(each)] for each in callers if id(each) in paths]:
+            return found[-1]
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
+    """Put WholeModules in the place of the operations of stand-ins."""
+    graph, found = program.graph, []
+    for node in [*graph.nodes]:
+        if node.target is torch.ops.hpc3d.whole_module.default:
+            values, weights, number = node.args
+            found.append(_KNOWN[number])
+            name = found[-1].__name__
+            with graph.inserting_before(node):
+                new = graph.create_node("call_function", found[-1], (values, weights), {}, name)
+            new.meta = dict(node.meta)
+            _replace(graph, node, new)
+    return tuple(found)
+
+
+def _replace(graph, node, new):
+    """Let the readers of a list read the new one, or its only tensor."""
+    if len(new.target.call.results) == 1:
+        (new.meta["val"],) = node.meta["val"]
+        for reader in [*node.users]:
+            reader.replace_all_uses_with(new)
+            graph.erase_node(reader)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)

@@ -1,0 +1,150 @@
+"""What is seen of the calls of a module, and which calls cannot be repeated."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from hpc3d.partition.capturing.recorded_calls import CannotStayWhole, recorded_calls
+from tests.partition.untraceable_models import (
+    Borrows,
+    Choosy,
+    Draws,
+    Experts,
+    Number,
+    Remembers,
+    Straight,
+    Writes,
+)
+
+
+class Model(nn.Module):
+    """A module that is called with some rows, and after a layer."""
+
+    def __init__(self, inner, given=lambda x: (x,)):
+        super().__init__()
+        self.layer, self.inner, self.given = nn.Linear(4, 4), inner, given
+
+    def forward(self, samples):
+        return self.inner(*self.given(self.layer(torch.ones(samples, 4))))
+
+
+def recorded(module, *given):
+    model = Model(module, *given)
+    (calls,) = recorded_calls(model, model, 3, ["inner"]).values()
+    assert "forward" not in vars(model.inner)
+    return calls
+
+
+def test_a_call_is_known_for_any_number_of_samples():
+    (call,) = recorded(Experts())
+    assert [each.shape(7) for each in call.values] == [[7, 4]]
+    assert [(each.shape(7), each.dtype) for each in call.results] == [
+        ([7, 4], torch.float32),
+        ([7], torch.int64),
+    ]
+    y, chosen = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+    assert call.tensors_returned({"y": y, "chosen": [chosen, None]}) == [y, chosen]
+    assert call.tensors_returned({"y": y, "chosen": [chosen, 3]}) is None
+    assert call.tensors_returned([y, chosen]) is None
+    found = call.result([y, chosen])
+    assert found["y"] is y and found["chosen"] == [chosen, None]
+
+
+def test_products_are_counted_forward_and_backward():
+    """Of a layer with 4 x 4 weights 32 operations a sample, and backward twice as many."""
+    (call,) = recorded(nn.Linear(4, 4))
+    assert call.flop == (32, 64) and call.saved == 0, "its input is not its own"
+    (call,) = recorded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    assert call.flop == (64, 128) and call.saved == 4 * 4, "the result of tanh"
+
+
+def test_arguments_that_are_no_tensors_belong_to_the_call():
+    (call,) = recorded(Choosy(), lambda x: (x,))
+    x = torch.ones(2, 4)
+    assert call.arguments([x]) == ((x,), {})
+    assert call.tensors_taken((x,), {}) == [x]
+    assert call.tensors_taken((x,), {"scale": 2.0}) is None
+
+
+def test_buffers_that_are_written_to_are_known():
+    (call,) = recorded(Straight())
+    assert call.written == {
+        f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    (call,) = recorded(Straight().eval())
+    assert call.written == set()
+
+
+class Loose(nn.Module):
+    """It takes anything."""
+
+    def forward(self, x, *others):
+        return x
+
+
+class Replaces(nn.BatchNorm1d):
+    def forward(self, x):
+        self.running_mean = self.running_mean + 1
+        return x
+
+
+class Trains(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.bias.mul_(2)
+        return x
+
+
+class Collects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "why"),
+    [
+        (Number(), None, "it returns a float"),
+        (Draws(), None, "it draws random numbers"),
+        (Remembers(), None, "it changes its attribute last"),
+        (Collects(), None, "it changes its attribute seen"),
+        (Writes(), None, "it writes to one of its inputs"),
+        (Borrows().float(), None, "it reads a parameter of another module"),
+        (Replaces(4), None, "it replaces running_mean"),
+        (Trains(4, 4), None, "it replaces bias, or trains it by itself"),
+        (Loose(), lambda x: (x, x.shape[0]), "it is given 3, for more samples 6"),
+        (Loose(), lambda x: (x, iter([x])), "it is given a list_iterator"),
+        (Loose(), lambda x: (x[: len(x) ** 2 // 4],), "the size of a tensor depends"),
+        (
+            Loose(),
+            lambda x: (x.sum() if len(x) > 3 else x,),
+            "for more samples it has tensors of other types or dimensions",
+        ),
+        (Loose(), lambda x: (x, [x] * len(x)), "it is called otherwise"),
+    ],
+)
+def test_a_call_that_does_more_than_to_return_tensors_is_refused(module, given, why):
+    if isinstance(module, Borrows):
+        module.others[0].float()
+    with pytest.raises(CannotStayWhole, match=f"^inner cannot stay whole: {why}") as found:
+        recorded(module, *([given] if given else []))
+    assert found.value.path == "inner"
+
+
+def test_one_call_more_for_more_samples_is_refused():
+    class Often(Model):
+        def forward(self, samples):
+            return [self.inner(torch.ones(2, 4)) for _ in range(samples)]
+
+    model = Often(nn.Linear(4, 4))
+    with pytest.raises(CannotStayWhole, match="called more often for more samples"):
+        recorded_calls(model, partial(model), 2, ["inner"])

@@ -1,0 +1,42 @@
+"""Code of users leaves no traces, and what it raises is told in a line."""
+
+import logging
+import re
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
+
+
+def test_an_error_is_described_in_a_line():
+    assert described(KeyError()) == "KeyError"
+    assert described(ValueError("a\nb")) == "ValueError: a"
+
+
+def test_an_error_has_the_line_of_the_user():
+    with pytest.raises(ValueError) as found:
+        raise ValueError("no")
+    assert re.fullmatch(r"ValueError: no \(.*test_user_code.py:\d+\)", described(found.value))
+
+
+def test_nothing_is_printed_drawn_or_logged(capfd, caplog):
+    before = torch.get_rng_state()
+    with undisturbed():
+        print("hello")
+        warnings.warn("hello", stacklevel=1)
+        logging.warning("hello")
+        torch.rand(3)
+    assert torch.equal(before, torch.get_rng_state())
+    assert capfd.readouterr() == ("", "") and not caplog.records
+    logging.warning("hello")
+    assert caplog.records
+
+
+def test_tensors_have_no_data():
+    with without_data():
+        assert torch.empty(10**9, 10**6).shape == (10**9, 10**6)
