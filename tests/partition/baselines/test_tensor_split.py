@@ -103,10 +103,10 @@ def test_a_rank_holds_its_part_of_weights():
 
 
 def test_what_lies_between_is_saved_in_part():
-    """Of [16, 64]: six linear layers and as many functions save what they read, of which the
-    model's input, and two in the middle of each pair, in half."""
+    """Of [16, 64]: six linear layers and as many functions save what they read, the model's input
+    aside, of which two in the middle of each pair in half."""
     graph = graph_of(SplitOperations(Operations(small("mlp")), 2), FLOP, 16)
-    assert total(graph, "saved") == 16 * 64 * 4 * (12 - (1 + 3 * 2) / 2)
+    assert total(graph, "saved") == 16 * 64 * 4 * (11 - 3 * 2 / 2)
 
 
 def test_a_layer_whose_result_all_ranks_need_stays_whole():
