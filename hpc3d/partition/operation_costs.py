@@ -182,6 +182,7 @@ class _Meter(fx.Interpreter):
             return super().run_node(node)
         before, operands = self.saved, tensors(self.fetch_args_kwargs_from_env(node))
         self.node = node
+        ends = {get_gradient_edge(each).node for each in operands if each.requires_grad}
         result, flop = self._counted(node)
         for tensor in tensors(result):
             self.makers.setdefault(tensor.untyped_storage()._cdata, node)
@@ -193,7 +194,7 @@ class _Meter(fx.Interpreter):
         (first, *_) = tensors(result) or [torch.empty(0)]
         self.dtypes[node] = str(first.dtype).removeprefix("torch.")
         needed = [each for each in operands if each.requires_grad] if works[1] != _NOTHING else []
-        working = _widest(result, needed) if needed else 0
+        working = _widest(result, needed, ends) if needed else 0
         share = self._share_of_weights(node, operands, len(works[1].products))
         self.found[node] = _Operation(*works, 0, _nbytes(result), working, 0, share)
         return result
@@ -235,22 +236,23 @@ class _Meter(fx.Interpreter):
         return result, counter.get_total_flops()
 
 
-def _widest(result, needed):
+def _widest(result, needed, ends):
     """The bytes of the gradients that are read and made at once at most, where torch runs backward
-    what lies between a result and its operands."""
+    what lies between a result and the `ends` of what it is made of; those of the result and of the
+    `needed` operands where it does not know."""
     todo = [tensor.grad_fn for tensor in tensors(result) if tensor.grad_fn]
-    known = {get_gradient_edge(tensor).node for tensor in needed}
-    found = 0
+    found, known = 0, set()
     while todo:
         node = todo.pop()
-        if node in known:
-            continue
+        passed = node in known or node in ends
         known.add(node)
+        if passed:
+            continue
         following = [each for each, _ in node.next_functions if each]
         if not _VIEWS.match(node.name()):
             found = max(found, sum(map(_gradients, (node, *following))))
         todo += following
-    return found
+    return found if known & ends else _nbytes(needed) + _nbytes(result)
 
 
 # Of these the gradient lies where that of the operand does.
