@@ -90,6 +90,7 @@ def test_torch_is_afterwards_as_it_was():
     assert any("wrap" in str(node.target) for node in program.graph.nodes)
 
 
+@pytest.mark.slow
 def test_other_blocks_are_refused():
     def function(y, x):
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (y,))

@@ -116,6 +116,7 @@ def test_other_random_numbers_are_refused(function):
         programmed(lambda x: x * function(x))
 
 
+@pytest.mark.slow
 def test_a_cut_drops_what_the_whole_drops():
     """Stages, replicas and microbatches of every kind against one rank and one microbatch."""
     name = f"{HERE}:dropping"

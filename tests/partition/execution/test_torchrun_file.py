@@ -232,6 +232,7 @@ def test_the_command_writes_the_file(tmp_path, capsys):
     assert abs(loss.item() - called(module, inputs)[1].item()) < 1e-6 * loss.item()
 
 
+@pytest.mark.slow
 def test_a_schedule_that_torch_lacks_is_not_searched_for_a_file(tmp_path):
     words = ["inputs.partition.mlp:regression", "--ranks", "2", "--replicas", "1,1"]
     words += ["--batch", "64", "--microbatches", "4", "-o"]
