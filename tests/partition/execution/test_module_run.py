@@ -142,7 +142,8 @@ def test_every_schedule_trains_as_torch_does(schedule, replicas, tmp_path):
     name, chunks = f"{HERE}:eight_layers", 2 if schedule == "interleaved" else 1
     plan = written(tmp_path / "plan.json", name, replicas, 4, schedule, chunks=chunks)
     words = [f"--{key}={value}" for key, value in AS_TORCH.items()]
-    checked(sum(replicas), *COMMAND, plan, *words, "--run.out", tmp_path / "runs")
+    words += ["--run.out", tmp_path / "runs"]
+    checked(sum(replicas), *COMMAND, plan, *words, timeout=300)
     expected, seen = trained_by_torch(name, 4)
     run = newest(tmp_path / "runs")
     np.testing.assert_allclose(losses(run), seen, rtol=1e-10)
