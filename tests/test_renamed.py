@@ -199,7 +199,9 @@ def test_an_old_run_goes_on_without_a_warning(run, tmp_path):
     written = (run / "config.toml").read_text(encoding="utf-8")
     assert to_toml(stored(written)) == written and "loss_spike_sigma = 5.0" in written
     checked(1, "-m", "hpc3d.train", anew, *steps)
-    assert losses(run).tolist() == losses(newest(tmp_path / "anew")).tolist()
+    # The first three steps are of another processor, whose products round otherwise.
+    anew = losses(newest(tmp_path / "anew")).tolist()
+    assert losses(run).tolist() == pytest.approx(anew, rel=1e-7)
 
 
 def test_an_old_trace_is_reported(run, capsys):

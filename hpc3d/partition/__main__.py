@@ -28,6 +28,7 @@ the shortest step under a pipeline schedule, load the lightest heaviest stage: w
 and once per value the transfer of each that enters it and of each that leaves it.
 """
 
+import gc
 import json
 import re
 import sys
@@ -166,6 +167,10 @@ def _of_file(options):
     return _as_json(plan, limits)
 
 
+# New objects before Python looks for cycles: a captured model has millions that stay.
+_SELDOM = 200_000
+
+
 def _of_module(options):
     need(options.model, "torch")
     from hpc3d.partition.capture import captured_of
@@ -173,6 +178,7 @@ def _of_module(options):
 
     if options.bandwidth:
         raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
+    gc.set_threshold(_SELDOM)
     captured = captured_of(options.model)
     given = {name: getattr(options, name, None) for name in Wanted._fields}
     if options.output and options.output.suffix == ".py":

@@ -252,6 +252,16 @@ def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
     return tuple(_held(costs, choice, [*_parts(costs, choice)], _clock(choice).peaks))
 
 
+def busiest(costs: ModelCosts, choice: PipelineChoice) -> float:
+    """Seconds that the busiest stage computes in a step, which takes longer than that."""
+    work = [
+        part.backward + (1 + stage.recompute) * part.forward
+        for stage, part in zip(choice.stages, _parts(costs, choice))
+    ]
+    width = choice.width
+    return choice.microbatches * max(sum(work[stage::width]) for stage in range(width))
+
+
 def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
     """ValueError for an arrangement that cannot be run."""
     stages, micros, width = choice.stages, choice.microbatches, choice.width

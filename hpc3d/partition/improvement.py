@@ -12,6 +12,7 @@ from hpc3d.partition.evaluation import (
     Evaluated,
     ModelCosts,
     PipelineChoice,
+    busiest,
     bytes_held,
     evaluated,
 )
@@ -41,7 +42,9 @@ def _climbed(costs, choice, allowed, places):
         better = False
         for kind in range(_kinds(choice)):
             for other in _changed(costs, choice, kind, allowed, places):
-                if left <= 0 or max(bytes_held(costs, other)) > allowed.memory:
+                if left <= 0 or busiest(costs, other) >= best.seconds:
+                    continue
+                if max(bytes_held(costs, other)) > allowed.memory:
                     continue
                 left -= 2 * len(other.stages) * other.microbatches
                 found = evaluated(costs, other, allowed.memory)

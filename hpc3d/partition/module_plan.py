@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from math import inf
 from typing import NamedTuple
 
 from hpc3d.partition.atom_graph import bits
@@ -21,6 +22,7 @@ from hpc3d.partition.evaluation import (
     ModelCosts,
     PipelineChoice,
     StageChoice,
+    busiest,
     bytes_held,
     evaluated,
 )
@@ -34,6 +36,7 @@ from hpc3d.predict.machine.machine import Machine
 _MOST_MICROBATCHES = 128  # that are tried
 _LOOKED_AT = 250  # arrangements with a part a stage that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
+_FAR = 1.1  # from the best, which no improvement makes good
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # of a search over all of them
@@ -197,7 +200,7 @@ def _quickest(costs, allowed):
     found = search.found()
     several = [each for each in found if each.chunks > 1]
     found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
-    found.sort(key=lambda each: evaluated(costs, each).seconds)
+    found = _sorted_on_the_clock(costs, found)
     # The best of every schedule and number of stages: small changes do not lead to others.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
@@ -206,6 +209,17 @@ def _quickest(costs, allowed):
     chains += [*_over_downsets(costs, allowed, best)]
     for chain, choice in chains:
         yield chain, *improved(chain, choice, allowed, search.places)
+
+
+def _sorted_on_the_clock(costs, choices):
+    """By the seconds of a step, without those whose busiest stage alone is far from the best."""
+    seconds, best = {}, inf
+    for choice in sorted(choices, key=lambda each: busiest(costs, each)):
+        if busiest(costs, choice) > _FAR * best:
+            break
+        seconds[choice] = evaluated(costs, choice).seconds
+        best = min(best, seconds[choice])
+    return sorted(seconds, key=seconds.__getitem__)
 
 
 def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:

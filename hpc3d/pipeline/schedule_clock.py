@@ -3,16 +3,17 @@ worked out once, so that a search can ask for thousands of steps."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, whole
 from hpc3d.pipeline.schedule import instruction_streams
-from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.pipeline.timeline import Cost
 
 _KINDS = ("F", "B", "W", "BW")
+_NOWHERE, _START = -2, -1  # behind all passes: what nothing comes from, the start of a stage
 _FILL, _ROUNDS = 4, 4  # of a microbatch per stage: until a schedule is steady, and to look at it
 
 
@@ -39,34 +40,41 @@ class ScheduleClock:
         """All passes, none before what it waits for: the numbers of the one before it on its stage
         and of another one that it needs, over which border, and its part and kind; and the number
         of the last one of every stage."""
-        # Where every pass takes time, what ends first waits for nothing that ends later.
-        placement, last = self._placement, [-1] * len(self._streams)
-        rows = timeline(self._streams, placement, Cost(*[placement.chunks] * 3))
-        passes = sorted(
-            (end, stage, place)
-            for stage, row in enumerate(rows)
-            for place, (_, end, _) in enumerate(row)
-        )
+        streams = [deque(whole(stream)) for stream in self._streams]
         numbers: dict[tuple[int, Instruction], int] = {}
+        waiting: dict[tuple[int, Instruction], int] = {}
         found: list[tuple[int, int, int, int]] = []
-        for number, (_, stage, place) in enumerate(passes):
-            done = rows[stage][place][2]
-            part = placement.part(stage, done.chunk)
-            other, border = len(passes), 0
-            for peer, need in placement.needs(stage, done):
-                if peer != stage:
-                    other = numbers[peer, need]
-                    border = min(part, placement.part(peer, need.chunk))
-            kind = len(_KINDS) * part + _KINDS.index(done.op)
-            found.append((last[stage], other, border, kind))
-            numbers[stage, done._replace(op=done.op[0])] = last[stage] = number
+        last, ready = [_START] * len(streams), [*range(len(streams))]
+        while ready:
+            stage = ready.pop()
+            while streams[stage]:
+                need = self._from_another(stage, streams[stage][0])
+                if need and need not in numbers:
+                    waiting[need] = stage
+                    break
+                done = streams[stage].popleft()
+                found.append((last[stage], *self._numbered(stage, done, need, numbers)))
+                result = stage, done._replace(op=done.op[0])
+                numbers[result] = last[stage] = len(found) - 1
+                ready += [waiting.pop(result)] if result in waiting else []
         return found, last
+
+    def _from_another(self, stage, instruction):
+        """The pass of another stage that a pass needs, if there is one."""
+        needs = self._placement.needs(stage, instruction)
+        return next((need for need in needs if need[0] != stage), None)
+
+    def _numbered(self, stage, instruction, need, numbers):
+        part = self._placement.part(stage, instruction.chunk)
+        kind = len(_KINDS) * part + _KINDS.index(instruction.op)
+        if need is None:
+            return _NOWHERE, 0, kind
+        return numbers[need], min(part, self._placement.part(need[0], need[1].chunk)), kind
 
     def ends(self, costs: list[Cost]) -> list[float]:
         """When each stage has done its last pass, in seconds, with the Cost of every part."""
         seconds = [cost.seconds()[kind] for cost in costs for kind in _KINDS]
         messages, (passes, last) = [cost.comm for cost in costs], self._order
-        # At last, what comes from nowhere, and the start of every stage.
         ends = [0.0] * len(passes) + [-inf, 0.0]
         for number, (before, other, border, kind) in enumerate(passes):
             start, arrival = ends[before], ends[other] + messages[border]

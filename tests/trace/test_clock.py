@@ -22,7 +22,7 @@ from tests.mpi import checked
 from tests.trace.skewed import errors
 
 BOUND = 50_000  # ns
-TRIES = 4  # on a machine that other programs use, too, every exchange of a try may be held up
+TRIES = 20  # on a machine that other programs use, too, every exchange of a try may be held up
 
 
 def found_once(measure):
