@@ -123,29 +123,43 @@ AS_TORCH = {
     "train.clip": CLIP,
     "checkpoint.every": STEPS,
 }
-SCHEDULES = {
-    "gpipe": ((1, 1), (2, 2), (1,) * 8),
-    "1f1b": ((2, 1), (1, 1, 1, 1), (2, 2, 2, 2)),
-    "interleaved": ((1, 1), (2, 2), (2, 2, 2, 2)),
-    "zb-h1": ((1, 1), (2, 1, 1), (1,) * 8),
-    "zb-h2": ((1, 1), (1, 1, 1, 1), (1, 2, 3, 2)),
+SCHEDULES = {  # by ranks
+    1: {"none": (1,)},
+    2: dict.fromkeys(("gpipe", "interleaved", "zb-h1", "zb-h2"), (1, 1)),
+    3: {"1f1b": (2, 1)},
+    4: {
+        "gpipe": (2, 2),
+        "1f1b": (1, 1, 1, 1),
+        "interleaved": (2, 2),
+        "zb-h1": (2, 1, 1),
+        "zb-h2": (1, 1, 1, 1),
+    },
+    8: {
+        "gpipe": (1,) * 8,
+        "1f1b": (2, 2, 2, 2),
+        "interleaved": (2, 2, 2, 2),
+        "zb-h1": (1,) * 8,
+        "zb-h2": (1, 2, 3, 2),
+    },
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "replicas"),
-    [("none", (1,)), *((name, each) for name, found in SCHEDULES.items() for each in found)],
-)
-def test_every_schedule_trains_as_torch_does(schedule, replicas, tmp_path):
-    """On 1 to 8 ranks: parameters and losses of the whole module after three steps."""
-    name, chunks = f"{HERE}:eight_layers", 2 if schedule == "interleaved" else 1
-    plan = written(tmp_path / "plan.json", name, replicas, 4, schedule, chunks=chunks)
-    words = [f"--{key}={value}" for key, value in AS_TORCH.items()]
-    words += ["--run.out", tmp_path / "runs"]
-    checked(sum(replicas), *COMMAND, plan, *words, timeout=300)
+@pytest.mark.parametrize("ranks", SCHEDULES)
+def test_every_schedule_trains_as_torch_does(ranks, tmp_path):
+    """Parameters and losses of the whole module after three steps."""
+    name, plans = f"{HERE}:eight_layers", []
+    for schedule, replicas in SCHEDULES[ranks].items():
+        chunks, path = 2 if schedule == "interleaved" else 1, tmp_path / f"{schedule}.json"
+        plans.append(written(path, name, replicas, 4, schedule, chunks=chunks))
+    words = json.dumps([f"--{key}={value}" for key, value in AS_TORCH.items()])
+    checked(ranks, "-m", "tests.partition.execution.several_runs", words, *plans, timeout=300)
     expected, seen = trained_by_torch(name, 4)
-    run = newest(tmp_path / "runs")
+    for plan in plans:
+        assert_trained(newest(plan.with_suffix("")), expected, seen)
+
+
+def assert_trained(run, expected, seen):
     np.testing.assert_allclose(losses(run), seen, rtol=1e-10)
     found = tensors(run, STEPS)
     for key, value in expected.items():
