@@ -1,5 +1,5 @@
-"""Runs plans one after the other in one job: WORDS of all, as JSON, and then every PLAN.json, whose
-run lies in a folder beside it."""
+"""Runs plans one after the other in one job: WORDS of all, as JSON, and then each PLAN.json, whose
+runs lie in a folder beside it."""
 
 import json
 import sys
