@@ -29,6 +29,8 @@ SIZES = {
     "model.layers": (1, MOST_LAYERS),
     "model.hidden": (1, 2**20),
     "model.heads": (1, 2**20),
+    "model.kv_heads": (1, 2**20),
+    "model.ffn": (1, 2**22),
     "model.sequence": (1, 2**27),
     "model.vocabulary": (1, 2**27),
     "train.steps": (1, INT32),

@@ -1,7 +1,8 @@
-"""The same GPT-2 in torch, eager: what our gradients and our step time are compared with.
+"""The same model in torch, eager: what our gradients and our step time are compared with.
 
-It follows hpc3d.model.gpt2 in sizes, names and the order of a head's columns [q | k | v], and is
-otherwise plain torch: linear, layer_norm, gelu, scaled_dot_product_attention, cross_entropy.
+It follows hpc3d.model in sizes, names and the order of columns, [q x g | k | v] of a head of keys
+and (gate, up) of a feature, and is otherwise plain torch: linear, layer_norm, rms_norm, gelu, silu,
+scaled_dot_product_attention, cross_entropy.  What a model has is told by its weights.
 """
 
 from __future__ import annotations
@@ -21,31 +22,55 @@ if TYPE_CHECKING:
 
 
 def linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return functional.linear(x, weights[f"{name}.weight"].T, weights.get(f"{name}.bias"))
 
 
-def norm(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    gamma, beta = weights[f"{name}.gamma"], weights[f"{name}.beta"]
-    return functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
+def norm(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, epsilon: float = 1e-5
+) -> torch.Tensor:
+    gamma, beta = weights[f"{name}.gamma"], weights.get(f"{name}.beta")
+    if beta is None:
+        return functional.rms_norm(x, gamma.shape, gamma, epsilon)
+    return functional.layer_norm(x, gamma.shape, gamma, beta, epsilon)
 
 
-def _attention(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """Causal attention on [B, T, heads*3*D]."""
-    batch, sequence, columns = qkv.shape
-    parts = qkv.view(batch, sequence, heads, 3, columns // (3 * heads))
-    q, k, v = parts.permute(3, 0, 2, 1, 4)
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out.transpose(1, 2).reshape(batch, sequence, columns // 3)
+def _attention(qkv: torch.Tensor, shape: Any, rotary: bool) -> torch.Tensor:
+    """Causal attention on [B, T, heads*(g+2)*D]."""
+    batch, sequence, _ = qkv.shape
+    g, width = shape.heads // shape.kv_heads, shape.hidden // shape.heads
+    parts = qkv.view(batch, sequence, shape.kv_heads, g + 2, width).permute(0, 2, 3, 1, 4)
+    q, k, v = parts[:, :, :g], parts[:, :, g : g + 1], parts[:, :, g + 1 :]
+    if rotary:
+        q, k = (_turned(each, shape.rotation) for each in (q, k))
+    out = functional.scaled_dot_product_attention(
+        q, k.expand_as(q), v.expand_as(q), is_causal=True
+    )
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, sequence, shape.hidden)
+
+
+def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
+    """[..., T, D] by complex numbers: the pair (a, b) of features i and i + D / 2 is a + ib, a
+    turn is a product with exp(i angle)."""
+    sequence, width = x.shape[-2:]
+    frequencies = torch.tensor(rotation.frequencies(width), dtype=x.dtype)
+    angles = torch.outer(torch.arange(sequence, dtype=x.dtype), frequencies)
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
 
 
 def _block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    gelu = "tanh" if shape.gelu == "tanh" else "none"
-    qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x))
-    x = x + linear(weights, f"{name}.proj", _attention(qkv, shape.heads))
-    h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x))
-    return x + linear(weights, f"{name}.down", functional.gelu(h, approximate=gelu))
+    rotary = "embedding.position" not in weights
+    qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x, shape.epsilon))
+    x = x + linear(weights, f"{name}.proj", _attention(qkv, shape, rotary))
+    h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x, shape.epsilon))
+    if h.shape[-1] == 2 * shape.ffn:
+        h = functional.silu(h[..., ::2]) * h[..., 1::2]
+    else:
+        h = functional.gelu(h, approximate="tanh" if shape.gelu == "tanh" else "none")
+    return x + linear(weights, f"{name}.down", h)
 
 
 def loss(
@@ -53,11 +78,13 @@ def loss(
 ) -> torch.Tensor:
     """The mean loss of tokens and targets [B, T] under a dict of weights by our names."""
     table = weights["embedding.token"]
-    x = table[tokens] + weights["embedding.position"]
+    x = table[tokens]
+    if (positions := weights.get("embedding.position")) is not None:
+        x = x + positions
     for number in range(shape.layers):
         x = _block(weights, f"layers.{number}", x, shape)
     head = table if shape.tied else weights["head.table"]
-    logits = norm(weights, "head.norm", x) @ head[: shape.vocabulary].T
+    logits = norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
     return functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
     )

@@ -114,6 +114,17 @@ class ModelConfig:
     """tokens that there are (absent: those of the tokenizer)"""
     tied: bool = True
     """the table of tokens is also the matrix of the head"""
+    kv_heads: int | None = None
+    """llama: heads of keys and values, each shared by heads / kv_heads queries (absent: heads)"""
+    ffn: int | None = None
+    """llama: features of the hidden layer of the MLP (absent: 4 hidden)"""
+    norm_epsilon: float = 1e-5
+    """llama: what norms add to the mean of squares"""
+    rope_theta: float = 10000.0
+    """llama: rotary positions turn the slowest pair of a head by about 1 / rope_theta a token"""
+    rope_scaling: dict[str, float] | None = None
+    """llama: longer sequences by slower turns, as { factor = 8, low = 1, high = 4, original = 8192
+    }, which is rope_type "llama3" of published configs"""
     gelu: Literal["tanh", "exact"] = "tanh"
     """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
     dropout: float = 0.0

@@ -99,8 +99,9 @@ def stored(text: str) -> Config:
     tree = files.toml(text)
     renamed.use_new_names(tree)
     config = validate(tree)
-    products = block_products(config.model)
-    for line in (*limits.out_of_bounds(config), *limits.too_large(config, products)):
+    for line in limits.out_of_bounds(config):
+        raise ValueError(line)
+    for line in limits.too_large(config, block_products(config.model)):
         raise ValueError(line)
     return config
 

@@ -61,6 +61,7 @@ def unknown_values(config: Config) -> Iterator[str]:
     """Numbers out of range, names that do not exist, or not here."""
     yield from limits.out_of_bounds(config)
     yield from _out_of_range(config)
+    yield from _wrong_family(config.model)
     yield from wrong_backend(config)
     yield from _wrong_decay(config.train)
     if not re.fullmatch(r"[\w .+-]+", config.name):
@@ -85,6 +86,8 @@ def _out_of_range(config: Config) -> Iterator[str]:
         "seed": (config.seed, 0, 2**64),
         "parallel.bucket_mb": (config.parallel.bucket_mb, 0, inf),
         "model.dropout": (model.dropout, 0, 1),
+        "model.norm_epsilon": (model.norm_epsilon, 0, 1),
+        "model.rope_theta": (model.rope_theta, 1, inf),
         "train.learning_rate": (train.learning_rate, 0, inf),
         "train.weight_decay": (train.weight_decay, 0, inf),
         "train.clip": (train.clip, 0, inf),
@@ -96,6 +99,27 @@ def _out_of_range(config: Config) -> Iterator[str]:
         if not lowest <= value < limit:
             found = limits.shown(value)
             yield f"{key} = {found}: must be at least {lowest} and below {limit}"
+
+
+_OF_LLAMA = "kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"
+_SCALING = "factor", "low", "high", "original"
+
+
+def _wrong_family(model: ModelConfig) -> Iterator[str]:
+    """Keys of another family, and rotary positions that are not known."""
+    usual, given = ModelConfig(), (key for key in _OF_LLAMA if model.kind != "llama")
+    for key in given:
+        if (value := getattr(model, key)) != getattr(usual, key):
+            yield f"model.{key} = {value}: of llama alone; leave it out, or use model.kind = llama"
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    if {*scaling} != {*_SCALING}:
+        yield f"model.rope_scaling = {scaling}: must have {', '.join(_SCALING)} and nothing else"
+    elif not (scaling["factor"] >= 1 and 0 < scaling["low"] < scaling["high"] < inf):
+        yield f"model.rope_scaling = {scaling}: factor must be at least 1, and 0 < low < high"
+    elif not 1 <= scaling["original"] < inf:
+        yield f"model.rope_scaling = {scaling}: original must be a number of tokens"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
@@ -157,6 +181,16 @@ def wrong_parts(config: Config) -> Iterator[str]:
             f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
             "change one of them"
         )
+    elif model.kind == "llama" and model.hidden // model.heads % 2:
+        yield (
+            f"model.hidden / model.heads = {model.hidden // model.heads}: rotary positions turn "
+            "pairs of features; use an even number"
+        )
+    if model.heads % (model.kv_heads or model.heads):
+        yield (
+            f"model.heads = {model.heads} does not divide by model.kv_heads = {model.kv_heads}: "
+            "change one of them"
+        )
     if sequences % micros:
         yield (
             f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
@@ -181,12 +215,17 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         (split.of_gradient.w[0], turned.of_gradient.w[0]),
         (turned.w[1], outer.next().w[1]),
     )
+    heads = "model.heads" if model.kv_heads is None else "model.kv_heads"
+    across = used(split.y[1], turned.x[1])
     needs = {
         (batch, sequences // micros): whole,
         (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
-        ("model.heads", model.heads): used(split.y[1], turned.x[1]),
+        (heads, model.kv_heads or model.heads): across,
         ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
     }
+    if model.ffn is not None:
+        ffn = used(split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0])
+        needs["model.ffn", model.ffn] = across | ffn
     for (key, value), places in needs.items():
         for axes in sorted(places):
             yield from _indivisible(key, value, axes, sizes)

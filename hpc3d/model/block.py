@@ -1,4 +1,5 @@
-"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
+"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(f(up(norm(x)))) with GELU or
+SwiGLU as f.  What differs from family to family is data of `Family`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from hpc3d.model.core_attention import AttentionSaved, CoreAttention
 from hpc3d.model.layers import Dropout, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
+from hpc3d.ops.swiglu import swiglu, swiglu_grad
 from hpc3d.tensor.matmul import Saved
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 class BlockSaved(NamedTuple):
     """What the backward pass of a block works with: the inputs of its products and norms, what
-    attention saved, and the slope of GELU, or where products do GELU what it was made of."""
+    attention saved, and the slopes of the activation, or where products do GELU what it was made
+    of."""
 
     norm1: NormSaved
     qkv_linear: Saved
@@ -30,7 +33,7 @@ class BlockSaved(NamedTuple):
     proj_linear: Saved
     norm2: NormSaved
     up_linear: Saved
-    gelu_saved: Array
+    slopes: Array
     down_linear: Saved
 
 
@@ -51,7 +54,7 @@ class Block:
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
-        model, split = spec.sizes, spec.splits["dense"]
+        model, split, family = spec.sizes, spec.splits["dense"], spec.family
         self.mesh, self.model, self.number = mesh, model, number
         self.parameters, self.recompute = parameters, spec.recompute
         self.name = name = f"layers.{number}"
@@ -59,21 +62,26 @@ class Block:
         std, last = model.std, model.std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std):
-            return Linear(mesh, parameters, f"{name}.{part}", shape, split, std, spec.keep)
+            where = f"{name}.{part}"
+            return Linear(mesh, parameters, where, shape, split, std, spec.keep, family.biased)
+
+        def norm(part):
+            how = split.x, model.epsilon
+            return family.norm(mesh, parameters, f"{name}.{part}", hidden, *how)
 
         def dropout(part, layout):
             return Dropout(mesh, f"{name}.{part}", layout, model.dropout, spec.seed)
 
-        self.norm1 = spec.family.norm(mesh, parameters, f"{name}.norm1", hidden, split.x)
-        self.qkv = linear("qkv", (hidden, 3 * hidden), split, std)
+        self.norm1 = norm("norm1")
+        self.qkv = linear("qkv", (hidden, model.qkv), split, std)
         self.attention = CoreAttention(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
         self.drop1 = dropout("drop1", split.x)
-        self.norm2 = spec.family.norm(mesh, parameters, f"{name}.norm2", hidden, split.x)
-        self.up = linear("up", (hidden, model.ffn), split, std)
+        self.norm2 = norm("norm2")
+        self.up = linear("up", (hidden, (1 + family.gated) * model.ffn), split, std)
         self.down = linear("down", (model.ffn, hidden), split.next(), last)
         self.drop2 = dropout("drop2", split.x)
-        self.gelu = GELU[model.gelu]
+        self.gated, self.gelu = family.gated, GELU[model.gelu]
         alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = model.fused_gelu and alone
 
@@ -98,7 +106,7 @@ class Block:
         a, saved_attention = self.attention.forward(qkv, micro)
         x, saved_proj = self._add_residual(x, self.proj, a, self.drop1, micro)
         n2, saved_n2 = self.norm2.forward(x)
-        g, saved_up, gelu_saved = self._up_gelu(n2)
+        g, saved_up, slopes = self._up(n2)
         y, saved_down = self._add_residual(x, self.down, g, self.drop2, micro)
         return y, BlockSaved(
             norm1=saved_n1,
@@ -107,7 +115,7 @@ class Block:
             proj_linear=saved_proj,
             norm2=saved_n2,
             up_linear=saved_up,
-            gelu_saved=gelu_saved,
+            slopes=slopes,
             down_linear=saved_down,
         )
 
@@ -120,8 +128,8 @@ class Block:
     ) -> Array:
         if isinstance(saved, BlockInput):
             saved = self._recomputed(saved, micro)
-        dh = self._down_gelu_grad(
-            self._apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.gelu_saved, defer
+        dh = self._down_grad(
+            self._apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.slopes, defer
         )
         dy = self.norm2.backward(
             self.up.backward(dh, saved.up_linear, defer), saved.norm2, residual=dy
@@ -134,24 +142,31 @@ class Block:
             self.qkv.backward(dqkv, saved.qkv_linear, defer), saved.norm1, residual=dy
         )
 
-    def _up_gelu(self, n: Array) -> tuple[Array, Saved, Array]:
-        """GELU(up(n)), what backward needs of up, and the slope of GELU; where products do GELU,
-        what it was made of."""
+    def _up(self, n: Array) -> tuple[Array, Saved, Array]:
+        """f(up(n)), what backward needs of up, and the slopes of f; where products do GELU, what
+        it was made of."""
         if self.fused_gelu:
             return self.up.activated(n)
         h, saved = self.up.forward(n)
+        if self.gated:
+            rows, columns = h.shape
+            with self.mesh.trace.span("swiglu"):
+                return swiglu(h, self.mesh.empty((rows, columns // 2), h.dtype)), saved, h
         with self.mesh.trace.span("gelu"):
             return self.gelu(h, self.mesh.empty(h.shape, h.dtype)), saved, h
 
-    def _down_gelu_grad(
-        self, dy: Array, saved: Saved, gelu_saved: Array, defer: Callable[..., None]
+    def _down_grad(
+        self, dy: Array, saved: Saved, slopes: Array, defer: Callable[..., None]
     ) -> Array:
         """The gradient of up's result from that of down's."""
         if self.fused_gelu:
-            return self.down.backward(dy, saved, defer, gelu_at=gelu_saved)
+            return self.down.backward(dy, saved, defer, gelu_at=slopes)
         dg = self.down.backward(dy, saved, defer)
+        if self.gated:
+            with self.mesh.trace.span("swiglu"):
+                return swiglu_grad(slopes, dg)
         with self.mesh.trace.span("gelu"):
-            return gelu_grad(gelu_saved, dg)
+            return gelu_grad(slopes, dg)
 
     def _add_residual(
         self, x: Array, linear: Linear, a: Array, dropout: Dropout, micro: Microbatch

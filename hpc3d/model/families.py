@@ -6,12 +6,13 @@ planner, MFU, footprints.  A family is one entry of FAMILIES.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import Embeddings, Head
-from hpc3d.model.layers import LayerNorm
+from hpc3d.model.layers import LayerNorm, RMSNorm
 from hpc3d.model.spec import ExportNames, Family, ModelSizes, WeightProduct
+from hpc3d.ops.rotary import Rotation
 
 
 def _gpt2_sizes(model, vocabulary):
@@ -19,12 +20,25 @@ def _gpt2_sizes(model, vocabulary):
     return ModelSizes(vocabulary=vocabulary, **{name: getattr(model, name) for name in named})
 
 
-def _gpt2_products(sizes):
+def _llama_sizes(model, vocabulary):
+    named = "layers", "hidden", "heads", "sequence", "tied", "dropout"
+    rotation = Rotation(model.rope_theta, **(model.rope_scaling or {}))
+    return ModelSizes(
+        vocabulary=vocabulary,
+        kv_heads=model.kv_heads or model.heads,
+        ffn=model.ffn or 4 * model.hidden,
+        epsilon=model.norm_epsilon,
+        rotation=rotation,
+        **{name: getattr(model, name) for name in named},
+    )
+
+
+def _block_products(sizes, gated):
     hidden = sizes.hidden
     return (
-        WeightProduct("qkv", hidden, 3 * hidden),
+        WeightProduct("qkv", hidden, sizes.qkv),
         WeightProduct("proj", hidden, hidden, turned=True),
-        WeightProduct("up", hidden, sizes.ffn),
+        WeightProduct("up", hidden, (1 + gated) * sizes.ffn),
         WeightProduct("down", sizes.ffn, hidden, turned=True),
     )
 
@@ -38,23 +52,27 @@ def _full_attention(sizes):
     return 4 * sizes.sequence * sizes.hidden
 
 
-def _gpt2_kept(sizes, recompute):
-    """Korthikanti et al. 2022, section 4, without dropout's masks."""
-    scores, rest = sizes.heads * sizes.sequence, 8 * sizes.hidden + 2 * sizes.ffn
+def _block_kept(sizes, recompute, gated):
+    """Korthikanti et al. 2022, section 4, without dropout's masks: the inputs of norms, of qkv, of
+    proj and of up, q, k and v, and what activation and down work with."""
+    scores = sizes.heads * sizes.sequence
+    rest = 5 * sizes.hidden + sizes.qkv + (2 + gated) * sizes.ffn
     return {"none": rest + scores, "selective": rest, "full": sizes.hidden}[recompute]
 
 
 GPT2 = Family(
     kind="gpt2",
     sizes=_gpt2_sizes,
-    block=Block,
     norm=LayerNorm,
+    gated=False,
+    rotary=False,
+    biased=True,
     first=Embeddings,
     last=Head,
-    products=_gpt2_products,
+    products=partial(_block_products, gated=False),
     head=_table_product,
     attention=_full_attention,
-    kept=_gpt2_kept,
+    kept=partial(_block_kept, gated=False),
     names=ExportNames(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
@@ -78,7 +96,23 @@ GPT2 = Family(
     ),
 )
 
-FAMILIES = {family.kind: family for family in (GPT2,)}
+LLAMA = Family(
+    kind="llama",
+    sizes=_llama_sizes,
+    norm=RMSNorm,
+    gated=True,
+    rotary=True,
+    biased=False,
+    first=Embeddings,
+    last=Head,
+    products=partial(_block_products, gated=True),
+    head=_table_product,
+    attention=_full_attention,
+    kept=partial(_block_kept, gated=True),
+    names=None,
+)
+
+FAMILIES = {family.kind: family for family in (GPT2, LLAMA)}
 
 
 def family_of(model: Any) -> Family:

@@ -1,7 +1,8 @@
-"""GPT-2's two ends: token and position embeddings; final norm, tied head and loss.
+"""The two ends of models that continue a text: token and position embeddings; final norm, head
+and loss.
 
-Radford et al. 2019.  Between them lie the blocks (hpc3d.model.block); hpc3d.model.stage puts the
-three together.
+Radford et al. 2019, and Llama without a table of positions.  Between them lie the blocks
+(hpc3d.model.block); hpc3d.model.stage puts the three together.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.pool import writeable
-from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, row_axes
+from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
@@ -41,7 +41,7 @@ def add_table(
 
 
 class Embeddings:
-    """X[m, h] = table[token] + positions, and dropout."""
+    """X[m, h] = table[token] + positions, unless these are rotary, and dropout."""
 
     name = "embedding"
 
@@ -51,22 +51,22 @@ class Embeddings:
         shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
         self.lookup = Embedding(mesh, table, split.without_panels().next())
-        self.position = parameters.add(
-            "embedding.position",
-            (shape.sequence, shape.hidden),
-            Layout("", " ".join(split.x[1])),
-            std=shape.std,
-            decay=True,
-            partial=row_axes(split.x),
-        )
+        self.position = None
+        if not spec.family.rotary:
+            columns, partial = Layout("", " ".join(split.x[1])), row_axes(split.x)
+            where, how = (shape.sequence, shape.hidden), {"std": shape.std, "decay": True}
+            self.position = parameters.add(
+                "embedding.position", where, columns, partial=partial, **how
+            )
         self.layout = split.x
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         x, saved = self.lookup.forward(micro)
-        with self.mesh.trace.span("embedding", "lookup"):
-            out = self.mesh.empty(x.shape, x.dtype)
-            x = add_repeated(x, self.position.value, self.first(micro), out)
+        if self.position:
+            with self.mesh.trace.span("embedding", "lookup"):
+                out = self.mesh.empty(x.shape, x.dtype)
+                x = add_repeated(x, self.position.value, self.first(micro), out)
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
     def backward(
@@ -76,9 +76,10 @@ class Embeddings:
         defer(self.weight_grad, dx, saved, micro)
 
     def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
-        with self.mesh.trace.span("embedding", "lookup"):
-            first, period = self.first(micro), self.shape.sequence
-            self.position.grad += sum_repeated(dx, first, period)
+        if self.position:
+            with self.mesh.trace.span("embedding", "lookup"):
+                first, period = self.first(micro), self.shape.sequence
+                self.position.grad += sum_repeated(dx, first, period)
         self.lookup.backward(dx, saved, micro)
 
     def first(self, micro: Microbatch) -> int:
@@ -106,7 +107,8 @@ class Head:
         sizes, split = spec.sizes, spec.splits["dense"]
         whole = split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
-        self.norm = spec.family.norm(mesh, parameters, "head.norm", sizes.hidden, split.x)
+        how = sizes.hidden, split.x, sizes.epsilon
+        self.norm = spec.family.norm(mesh, parameters, "head.norm", *how)
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
@@ -115,9 +117,7 @@ class Head:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
-        if not writeable(logits):
-            logits, shared = self.mesh.empty(logits.shape, logits.dtype), logits
-            logits[...] = shared
+        logits = owned(self.mesh, logits)
         targets = micro.cached("head.targets", self.targets)
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         saved = HeadSaved(saved_norm, saved_product, saved_loss)

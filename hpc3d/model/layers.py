@@ -22,6 +22,7 @@ from hpc3d.ops.norm import (
     normalise,
     normalise_grad,
     normalise_sums,
+    row_squares,
 )
 from hpc3d.ops.product import accumulate
 from hpc3d.ops.random import Mask, philox_key
@@ -48,8 +49,17 @@ def immediately(function: Callable[..., object], *arguments: Any) -> None:
     function(*arguments)
 
 
+def owned(mesh: Mesh, y: Array) -> Array:
+    """y, or a copy where it lies in memory that other ranks read, too."""
+    if writeable(y):
+        return y
+    out = mesh.empty(y.shape, y.dtype)
+    out[...] = y
+    return out
+
+
 class Linear:
-    """Y = X W + b on a split."""
+    """Y = X W + b on a split; without `biased` there is no b."""
 
     def __init__(
         self,
@@ -60,6 +70,7 @@ class Linear:
         split: Split,
         std: float,
         keep: str = "xw",
+        biased: bool = True,
     ) -> None:
         self.mesh = mesh
         self.matmul = Matmul(mesh, split, keep)
@@ -67,21 +78,27 @@ class Linear:
             f"{name}.weight", shape, split.w, std=std, decay=True, **gradient(self.matmul)
         )
         columns = Layout(" ".join(split.y[1]))
-        self.bias = parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
+        self.bias = (
+            parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
+            if biased
+            else None
+        )
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
         """Y, and what backward needs; a product that is all of Y adds the `residual`."""
+        bias = self.bias and self.bias.value
         if self.matmul.y_is_complete:
-            return self.matmul.forward_saving(
-                x, self.weight.value, bias=self.bias.value, residual=residual
-            )
+            return self.matmul.forward_saving(x, self.weight.value, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, self.weight.value)
+        if bias is None:
+            return owned(self.mesh, y), saved
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         with self.mesh.trace.span("bias"):
-            return add_bias(y, self.bias.value, out), saved
+            return add_bias(y, bias, out), saved
 
     def activated(self, x: Array) -> tuple[Array, Saved, Array]:
         """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
+        assert self.bias
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
         y, saved = self.matmul.forward_saving(
             x, self.weight.value, bias=self.bias.value, gelu_input=h
@@ -98,12 +115,13 @@ class Linear:
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
         """The gradients of weight and bias."""
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
-            self.matmul.add_w(rest, self.weight.grad, self.bias.grad)
+            self.matmul.add_w(rest, self.weight.grad, self.bias and self.bias.grad)
             return
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
-            self.bias.grad += sum_rows(dy)
+            if self.bias:
+                self.bias.grad += sum_rows(dy)
 
 
 def gradient(matmul: Matmul) -> dict[str, Any]:
@@ -121,26 +139,41 @@ class NormSaved(NamedTuple):
 
 
 class LayerNorm:
-    """y = (x - mean) / sqrt(var + 1e-5) gamma + beta over the columns of X[m, k]."""
+    """y = (x - mean) / sqrt(var + epsilon) gamma + beta over the columns of X[m, k]."""
 
     EPSILON = 1e-5
+    centred = True
 
     def __init__(
-        self, mesh: Mesh, parameters: Parameters, name: str, width: int, layout: Layout
+        self,
+        mesh: Mesh,
+        parameters: Parameters,
+        name: str,
+        width: int,
+        layout: Layout,
+        epsilon: float = EPSILON,
     ) -> None:
-        self.mesh, self.width = mesh, width
+        self.mesh, self.width, self.epsilon = mesh, width, epsilon
         self.axes = [axis for axis in layout[1] if mesh.size(axis) > 1]
         how: dict[str, Any] = {"layout": Layout(" ".join(layout[1])), "partial": row_axes(layout)}
         self.gamma = parameters.add(f"{name}.gamma", (width,), mean=1.0, **how)
-        self.beta = parameters.add(f"{name}.beta", (width,), **how)
+        self.beta = parameters.add(f"{name}.beta", (width,), **how) if self.centred else None
 
     def forward(self, x: Array) -> tuple[Array, NormSaved]:
+        gamma, beta = self.gamma.value, self.beta and self.beta.value
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                y, saved = norm(
-                    x, self.gamma.value, self.beta.value, self.EPSILON, self.mesh.empty
-                )
+                y, saved = norm(x, gamma, beta, self.epsilon, self.mesh.empty)
             return y, NormSaved(*saved)
+        mean, squares = self._moments(x)
+        rstd = 1 / np.sqrt(squares / self.width + self.epsilon)
+        n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
+        with self.mesh.trace.span("norm", "norm"):
+            normalise(x, mean, rstd, gamma, beta, n, y)
+        return y, NormSaved(n, rstd, gamma)
+
+    def _moments(self, x: Array) -> tuple[Array | None, Array]:
+        """Mean and sum of squared deviations of whole rows."""
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = moments(x)
         count = x.shape[1]
@@ -148,23 +181,20 @@ class LayerNorm:
             parts = self.mesh.comm(axis).all_gather(np.stack([mean, squares])[None]).wait()
             mean, squares = combine_moments(parts, count)
             count *= self.mesh.size(axis)
-        rstd = 1 / np.sqrt(squares / self.width + self.EPSILON)
-        n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
-        with self.mesh.trace.span("norm", "norm"):
-            normalise(x, mean, rstd, self.gamma.value, self.beta.value, n, y)
-        return y, NormSaved(n, rstd, self.gamma.value)
+        return mean, squares
 
     def backward(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
         """The gradient of x, plus `residual` where there is one."""
+        dbeta = self.beta and self.beta.grad
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                grads = self.gamma.grad, self.beta.grad
-                return norm_grad(dy, *saved, residual, *grads, self.mesh.empty)
+                return norm_grad(dy, *saved, residual, self.gamma.grad, dbeta, self.mesh.empty)
         n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
-            sums, dgamma, dbeta = normalise_sums(n, dy, gamma)
-        self.gamma.grad += dgamma
-        self.beta.grad += dbeta
+            sums, *vectors = normalise_sums(n, dy, gamma, self.centred)
+        for total, vector in zip((self.gamma.grad, dbeta), vectors, strict=True):
+            if total is not None:
+                total += vector
         for axis in self.axes:
             sums = self.mesh.comm(axis).all_reduce(sums).wait()
         dx = self.mesh.empty(n.shape, n.dtype)
@@ -172,6 +202,20 @@ class LayerNorm:
         with self.mesh.trace.span("norm", "norm"):
             normalise_grad(n, rstd, dy, gamma, means, residual, dx)
         return dx
+
+
+class RMSNorm(LayerNorm):
+    """y = x / sqrt(mean(x^2) + epsilon) gamma: one sum a row instead of two (Zhang and Sennrich
+    2019, arXiv:1910.07467)."""
+
+    centred = False
+
+    def _moments(self, x: Array) -> tuple[Array | None, Array]:
+        with self.mesh.trace.span("norm", "norm"):
+            squares = row_squares(x)
+        for axis in self.axes:
+            squares = self.mesh.comm(axis).all_reduce(squares).wait()
+        return None, squares
 
 
 class Dropout:

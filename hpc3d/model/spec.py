@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpc3d.ops.attention import HeadForm
+from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model; `std` is that of the initial weights.  With `fused_gelu` a device does
-    GELU within products, where it has whole matrices."""
+    """The sizes of a model; `std` is that of the initial weights, `rotation` that of rotary
+    positions.  With `fused_gelu` a device does GELU within products, where it has whole matrices.
+
+    `kv_heads`, those of keys and values, are as many as `heads` where they are 0, and `ffn`, the
+    features of the hidden layer of the MLP, are 4 hidden.
+    """
 
     layers: int
     hidden: int
@@ -24,16 +30,24 @@ class ModelSizes:
     dropout: float = 0.0
     std: float = 0.02
     fused_gelu: bool = False
+    kv_heads: int = 0
+    ffn: int = 0
+    epsilon: float = 1e-5
+    rotation: Rotation = Rotation()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
 
     @property
-    def width(self) -> int:
-        """Of a head."""
-        return self.hidden // self.heads
+    def form(self) -> HeadForm:
+        """Of a head of keys, with its queries."""
+        return HeadForm(self.hidden // self.heads, self.heads // self.kv_heads)
 
     @property
-    def ffn(self) -> int:
-        """Of the hidden layer of the MLP."""
-        return 4 * self.hidden
+    def qkv(self) -> int:
+        """Columns of q, k and v together."""
+        return self.kv_heads * self.form.columns
 
 
 class WeightProduct(NamedTuple):
@@ -87,28 +101,32 @@ class Family:
     """A family of models by its `kind`.
 
     sizes     (the section [model], vocabulary) -> ModelSizes
-    block     a layer of the model: (mesh, parameters, spec, number)
-    norm      its norm: (mesh, parameters, name, width, layout)
+    norm      that of blocks and head: (mesh, parameters, name, width, layout, epsilon)
+    gated     whether the MLP is SwiGLU, else GELU
+    rotary    whether positions turn q and k, else the first end has a table of them
+    biased    whether linear layers have biases
     first     the end with the token table: (mesh, parameters, spec, table)
     last      the end with the loss: the same
     products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
     head      of the last end: the same
     attention operations of the core of attention, of a token in a block, forward: (sizes)
     kept      elements that a block keeps of a token for its backward pass: (sizes, recompute)
-    names     what `transformers` calls its parameters
+    names     what `transformers` calls its parameters, where they can be exchanged
     """
 
     kind: str
     sizes: Callable
-    block: type
     norm: type
+    gated: bool
+    rotary: bool
+    biased: bool
     first: type
     last: type
     products: Callable
     head: Callable
     attention: Callable
     kept: Callable
-    names: ExportNames
+    names: ExportNames | None
 
     def flops(self, sizes: ModelSizes) -> float:
         """Floating-point operations of a token, forward, of products and attention: one third of

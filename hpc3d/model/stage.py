@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import add_table
 from hpc3d.model.layers import immediately
 
@@ -74,7 +75,7 @@ class Stage:
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
-        self.blocks = [spec.family.block(mesh, parameters, spec, number) for number in part.layers]
+        self.blocks = [Block(mesh, parameters, spec, number) for number in part.layers]
         if part.last:
             if not spec.sizes.tied:
                 table = add_table(mesh, parameters, spec, "head.table")

@@ -1,14 +1,15 @@
 """Causal multi-head attention on whole heads and whole sequences: nothing is communicated.
 
-The rows of a block are whole sequences of T tokens, its columns whole heads, and a head's columns
-are [q | k | v], each D wide.
+The rows of a block are whole sequences of T tokens, its columns whole heads of keys, and those of
+one are [q x g | k | v], each D wide: its g queries share keys and values (Ainslie et al. 2023,
+arXiv:2305.13245).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,18 +26,41 @@ if TYPE_CHECKING:
 SCORES = 1 << 18  # bytes of the probabilities that are worked on at a time
 
 
-def heads_of(qkv: Array, sequence: int, width: int) -> Array:
-    """q, k, v as [B, heads, T, D] views of qkv [B*T, heads*3*D]."""
-    parts = qkv.reshape(-1, sequence, qkv.shape[1] // (3 * width), 3, width)
-    return parts.transpose(3, 0, 2, 1, 4)
+class HeadForm(NamedTuple):
+    """The features of a head, D, and the queries that share a key, g."""
+
+    width: int
+    queries: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Of a head of keys in qkv."""
+        return (self.queries + 2) * self.width
 
 
-def _chunks_of(batch: int, heads: int, sequence: int, itemsize: int) -> tuple[int, int, int, int]:
-    """The shape [chunks, T, heads, T] of all probabilities, where those of a chunk stay in the
+def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, Array]:
+    """q [B, heads, g, T, D], k and v [B, heads, T, D], views of qkv [B*T, heads*(g+2)*D]."""
+    width, g = form
+    parts = qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, g + 2, width)
+    parts = parts.transpose(0, 2, 3, 1, 4)
+    return parts[:, :, :g], parts[:, :, g], parts[:, :, g + 1]
+
+
+def _by_query(x: Array, sequence: int, form: HeadForm) -> Array:
+    """[B*T, heads*g*D] as [B, heads, g, T, D]."""
+    width, g = form
+    heads = x.shape[1] // (g * width)
+    return x.reshape(-1, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
+
+
+def _chunks_of(
+    batch: int, heads: int, form: HeadForm, sequence: int, itemsize: int
+) -> tuple[int, int, int, int]:
+    """The shape [chunks, T, heads, g*T] of all probabilities, where those of a chunk stay in the
     cache: the heads of a chunk are a divisor of `heads`, at least 1."""
-    fit = max(1, SCORES // (sequence**2 * itemsize))
+    fit = max(1, SCORES // (form.queries * sequence**2 * itemsize))
     chunk = next(count for count in range(min(fit, heads), 0, -1) if heads % count == 0)
-    return batch * heads // chunk, sequence, chunk, sequence
+    return batch * heads // chunk, sequence, chunk, form.queries * sequence
 
 
 def _places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
@@ -44,22 +68,34 @@ def _places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
+def _together(q: Array) -> Array:
+    """[heads, g, T, D] -> [heads, g*T, D]: the queries of a key below each other."""
+    heads, g, sequence, width = q.shape
+    return q.reshape(heads, g * sequence, width)
+
+
+def _apart(p: Array, g: int) -> Array:
+    """P[head, key, g*query] -> [head, g, query, key], a view."""
+    heads, keys, queries = p.shape
+    return p.reshape(heads, keys, g, queries // g).transpose(0, 2, 3, 1)
+
+
 def _softmaxes(
     q: Array, k: Array, probabilities: Array
 ) -> Iterator[tuple[tuple[int, slice], Array]]:
     """Computes chunk after chunk of the probabilities softmax(q k' / sqrt(D) + mask).
 
-    Yields the place of each with its P[head, key, query], which lies as [key, head, query]: the
-    softmax runs down the columns of a matrix, so that every operation is on long rows.
+    Yields the place of each with its P[head, key, g*query], which lies as [key, head, g*query]:
+    the softmax runs down the columns of a matrix, so that every operation is on long rows.
     """
-    _, sequence, chunk, _ = probabilities.shape
+    _, sequence, chunk, queries = probabilities.shape
     dtype = probabilities.dtype
     future = np.tril(np.full((sequence, sequence), -np.inf, dtype), -1)
-    mask = np.repeat(future[:, None], chunk, axis=1).reshape(sequence, -1)
+    mask = np.tile(future, chunk * queries // sequence)
     ones, scale = np.ones(sequence, dtype), dtype.type(1 / sqrt(q.shape[-1]))
-    for place, p in zip(_places(*q.shape[:2], chunk), probabilities, strict=True):
+    for place, p in zip(_places(*k.shape[:2], chunk), probabilities, strict=True):
         by_head, columns = p.swapaxes(0, 1), p.reshape(sequence, -1)
-        np.matmul(k[place], (q[place] * scale).swapaxes(-1, -2), out=by_head)
+        np.matmul(k[place], _together(q[place] * scale).swapaxes(-1, -2), out=by_head)
         columns += mask
         columns -= columns.max(0)
         np.exp(columns, out=columns)
@@ -68,76 +104,83 @@ def _softmaxes(
 
 
 def _factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
-    """Those of the probabilities [heads, key, query] of a chunk, out of those of all: a row of
-    `drop` is a sample, its columns are [head, key, query]."""
+    """Those of the probabilities [heads, key, g*query] of a chunk, out of those of all: a row of
+    `drop` is a sample, its columns are [head, g, key, query]."""
     sample, heads = place
-    square = like[0].size
-    columns = slice(heads.start * square, heads.stop * square)
-    return drop.factors(slice(sample, sample + 1), columns, like.dtype).reshape(like.shape)
+    count, keys, queries = like.shape
+    of_head = keys * queries
+    columns = slice(heads.start * of_head, heads.stop * of_head)
+    factors = drop.factors(slice(sample, sample + 1), columns, like.dtype)
+    return factors.reshape(count, -1, keys, keys).swapaxes(1, 2).reshape(like.shape)
 
 
 @primitive
 def attend(
-    qkv: Array, sequence: int, width: int, empty: Empty, drop: Mask | None = None
+    qkv: Array, sequence: int, form: HeadForm, empty: Empty, drop: Mask | None = None
 ) -> tuple[Array, Array]:
     """softmax(q k' / sqrt(D) + mask) v, and the probabilities that backward needs.
 
-    qkv [B*T, heads*3*D] -> [B*T, heads*D] and [chunks, T, heads, T].  What is multiplied with v
-    are the probabilities times the factors of `drop`, a `Mask`.
+    qkv [B*T, heads*(g+2)*D] -> [B*T, heads*g*D] and [chunks, T, heads, g*T].  What is multiplied
+    with v are the probabilities times the factors of `drop`, a `Mask`.
     """
-    q, k, v = heads_of(qkv, sequence, width)
-    batch, heads = q.shape[:2]
-    probabilities = empty(_chunks_of(batch, heads, sequence, qkv.itemsize), qkv.dtype)
-    out = empty((batch, sequence, heads, width), qkv.dtype)
+    q, k, v = heads_of(qkv, sequence, form)
+    batch, heads, g, _, width = q.shape
+    probabilities = empty(_chunks_of(batch, heads, form, sequence, qkv.itemsize), qkv.dtype)
+    out = empty((batch * sequence, heads * g * width), qkv.dtype)
+    by_query = _by_query(out, sequence, form)
     for place, p in _softmaxes(q, k, probabilities):
         weights = p if drop is None else p * _factors_of(drop, place, p)
-        np.matmul(weights.swapaxes(-1, -2), v[place], out=out.swapaxes(1, 2)[place])
-    return out.reshape(batch * sequence, heads * width), probabilities
+        np.matmul(_apart(weights, g), v[place][:, None], out=by_query[place])
+    return out, probabilities
 
 
 @attend.abstract
-def _(qkv, sequence, width, empty, drop=None):
-    batch, heads, probabilities = _scored(qkv, sequence, width, empty)
-    out = empty((batch, sequence, heads, width), qkv.dtype)
+def _(qkv, sequence, form, empty, drop=None):
+    heads, probabilities = _scored(qkv, sequence, form, empty)
+    out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
     _meter_dropout(drop, probabilities)
-    qkv.meter.product(sequence, width, sequence, qkv.dtype, batch * heads)
-    return out.reshape(batch * sequence, heads * width), probabilities
+    qkv.meter.product(sequence, form.width, sequence, qkv.dtype, heads)
+    return out, probabilities
 
 
 @attend.cuda
-def _(gpu, qkv, sequence, width, empty, drop=None):
-    if _by_cudnn(gpu, qkv, width, drop):
-        out, stats = gpu.flash.forward(qkv, sequence, width)
+def _(gpu, qkv, sequence, form, empty, drop=None):
+    if _by_cudnn(gpu, qkv, form, drop):
+        out, stats = gpu.flash.forward(qkv, sequence, form.width)
         return out, (out, stats)
-    q, k, v = _parted(gpu, qkv, sequence, width, 3)
+    q, k, v = _contiguous(gpu, qkv, sequence, form)
     p, weights = _softmax(gpu, q, k, empty, drop)
     out = gpu.empty(q.shape, q.dtype)
     gpu.multiply(weights.swapaxes(1, 2), v, out)
-    return _joined(out[None], qkv.shape[1] // (3 * width), empty), p
+    joined = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
+    by_query = _by_query(joined, sequence, form)
+    by_query[...] = out.reshape(by_query.shape)
+    return joined, p
 
 
 @primitive
 def attend_again(
-    qkv: Array, sequence: int, width: int, empty: Empty, drop: Mask | None = None
+    qkv: Array, sequence: int, form: HeadForm, empty: Empty, drop: Mask | None = None
 ) -> Array:
     """The probabilities of `attend` alone: whether some of them are dropped changes none."""
-    q, k, _ = heads_of(qkv, sequence, width)
-    probabilities = empty(_chunks_of(*q.shape[:2], sequence, qkv.itemsize), qkv.dtype)
+    q, k, _ = heads_of(qkv, sequence, form)
+    shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
+    probabilities = empty(shape, qkv.dtype)
     for _ in _softmaxes(q, k, probabilities):
         pass
     return probabilities
 
 
 @attend_again.abstract
-def _(qkv, sequence, width, empty, drop=None):
-    return _scored(qkv, sequence, width, empty)[-1]
+def _(qkv, sequence, form, empty, drop=None):
+    return _scored(qkv, sequence, form, empty)[-1]
 
 
 @attend_again.cuda
-def _(gpu, qkv, sequence, width, empty, drop=None):
-    if _by_cudnn(gpu, qkv, width, drop):
-        return gpu.flash.forward(qkv, sequence, width)
-    q, k, _ = _parted(gpu, qkv, sequence, width, 3)
+def _(gpu, qkv, sequence, form, empty, drop=None):
+    if _by_cudnn(gpu, qkv, form, drop):
+        return gpu.flash.forward(qkv, sequence, form.width)
+    q, k, _ = _contiguous(gpu, qkv, sequence, form)
     return _softmax(gpu, q, k, empty, None)[0]
 
 
@@ -147,69 +190,75 @@ def attend_grad(
     qkv: Array,
     probabilities: Array,
     sequence: int,
-    width: int,
+    form: HeadForm,
     empty: Empty,
     drop: Mask | None = None,
 ) -> Array:
-    """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
-    chunk = probabilities.shape[2]
-    q, k, v = heads_of(qkv, sequence, width)
-    batch, heads = q.shape[:2]
+    """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D), the
+    last summed over the queries of a key, as that of v is."""
+    chunk, queries = probabilities.shape[2:]
+    q, k, v = heads_of(qkv, sequence, form)
     dqkv = empty(qkv.shape, qkv.dtype)
-    dq, dk, dv = heads_of(dqkv, sequence, width)
-    dout = dout.reshape(batch, sequence, heads, width).swapaxes(1, 2)
-    ones, scale = np.ones(sequence, qkv.dtype), qkv.dtype.type(1 / sqrt(width))
-    ds = np.empty((sequence, chunk, sequence), qkv.dtype)
+    dq, dk, dv = heads_of(dqkv, sequence, form)
+    dout = _by_query(dout, sequence, form)
+    ones, scale = np.ones(sequence, qkv.dtype), qkv.dtype.type(1 / sqrt(form.width))
+    ds = np.empty((sequence, chunk, queries), qkv.dtype)
     by_head, columns = ds.swapaxes(0, 1), ds.reshape(sequence, -1)
-    for place, p in zip(_places(batch, heads, chunk), probabilities, strict=True):
+    for place, p in zip(_places(*k.shape[:2], chunk), probabilities, strict=True):
+        d = _together(dout[place])
         factors = None if drop is None else _factors_of(drop, place, by_head)
         weights = p.swapaxes(0, 1) if drop is None else p.swapaxes(0, 1) * factors
-        np.matmul(weights, dout[place], out=dv[place])
-        np.matmul(v[place], dout[place].swapaxes(-1, -2), out=by_head)
+        np.matmul(weights, d, out=dv[place])
+        np.matmul(v[place], d.swapaxes(-1, -2), out=by_head)
         if drop is not None:
             by_head *= factors
         columns *= p.reshape(sequence, -1)
         columns -= p.reshape(sequence, -1) * (ones @ columns)
-        np.matmul(by_head.swapaxes(-1, -2), k[place] * scale, out=dq[place])
-        np.matmul(by_head, q[place] * scale, out=dk[place])
+        np.matmul(_apart(by_head, form.queries), (k[place] * scale)[:, None], out=dq[place])
+        np.matmul(by_head, _together(q[place] * scale), out=dk[place])
     return dqkv
 
 
 @attend_grad.abstract
-def _(dout, qkv, probabilities, sequence, width, empty, drop=None):
-    heads = qkv.size // (3 * width * sequence)
+def _(dout, qkv, probabilities, sequence, form, empty, drop=None):
+    heads = dout.size // (form.width * sequence)
     _meter_dropout(drop, probabilities)
-    for m, n, k in 2 * [(sequence, width, sequence), (sequence, sequence, width)]:
+    for m, n, k in 2 * [(sequence, form.width, sequence), (sequence, sequence, form.width)]:
         qkv.meter.product(m, n, k, qkv.dtype, heads)
     return empty(qkv.shape, qkv.dtype)
 
 
 @attend_grad.cuda
-def _(gpu, dout, qkv, kept, sequence, width, empty, drop=None):
-    if _by_cudnn(gpu, qkv, width, drop):
-        return gpu.flash.backward(dout, qkv, *kept, sequence, width)
-    q, k, v = _parted(gpu, qkv, sequence, width, 3)
-    d = _parted(gpu, dout, sequence, width, 1)[0]
+def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None):
+    if _by_cudnn(gpu, qkv, form, drop):
+        return gpu.flash.backward(dout, qkv, *kept, sequence, form.width)
+    q, k, v = _contiguous(gpu, qkv, sequence, form)
+    d = gpu.contiguous(_by_query(dout, sequence, form)).reshape(q.shape)
     weights = kept if drop is None else _dropped_again(gpu, kept, drop)
     grads = gpu.empty((3, *q.shape), q.dtype)
     gpu.multiply(weights, d, grads[2])
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
-    given = {"p": kept, "dweights": ds, **_masked(kept, q.shape[-1], drop)}
+    given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop)}
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
-    return _joined(grads, qkv.shape[1] // (3 * width), empty)
+    return _gradient_of(qkv, grads, sequence, form, empty)
 
 
 def _scored(
-    qkv: AbstractArray, sequence: int, width: int, empty: Empty
-) -> tuple[int, int, AbstractArray]:
-    """Samples, heads and probabilities, of q k' and its softmax."""
-    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // (3 * width)
-    shape = _chunks_of(batch, heads, sequence, qkv.itemsize)
-    qkv.meter.product(sequence, sequence, width, qkv.dtype, batch * heads)
-    return batch, heads, empty(shape, qkv.dtype)
+    qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
+) -> tuple[int, AbstractArray]:
+    """Heads of queries of all samples, and probabilities, of q k' and its softmax."""
+    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
+    shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
+    count = batch * heads * form.queries
+    qkv.meter.product(sequence, sequence, form.width, qkv.dtype, count)
+    return count, empty(shape, qkv.dtype)
+
+
+def _out_columns(qkv: Array, form: HeadForm) -> int:
+    return qkv.shape[1] // form.columns * form.queries * form.width
 
 
 def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
@@ -218,24 +267,34 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def _by_cudnn(gpu: Gpu, qkv: Array, width: int, drop: Mask | None) -> bool:
-    return gpu.flash and qkv.size and gpu.flash.suits(qkv.dtype, width, drop)
+def _by_cudnn(gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None) -> bool:
+    """Its tensors have one stride from head to head: none with several queries a key."""
+    flash = gpu.flash and form.queries == 1
+    return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
 
-def _parted(gpu: Gpu, x: Array, sequence: int, width: int, parts: int) -> Array:
-    """[B T, heads parts D] -> [parts, B heads, T, D], each in one piece."""
-    batch, heads = x.shape[0] // sequence, x.shape[1] // (parts * width)
-    x = x.reshape(batch, sequence, heads, parts, width).transpose(3, 0, 2, 1, 4)
-    return gpu.contiguous(x).reshape(parts, batch * heads, sequence, width)
+def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> list[Array]:
+    """q, k and v [B heads g, T, D], each in one piece; k and v once for each of their queries."""
+    q, k, v = heads_of(qkv, sequence, form)
+    found = [gpu.contiguous(q)]
+    for each in (k[:, :, None], v[:, :, None]):
+        whole = gpu.empty(q.shape, q.dtype)
+        whole[...] = each
+        found.append(whole)
+    return [each.reshape(-1, sequence, form.width) for each in found]
 
 
-def _joined(x: Array, heads: int, empty: Empty) -> Array:
-    """[parts, B heads, T, D] -> [B T, heads parts D]."""
-    parts, count, sequence, width = x.shape
-    x = x.reshape(parts, count // heads, heads, sequence, width).transpose(1, 3, 2, 0, 4)
-    out = empty((x.shape[0] * sequence, heads * parts * width), x.dtype)
-    out.reshape(x.shape)[...] = x
-    return out
+def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
+    """dqkv from the gradients [3, B heads g, T, D] of q, k and v."""
+    dqkv = empty(qkv.shape, qkv.dtype)
+    dq, *others = heads_of(dqkv, sequence, form)
+    by_query = grads.reshape(3, *dq.shape)
+    dq[...] = by_query[0]
+    for gradient, parts in zip(others, by_query[1:], strict=True):
+        gradient[...] = parts[:, :, 0]
+        for query in range(1, form.queries):
+            gradient += parts[:, :, query]
+    return dqkv
 
 
 def _softmax(gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None) -> tuple[Array, Array]:

@@ -1,5 +1,9 @@
-"""LayerNorm, of whole rows and of rows whose features are split over ranks.  Each backward stands
-under its forward."""
+"""LayerNorm and RMSNorm, of whole rows and of rows whose features are split over ranks.  Each
+backward stands under its forward.
+
+RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) is LayerNorm with the mean 0, and without beta:
+`mean` and `beta` are None, and of sums there is the one that is left.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ if TYPE_CHECKING:
 
 @composite
 def norm(
-    x: Array, gamma: Array, beta: Array, epsilon: float, empty: Empty
+    x: Array, gamma: Array, beta: Array | None, epsilon: float, empty: Empty
 ) -> tuple[Array, tuple[Array, Any, Array]]:
     """y = (x - mean) / sqrt(var + epsilon) gamma + beta of whole rows, and what `norm_grad` needs
     between dy and the residual."""
-    mean, squares = moments(x)
+    mean, squares = (None, row_squares(x)) if beta is None else moments(x)
     rstd = 1 / np.sqrt(squares / x.shape[1] + epsilon)
     n, y = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
     normalise(x, mean, rstd, gamma, beta, n, y)
@@ -33,7 +37,8 @@ def norm(
 def _(gpu, x, gamma, beta, epsilon, empty):
     """Keeps x itself, with the mean and the factor of every row."""
     y = empty(x.shape, x.dtype)
-    mean, rstd = (gpu.empty(x.shape[:1], np.float32) for _ in range(2))
+    rstd = gpu.empty(x.shape[:1], np.float32)
+    mean = None if beta is None else gpu.empty(x.shape[:1], np.float32)
     given = {"mean": mean, "rstd": rstd, "columns": x.shape[1], "epsilon": epsilon}
     vectors = {"gamma": gamma, "beta": beta}
     gpu.launch("add_norm", *x.shape, x=x, r=None, s=None, y=y, **vectors, **given)
@@ -48,13 +53,14 @@ def norm_grad(
     gamma: Array,
     residual: Array | None,
     dgamma: Array,
-    dbeta: Array,
+    dbeta: Array | None,
     empty: Empty,
 ) -> Array:
     """dx plus `residual` unless None; adds the gradients of gamma and beta to theirs."""
-    sums, *vectors = normalise_sums(n, dy, gamma)
+    sums, *vectors = normalise_sums(n, dy, gamma, dbeta is not None)
     for total, vector in zip((dgamma, dbeta), vectors, strict=True):
-        total += vector
+        if total is not None:
+            total += vector
     means = sums / n.shape[1]
     return normalise_grad(n, rstd, dy, gamma, means, residual, empty(n.shape, n.dtype))
 
@@ -94,6 +100,27 @@ def _(gpu, x):
 
 
 @primitive
+def row_squares(x: Array) -> Array:
+    """The sum of squares of every row, [rows]."""
+    result = np.empty(x.shape[0], x.dtype)
+    for rows in row_blocks(x):
+        np.einsum("ij,ij->i", x[rows], x[rows], out=result[rows])
+    return result
+
+
+@row_squares.abstract
+def _(x):
+    return x.like(x.shape[:1])
+
+
+@row_squares.cuda
+def _(gpu, x):
+    result = gpu.empty(x.shape[:1], np.float32)
+    gpu.launch("row_squares", *x.shape, x=x, result=result, columns=x.shape[1])
+    return result
+
+
+@primitive
 def combine_moments(parts: Array, count: int) -> tuple[Array, Array]:
     """Moments of the whole rows from those of `parts` [g, 2, rows], `count` numbers each.
 
@@ -121,14 +148,21 @@ def _(gpu, parts, count):
 
 @primitive
 def normalise(
-    x: Array, mean: Array, rstd: Array, gamma: Array, beta: Array, n: Array, y: Array
+    x: Array,
+    mean: Array | None,
+    rstd: Array,
+    gamma: Array,
+    beta: Array | None,
+    n: Array,
+    y: Array,
 ) -> tuple[Array, Array]:
     """n = (x - mean) rstd and y = n gamma + beta."""
     for rows in row_blocks(x):
-        np.subtract(x[rows], mean[rows, None], out=n[rows])
-        n[rows] *= rstd[rows, None]
+        centred = x[rows] if mean is None else np.subtract(x[rows], mean[rows, None], out=n[rows])
+        np.multiply(centred, rstd[rows, None], out=n[rows])
         np.multiply(n[rows], gamma, out=y[rows])
-        y[rows] += beta
+        if beta is not None:
+            y[rows] += beta
     return n, y
 
 
@@ -145,40 +179,51 @@ def _(gpu, x, mean, rstd, gamma, beta, n, y):
 
 
 @primitive
-def normalise_sums(n: Array, dy: Array, gamma: Array) -> tuple[Array, Array, Array]:
-    """What the backward of a norm sums: over features [2, rows], and dgamma, dbeta over rows."""
-    sums = np.empty((2, n.shape[0]), n.dtype)
-    dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(gamma)
+def normalise_sums(
+    n: Array, dy: Array, gamma: Array, centred: bool = True
+) -> tuple[Array, Array, Array | None]:
+    """What the backward of a norm sums: dn n and, where it is `centred`, before that dn over
+    features [1 or 2, rows]; and dgamma, dbeta over rows."""
+    sums = np.empty((1 + centred, n.shape[0]), n.dtype)
+    dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(gamma) if centred else None
     ones = np.ones(n.shape[0], n.dtype)
     for rows in row_blocks(n):
         d, one = dy[rows], ones[rows]
-        np.matmul(d, gamma, out=sums[0, rows])
         product = d * n[rows]
-        np.matmul(product, gamma, out=sums[1, rows])
+        np.matmul(product, gamma, out=sums[-1, rows])
         dgamma += one @ product
-        dbeta += one @ d
+        if dbeta is not None:
+            np.matmul(d, gamma, out=sums[0, rows])
+            dbeta += one @ d
     return sums, dgamma, dbeta
 
 
 @normalise_sums.abstract
-def _(n, dy, gamma):
-    return n.like((2, n.shape[0])), n.like(gamma.shape), n.like(gamma.shape)
+def _(n, dy, gamma, centred=True):
+    sums = n.like((1 + centred, n.shape[0]))
+    return sums, n.like(gamma.shape), n.like(gamma.shape) if centred else None
 
 
 @normalise_sums.cuda
-def _(gpu, n, dy, gamma):
+def _(gpu, n, dy, gamma, centred=True):
     sums = gpu.empty((2, n.shape[0]), np.float32)
     gpu.launch("normalise_sums", *n.shape, n=n, dy=dy, gamma=gamma, sums=sums, columns=n.shape[1])
     dgamma, dbeta = (gpu.empty(gamma.shape, np.float32) for _ in range(2))
     _add_columns(gpu, n, {"mean": None, "rstd": None, "dy": dy}, dgamma, dbeta, add=False)
-    return sums, dgamma, dbeta
+    return (sums, dgamma, dbeta) if centred else (sums[1:], dgamma, None)
 
 
 def _add_columns(
-    gpu: Gpu, x: Array, rows: Mapping[str, Array | None], dgamma: Array, dbeta: Array, add: bool
+    gpu: Gpu,
+    x: Array,
+    rows: Mapping[str, Array | None],
+    dgamma: Array,
+    dbeta: Array | None,
+    add: bool,
 ) -> None:
     """The gradients of gamma and beta (+)= sums over rows of dy n and dy."""
     count, columns = x.shape
+    dbeta = gpu.empty(dgamma.shape, dgamma.dtype) if dbeta is None else dbeta
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)
     given = {"partial": partial, "rows": count, "columns": columns, **rows}
     gpu.launch("norm_columns", *x.shape, x=x, **given)
@@ -189,11 +234,13 @@ def _add_columns(
 def normalise_grad(
     n: Array, rstd: Array, dy: Array, gamma: Array, means: Array, residual: Array | None, dx: Array
 ) -> Array:
-    """(residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma; `means` [2, rows]."""
+    """(residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma; `means` has those that
+    `normalise_sums` sums, [1 or 2, rows]."""
     for rows in row_blocks(n):
         d = np.multiply(dy[rows], gamma, out=dx[rows])
-        d -= means[0, rows, None]
-        d -= n[rows] * means[1, rows, None]
+        if len(means) == 2:
+            d -= means[0, rows, None]
+        d -= n[rows] * means[-1, rows, None]
         d *= rstd[rows, None]
         if residual is not None:
             d += residual[rows]
@@ -207,6 +254,8 @@ def _(n, rstd, dy, gamma, means, residual, dx):
 
 @normalise_grad.cuda
 def _(gpu, n, rstd, dy, gamma, means, residual, dx):
-    given = {"means": means, "residual": residual, "dx": dx, "columns": n.shape[1]}
-    gpu.launch("normalise_grad", *n.shape, n=n, rstd=rstd, dy=dy, gamma=gamma, **given)
+    dn = means[0] if len(means) == 2 else None
+    given = {"mean_dn": dn, "mean_product": means[-1], "residual": residual, "dx": dx}
+    given |= {"rstd": rstd, "dy": dy, "gamma": gamma, "columns": n.shape[1]}
+    gpu.launch("normalise_grad", *n.shape, n=n, **given)
     return dx

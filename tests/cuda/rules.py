@@ -14,7 +14,7 @@ from hpc3d.arrays.pool import contiguous, from_host, on_host, to_host, value_of,
 from hpc3d.comm import threads
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.gpu import Gpu, add_gpu
-from hpc3d.ops.attention import attend, attend_grad
+from hpc3d.ops.attention import HeadForm, attend, attend_grad
 from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import config_of
 
@@ -177,13 +177,13 @@ class Flash:
         return drop is None and dtype.itemsize == 2
 
     def forward(self, qkv, sequence, width):
-        out, p = attend(wide(qkv), sequence, width, np.empty)
+        out, p = attend(wide(qkv), sequence, HeadForm(width), np.empty)
         return kept(out, qkv.dtype), kept(p, np.float32)
 
     def backward(self, dout, qkv, out, stats, sequence, width):
         assert out.shape == dout.shape
         given = wide(dout), wide(qkv), wide(stats)
-        return kept(attend_grad(*given, sequence, width, np.empty), qkv.dtype)
+        return kept(attend_grad(*given, sequence, HeadForm(width), np.empty), qkv.dtype)
 
 
 def wide(array):

@@ -8,7 +8,7 @@ import pytest
 from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.cuda import launch_table
-from hpc3d.ops.attention import attend
+from hpc3d.ops.attention import HeadForm, attend
 from hpc3d.predict.simulation import abstract_gpu
 from hpc3d.predict.simulation.count import predict_on
 from hpc3d.trace.recorder import Recorder
@@ -85,5 +85,5 @@ def test_heads_by_themselves_are_copies():
     """Where products do attention: q, k and v are copied, and what comes out."""
     pool = abstract_gpu.DeviceShapes(Counts())
     qkv = pool.empty((2 * 8, 4 * 3 * 8), np.float32)
-    out, _ = attend(qkv, 8, 8, pool.empty)
+    out, _ = attend(qkv, 8, HeadForm(8), pool.empty)
     assert pool.meter.bytes["copy"] == 2 * (qkv.nbytes + out.nbytes)

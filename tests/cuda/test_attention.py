@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import attend, attend_grad, heads_of
+from hpc3d.ops.attention import HeadForm, attend, attend_grad, heads_of
 from hpc3d.ops.random import Mask, philox_key
 from tests.cuda.test_random import drawn_by
 from tests.reference import fused_ops as fused
@@ -63,9 +63,11 @@ def test_products_around_it_are_attention(rate):
     mask, factors = masked(rate, sequence) if rate else (None, None)
     qkv = np.random.default_rng(2).normal(size=(BATCH * sequence, HEADS * 3 * width))
     dout = np.random.default_rng(3).normal(size=(BATCH * sequence, HEADS * width))
-    out, p = attend(qkv, sequence, width, Pool().empty, mask)
-    dqkv = attend_grad(dout, qkv, p, sequence, width, Pool().empty, mask)
-    q, k, v = heads_of(qkv, sequence, width)
+    form = HeadForm(width)
+    out, p = attend(qkv, sequence, form, Pool().empty, mask)
+    dqkv = attend_grad(dout, qkv, p, sequence, form, Pool().empty, mask)
+    q, k, v = heads_of(qkv, sequence, form)
+    q = q[:, :, 0]
     scale = width**-0.5
     p, weights = fused.causal_softmax(k @ q.swapaxes(-1, -2), scale, factors)
     ours = (weights.swapaxes(-1, -2) @ v).swapaxes(1, 2).reshape(out.shape)
@@ -73,9 +75,9 @@ def test_products_around_it_are_attention(rate):
     d = dout.reshape(BATCH, sequence, HEADS, width).swapaxes(1, 2)
     ds = fused.causal_softmax_grad(p, v @ d.swapaxes(-1, -2), scale, factors)
     for gradient, whole in zip(
-        (ds.swapaxes(-1, -2) @ k, ds @ q, weights @ d), heads_of(dqkv, sequence, width)
+        (ds.swapaxes(-1, -2) @ k, ds @ q, weights @ d), heads_of(dqkv, sequence, form)
     ):
-        np.testing.assert_allclose(gradient, whole, atol=1e-6)
+        np.testing.assert_allclose(gradient, whole.reshape(gradient.shape), atol=1e-6)
 
 
 ROTARY = [(3, 2, 2), (1, 1, 4), (3, 2, 26), (1, 1, 80)]  # parts, turned, width

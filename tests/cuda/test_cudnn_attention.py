@@ -10,7 +10,7 @@ import torch
 
 from hpc3d.cuda import cudnn_attention
 from hpc3d.cuda.cudnn_attention import Flash
-from hpc3d.ops.attention import attend, attend_grad
+from hpc3d.ops.attention import HeadForm, attend, attend_grad
 from tests.fakes.fake_cudnn import RUBBISH, FakeCudnn, NotSupportedError
 from tests.fakes.fake_device import DeviceArray, plain
 
@@ -106,10 +106,10 @@ def test_as_the_plain_path(attention, memory, shape, dtype):
     qkv, dout = given(memory, shape, dtype)
     out, stats = attention.forward(qkv, sequence, width)
     dqkv = attention.backward(dout, qkv, out, stats, sequence, width)
-    expected, probabilities = attend(wide(qkv), sequence, width, np.empty)
+    expected, probabilities = attend(wide(qkv), sequence, HeadForm(width), np.empty)
     assert out.dtype == dqkv.dtype == dtype and stats.dtype == np.float32
     close(out, expected, dtype)
-    plain_path = wide(dout), wide(qkv), probabilities, sequence, width, np.empty
+    plain_path = wide(dout), wide(qkv), probabilities, sequence, HeadForm(width), np.empty
     close(dqkv, attend_grad(*plain_path), dtype)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import attend, attend_grad, heads_of
+from hpc3d.ops.attention import HeadForm, attend, attend_grad, heads_of
 from hpc3d.ops.random import Mask, philox_key
 from tests.gpu.notes import Skip
 
@@ -38,6 +38,7 @@ class Problem:
     def __init__(self, device, real, shape, rate=0.0):
         self.shape, random = shape, np.random.default_rng(17)
         batch, heads, self.sequence, self.width = shape
+        self.sizes = self.sequence, HeadForm(self.width)
         rows, columns = batch * self.sequence, heads * self.width
 
         def draw(columns):
@@ -49,8 +50,8 @@ class Problem:
         self.rate, self.row = rate, heads * self.sequence**2
         self.key = philox_key((7, "drop_p", 3))
         drop = self.mask(self.key)
-        self.out, p = attend(self.wide[0], *shape[2:], Pool().empty, drop)
-        self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *shape[2:], Pool().empty, drop)
+        self.out, p = attend(self.wide[0], *self.sizes, Pool().empty, drop)
+        self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *self.sizes, Pool().empty, drop)
 
     def mask(self, key):
         """Dropout of the probabilities, [B, heads * T * T], or None."""
@@ -60,8 +61,8 @@ class Problem:
 
     def stats(self):
         """log(sum(exp(scores))) of every query [B, heads, T, 1]."""
-        q, k, _ = heads_of(self.wide[0], self.sequence, self.width)
-        scores = q @ k.swapaxes(-1, -2) / self.width**0.5
+        q, k, _ = heads_of(self.wide[0], *self.sizes)
+        scores = q[:, :, 0] @ k.swapaxes(-1, -2) / self.width**0.5
         scores += np.triu(np.full(scores.shape[-2:], -np.inf), 1)
         top = scores.max(-1, keepdims=True)
         return top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
@@ -82,7 +83,7 @@ def fused(device, real, shape, notes):
 
 def ours(device, real, shape, rate, notes):
     problem, pool = Problem(device, real, shape, rate), device.pool()
-    sizes, drop = (problem.sequence, problem.width), problem.mask(pool.bring(problem.key))
+    sizes, drop = problem.sizes, problem.mask(pool.bring(problem.key))
     out, p = attend(problem.qkv, *sizes, pool.empty, drop)
     notes.near("out", device.download(out), problem.out, BOUND[real])
     dqkv = attend_grad(problem.dout, problem.qkv, p, *sizes, pool.empty, drop)
@@ -91,7 +92,6 @@ def ours(device, real, shape, rate, notes):
 
 def gradients(device, notes, dqkv, problem, real):
     """Those of q, k and v, each by itself."""
-    sizes = problem.sequence, problem.width
-    got = heads_of(device.download(dqkv), *sizes)
-    for name, mine, right in zip(("dq", "dk", "dv"), got, heads_of(problem.dqkv, *sizes)):
+    got = heads_of(device.download(dqkv), *problem.sizes)
+    for name, mine, right in zip(("dq", "dk", "dv"), got, heads_of(problem.dqkv, *problem.sizes)):
         notes.near(name, mine, right, BOUND[real])

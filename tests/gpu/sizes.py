@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.cuda import launch_table
-from hpc3d.ops.attention import heads_of
+from hpc3d.ops.attention import HeadForm, heads_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizer import AdamW, adamw
 from tests.gpu.guards import guarded
@@ -187,7 +187,7 @@ def rotary(bench, notes):
     how = {"width": width, "columns": columns, "first": 0, "period": sequence, "sign": 1}
     bench.launch("rotate", sequence, columns, x=x, **parts, **how)
     bench.same(notes, "rotate", x, fused.rotate(wide, table, 0, 3, 2))
-    assert heads_of(x, sequence, width).shape[2] == heads
+    assert heads_of(x, sequence, HeadForm(width))[1].shape[1] == heads
 
 
 def update(bench, notes):

@@ -9,7 +9,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.layers import Dropout
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.ops import rows
-from hpc3d.ops.attention import attend, attend_grad
+from hpc3d.ops.attention import HeadForm, attend, attend_grad
 from hpc3d.ops.random import Mask, keep_mask, philox_key
 from hpc3d.ops.rows import dropped
 from hpc3d.tensor.layout import Layout
@@ -84,8 +84,8 @@ def test_only_pieces_of_the_factors_exist_at_a_time():
 
     qkv = np.ones((16 * 128, 8 * 3 * 4), np.float32)
     drop = Mask(philox_key((1, "p")), RATE, range(16), range(columns), columns)
-    scores, out = (32, 128, 4, 128), (16, 128, 8, 4)
-    assert beside(lambda empty: attend(qkv, 128, 4, empty, drop), scores, out) < 2 << 20
+    scores, out = (32, 128, 4, 128), (16 * 128, 8 * 4)
+    assert beside(lambda empty: attend(qkv, 128, HeadForm(4), empty, drop), scores, out) < 2 << 20
     dout, p = np.ones((16 * 128, 8 * 4), np.float32), np.ones(scores, np.float32)
-    sizes = p, 128, 4
+    sizes = p, 128, HeadForm(4)
     assert beside(lambda empty: attend_grad(dout, qkv, *sizes, empty, drop), qkv.shape) < 3 << 20

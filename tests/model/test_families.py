@@ -1,6 +1,6 @@
 """What counts a model asks the family's lists: planted is a GPT-2 with an MLP of 3 h."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hpc3d.model import families
 from hpc3d.model.families import GPT2, block_products, block_weights
 from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.spec import ModelSizes, ModelSpec
+from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LAYER, build
 from hpc3d.predict.planning.layouts import volumes
 from hpc3d.tensor.split import Split
@@ -24,15 +24,8 @@ from tests.analyze.traces import config_of
 HIDDEN, HEADS, SEQUENCE = 24, 4, 6
 
 
-@dataclass(frozen=True)
-class Narrow(ModelSizes):
-    @property
-    def ffn(self):
-        return 3 * self.hidden
-
-
 def narrow_sizes(model, vocabulary):
-    return Narrow(**vars(GPT2.sizes(model, vocabulary)))
+    return replace(GPT2.sizes(model, vocabulary), ffn=3 * model.hidden)
 
 
 @pytest.fixture(params=[4, 3], ids=["gpt2", "narrow"])

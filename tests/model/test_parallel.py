@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
+from hpc3d.model.families import GPT2, LLAMA
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.split import Split
@@ -16,9 +17,14 @@ from tests.tensor.cases import CUBOIDS, SPLITS, sizes
 
 SEQUENCES = 48
 SHAPE = {"layers": 2, "hidden": 48, "heads": 24, "sequence": 3, "vocabulary": 29, "std": 0.2}
+WIDER = {"hidden": 96, "heads": 48, "kv_heads": 24, "ffn": 240}
 KINDS = {
-    "plain": ModelSizes(**SHAPE),
-    "untied, exact, dropout": ModelSizes(**SHAPE, tied=False, gelu="exact", dropout=0.25),
+    "plain": (GPT2, ModelSizes(**SHAPE)),
+    "untied, exact, dropout": (
+        GPT2,
+        ModelSizes(**SHAPE, tied=False, gelu="exact", dropout=0.25),
+    ),
+    "llama": (LLAMA, ModelSizes(**SHAPE | WIDER, tied=False, dropout=0.25)),
 }
 
 
@@ -30,9 +36,10 @@ def batch():
     return tokens
 
 
-def gradients(mesh, split, shape):
+def gradients(mesh, split, kind):
     """Loss, norm of the gradient, and name -> (global shape, slices, value, gradient)."""
-    model = Model(mesh, shape, split)
+    family, shape = kind
+    model = Model(mesh, shape, split, family=family)
     totals = [model.gradients(*batch(), step=4), model.norm()]
     blocks = {
         item.name: (item.layout.slices(item.shape, mesh), item.value.copy(), item.grad.copy())
@@ -41,11 +48,11 @@ def gradients(mesh, split, shape):
     return totals, blocks
 
 
-def serial(shape):
-    return run({}, lambda mesh: gradients(mesh, Split(), shape))[0]
+def serial(kind):
+    return run({}, lambda mesh: gradients(mesh, Split(), kind))[0]
 
 
-@pytest.fixture(scope="module", params=strided(KINDS, 2, 1))
+@pytest.fixture(scope="module", params=strided(KINDS, 2))
 def kind(request):
     return KINDS[request.param], serial(KINDS[request.param])
 

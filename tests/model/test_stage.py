@@ -7,9 +7,11 @@ from torch.nn import functional
 
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
+from hpc3d.model.families import GPT2, LLAMA
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
+from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import AdamW
 from tests.model.whole import Model
@@ -26,8 +28,8 @@ def batch(shape, sequences=5, seed=3):
     return tokens
 
 
-def serial(shape):
-    return run({}, lambda mesh: Model(mesh, shape, Split(), seed=SEED))[0]
+def serial(shape, family=GPT2):
+    return run({}, lambda mesh: Model(mesh, shape, Split(), seed=SEED, family=family))[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -37,9 +39,19 @@ def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
     same_as(torch_reference.loss, shape)
 
 
-def same_as(loss_of, shape):
+LLAMA_3 = Rotation(500.0, factor=4.0, low=1.0, high=3.0, original=6)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("rotation", [Rotation(100.0), LLAMA_3])
+def test_llama_is_that_of_torch(kv_heads, rotation):
+    how = {"kv_heads": kv_heads, "ffn": 40, "epsilon": 1e-6, "rotation": rotation}
+    same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), LLAMA)
+
+
+def same_as(loss_of, shape, family=GPT2):
     """Loss and gradients of a batch are those of `loss_of`(weights, shape, tokens, targets)."""
-    model = serial(shape)
+    model = serial(shape, family)
     tokens, targets = batch(shape)
     loss = model.gradients(tokens, targets, step=STEP)
     weights = torch_reference.weights_of(model.parameters)

@@ -13,12 +13,12 @@ from hpc3d.model.stage import LayerRange, build
 class Model:
     """A stage with all layers and both ends, and its parameters."""
 
-    def __init__(self, mesh, shape, split, dtype="float64", seed=5, zero=0):
+    def __init__(self, mesh, shape, split, dtype="float64", seed=5, zero=0, family=GPT2):
         self.mesh = mesh
         self.parameters = Parameters(mesh, dtype, zero)
         part = LayerRange(range(shape.layers), True, True)
         (self.stage,) = build(
-            mesh, self.parameters, ModelSpec(GPT2, shape, {"dense": split}, seed=seed), [part]
+            mesh, self.parameters, ModelSpec(family, shape, {"dense": split}, seed=seed), [part]
         )
         self.parameters.allocate(seed)
         self.buckets = Buckets(self.parameters, 1e4)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.attention import HeadForm, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask, philox_key
 from tests.ops.differences import difference
 
@@ -37,24 +37,31 @@ SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_attention_and_its_gradient(scores, rate, monkeypatch):
+@pytest.mark.parametrize("g", [1, 2])
+def test_attention_and_its_gradient(scores, rate, g, monkeypatch):
+    """Of heads of keys with g queries each."""
     monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
-    qkv = RNG.normal(size=(batch * sequence, heads * 3 * width))
-    drop, factors = masked(rate, batch, heads, sequence, sequence)
-    out, p = attend(qkv, sequence, width, empty, drop)
-    parts = qkv.reshape(batch, sequence, heads, 3, width)
+    form = HeadForm(width, g)
+    qkv = RNG.normal(size=(batch * sequence, heads * (g + 2) * width))
+    drop, factors = masked(rate, batch, heads * g, sequence, sequence)
+    out, p = attend(qkv, sequence, form, empty, drop)
+    parts = qkv.reshape(batch, sequence, heads, g + 2, width)
     expected = [
-        [causal(*(parts[b, :, h, i] for i in range(3)), factors[b, h]) for h in range(heads)]
+        [
+            causal(*(parts[b, :, h, i] for i in (query, g, g + 1)), factors[b, h * g + query])
+            for h in range(heads)
+            for query in range(g)
+        ]
         for b in range(batch)
     ]
     expected = np.array(expected).swapaxes(1, 2).reshape(out.shape)
     np.testing.assert_allclose(out, expected, atol=1e-12)
-    np.testing.assert_array_equal(attend_again(qkv, sequence, width, empty), p)
+    np.testing.assert_array_equal(attend_again(qkv, sequence, form, empty), p)
     dout = RNG.normal(size=out.shape)
     np.testing.assert_allclose(
-        attend_grad(dout, qkv, p, sequence, width, empty, drop),
-        difference(lambda x: attend(x, sequence, width, empty, drop)[0], qkv.copy(), dout),
+        attend_grad(dout, qkv, p, sequence, form, empty, drop),
+        difference(lambda x: attend(x, sequence, form, empty, drop)[0], qkv.copy(), dout),
         atol=1e-7,
     )

@@ -80,6 +80,10 @@ p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 order="x d p y z c e"
 d=2 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence zero=1
 p=2 x=4 batch=6 sequence=4 schedule=zb-h1 microbatches=2 scheme=1d-sequence dropout=0.25
 x=2 y=2 z=2 schedule=none batch=4 microbatches=1 scheme=3d
+p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=llama kv_heads=4 ffn=48 tied=false
+p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=3 zero=3 kind=llama kv_heads=6 ffn=36
+d=2 x=2 y=2 schedule=none microbatches=2 zero=1 scheme=2d-summa kind=llama ffn=60 dropout=0.25
+x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence kind=llama kv_heads=4
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
@@ -90,6 +94,7 @@ p=4 d=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=6 zero=3 layers=8
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=2
 p=4 d=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=6 zero=1 layers=8 dropout=0.25
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h2 microbatches=6 zero=3 tied=false gelu=exact
+p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=3 kind=llama kv_heads=4 ffn=48
 """.strip().splitlines()
 
 SMALL = {

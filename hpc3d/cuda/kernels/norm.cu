@@ -1,16 +1,32 @@
-// Layer norm of the rows of X [rows, columns]: y = n gamma + beta with n = (x - mean) rstd.
+// Layer norm of the rows of X [rows, columns]: y = n gamma + beta with n = (x - mean) rstd.  Of RMS
+// norm `mean` and `beta` are null: both are 0.
 //
 // Where the columns are split over ranks, a step is three kernels with messages in between:
-// moments | all-gather | combine_moments, normalise; and backward: normalise_sums | all-reduce |
+// moments | all-gather | combine_moments, normalise (of RMS norm row_squares | all-reduce |
+// normalise); and backward: normalise_sums | all-reduce |
 // normalise_grad.  Where they are not, add_norm and norm_grad do all of it in one.  In both cases
 // norm_columns and sum_strips (rows.cu) give the gradients of gamma and beta.
 //
 // Unless said otherwise a block has one row, and a thread every blockDim-th pack of its columns.
 #include "common.cuh"
 
-// The mean of a row, and the sum of its squared deviations from it: two passes, never E[x^2].
+// The sum of the squared deviations of a row from a number.
 template <typename T>
-__device__ void row_moments(const T* x, int columns, bool wide, float& mean, float& squares)
+__device__ float squares_around(float centre, const T* x, int columns, bool wide)
+{
+    constexpr int N = WIDTH<T>;
+    float sum = 0;
+    packs_of_row<N>(columns, wide, [&](int c, auto pack) {
+        const auto a = pack.load(x + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            sum += (a[i] - centre) * (a[i] - centre);
+    });
+    return block_sum(sum);
+}
+
+template <typename T>
+__device__ float row_mean(const T* x, int columns, bool wide)
 {
     constexpr int N = WIDTH<T>;
     float sum = 0;
@@ -20,27 +36,30 @@ __device__ void row_moments(const T* x, int columns, bool wide, float& mean, flo
         for (int i = 0; i < pack.size; i++)
             sum += a[i];
     });
-    const float centre = block_sum(sum) / columns;
-    sum = 0;
-    packs_of_row<N>(columns, wide, [&](int c, auto pack) {
-        const auto a = pack.load(x + c);
-#pragma unroll
-        for (int i = 0; i < pack.size; i++)
-            sum += (a[i] - centre) * (a[i] - centre);
-    });
-    mean = centre;
-    squares = block_sum(sum);
+    return block_sum(sum) / columns;
 }
 
-// result [2, rows]: mean and sum of squared deviations of every row.
+// result [rows]: the sum of squares of every row.
+// Launch: block_per_row
+template <typename T>
+__global__ void __launch_bounds__(256) row_squares(const T* x, float* result, int columns)
+{
+    const long long row = blockIdx.x;
+    x += row * columns;
+    const float squares = squares_around(0, x, columns, aligned(x));
+    if (threadIdx.x == 0)
+        result[row] = squares;
+}
+
+// result [2, rows]: mean and sum of squared deviations of every row: two passes, never E[x^2].
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) moments(const T* x, float* result, int columns)
 {
     const long long row = blockIdx.x;
-    float mean, squares;
     x += row * columns;
-    row_moments(x, columns, aligned(x), mean, squares);
+    const float mean = row_mean(x, columns, aligned(x));
+    const float squares = squares_around(mean, x, columns, aligned(x));
     if (threadIdx.x == 0) {
         result[row] = mean;
         result[gridDim.x + row] = squares;
@@ -79,11 +98,13 @@ __global__ void __launch_bounds__(256) normalise(const T* x, const float* mean, 
 {
     constexpr int N = WIDTH<T>;
     const long long row = blockIdx.x, start = row * columns;
-    const float centre = mean[row], factor = rstd[row];
+    const float centre = mean ? mean[row] : 0, factor = rstd[row];
     x += start, n += start, y += start;
     packs_of_row<N>(columns, aligned(x, gamma, beta, n, y), [&](int c, auto pack) {
-        auto a = pack.load(x + c);
-        const auto g = pack.load(gamma + c), b = pack.load(beta + c);
+        auto a = pack.load(x + c), b = pack.zeros();
+        const auto g = pack.load(gamma + c);
+        if (beta)
+            b = pack.load(beta + c);
 #pragma unroll
         for (int i = 0; i < pack.size; i++)
             a[i] = (a[i] - centre) * factor;
@@ -118,19 +139,22 @@ __global__ void __launch_bounds__(256) add_norm(const T* x, const T* r, const T*
         });
         x = s;  // from here on each thread reads what it wrote itself
     }
-    float centre, squares;
-    row_moments(x, columns, wide, centre, squares);
+    const float centre = mean ? row_mean(x, columns, wide) : 0;
+    const float squares = squares_around(centre, x, columns, wide);
     const float factor = 1 / sqrtf(squares / columns + epsilon);
     packs_of_row<N>(columns, wide, [&](int c, auto pack) {
-        auto a = pack.load(x + c);
-        const auto g = pack.load(gamma + c), b = pack.load(beta + c);
+        auto a = pack.load(x + c), b = pack.zeros();
+        const auto g = pack.load(gamma + c);
+        if (beta)
+            b = pack.load(beta + c);
 #pragma unroll
         for (int i = 0; i < pack.size; i++)
             a[i] = (a[i] - centre) * factor * g[i] + b[i];
         pack.store(y + c, a);
     });
     if (threadIdx.x == 0) {
-        mean[row] = centre;
+        if (mean)
+            mean[row] = centre;
         rstd[row] = factor;
     }
 }
@@ -191,17 +215,17 @@ normalise_sums(const T* n, const T* dy, const T* gamma, float* sums, int columns
     }
 }
 
-// dx from n, rstd and the means [2, rows] of dn and of dn n over the whole row; the residual's
-// gradient is added unless it is null.
+// dx from n, rstd and the means of dn and of dn n over the whole row; the residual's gradient is
+// added unless it is null.  Of RMS norm mean_dn is null.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
-normalise_grad(const T* n, const float* rstd, const T* dy, const T* gamma, const float* means,
-               const T* residual, T* dx, int columns)
+normalise_grad(const T* n, const float* rstd, const T* dy, const T* gamma, const float* mean_dn,
+               const float* mean_product, const T* residual, T* dx, int columns)
 {
     const long long row = blockIdx.x, start = row * columns;
-    row_grad(n + start, 0, 1, rstd[row], dy + start, gamma, means[row], means[gridDim.x + row],
-             residual ? residual + start : residual, dx + start, columns);
+    row_grad(n + start, 0, 1, rstd[row], dy + start, gamma, mean_dn ? mean_dn[row] : 0,
+             mean_product[row], residual ? residual + start : residual, dx + start, columns);
 }
 
 // dx from what add_norm kept, s, mean and rstd: both passes of a row in one block.
@@ -212,15 +236,15 @@ norm_grad(const T* s, const float* mean, const float* rstd, const T* dy, const T
           const T* residual, T* dx, int columns)
 {
     const long long row = blockIdx.x, start = row * columns;
-    const float centre = mean[row], factor = rstd[row];
+    const float centre = mean ? mean[row] : 0, factor = rstd[row];
     float sum, product;
     row_sums(s + start, centre, factor, dy + start, gamma, columns, sum, product);
-    row_grad(s + start, centre, factor, factor, dy + start, gamma, sum / columns,
+    row_grad(s + start, centre, factor, factor, dy + start, gamma, mean ? sum / columns : 0,
              product / columns, residual ? residual + start : residual, dx + start, columns);
 }
 
 // First pass of dgamma = sum over rows of dy n and dbeta = that of dy (add_eight), to partial
-// [strips, 2, columns].  n = (x - mean) rstd, or x itself where mean is null.
+// [strips, 2, columns].  n = (x - mean) rstd, or x itself where rstd is null.
 // Launch: tiles_of_strips
 template <typename T>
 __global__ void __launch_bounds__(256) norm_columns(const T* x, const float* mean,
@@ -233,7 +257,7 @@ __global__ void __launch_bounds__(256) norm_columns(const T* x, const float* mea
     pack_of_columns<N>(columns - c, columns % N == 0 && aligned(x, dy), [&](auto pack) {
         for (int row = blockIdx.y * 8 + threadIdx.y; row < rows; row += gridDim.y * 8) {
             const long long start = static_cast<long long>(row) * columns + c;
-            const float centre = mean ? mean[row] : 0, factor = mean ? rstd[row] : 1;
+            const float centre = mean ? mean[row] : 0, factor = rstd ? rstd[row] : 1;
             const Pack<N> a = pack.load(x + start), d = pack.load(dy + start);
 #pragma unroll
             for (int i = 0; i < N; i++) {

@@ -8,7 +8,7 @@ import pytest
 from hpc3d import trace
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.threads import run
-from hpc3d.ops.attention import attend, attend_grad
+from hpc3d.ops.attention import HeadForm, attend, attend_grad
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.simulator import load_resolved
@@ -93,8 +93,9 @@ def test_attention_tells_of_its_dropout(dropout):
     drop = (
         Mask(philox_key((1, "p")), 0.1, range(batch), range(columns), columns) if dropout else None
     )
-    out, probabilities = attend(qkv, sequence, width, pool.empty, drop)
-    attend_grad(out, qkv, probabilities, sequence, width, pool.empty, drop)
+    form = HeadForm(width)
+    out, probabilities = attend(qkv, sequence, form, pool.empty, drop)
+    attend_grad(out, qkv, probabilities, sequence, form, pool.empty, drop)
     sides, scores = qkv.nbytes + out.nbytes, 4 * batch * columns
     expected = {"attend": sides + scores, "attend_grad": sides + scores + qkv.nbytes}
     expected |= {"dropped": 4 * scores} if dropout else {}

@@ -1,0 +1,84 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import log, pi
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpc3d.arrays.primitive import primitive
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.ops.attention import HeadForm
+
+
+class Rotation(NamedTuple):
+    """How fast the pairs of a head turn: pair i by base^(-2 i / width) a position.
+
+    Those that turn in more than `original` / `low` positions are `factor` times slower, those
+    within `original` / `high` are as they are, and between the two lies a line: the form "llama3"
+    of Llama 3.1's config (Grattafiori et al. 2024, arXiv:2407.21783, and transformers'
+    modeling_rope_utils); with a factor of 1 nothing changes.
+    """
+
+    base: float = 10000.0
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def frequencies(self, width: int) -> np.ndarray:
+        """Of the width / 2 pairs of a head, in radians a position."""
+        plain = np.exp(-log(self.base) / width * np.arange(0, width, 2))
+        if self.factor == 1.0:
+            return plain
+        turns = self.original * plain / (2 * pi)  # in the positions of the original
+        kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        return kept * plain + (1 - kept) * plain / self.factor
+
+
+@cache
+def rotary_table(rotation: Rotation, sequence: int, width: int, dtype: DTypeLike) -> np.ndarray:
+    """Cosines and sines of the angles at the positions of a sequence, [2, T, width / 2]."""
+    angles = np.arange(sequence)[:, None] * rotation.frequencies(width)
+    return np.stack([np.cos(angles), np.sin(angles)]).astype(dtype)
+
+
+@primitive
+def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
+    """Turns q and k of x [B*T, heads*(g+2)*D], which has the form of qkv, in place; with the sign
+    -1 back, which is the gradient.
+
+    The pairs (i, i + D / 2) of a head turn by the angle of their position, as in Llama's published
+    weights: (a, b) -> (a cos - b sin, b cos + a sin).  `table` [2, T, D / 2] is that of the rows.
+    """
+    _, sequence, half = table.shape
+    pairs = x.reshape(-1, sequence, x.shape[1] // form.columns, form.queries + 2, 2, half)
+    cosine, sine = table[:, :, None, None]
+    for sample in pairs:
+        a, b = sample[:, :, :-1, 0], sample[:, :, :-1, 1]
+        turned = a * cosine
+        turned -= b * sine if sign > 0 else b * -sine
+        b *= cosine
+        b += a * sine if sign > 0 else a * -sine
+        a[...] = turned
+    return x
+
+
+@rotate.abstract
+def _(x, table, form, sign=1):
+    return x
+
+
+@rotate.cuda
+def _(gpu, x, table, form, sign=1):
+    given = {"cosines": table[0], "sines": table[1], "first": 0, "period": table.shape[1]}
+    parts = form.queries + 2
+    sizes = {"parts": parts, "turned": parts - 1, "width": form.width, "columns": x.shape[1]}
+    gpu.launch("rotate", *x.shape, x=x, **given, **sizes, sign=sign)
+    return x

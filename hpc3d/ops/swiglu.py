@@ -1,0 +1,66 @@
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202), whose forward leaves its slopes for the backward.
+
+The columns of H [rows, 2 width] are pairs (gate, up), one a feature: so a rank that has some of
+the columns has both of what it multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.rows import row_blocks
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
+
+@primitive
+def swiglu(h: Array, out: Array) -> Array:
+    """out = silu(a) b of the pairs (a, b), silu(a) = a s with s = 1 / (1 + exp(-a)); h becomes the
+    slopes d out / da = b s (1 + a (1 - s)) and d out / db = silu(a)."""
+    pairs = h.reshape(*out.shape, 2)
+    for rows in row_blocks(out):
+        a, b, y = pairs[rows, :, 0], pairs[rows, :, 1], out[rows]
+        s = np.tanh(a * 0.5)
+        s += 1
+        s *= 0.5
+        silu = a * s
+        np.multiply(silu, b, out=y)
+        b *= s * (1 + (a - silu))
+        a[...] = b
+        b[...] = silu
+    return out
+
+
+@swiglu.abstract
+def _(h, out):
+    return out
+
+
+@swiglu.cuda
+def _(gpu, h, out):
+    gpu.launch("swiglu", *out.shape, h=h, out=out, width=out.shape[1])
+    return out
+
+
+@primitive
+def swiglu_grad(slopes: Array, dg: Array) -> Array:
+    """dh = the slopes times dg, in their memory."""
+    pairs = slopes.reshape(*dg.shape, 2)
+    for rows in row_blocks(dg):
+        pairs[rows] *= dg[rows, :, None]
+    return slopes
+
+
+@swiglu_grad.abstract
+def _(slopes, dg):
+    return slopes
+
+
+@swiglu_grad.cuda
+def _(gpu, slopes, dg):
+    gpu.launch("swiglu_grad", *dg.shape, slopes=slopes, dg=dg, width=dg.shape[1])
+    return slopes
