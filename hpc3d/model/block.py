@@ -1,5 +1,5 @@
-"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(f(up(norm(x)))) with GELU or
-SwiGLU as f.  What differs from family to family is data of `Family`."""
+"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(f(up(norm(x)))), f GELU or
+SwiGLU.  What differs from family to family is data of `Family`."""
 
 from __future__ import annotations
 

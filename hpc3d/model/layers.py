@@ -115,7 +115,8 @@ class Linear:
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
         """The gradients of weight and bias."""
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
-            self.matmul.add_w(rest, self.weight.grad, self.bias and self.bias.grad)
+            sums = self.bias.grad if self.bias else None
+            self.matmul.add_w(rest, self.weight.grad, sums)
             return
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hpc3d.ops.attention import HeadForm
@@ -33,7 +33,7 @@ class ModelSizes:
     kv_heads: int = 0
     ffn: int = 0
     epsilon: float = 1e-5
-    rotation: Rotation = Rotation()
+    rotation: Rotation = field(default_factory=Rotation)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)

@@ -75,7 +75,7 @@ class Stage:
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
-        self.blocks = [Block(mesh, parameters, spec, number) for number in part.layers]
+        self.blocks: list[Any] = [Block(mesh, parameters, spec, number) for number in part.layers]
         if part.last:
             if not spec.sizes.tied:
                 table = add_table(mesh, parameters, spec, "head.table")
