@@ -123,8 +123,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """llama: rotary positions turn the slowest pair of a head by about 1 / rope_theta a token"""
     rope_scaling: dict[str, float] | None = None
-    """llama: longer sequences by slower turns, as { factor = 8, low = 1, high = 4, original = 8192
-    }, which is rope_type "llama3" of published configs"""
+    """llama: slower turns for longer sequences, rope_type "llama3" of published configs, as
+    { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
     gelu: Literal["tanh", "exact"] = "tanh"
     """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
     dropout: float = 0.0

@@ -12,7 +12,7 @@ from hpc3d.model.layers import Dropout, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
-from hpc3d.tensor.matmul import Saved
+from hpc3d.tensor.matmul import Matmul, Saved
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -62,8 +62,8 @@ class Block:
         std, last = model.std, model.std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std):
-            where = f"{name}.{part}"
-            return Linear(mesh, parameters, where, shape, split, std, spec.keep, family.biased)
+            matmul = Matmul(mesh, split, spec.keep)
+            return Linear(parameters, f"{name}.{part}", shape, matmul, std, family.biased)
 
         def norm(part):
             how = split.x, model.epsilon

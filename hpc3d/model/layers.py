@@ -59,21 +59,18 @@ def owned(mesh: Mesh, y: Array) -> Array:
 
 
 class Linear:
-    """Y = X W + b on a split; without `biased` there is no b."""
+    """Y = X W + b by a `matmul`; without `biased` there is no b."""
 
     def __init__(
         self,
-        mesh: Mesh,
         parameters: Parameters,
         name: str,
         shape: tuple[int, int],
-        split: Split,
+        matmul: Matmul,
         std: float,
-        keep: str = "xw",
         biased: bool = True,
     ) -> None:
-        self.mesh = mesh
-        self.matmul = Matmul(mesh, split, keep)
+        self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
         self.weight = parameters.add(
             f"{name}.weight", shape, split.w, std=std, decay=True, **gradient(self.matmul)
         )

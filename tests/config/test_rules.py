@@ -33,7 +33,7 @@ RULES = {
     "model.sequence": ("0", "model.sequence = 0: ... 1"),
     "model.vocabulary": ("0", "model.vocabulary = 0: ... 1"),
     "model.dropout": ("1", "model.dropout = 1.0: ... 0 ... 1"),
-    "model.kind": ("bert", "model.kind: ... 'gpt2', not 'bert'"),
+    "model.kind": ("bert", "model.kind: ... 'gpt2' or 'llama', not 'bert'"),
     "train.steps": ("0", "train.steps = 0: ... 1"),
     "train.batch": ("0", "train.batch = 0: ... 1"),
     "train.warmup": ("-1", "train.warmup = -1: ... 0"),

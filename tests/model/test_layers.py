@@ -7,6 +7,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import LayerNorm, Linear
 from hpc3d.model.parameters import Parameters
+from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import Split
 from tests.model.test_parallel import ON
 from tests.strided import strided
@@ -29,7 +30,9 @@ def branches(mesh, split):
     """Y = A x * B x: two layers that share their input."""
 
     def build(mesh, parameters):
-        return [Linear(mesh, parameters, name, (24, 24), split, 0.3) for name in ("gate", "up")]
+        return [
+            Linear(parameters, name, (24, 24), Matmul(mesh, split), 0.3) for name in ("gate", "up")
+        ]
 
     (gate, up), parameters = parameters_of(mesh, build)
     x, dy = inputs(mesh, split.x), inputs(mesh, split.y, seed=2)
@@ -43,8 +46,8 @@ def twice(mesh, split):
 
     def build(mesh, parameters):
         return [
-            Linear(mesh, parameters, "shared", (24, 24), split, 0.3),
-            Linear(mesh, parameters, "between", (24, 24), split.next(), 0.3),
+            Linear(parameters, "shared", (24, 24), Matmul(mesh, split), 0.3),
+            Linear(parameters, "between", (24, 24), Matmul(mesh, split.next()), 0.3),
         ]
 
     (shared, between), parameters = parameters_of(mesh, build)
@@ -62,7 +65,7 @@ def odd(mesh, split):
 
     def build(mesh, parameters):
         layers = [
-            Linear(mesh, parameters, f"{number}", (24, 24), turn, 0.3)
+            Linear(parameters, f"{number}", (24, 24), Matmul(mesh, turn), 0.3)
             for number, turn in enumerate(turns)
         ]
         return [*layers, LayerNorm(mesh, parameters, "norm", 24, split.y)]
