@@ -21,8 +21,12 @@ def wrong_backend(config: Config) -> Iterator[str]:
     if train.tf32 and (train.backend, train.dtype) != ("cupy", "float32"):
         yield "train.tf32 = true: for train.backend = cupy with dtype = float32; use false"
     yield from _wrong_graph(config)
-    if train.fused_gelu and (train.backend, config.model.gelu) != ("cupy", "tanh"):
-        yield "train.fused_gelu = true: for train.backend = cupy and model.gelu = tanh; use false"
+    model = config.model
+    if train.fused_gelu and (train.backend, model.kind, model.gelu) != ("cupy", "gpt2", "tanh"):
+        yield (
+            "train.fused_gelu = true: for train.backend = cupy, model.kind = gpt2 and model.gelu "
+            "= tanh; use false"
+        )
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
     if train.backend == "cupy" and config.guard.abft_every:

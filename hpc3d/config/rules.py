@@ -101,16 +101,20 @@ def _out_of_range(config: Config) -> Iterator[str]:
             yield f"{key} = {found}: must be at least {lowest} and below {limit}"
 
 
-_OF_LLAMA = "kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"
+_OF_ONE = {  # family
+    "gpt2": ("gelu",),
+    "llama": ("kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"),
+}
 _SCALING = "factor", "low", "high", "original"
 
 
 def _wrong_family(model: ModelConfig) -> Iterator[str]:
     """Keys of another family, and rotary positions that are not known."""
-    usual, given = ModelConfig(), (key for key in _OF_LLAMA if model.kind != "llama")
-    for key in given:
-        if (value := getattr(model, key)) != getattr(usual, key):
-            yield f"model.{key} = {value}: of llama alone; leave it out, or use model.kind = llama"
+    usual, others = ModelConfig(), {kind: _OF_ONE[kind] for kind in _OF_ONE.keys() - {model.kind}}
+    for kind, keys in others.items():
+        for key in keys:
+            if (value := getattr(model, key)) != getattr(usual, key):
+                yield f"model.{key} = {value}: of model.kind = {kind} alone; leave it out"
     scaling = model.rope_scaling
     if scaling is None:
         return

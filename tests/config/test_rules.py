@@ -46,7 +46,7 @@ RULES = {
     "train.cuda_graph": ("true", "train.cuda_graph = true: ... train.backend = cupy; ... false"),
     "train.fused_gelu": (
         "true",
-        "train.fused_gelu = true: ... cupy ... model.gelu = tanh",
+        "train.fused_gelu = true: ... gpt2 ... model.gelu = tanh",
     ),
     "checkpoint.every": ("-1", "checkpoint.every = -1: ... 0"),
     "checkpoint.keep": ("0", "checkpoint.keep = 0: ... 1"),
@@ -90,6 +90,55 @@ def test_a_value_out_of_range_is_refused(key):
     assert re.match(elided(line), said)
 
 
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("kv_heads", "1", "0"),
+        ("ffn", "1", "0"),
+        ("norm_epsilon", "0", "-1e-9"),
+        ("norm_epsilon", "0.9", "1"),
+        ("rope_theta", "1", "0.9"),
+        ("rope_theta", "1e9", "inf"),
+    ],
+)
+def test_a_range_of_llama_ends_where_it_says(key, good, bad):
+    resolve(load(None, ["--model.kind", "llama", f"--model.{key}", good]), 1)
+    (said,) = problems("--model.kind", "llama", f"--model.{key}", bad)
+    assert said.startswith(f"model.{key} = ")
+
+
+LLAMA = ["--model.kind", "llama", "--model.kv_heads", "16"]
+SCALING = "{ factor = 8, low = 1, high = 4, original = 8192 }"
+FORMS = {
+    SCALING.replace("high", "beta"): "must have factor, low, high, original and nothing else",
+    SCALING.replace("8,", "0.5,"): "factor must be at least 1",
+    SCALING.replace("low = 1", "low = 4"): "0 < low < high",
+    SCALING.replace("8192", "0"): "original must be a number of tokens",
+}
+
+
+@pytest.mark.parametrize("scaling", FORMS)
+def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
+    resolve(load(None, [*LLAMA, "--model.rope_scaling", SCALING]), 1)
+    (said,) = problems(*LLAMA, "--model.rope_scaling", scaling)
+    assert said.startswith("model.rope_scaling = ") and FORMS[scaling] in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--model.kv_heads", "16"], "model.kv_heads = 16: of model.kind = llama alone"),
+        (["--model.rope_theta", "5e5"], "model.rope_theta = 500000.0: of model.kind = llama"),
+        (["--model.kind", "llama", "--model.gelu", "exact"], "model.gelu = exact: of model.kind"),
+        ([*LLAMA, "--model.heads", "24", "--model.kv_heads", "16"], "model.heads = 24 does not"),
+        (["--model.kind", "llama", "--model.heads", "128"], "model.hidden / model.heads = 3: "),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(words, line):
+    said, *_ = problems(*words)
+    assert said.startswith(line)
+
+
 def test_a_decay_that_ends_within_the_warm_up_is_refused():
     (said,) = problems("--train.decay_steps", "1")
     assert re.fullmatch(elided("train.decay_steps = 1: ... train.warmup = 2"), said)
@@ -120,6 +169,11 @@ def sized(changes, *more):
         ),
         ({"--model.heads": 18}, {"y": 4, "x": 2}, ["model.heads = 18", "axes y 4 = 4"]),
         (
+            {"--model.kind": "llama", "--model.kv_heads": 6, "--model.ffn": 180},
+            {"y": 8},
+            ["model.kv_heads = 6 ... axes y 8 = 8", "model.ffn = 180 ... axes y 8 = 8: use ... 8"],
+        ),
+        (
             {"--model.hidden": 150, "--model.heads": 25},
             {"z": 8},
             ["model.hidden = 150 ... axes z 8 = 8: use ... 8"],
@@ -140,7 +194,8 @@ def test_a_size_that_does_not_divide_names_key_and_axes(changes, mesh, lines):
     axes = [word for axis, size in mesh.items() for word in (f"--mesh.{axis}", str(size))]
     said = problems(*sized(changes, *axes))
     assert all(any(re.search(elided(line), one) for one in said) for line in lines)
-    keys = "train.batch", "train.batch x model.sequence", "model.heads", "model.hidden"
+    keys = ["train.batch", "train.batch x model.sequence"]
+    keys += [f"model.{size}" for size in ("heads", "kv_heads", "hidden", "ffn")]
     assert all(one.split(" = ")[0] in keys for one in said)
 
 
