@@ -258,3 +258,14 @@ def posted_around_the_last_product(rank):
     """The number of sums over replicas that are posted before the last product, and after."""
     early = [posted < rank.last_product for posted in rank.posted["d", "all_reduce"]]
     return early.count(True), early.count(False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rms_norm_sums_one_number_a_row(ranks):
+    """2 (1 - 1/g) rows e bytes forward, as many backward, of two norms a layer and the last."""
+    layers, micros = 2, 2
+    line = f"z={ranks} schedule=none microbatches={micros} layers={layers} kind=llama kv_heads=4"
+    rows = BATCH // micros * SEQUENCE
+    expected = [2 * rows * ITEM * (ranks - 1) // ranks] * 2 * (2 * layers + 1) * micros
+    for rank in counted(line):
+        assert rank.calls["z", "all_reduce"] == expected
