@@ -209,7 +209,7 @@ def _seconds(sample: LayerSample, sequences: int) -> float:
 
 def _smallest(config: Config) -> Config:
     """A model of a layer that computes next to nothing, on one rank: what is left is launches."""
-    model = replace(config.model, layers=1, hidden=1, heads=1, sequence=1)
+    model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,8 @@ d=8 train.backend=cupy
 x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
 p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
 p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1]
+x=2 y=2 z=2 model.kind=llama model.kv_heads=4 model.ffn=640
+p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=4 train.backend=cupy
 p=4 d=2 schedule=zb-h1 zero=1 layers_per_stage=[2,0,2,0] microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4 layers_per_stage=[0,2,2,0] bucket_mb=1
 """.strip().splitlines()
@@ -120,6 +123,17 @@ def test_what_was_measured_for_one_layout_is_not_taken_for_another():
 @pytest.fixture(scope="module")
 def small():
     return search()
+
+
+def test_a_llama_is_planned_within_its_heads_of_keys():
+    """The model that shows what launches take has as many as queries."""
+    line = f"{SMALL} d=1 p=1 model.kind=llama model.kv_heads=2 model.ffn=640"
+    _, found = search(line, most=40, top=3)
+    assert found.timed
+    for each in found.timed:
+        config = each.best.config
+        split, sizes = config.splits()["dense"], config.mesh.sizes()
+        assert prod(sizes[axis] for axis in split.y[1]) <= 2
 
 
 def test_bounds_are_below_what_is_found(small):
