@@ -108,11 +108,10 @@ SAID = {
         case("raise", 63, "auto", ranks=64),
         case("memory", 7, "mpi"),
         case("exit", 7, "mpi"),
-        case("exit", 0, "auto", ranks=64),
+        case("exit", 0, "auto", ranks=16),
         case("reader", 0, "auto"),
-        case("reader", 0, "auto", ranks=64),
         case("writer", 0, "mpi"),
-        case("writer", 31, "auto", ranks=64),
+        case("writer", 15, "auto", ranks=16),
         case("full disk", 5, "auto"),
         case("full disk", 0, "auto", ranks=64),
     ],
@@ -136,7 +135,7 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
         case(0, "mpi"),
         case(4, "auto"),
         case(31, "auto", ranks=64),
-        case(63, "mpi", ranks=64),
+        case(15, "mpi", ranks=16),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
@@ -155,7 +154,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
         case(0, "auto", ranks=2),
         case(0, "auto"),
         case(3, "mpi"),
-        case(0, "mpi", ranks=64),
+        case(0, "mpi", ranks=16),
         case(63, "auto", ranks=64),
     ],
 )

@@ -11,11 +11,12 @@ def body(job):
     from tests.tensor.cases import SPLITS, sizes
 
     cuboid = {8: (2, 2, 2), 12: (2, 3, 2)}[job.size]
-    expected = {kind: serial(shape) for kind, shape in KINDS.items()}
+    kinds = {name: KINDS[name] for name in ("untied, exact, dropout", "llama")}
+    expected = {name: serial(kind) for name, kind in kinds.items()}
     for name, split in SPLITS.items():
         mesh = build(sizes(name, cuboid), transport=sys.argv[1])
-        for kind, shape in KINDS.items():
-            same(gradients(mesh, split, shape), expected[kind])
+        for kind, model in kinds.items():
+            same(gradients(mesh, split, model), expected[kind])
         if job.rank == 0:
             print(name, flush=True)
     job.barrier()

@@ -89,12 +89,11 @@ x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence kind=llam
 # Four axes at once, for real ranks only.
 LARGE = """
 p=4 d=2 x=2 y=2 z=2 schedule=gpipe microbatches=3 zero=1
-p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=0
+p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=0 kind=llama kv_heads=4 ffn=48
 p=4 d=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=6 zero=3 layers=8
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=2
 p=4 d=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=6 zero=1 layers=8 dropout=0.25
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h2 microbatches=6 zero=3 tied=false gelu=exact
-p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=3 kind=llama kv_heads=4 ffn=48
 """.strip().splitlines()
 
 SMALL = {
