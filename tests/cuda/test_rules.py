@@ -50,7 +50,7 @@ def same(found, expected):
         )
 
 
-@pytest.mark.parametrize("line", some(LINES, 1))
+@pytest.mark.parametrize("line", some([*LINES, f"{LINES[3]} steps=1 microbatches=1"], 1, 4))
 def test_a_rank_trains_as_with_numpy(line, launcher):
     (found,) = on_devices(line, train)
     same(found, serial(alone(line)))
@@ -94,7 +94,9 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-@pytest.mark.parametrize("line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1]], 0))
+@pytest.mark.parametrize(
+    "line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3]], 0)
+)
 def test_16_bits_train_as_32(kind, line, launcher):
     """With master weights in float32, and a scaled loss in float16."""
 
