@@ -28,6 +28,9 @@ LINES = [
     f"p=2 d=2 x=2 zero=1 scheme=1d {ONE[4:]} schedule=1f1b batch=8",
     f"d=2 x=2 zero=3 dropout=0.25 {ONE[4:]} batch=8",
     f"x=2 y=2 scheme=2d-summa {ONE[4:]} batch=8",
+    f"{ONE} kind=llama kv_heads=4 ffn=20",
+    f"{ONE} kind=llama ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 recompute=selective",
+    f"x=2 z=2 {ONE[4:]} batch=8 kind=llama kv_heads=4 ffn=24 dropout=0.25",
 ]
 
 

@@ -1,14 +1,16 @@
-"""Attention's softmax and rotary positions on the host against their NumPy twins, and these
-against the whole attention and torch."""
+"""Attention's softmax and rotary positions on the host against their NumPy twins, and that of the
+softmax against the whole attention."""
 
 import numpy as np
 import pytest
-import torch
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import HeadForm, attend, attend_grad, heads_of
+from hpc3d.ops.attention import HeadForm, attend, attend_again, attend_grad, heads_of
 from hpc3d.ops.random import Mask, philox_key
+from hpc3d.ops.rotary import Rotation, rotary_table, rotate
+from tests.cuda import rules
 from tests.cuda.test_random import drawn_by
+from tests.fakes.fake_device import plain
 from tests.reference import fused_ops as fused
 
 BATCH, HEADS = 2, 3
@@ -16,14 +18,14 @@ SEQUENCES = [1, 5, 33, 72]
 SCALE = 0.3
 
 
-def masked(rate, sequence):
+def masked(rate, sequence, heads=HEADS):
     """Dropout on the second of three ranks, and its factors [B, heads, key, query]."""
-    columns = HEADS * sequence**2
+    columns = heads * sequence**2
     mask = Mask(
         philox_key((3, "p")), rate, range(4, 4 + BATCH), range(columns, 2 * columns), 3 * columns
     )
     factors = mask.factors(slice(None), slice(None), np.float32)
-    return mask, factors.reshape(BATCH, HEADS, sequence, sequence)
+    return mask, factors.reshape(BATCH, heads, sequence, sequence)
 
 
 def dropout_of(mask):
@@ -80,37 +82,42 @@ def test_products_around_it_are_attention(rate):
         np.testing.assert_allclose(gradient, whole.reshape(gradient.shape), atol=1e-6)
 
 
-ROTARY = [(3, 2, 2), (1, 1, 4), (3, 2, 26), (1, 1, 80)]  # parts, turned, width
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+@pytest.mark.parametrize("flash", [None, rules.Flash()], ids=["products", "with cuDNN"])
+def test_several_queries_a_key(flash, rate, launcher):
+    """They go by products even where there is a kernel for one a key; g = 2, against NumPy."""
+    rules.register(launcher, flash)
+    sequence, form, empty = 5, HeadForm(4, 2), Pool().empty
+    mask = masked(rate, sequence, 2 * HEADS)[0] if rate else None
+    random = np.random.default_rng(2)
+    qkv = random.normal(size=(BATCH * sequence, HEADS * form.columns)).astype(np.float16)
+    dout = random.normal(size=(BATCH * sequence, HEADS * 2 * form.width)).astype(np.float16)
+    wide = qkv.astype(np.float64)
+    expected, p = attend(wide, sequence, form, empty, mask)
+    expected_grad = attend_grad(dout.astype(np.float64), wide, p, sequence, form, empty, mask)
+    qkv, dout = (each.view(rules.CudaArray) for each in (qkv, dout))
+    out, kept = attend(qkv, sequence, form, rules.empty, mask)
+    np.testing.assert_allclose(plain(out), expected, atol=4e-3)
+    again = attend_again(qkv, sequence, form, rules.empty, mask)
+    np.testing.assert_array_equal(plain(again), plain(kept))
+    found = attend_grad(dout, qkv, again, sequence, form, rules.empty, mask)
+    np.testing.assert_allclose(plain(found), expected_grad, atol=1e-2)
+    rules.register(launcher)
 
 
-@pytest.mark.parametrize("case", ROTARY, ids=str)
+# Heads by their width and queries: a pair, halves of less than a pack, of one and a bit, of packs.
+ROTARY = [HeadForm(2), HeadForm(4, 2), HeadForm(26), HeadForm(80, 2)]
+
+
+@pytest.mark.parametrize("form", ROTARY, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rotary_positions(case, sign, real, draw, emulate):
-    parts, turned, width = case
-    rows, columns, first, period = 7, 2 * parts * width, 2, 5
+def test_rotary_positions(form, sign, real, draw, emulate):
+    """The rows begin within a sequence and end in the next."""
+    rows, columns, first, period = 7, 2 * form.columns, 2, 5
     x, wide = draw(real, rows, columns)
-    table = fused.turns(period, width)
-    cosines, sines = np.ascontiguousarray(table[0]), np.ascontiguousarray(table[1])
-    sizes = {"parts": parts, "turned": turned, "width": width, "columns": columns}
-    place = {"first": first, "period": period, "sign": sign, **sizes}
-    emulate("rotate", rows, columns, x=x, cosines=cosines, sines=sines, **place)
-    real.same(x, fused.rotate(wide, table, first, parts, turned, sign))
-
-
-def test_rotary_positions_are_those_of_torch():
-    """By complex numbers: the pair (a, b) is a + ib, a turn is a product with exp(i angle)."""
-    rows, width, base = 6, 8, 500.0
-    x = np.random.default_rng(4).normal(size=(rows, 2, 3, width))
-    i = torch.arange(width // 2, dtype=torch.float64)
-    angles = torch.outer(torch.arange(rows, dtype=torch.float64), base ** (-2 * i / width))
-    leaf = torch.tensor(x[:, :, :2], requires_grad=True)
-    a, b = leaf.chunk(2, dim=-1)
-    turned = torch.complex(a, b) * torch.exp(1j * angles)[:, None, None]
-    expected = torch.cat([turned.real, turned.imag], -1)
-    table = fused.turns(rows, width, base)
-    got = fused.rotate(x.reshape(rows, -1).copy(), table, 0, 3, 2).reshape(x.shape)
-    np.testing.assert_allclose(got[:, :, :2], expected.detach().numpy(), atol=1e-6)
-    np.testing.assert_array_equal(got[:, :, 2], x[:, :, 2])
-    (gradient,) = torch.autograd.grad(expected, leaf, torch.tensor(x[:, :, :2]))
-    back = fused.rotate(x.reshape(rows, -1).copy(), table, 0, 3, 2, sign=-1).reshape(x.shape)
-    np.testing.assert_allclose(back[:, :, :2], gradient.numpy(), atol=1e-6)
+    cosines, sines = table = rotary_table(Rotation(), period, form.width, np.float32)
+    sizes = {"parts": form.queries + 2, "turned": form.queries + 1, "width": form.width}
+    given = {"cosines": cosines, "sines": sines, "first": first, "period": period, **sizes}
+    emulate("rotate", rows, columns, x=x, columns=columns, sign=sign, **given)
+    positions = (first + np.arange(rows)) % period
+    real.same(x, rotate(wide, table[:, positions], form, sign))

@@ -4,11 +4,20 @@ import numpy as np
 import pytest
 
 from hpc3d.cuda import launch_table
-from hpc3d.ops.norm import combine_moments, moments, normalise, normalise_grad, normalise_sums
+from hpc3d.ops.norm import (
+    combine_moments,
+    moments,
+    normalise,
+    normalise_grad,
+    normalise_sums,
+    row_squares,
+)
 from tests.cuda.conftest import FLOAT
 from tests.reference import fused_ops as fused
 
 SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 136), (2, 2060), (9, 33)]
+RMS_SIZES = [(0, 5), (3, 7), (3, 136)]
+CASES = [*((size, True) for size in SIZES), *((size, False) for size in RMS_SIZES)]
 EPSILON = 1e-5
 
 
@@ -17,11 +26,36 @@ def size(request):
     return request.param
 
 
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{'layer' if case[1] else 'RMS'}")
+def case(request):
+    """The size of a matrix and whether its norm is centred, that is, has a mean and beta."""
+    return request.param
+
+
+@pytest.fixture
+def vectors(draw):
+    """Gamma and beta, and the float32 that they are; None for beta where `centred` is false."""
+
+    def drawn(real, columns, centred):
+        gamma, beta = draw(real, columns), draw(real, columns)
+        return gamma, beta if centred else (None, None)
+
+    return drawn
+
+
 def test_moments(size, real, draw, emulate):
     x, wide = draw(real, *size)
     result = FLOAT.empty(2, size[0])
     emulate("moments", *size, x=x, result=result, columns=size[1])
     FLOAT.same(result, moments(wide))
+
+
+@pytest.mark.parametrize("size", RMS_SIZES, ids=str)
+def test_squares_of_rows(size, real, draw, emulate):
+    x, wide = draw(real, *size)
+    result = FLOAT.empty(size[0])
+    emulate("row_squares", *size, x=x, result=result, columns=size[1])
+    FLOAT.same(result, row_squares(wide))
 
 
 def test_moments_have_no_cancellation(emulate):
@@ -42,14 +76,14 @@ def test_moments_of_parts(rows, draw, emulate):
     FLOAT.same(result, np.stack(combine_moments(parts, 12)))
 
 
-def test_norm_with_split_columns(size, real, draw, emulate):
-    rows, columns = size
-    x, wide = draw(real, rows, columns)
-    gamma, wide_gamma = draw(real, columns)
-    beta, wide_beta = draw(real, columns)
-    mean, rstd = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0]) + 1
-    n, y = real.empty(rows, columns), real.empty(rows, columns)
-    given = {"gamma": gamma, "beta": beta, "n": n, "y": y, "columns": columns}
+def test_norm_with_split_columns(case, real, draw, vectors, emulate):
+    size, centred = case
+    x, wide = draw(real, *size)
+    (gamma, wide_gamma), (beta, wide_beta) = vectors(real, size[1], centred)
+    mean = draw(FLOAT, size[0])[0] if centred else None
+    rstd = np.abs(draw(FLOAT, size[0])[0]) + 1
+    n, y = real.empty(*size), real.empty(*size)
+    given = {"gamma": gamma, "beta": beta, "n": n, "y": y, "columns": size[1]}
     emulate("normalise", *size, x=x, mean=mean, rstd=rstd, **given)
     outs = np.empty_like(wide), np.empty_like(wide)
     expected = normalise(wide, mean, rstd, wide_gamma, wide_beta, *outs)
@@ -58,30 +92,30 @@ def test_norm_with_split_columns(size, real, draw, emulate):
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_gradient_with_split_columns(residual, size, real, draw, emulate):
-    rows, columns = size
+def test_gradient_with_split_columns(residual, case, real, draw, emulate):
+    (rows, columns), centred = case
     (n, wide_n), (dy, wide_dy), (r, wide_r) = (draw(real, rows, columns) for _ in range(3))
     gamma, wide_gamma = draw(real, columns)
     sums = FLOAT.empty(2, rows)
-    emulate("normalise_sums", *size, n=n, dy=dy, gamma=gamma, sums=sums, columns=columns)
-    expected, _, _ = normalise_sums(wide_n, wide_dy, wide_gamma)
-    FLOAT.same(sums, expected, atol=1e-4)
-    means, rstd, dx = expected / columns, np.abs(draw(FLOAT, rows)[0]), real.empty(*size)
-    given = {"gamma": gamma, "means": means, "dx": dx, "columns": columns}
-    given["residual"] = r if residual else None
-    emulate("normalise_grad", *size, n=n, rstd=rstd, dy=dy, **given)
+    emulate("normalise_sums", *case[0], n=n, dy=dy, gamma=gamma, sums=sums, columns=columns)
+    expected, _, _ = normalise_sums(wide_n, wide_dy, wide_gamma, centred)
+    FLOAT.same(sums[-len(expected) :], expected, atol=1e-4)
+    means, rstd, dx = expected / columns, np.abs(draw(FLOAT, rows)[0]), real.empty(*case[0])
+    given = {"gamma": gamma, "mean_dn": means[0] if centred else None, "mean_product": means[-1]}
+    given |= {"residual": r if residual else None, "dx": dx, "columns": columns}
+    emulate("normalise_grad", *case[0], n=n, rstd=rstd, dy=dy, **given)
     added = wide_r if residual else None
     out = np.empty_like(wide_n)
     real.same(dx, normalise_grad(wide_n, rstd, wide_dy, wide_gamma, means, added, out), 1e-5)
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_residual_and_norm_in_one(residual, size, real, draw, emulate):
-    rows, columns = size
+def test_residual_and_norm_in_one(residual, case, real, draw, vectors, emulate):
+    (rows, columns), centred = size, _ = case
     (x, wide_x), (r, wide_r) = draw(real, *size), draw(real, *size)
-    (gamma, wide_gamma), (beta, wide_beta) = draw(real, columns), draw(real, columns)
+    (gamma, wide_gamma), (beta, wide_beta) = vectors(real, columns, centred)
     s, y = real.empty(*size, offset=1), real.empty(*size)
-    mean, rstd = FLOAT.empty(rows), FLOAT.empty(rows)
+    mean, rstd = FLOAT.empty(rows) if centred else None, FLOAT.empty(rows)
     given = {"gamma": gamma, "beta": beta, "mean": mean, "rstd": rstd, "columns": columns}
     given |= {"r": r if residual else None, "epsilon": EPSILON}
     emulate("add_norm", *size, x=x, s=s if residual else None, y=y, **given)
@@ -90,16 +124,18 @@ def test_residual_and_norm_in_one(residual, size, real, draw, emulate):
     if residual:
         np.testing.assert_array_equal(real.back(s), added)
     real.same(y, out, atol=2e-5 if columns > 1 else 1e-3)
-    FLOAT.same(mean, centre)
+    if centred:
+        FLOAT.same(mean, centre)
     FLOAT.same(rstd, factor, atol=1e-4 * factor.max(initial=0))
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_gradient_of_residual_and_norm_in_one(residual, size, real, draw, emulate):
-    rows, columns = size
+def test_gradient_of_residual_and_norm_in_one(residual, case, real, draw, emulate):
+    (rows, columns), centred = size, _ = case
     (s, wide_s), (dy, wide_dy), (r, wide_r) = (draw(real, *size) for _ in range(3))
     gamma, wide_gamma = draw(real, columns)
-    mean, rstd, dx = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0]), real.empty(*size)
+    mean = draw(FLOAT, rows)[0] if centred else None
+    rstd, dx = np.abs(draw(FLOAT, rows)[0]), real.empty(*size)
     given = {"gamma": gamma, "residual": r if residual else None, "dx": dx, "columns": columns}
     emulate("norm_grad", *size, s=s, mean=mean, rstd=rstd, dy=dy, **given)
     added = wide_r if residual else None
@@ -111,10 +147,23 @@ def test_gradient_of_residual_and_norm_in_one(residual, size, real, draw, emulat
 @pytest.mark.parametrize("columns", [1, 40, 300])
 @pytest.mark.parametrize("given", ["n", "x"])
 def test_gradients_of_gamma_and_beta(given, rows, columns, real, draw, emulate):
-    (x, wide), (dy, wide_dy) = draw(real, rows, columns), draw(real, rows, columns)
     mean, rstd = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0])
     stored = {"mean": mean, "rstd": rstd} if given == "x" else {"mean": None, "rstd": None}
-    n = (wide - mean[:, None]) * rstd[:, None] if given == "x" else wide
+    columns_are_summed(stored, rows, columns, real, draw, emulate)
+
+
+def test_gradient_of_gamma_without_a_mean(real, draw, emulate):
+    """What is given of RMS norm is x and rstd."""
+    stored = {"mean": None, "rstd": np.abs(draw(FLOAT, 7)[0])}
+    columns_are_summed(stored, 7, 300, real, draw, emulate)
+
+
+def columns_are_summed(stored, rows, columns, real, draw, emulate):
+    """norm_columns with that mean and rstd."""
+    (x, wide), (dy, wide_dy) = draw(real, rows, columns), draw(real, rows, columns)
+    centre, factor = stored["mean"], stored["rstd"]
+    n = wide if centre is None else wide - centre[:, None]
+    n = n if factor is None else n * factor[:, None]
     strips = launch_table.strips(rows)
     partial = FLOAT.empty(strips, 2, columns)
     (total, before), (other, before_other) = (draw(FLOAT, columns) for _ in range(2))

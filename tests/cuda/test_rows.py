@@ -1,4 +1,4 @@
-"""Biases, residuals, gradients and GELU on the host against their NumPy twins."""
+"""Biases, residuals, gradients, GELU and SwiGLU on the host against their NumPy twins."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import pytest
 from hpc3d.cuda import launch_table
 from hpc3d.ops.gelu import GELU
 from hpc3d.ops.rows import sum_rows
+from hpc3d.ops.swiglu import swiglu, swiglu_grad
 from tests.cuda.conftest import FLOAT
 from tests.reference import fused_ops as fused
 
@@ -71,3 +72,25 @@ def test_gelu_and_its_slope(kind, bias, size, real, draw, emulate):
     fused.bias_gelu(wide, wide_b if bias else np.zeros_like(wide_b), expected, kind)
     real.same(out, expected, atol=2e-6)
     real.same(h, wide, atol=2e-6)
+
+
+# Of 12 features the pairs of every row are aligned, in 16 bits the features of every other row.
+PAIRED = [(0, 5), (1, 1), (3, 7), (4, 12), (2, 64), (3, 1100)]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("size", PAIRED)
+def test_swiglu_and_its_gradient(size, offset, real, draw, emulate):
+    rows, width = size
+    h, wide = draw(real, rows, 2 * width)
+    for gate, a in ((0, -200), (2, 40)):  # where exp(-a) is too large, and where s is 1
+        h[:1, gate : gate + 1], wide[:1, gate : gate + 1] = real.cast(np.float32([a])), a
+    out, expected = real.empty(*size, offset=offset), np.empty(size, np.float32)
+    emulate("swiglu", *size, h=h, out=out, width=width)
+    swiglu(wide, expected)
+    real.same(out, expected)
+    real.same(h, wide)
+    dg, wide_dg = draw(real, *size, offset=offset)
+    slopes = real.back(h)
+    emulate("swiglu_grad", *size, slopes=h, dg=dg, width=width)
+    real.same(h, swiglu_grad(slopes, wide_dg))

@@ -19,10 +19,12 @@ from tests.strided import strided
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero")]
 
 ONE = "p=1 schedule=none microbatches=2 layers=1 batch=4 steps=4 dtype=float32"
+LLAMA = "kind=llama kv_heads=4 ffn=20"  # of 12 heads: three queries a key
 LINES = [
     ONE,
     f"{ONE} tied=false gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} optimizer=sgd learning_rate=0.1 recompute=full dropout=0.25",
+    f"{ONE} {LLAMA} recompute=selective dropout=0.25",
 ]
 SEVERAL = [
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=3d",
@@ -30,6 +32,7 @@ SEVERAL = [
     "d=2 x=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=3 dropout=0.25",
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=2d-summa",
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=1 scheme=3d-broadcast",
+    "x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=llama kv_heads=4 ffn=24",
 ]
 
 
@@ -47,7 +50,7 @@ def same(found, expected):
         )
 
 
-@pytest.mark.parametrize("line", some(LINES, 1))
+@pytest.mark.parametrize("line", some([*LINES, f"{LINES[3]} steps=1 microbatches=1"], 1, 4))
 def test_a_rank_trains_as_with_numpy(line, launcher):
     (found,) = on_devices(line, train)
     same(found, serial(alone(line)))
@@ -91,7 +94,9 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-@pytest.mark.parametrize("line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1]], 0))
+@pytest.mark.parametrize(
+    "line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3]], 0)
+)
 def test_16_bits_train_as_32(kind, line, launcher):
     """With master weights in float32, and a scaled loss in float16."""
 

@@ -8,6 +8,8 @@ import numpy as np
 from hpc3d.cuda import launch_table
 from hpc3d.ops.attention import HeadForm, heads_of
 from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.ops.rotary import Rotation, rotary_table, rotate
+from hpc3d.ops.swiglu import swiglu
 from hpc3d.training.optimizer import AdamW, adamw
 from tests.gpu.guards import guarded
 from tests.gpu.loader import launcher
@@ -99,6 +101,40 @@ def norm_grad(bench, notes):
     bench.same(notes, "dbeta", sums[1], dbeta, 1e-5 * rows**0.5)
 
 
+def rms_norm(bench, notes):
+    """The norm without mean and beta, of whole rows and its part for split ones."""
+    rows, columns = size = bench.sizes.rows, bench.sizes.hidden
+    (x, wide_x), (dy, wide_dy), (r, wide_r) = (bench.draw(*size) for _ in range(3))
+    gamma, wide_gamma = bench.draw(columns)
+    y, dx = bench.empty(*size), bench.empty(*size)
+    rstd, squares = (bench.empty(rows, dtype=np.float32) for _ in range(2))
+    given = {"mean": None, "rstd": rstd, "gamma": gamma, "columns": columns}
+    none = {"r": None, "beta": None, "s": None}
+    bench.launch("add_norm", *size, x=x, y=y, epsilon=1e-5, **none, **given)
+    _, out, _, factor = fused.add_norm(wide_x, None, wide_gamma, None, 1e-5)
+    bench.same(notes, "norm", y, out)
+    bench.same(notes, "rstd", rstd, factor, 1e-6)
+    bench.launch("norm_grad", *size, s=x, dy=dy, residual=r, dx=dx, **given)
+    wide = rstd.astype(np.float64), wide_dy, wide_gamma, wide_r
+    bench.same(notes, "dx", dx, fused.norm_grad(wide_x, None, *wide)[0], 2e-5)
+    bench.launch("row_squares", *size, x=x, result=squares, columns=columns)
+    bench.same(notes, "squares", squares, np.square(wide_x).sum(1))
+
+
+def gated(bench, notes):
+    """SwiGLU and its gradient."""
+    rows, width = size = bench.sizes.rows, bench.sizes.hidden
+    (h, wide), (dg, wide_dg) = bench.draw(rows, 2 * width), bench.draw(*size)
+    out, expected = bench.empty(*size), np.empty(size)
+    bench.launch("swiglu", *size, h=h, out=out, width=width)
+    swiglu(wide, expected)
+    bench.same(notes, "swiglu", out, expected)
+    bench.same(notes, "slopes of swiglu", h, wide)
+    slopes = h.astype(np.float64)
+    bench.launch("swiglu_grad", *size, slopes=h, dg=dg, width=width)
+    bench.same(notes, "swiglu_grad", h, slopes * wide_dg.repeat(2, axis=1))
+
+
 def bias_and_sum_of_rows(bench, notes):
     rows, columns = size = bench.sizes.rows, bench.sizes.hidden
     (y, wide), (bias, wide_bias) = bench.draw(*size), bench.draw(columns)
@@ -182,11 +218,11 @@ def rotary(bench, notes):
     sequence, width, heads = bench.sizes.sequence, 64, bench.sizes.heads
     columns = heads * 3 * width
     x, wide = bench.draw(sequence, columns)
-    table = fused.turns(sequence, width)
-    parts = {"cosines": table[0].copy(), "sines": table[1].copy(), "parts": 3, "turned": 2}
+    table = rotary_table(Rotation(), sequence, width, np.float32)
+    parts = {"cosines": table[0], "sines": table[1], "parts": 3, "turned": 2}
     how = {"width": width, "columns": columns, "first": 0, "period": sequence, "sign": 1}
     bench.launch("rotate", sequence, columns, x=x, **parts, **how)
-    bench.same(notes, "rotate", x, fused.rotate(wide, table, 0, 3, 2))
+    bench.same(notes, "rotate", x, rotate(wide, table.astype(np.float64), HeadForm(width)))
     assert heads_of(x, sequence, HeadForm(width))[1].shape[1] == heads
 
 
@@ -216,8 +252,10 @@ def update(bench, notes):
 KERNELS = (
     add_norm,
     norm_grad,
+    rms_norm,
     bias_and_sum_of_rows,
     gelu,
+    gated,
     cross_entropy,
     embedding,
     causal_softmax,

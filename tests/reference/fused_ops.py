@@ -15,19 +15,20 @@ from hpc3d.ops.rows import add_bias, add_repeated
 def add_norm(x, residual, gamma, beta, epsilon):
     """s = x + residual and y = norm(s), with the mean and rstd of every row of s.
 
-    Without a residual (None) s is x itself.
+    Without a residual (None) s is x itself, and without beta it is RMSNorm, whose mean is None.
     """
     s = x if residual is None else x + residual
-    mean, squares = moments(s)
+    mean, squares = (None, np.square(s).sum(1)) if beta is None else moments(s)
     rstd = 1 / np.sqrt(squares / s.shape[1] + epsilon)
     _, y = normalise(s, mean, rstd, gamma, beta, np.empty_like(s), np.empty_like(s))
     return s, y, mean, rstd
 
 
 def norm_grad(s, mean, rstd, dy, gamma, residual):
-    """The gradients of s (plus `residual` unless None), gamma and beta."""
-    n = (s - mean[:, None]) * rstd[:, None]
-    sums, dgamma, dbeta = normalise_sums(n, dy, gamma)
+    """The gradients of s (plus `residual` unless None), gamma and beta; of RMSNorm without a
+    mean, which has no beta."""
+    n = (s if mean is None else s - mean[:, None]) * rstd[:, None]
+    sums, dgamma, dbeta = normalise_sums(n, dy, gamma, mean is not None)
     means = sums / s.shape[1]
     dx = normalise_grad(n, rstd, dy, gamma, means, residual, np.empty_like(s))
     return dx, dgamma, dbeta
@@ -74,27 +75,3 @@ def causal_softmax_grad(p, dweights, scale, factors=None):
     dweights *= p
     dweights *= scale
     return dweights
-
-
-def turns(sequence, width, base=10000.0):
-    """Cosines and sines of position / base^(2 i / width), [2, sequence, width / 2], float32."""
-    frequencies = base ** (-np.arange(0, width, 2) / width)
-    angles = np.arange(sequence)[:, None] * frequencies
-    return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
-
-
-def rotate(x, table, first, parts, turned, sign=1):
-    """Rotary positions (Su et al., arXiv:2104.09864), in place; with sign = -1 their gradient.
-
-    The pairs (i, i + width / 2) of each head are turned by the angle of their position, as in
-    LLaMA's published weights: (a, b) -> (a cos - b sin, b cos + a sin).  x is [rows, heads *
-    parts * width], of which the first `turned` parts are turned ([q | k | v]: 2 of 3); `table` is
-    that of `turns`, and row r of x has position first + r, modulo its rows.
-    """
-    _, period, half = table.shape
-    cosine, sine = table[:, (first + np.arange(len(x))) % period][:, :, None, None].astype(x.dtype)
-    pairs = x.reshape(len(x), -1, parts, 2, half)[:, :, :turned]
-    a, b = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
-    pairs[..., 0, :] = a * cosine - b * sine * sign
-    pairs[..., 1, :] = b * cosine + a * sine * sign
-    return x

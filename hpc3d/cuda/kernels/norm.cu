@@ -1,11 +1,11 @@
 // Layer norm of the rows of X [rows, columns]: y = n gamma + beta with n = (x - mean) rstd.  Of RMS
 // norm `mean` and `beta` are null: both are 0.
 //
-// Where the columns are split over ranks, a step is three kernels with messages in between:
+// Where the columns are split over ranks, a step is several kernels with messages in between:
 // moments | all-gather | combine_moments, normalise (of RMS norm row_squares | all-reduce |
-// normalise); and backward: normalise_sums | all-reduce |
-// normalise_grad.  Where they are not, add_norm and norm_grad do all of it in one.  In both cases
-// norm_columns and sum_strips (rows.cu) give the gradients of gamma and beta.
+// normalise); and backward: normalise_sums | all-reduce | normalise_grad.  Where they are not,
+// add_norm and norm_grad do all of it in one.  In both cases norm_columns and sum_strips (rows.cu)
+// give the gradients of gamma and beta.
 //
 // Unless said otherwise a block has one row, and a thread every blockDim-th pack of its columns.
 #include "common.cuh"

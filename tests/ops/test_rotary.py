@@ -1,0 +1,89 @@
+"""Rotary positions against complex numbers, and how fast their pairs turn against the formula of
+Llama 3, written as it is published."""
+
+from math import pi
+
+import numpy as np
+import pytest
+import torch
+
+from hpc3d.ops.attention import HeadForm
+from hpc3d.ops.rotary import Rotation, rotary_table, rotate
+from tests.ops.differences import difference
+
+RNG = np.random.default_rng(7)
+BATCH, HEADS, SEQUENCE = 2, 3, 5
+
+
+def turned(x, base, form):
+    """q and k of qkv, the pair (a, b) as a + ib times exp(i angle)."""
+    parts = torch.tensor(x).reshape(BATCH, SEQUENCE, HEADS, form.queries + 2, form.width)
+    i = torch.arange(form.width // 2, dtype=torch.float64)
+    positions = torch.arange(SEQUENCE, dtype=torch.float64)
+    angles = torch.outer(positions, base ** (-2 * i / form.width))
+    a, b = parts[:, :, :, :-1].chunk(2, dim=-1)
+    pairs = torch.complex(a, b) * torch.exp(1j * angles)[:, None, None]
+    parts[:, :, :, :-1] = torch.cat([pairs.real, pairs.imag], -1)
+    return parts.reshape(x.shape).numpy()
+
+
+@pytest.mark.parametrize("form", [HeadForm(2), HeadForm(8), HeadForm(6, 3)], ids=str)
+def test_queries_and_keys_turn_and_values_do_not(form):
+    rotation = Rotation(base=500.0)
+    x, dy = RNG.normal(size=(2, BATCH * SEQUENCE, HEADS * form.columns))
+    table = rotary_table(rotation, SEQUENCE, form.width, np.dtype(np.float64))
+    got = rotate(x.copy(), table, form)
+    np.testing.assert_allclose(got, turned(x, rotation.base, form), atol=1e-13)
+    values = (len(x), HEADS, form.queries + 2, form.width)
+    np.testing.assert_array_equal(got.reshape(values)[:, :, -1], x.reshape(values)[:, :, -1])
+    np.testing.assert_allclose(
+        rotate(dy.copy(), table, form, sign=-1),
+        difference(lambda each: rotate(each.copy(), table, form), x, dy),
+        atol=1e-7,
+    )
+
+
+def published(rotation, width):
+    """The frequencies of a head, each by the branch that its wavelength is in."""
+    found = []
+    for i in range(width // 2):
+        f = rotation.base ** (-2 * i / width)
+        wavelength = 2 * pi / f
+        if wavelength < rotation.original / rotation.high:
+            found.append(f)
+        elif wavelength > rotation.original / rotation.low:
+            found.append(f / rotation.factor)
+        else:
+            smooth = rotation.original / wavelength - rotation.low
+            smooth /= rotation.high - rotation.low
+            found.append((1 - smooth) * f / rotation.factor + smooth * f)
+    return found
+
+
+@pytest.mark.parametrize("width", [2, 64, 128])
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotation(),
+        Rotation(500000.0),
+        Rotation(500000.0, factor=8.0),
+        Rotation(500000.0, 32.0, 1.0, 4.0, 8192),
+        Rotation(10000.0, 2.0, 0.5, 8.0, 100),
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_published(rotation, width):
+    found = rotation.frequencies(width)
+    np.testing.assert_allclose(found, published(rotation, width), rtol=1e-12)
+    if rotation.factor > 1 and width > 2:
+        kept = found * rotation.base ** (np.arange(0, width, 2) / width)
+        between = (kept < 1 - 1e-9) & (kept > 1 / rotation.factor + 1e-9)
+        assert kept[0] == 1 and between.any() and kept[-1] < 1 / rotation.factor + 1e-9
+
+
+def test_a_table_has_the_angles_of_every_position():
+    rotation = Rotation(100.0)
+    table = rotary_table(rotation, 4, 6, np.dtype(np.float32))
+    angles = [[position * 100 ** (-2 * i / 6) for i in range(3)] for position in range(4)]
+    assert table.dtype == np.float32
+    np.testing.assert_allclose(table, [np.cos(angles), np.sin(angles)], atol=1e-7)

@@ -1,0 +1,42 @@
+"""SwiGLU against its equation, and its gradient against differences."""
+
+import numpy as np
+import torch
+from torch.nn.functional import silu
+
+from hpc3d.ops.swiglu import swiglu, swiglu_grad
+from tests.ops.differences import difference
+
+RNG = np.random.default_rng(7)
+ROWS, WIDTH = 5, 7
+
+
+def forward(h):
+    return swiglu(h.copy(), np.empty((len(h), h.shape[1] // 2), h.dtype))
+
+
+def test_the_gate_of_a_pair_is_its_first(blocks):
+    h = RNG.normal(size=(ROWS, 2 * WIDTH)) * 3
+    expected = [
+        [a / (1 + np.exp(-a)) * b for a, b in zip(row[0::2], row[1::2], strict=True)] for row in h
+    ]
+    np.testing.assert_allclose(forward(h), expected, rtol=1e-13, atol=1e-15)
+    gate, up = torch.tensor(h).unflatten(1, (WIDTH, 2)).unbind(-1)
+    np.testing.assert_allclose(forward(h), silu(gate) * up, rtol=1e-13, atol=1e-15)
+
+
+def test_the_gradient_is_that_of_differences(blocks):
+    h, dg = RNG.normal(size=(ROWS, 2 * WIDTH)) * 3, RNG.normal(size=(ROWS, WIDTH))
+    slopes = h.copy()
+    swiglu(slopes, np.empty(dg.shape))
+    np.testing.assert_allclose(swiglu_grad(slopes, dg), difference(forward, h, dg), atol=1e-8)
+
+
+def test_a_gate_far_from_zero():
+    """Where exp(-a) is beyond the largest number, nothing is NaN."""
+    h = np.array([[-800.0, 3.0, 800.0, 3.0]])
+    out = np.empty((1, 2))
+    with np.errstate(all="raise"):
+        swiglu(h, out)
+    assert out.tolist() == [[0, 2400]]
+    assert h.tolist() == [[0, 0, 3, 800]]
