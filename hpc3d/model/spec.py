@@ -47,7 +47,7 @@ class ModelSizes:
     @property
     def qkv(self) -> int:
         """Columns of q, k and v together."""
-        return self.kv_heads * self.form.columns
+        return self.hidden + 2 * self.hidden * self.kv_heads // self.heads
 
 
 class WeightProduct(NamedTuple):

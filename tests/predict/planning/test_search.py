@@ -94,14 +94,18 @@ d=8 train.backend=cupy
 x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
 p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
 p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1]
-x=2 y=2 z=2 model.kind=llama model.kv_heads=4 model.ffn=640
-p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=4 train.backend=cupy
 p=4 d=2 schedule=zb-h1 zero=1 layers_per_stage=[2,0,2,0] microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4 layers_per_stage=[0,2,2,0] bucket_mb=1
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", strided(LAYOUTS, 3))
+OF_LLAMA = """
+x=2 y=2 z=2 model.kind=llama model.kv_heads=4 model.ffn=640
+p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=4 train.backend=cupy
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA], 3))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)
