@@ -81,10 +81,15 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     torch module there is the file with its own names.
     """
     weights, *settings = _written_by(target)
+    model = config_of(opened).model
+    if model.kind != GPT2.kind:
+        raise ValueError(
+            f"{opened.folder}: model.kind = {model.kind}: models of {GPT2.kind} alone are exported"
+        )
     weights.parent.mkdir(parents=True, exist_ok=True)
     if config_of(opened).torch.factory:
         return _export_module(opened, weights)
-    shapes, model = shapes_in(opened), config_of(opened).model
+    shapes = shapes_in(opened)
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     arrays = {
         GPT2.names.full_name_of(name): _value_of(opened, name, shape, dtype, model)

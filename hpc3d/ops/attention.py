@@ -273,20 +273,25 @@ def _by_cudnn(gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None) -> bool:
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
 
-def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> list[Array]:
-    """q, k and v [B heads g, T, D], each in one piece; k and v once for each of their queries."""
+def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:
+    """q, k and v [3, B heads g, T, D] in one piece; k and v once for each of their queries."""
     q, k, v = heads_of(qkv, sequence, form)
-    found = [gpu.contiguous(q)]
-    for each in (k[:, :, None], v[:, :, None]):
-        whole = gpu.empty(q.shape, q.dtype)
-        whole[...] = each
-        found.append(whole)
-    return [each.reshape(-1, sequence, form.width) for each in found]
+    if form.queries == 1:
+        whole = gpu.contiguous(_by_kind(qkv, sequence, form))
+    else:
+        whole = gpu.empty((3, *q.shape), q.dtype)
+        for part, each in zip(whole, (q, k[:, :, None], v[:, :, None]), strict=True):
+            part[...] = each
+    return whole.reshape(3, -1, sequence, form.width)
 
 
 def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
     """dqkv from the gradients [3, B heads g, T, D] of q, k and v."""
     dqkv = empty(qkv.shape, qkv.dtype)
+    if form.queries == 1:
+        kinds = _by_kind(dqkv, sequence, form)
+        kinds[...] = grads.reshape(kinds.shape)
+        return dqkv
     dq, *others = heads_of(dqkv, sequence, form)
     by_query = grads.reshape(3, *dq.shape)
     dq[...] = by_query[0]
@@ -295,6 +300,13 @@ def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty:
         for query in range(1, form.queries):
             gradient += parts[:, :, query]
     return dqkv
+
+
+def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
+    """q, k and v [3, B, heads, T, D] of heads with one query a key, a view of qkv."""
+    return qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, 3, form.width).transpose(
+        3, 0, 2, 1, 4
+    )
 
 
 def _softmax(gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None) -> tuple[Array, Array]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
+# Keys that input files did not have at first, with the value that says what was done without.
+ADDED = {"model": {"norm_epsilon": 1e-5, "rope_theta": 10000.0}}
 _NEVER = np.iinfo(np.int64).max  # later than any time
 _SMALL = {
     "steps": schema.STEPS,
@@ -123,7 +125,9 @@ def work(config: str) -> Any:
     try:
         tree = tables_of(config)
         train, clock = tree.get("train", {}), tree.get("trace", {}).get("clock")
-        parts = [tree.get(name) for name in ("mesh", "parallel", "model")]
+        parts = [
+            ADDED.get(name, {}) | tree.get(name, {}) for name in ("mesh", "parallel", "model")
+        ]
         return [*parts, train.get("batch"), train.get("dtype"), clock]
     except (ValueError, TypeError, AttributeError):
         return config

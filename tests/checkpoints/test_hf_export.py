@@ -58,3 +58,10 @@ def test_what_was_exported_comes_back_to_the_last_bit(tmp_path, model):
     for (name, kind), array in found.items():
         expected = values[name, kind] if kind == "value" else np.zeros_like(array)
         assert array.dtype == expected.dtype and array.tobytes() == expected.tobytes(), name
+
+
+def test_another_family_is_refused(tmp_path):
+    folder = gpt2.saved(tmp_path / "run", f"{SERIAL} kind=llama ffn=48")
+    with pytest.raises(ValueError, match="models of gpt2 alone are exported"):
+        export(Checkpoint(folder), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

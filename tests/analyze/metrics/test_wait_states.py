@@ -1,5 +1,7 @@
 """Who waits for whom: in meetings written by hand, by formula, and of ranks that sleep."""
 
+from threading import Barrier
+
 import numpy as np
 import pytest
 
@@ -307,11 +309,17 @@ NAP = 0.15  # long beside what a busy machine adds
 
 @pytest.fixture(scope="module")
 def slept(tmp_path_factory):
-    """Rank 2 of 4 sleeps before a sum over all of them, in each of three steps."""
+    """Rank 2 of 4 sleeps before a sum over all of them, in each of three steps.
+
+    All meet before it does, so that a busy machine has made none of them late.
+    """
+    meeting = Barrier(4)
 
     def nap(recorder, name):
-        tired = recorder.rank == 2 and recorder.layer == 1 and recorder.phase == "forward"
-        return NAP if tired and name == "gelu" else 0
+        if (name, recorder.layer, recorder.phase) != ("gelu", 1, "forward"):
+            return 0
+        meeting.wait(timeout=60)
+        return NAP if recorder.rank == 2 else 0
 
     sizes = {"mesh__x": 4, "model__heads": 4, "model__layers": 3, "parallel__scheme": "1d"}
     return trained(tmp_path_factory.mktemp("run") / "slept", 4, nap, **sizes)
