@@ -11,7 +11,7 @@ import pytest
 
 from hpc3d.checkpoint import main
 from hpc3d.checkpoints.sharded import Checkpoint
-from tests.checkpoints import gpt2
+from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.mpi import ROOT, checked
 from tests.runs import ended, losses, train
@@ -25,7 +25,7 @@ def original(tmp_path_factory):
     """A run with two checkpoints."""
     run = tmp_path_factory.mktemp("original") / "run"
     for step in (1, 2):
-        gpt2.saved(run, LINE, step)
+        drawn_models.saved(run, LINE, step)
     return run
 
 

@@ -22,7 +22,7 @@ from hpc3d.trace.locate import trace_of
 from hpc3d.training import run_folder as folders
 from hpc3d.training.log import Log
 from tests.analyze.small import small
-from tests.checkpoints import gpt2
+from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.runs import ended
 from tests.test_bad_inputs import MACHINE, SHIPPED, Job
@@ -248,7 +248,7 @@ def test_a_lock_that_is_no_text_is_quoted(tmp_path, terminal):
 def saved(tmp_path_factory):
     """A run with a checkpoint, in a folder of a hostile name."""
     folder = tmp_path_factory.mktemp("saved") / EVIL
-    gpt2.saved(folder, "x=1", 1)
+    drawn_models.saved(folder, "x=1", 1)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A GPT-2 in the files of `transformers`: what model it is, and its arrays.
+"""A model in the files of `transformers`: what it is, and its arrays (see hf_families).
 
 The files are not trusted: sizes come from arrays that are there, not from what config.json says.
 """
@@ -8,65 +8,50 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d import files, renamed
-from hpc3d.checkpoints.hf_export import (
-    CONFIG,
-    DROPOUTS,
-    FIXED,
-    GELU,
-    INDEX,
-    SIZES,
-    WEIGHTS,
-    exchanged,
-)
+from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
+from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
+from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config.backend_rules import untrainable
-from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, resolve
-from hpc3d.model.families import GPT2
 
 if TYPE_CHECKING:
     from hpc3d.checkpoints.safetensors import Entry
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import Config, ModelConfig
 
-_NAMES = GPT2.names
-_TABLE, _POSITIONS, _HEAD = map(
-    _NAMES.name_of, ("embedding.token", "embedding.position", "head.table")
-)
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-_MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of older versions: no parameters
-_ACTIVATIONS = {
-    **{theirs: ours for ours, theirs in GELU.items()},
-    "gelu_pytorch_tanh": "tanh",
-    "gelu_fast": "tanh",
-    "gelu_python": "exact",
-}
+# Of older versions: no parameters.
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 class Pretrained:
     """The model in a folder or a file.
 
-    `model` has the keys of the section [model] that are known of it, `_undecided` those that must
+    `model` has the keys of the section [model] that are known of it, `undecided` those that must
     be given, each with the reason.  ValueError, in one line, if it cannot be trained here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.places = _places(_weight_files(self.path))
+        files = _weight_files(self.path)
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
         settings = _read_json(told) if told.exists() else {}
         try:
-            self.model = _measured(self.entries) | told_by(settings)
-            self.model["tied"] = self.tied(settings)
-            self.undecided = _undecided(settings, self.model)
-            _check(self.entries, settings, self.model)
+            self.family = _family_of(settings, files)
+            self.places = _places(files, self.family.prefix)
+            measured = _measured(self.entries, self.family)
+            self.model = self.family.settings.model(settings, measured)
+            self.model |= {"kind": self.family.family.kind, "tied": self.tied(settings)}
+            self.undecided = self._undecided(settings)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -86,23 +71,49 @@ class Pretrained:
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
         """Whether the head is the token table; a copy of that is dropped."""
-        same = _HEAD not in self.places or np.array_equal(self.read(_HEAD), self.read(_TABLE))
-        tied = settings.get("tie_word_embeddings", True if settings else same)
+        head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
+        same = head not in self.places or np.array_equal(self.read(head), self.read(table))
+        tied = settings.get("tie_word_embeddings", self.family.tied if settings else same)
         if tied and not same:
             raise ValueError(
-                f"{_HEAD} is not {_TABLE}, but {CONFIG} ties them: set tie_word_embeddings to"
-                " false"
+                f"{head} is not {table}, but {CONFIG} ties them: set tie_word_embeddings to false"
             )
         if tied:
-            self.places.pop(_HEAD, None)
+            self.places.pop(head, None)
         return tied
 
     def parameter(self, ours: str, model: ModelConfig) -> np.ndarray:
         """A parameter by our name, as the `ModelConfig` that was made of this wants it."""
-        value = self.read(_NAMES.name_of(ours))
-        if ours == "embedding.position":
-            return value[: model.sequence]
-        return exchanged(value, (3, model.heads)) if ".qkv." in ours else value
+        value = self.family.taken(ours, self.read, model)
+        return value[: model.sequence] if ours == "embedding.position" else value
+
+    def check(self, model: ModelConfig) -> None:
+        """ValueError where the arrays are not those of a `model` of the whole sequence."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        model = replace(model, sequence=self.model["sequence"])
+        for ours, shape in shapes_of(model).items():
+            shapes |= self.family.shapes_of(ours, shape, model)
+        entries = self.entries
+        if lacking := [name for name in shapes if name not in entries]:
+            raise ValueError(f"{self.path}: it lacks {_listed(lacking)}")
+        if surplus := [name for name in entries if name not in shapes]:
+            what = self.family.architecture
+            raise ValueError(f"{self.path}: {_listed(surplus)}: no part of a {what}")
+        for name, shape in shapes.items():
+            if entries[name].shape != shape:
+                found, wanted = list(entries[name].shape), list(shape)
+                raise ValueError(f"{self.path}: {name} is {found}: it should be {wanted}")
+
+    def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """The keys of [model] that a user must give, each with the reason."""
+        reasons = {}
+        if "heads" not in self.model:
+            reasons["heads"] = f"there is no {CONFIG} that tells n_head"
+        if self.family.settings.rates(settings) and "dropout" not in self.model:
+            keys = (key for key in self.family.settings.dropouts if key in settings)
+            rates = ", ".join(f"{key} = {settings[key]!r}" for key in keys)
+            reasons["dropout"] = f"{CONFIG} has {rates}, and there is one rate here"
+        return reasons
 
 
 def _weight_files(path: Path) -> list[Weights]:
@@ -124,15 +135,31 @@ def _weight_files(path: Path) -> list[Weights]:
     return [Weights(file)]
 
 
-def _places(files: Sequence[Weights]) -> dict[str, tuple[Weights, str]]:
-    """{GPT-2's name without prefix: (file, name in it)} of all arrays but masks."""
+def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> PublishedFamily:
+    """The family that config.json names; without a name, the one whose table is there."""
+    known = {each: family for family in PUBLISHED.values() for each in family.types}
+    if (kind := settings.get("model_type")) is not None:
+        if str(kind) not in known:
+            raise ValueError(f"{CONFIG}: model_type = {kind!r}: known here: {', '.join(known)}")
+        return known[str(kind)]
+    stored = {name for file in files for name in file.entries}
+    for family in PUBLISHED.values():
+        table = family.ends["embedding.token"]
+        if {table, family.prefix + table} & stored:
+            return family
+    kinds = ", ".join(family.architecture for family in PUBLISHED.values())
+    raise ValueError(f"it has no table of tokens of a model that is known here: {kinds}")
+
+
+def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
+    """{name without prefix: (file, name in it)} of all arrays but buffers."""
     found = {}
     for file in files:
         for stored in file.entries:
-            name = stored.removeprefix(_NAMES.prefix)
+            name = stored.removeprefix(prefix)
             if name in found:
                 raise ValueError(f"{file.path}: {name!r} is there twice")
-            if not _MASKS.fullmatch(name):
+            if not _BUFFERS.fullmatch(name):
                 found[name] = file, stored
     return found
 
@@ -148,74 +175,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _measured(entries: Mapping[str, Entry]) -> dict[str, int]:
+def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str, int]:
     """The sizes of a model, from the shapes of its arrays."""
-    for name in (_TABLE, _POSITIONS):
+    for name, _ in family.measured.values():
         if name not in entries or len(entries[name].shape) != 2:
-            raise ValueError(f"it has no matrix {name}: it is no GPT-2")
-    vocabulary, hidden = entries[_TABLE].shape
-    return {
-        "layers": len({name.split(".")[1] for name in entries if name.startswith("h.")}),
-        "hidden": hidden,
-        "sequence": entries[_POSITIONS].shape[0],
-        "vocabulary": vocabulary,
+            raise ValueError(f"it has no matrix {name}: it is no {family.architecture}")
+    block = f"{family.block}."
+    sizes = {ours: entries[name].shape[dim] for ours, (name, dim) in family.measured.items()}
+    return sizes | {
+        "layers": len({name.split(".")[1] for name in entries if name.startswith(block)})
     }
-
-
-def told_by(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json tells of a model besides its sizes; ValueError for what is not here."""
-    name = str(settings.get("activation_function", GELU["tanh"]))
-    if name not in _ACTIVATIONS:
-        raise ValueError(
-            f"{CONFIG}: activation_function = {name!r}: known here: {', '.join(_ACTIVATIONS)}"
-        )
-    for key, value in FIXED.items():
-        if settings.get(key, value) != value:
-            raise ValueError(f"{CONFIG}: {key} = {settings[key]!r}: here it can be {value!r} only")
-    heads = settings.get("n_head", settings.get("num_attention_heads"))
-    rates = _dropouts(settings)
-    return {
-        "gelu": _ACTIVATIONS[name],
-        **({} if heads is None else {"heads": heads}),
-        **({"dropout": rates[0]} if rates and rates == rates[:1] * len(rates) else {}),
-    }
-
-
-def _dropouts(settings: Mapping[str, Any]) -> list[float]:
-    return [settings[key] for key in DROPOUTS if key in settings]
-
-
-def _undecided(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, str]:
-    """The keys of [model] that a user must give, each with the reason."""
-    reasons = {}
-    if "heads" not in model:
-        reasons["heads"] = f"there is no {CONFIG} that tells n_head"
-    if _dropouts(settings) and "dropout" not in model:
-        rates = ", ".join(f"{key} = {settings[key]!r}" for key in DROPOUTS if key in settings)
-        reasons["dropout"] = f"{CONFIG} has {rates}, and there is one rate here"
-    return reasons
-
-
-def _check(
-    entries: Mapping[str, Entry], settings: Mapping[str, Any], model: Mapping[str, Any]
-) -> None:
-    """ValueError where config.json says other sizes, or the arrays are not those of a GPT-2."""
-    for theirs, ours in SIZES.items():
-        if settings.get(theirs, model[ours]) != model[ours]:
-            raise ValueError(f"{CONFIG}: {theirs} = {settings[theirs]!r}, but it is {model[ours]}")
-    if settings.get("n_inner") not in (None, 4 * model["hidden"]):
-        raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
-    sizes = {key: model[key] for key in SIZES.values()}
-    shapes = shapes_of(ModelConfig(**sizes, tied=bool(model["tied"])))
-    shapes = {_NAMES.name_of(ours): shape for ours, shape in shapes.items()}
-    if lacking := [name for name in shapes if name not in entries]:
-        raise ValueError(f"it lacks {_listed(lacking)}")
-    if surplus := [name for name in entries if name not in shapes]:
-        raise ValueError(f"{_listed(surplus)}: no part of a GPT-2")
-    for name, shape in shapes.items():
-        if entries[name].shape != shape:
-            found = list(entries[name].shape)
-            raise ValueError(f"{name} is {found}: it should be {list(shape)}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -242,4 +211,5 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
     resolve(config, config.mesh.grid().size)
     refuse([*untrainable(config)])
+    pretrained.check(config.model)
     return config

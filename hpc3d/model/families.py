@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
-from hpc3d.model.spec import ExportNames, Family, ModelSizes, WeightProduct
+from hpc3d.model.spec import Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 
@@ -73,27 +73,6 @@ GPT2 = Family(
     head=_table_product,
     attention=_full_attention,
     kept=partial(_block_kept, gated=False),
-    names=ExportNames(
-        model_type="gpt2",
-        architecture="GPT2LMHeadModel",
-        prefix="transformer.",
-        block="h",
-        ends={
-            "embedding.token": "wte.weight",
-            "embedding.position": "wpe.weight",
-            "head.norm.gamma": "ln_f.weight",
-            "head.norm.beta": "ln_f.bias",
-            "head.table": "lm_head.weight",
-        },
-        layers={
-            "norm1": "ln_1",
-            "qkv": "attn.c_attn",
-            "proj": "attn.c_proj",
-            "norm2": "ln_2",
-            "up": "mlp.c_fc",
-            "down": "mlp.c_proj",
-        },
-    ),
 )
 
 LLAMA = Family(
@@ -109,7 +88,6 @@ LLAMA = Family(
     head=_table_product,
     attention=_full_attention,
     kept=partial(_block_kept, gated=True),
-    names=None,
 )
 
 FAMILIES = {family.kind: family for family in (GPT2, LLAMA)}

@@ -71,31 +71,6 @@ class WeightProduct(NamedTuple):
         return 2 * self.rows * self.weights
 
 
-class ExportNames(NamedTuple):
-    """What `transformers` calls a family and its arrays: those of the `ends` by the whole name of
-    the parameter, those of `layers` by layer, after the number of the `block`."""
-
-    model_type: str
-    architecture: str
-    prefix: str
-    block: str
-    ends: Mapping[str, str]
-    layers: Mapping[str, str]
-
-    def name_of(self, parameter: str) -> str:
-        """Its name of a parameter of ours, without the prefix of all but the head."""
-        if parameter in self.ends:
-            return self.ends[parameter]
-        _, number, layer, part = parameter.split(".")
-        part = {"gamma": "weight", "beta": "bias"}.get(part, part)
-        return f"{self.block}.{number}.{self.layers[layer]}.{part}"
-
-    def full_name_of(self, parameter: str) -> str:
-        """The same with the prefix."""
-        name = self.name_of(parameter)
-        return name if parameter == "head.table" else self.prefix + name
-
-
 @dataclass(frozen=True)
 class Family:
     """A family of models by its `kind`.
@@ -111,7 +86,6 @@ class Family:
     head      of the last end: the same
     attention operations of the core of attention, of a token in a block, forward: (sizes)
     kept      elements that a block keeps of a token for its backward pass: (sizes, recompute)
-    names     what `transformers` calls its parameters, where they can be exchanged
     """
 
     kind: str
@@ -126,7 +100,6 @@ class Family:
     head: Callable
     attention: Callable
     kept: Callable
-    names: ExportNames | None
 
     def flops(self, sizes: ModelSizes) -> float:
         """Floating-point operations of a token, forward, of products and attention: one third of

@@ -1,58 +1,20 @@
 """Weights of Hugging Face transformers as this program reads them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from torch.nn import functional
 
-from hpc3d.checkpoints.hf_export import DROPOUTS, FIXED, SIZES
-from hpc3d.checkpoints.hf_import import Pretrained, configured, told_by
+from hpc3d.checkpoints.hf_import import Pretrained, configured
+from hpc3d.checkpoints.hf_settings import GPT2
 from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.sharded import Checkpoint
-from tests.checkpoints import gpt2
+from tests.checkpoints import drawn_models
 from tests.checkpoints.test_hf_export import SERIAL, exported, imported
-
-
-def theirs(weights, told, tokens):
-    """GPT-2 in torch, by the names and the order of columns that Hugging Face gave it."""
-    heads, epsilon = told["n_head"], told["layer_norm_epsilon"]
-    gelu = {"gelu_new": "tanh", "gelu": "none"}[told["activation_function"]]
-    head = "wte.weight" if told["tie_word_embeddings"] else "lm_head.weight"
-    w = {name.removeprefix("transformer."): torch.tensor(a) for name, a in weights.items()}
-
-    def linear(name, x):
-        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def norm(name, x):
-        weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
-        return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
-
-    x = w["wte.weight"][tokens] + w["wpe.weight"]
-    for n in range(told["n_layer"]):
-        qkv = linear(f"h.{n}.attn.c_attn", norm(f"h.{n}.ln_1", x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv)
-        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(f"h.{n}.attn.c_proj", a.transpose(1, 2).flatten(2))
-        up = linear(f"h.{n}.mlp.c_fc", norm(f"h.{n}.ln_2", x))
-        x = x + linear(f"h.{n}.mlp.c_proj", functional.gelu(up, approximate=gelu))
-    return norm("ln_f", x) @ w[head].T
-
-
-@pytest.mark.parametrize("model", ["", "tied=false gelu=exact heads=3"])
-def test_a_gpt2_by_their_names_computes_the_same(tmp_path, model):
-    target = exported(tmp_path, f"{SERIAL} {model}")
-    told = json.loads((target / "config.json").read_text())
-    tokens = gpt2.tokens_of(told["vocab_size"], told["n_positions"])
-    weights = load_file(target / "model.safetensors")
-    found = gpt2.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
-    expected = theirs(weights, told, tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-    assert np.abs(found).max() > 0.1
 
 
 @pytest.fixture
@@ -73,7 +35,11 @@ def files(tmp_path):
 
 
 def values(folder):
-    return {name: array for (name, kind), array in gpt2.stored(folder).items() if kind == "value"}
+    return {
+        name: array
+        for (name, kind), array in drawn_models.stored(folder).items()
+        if kind == "value"
+    }
 
 
 def test_names_without_prefix_masks_and_a_copy_of_the_table_are_understood(files, tmp_path):
@@ -120,14 +86,14 @@ def test_a_file_alone_needs_the_heads_only(files, tmp_path):
         configured(Pretrained(alone), [])
     back = imported(alone, tmp_path / "back", "--model.heads", "12")
     assert config_of(Checkpoint(back)).model.heads == 12
-    expected = gpt2.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
+    expected = drawn_models.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
     assert all((array == expected[name, "value"]).all() for name, array in values(back).items())
 
 
 def test_a_shorter_sequence_has_the_first_positions(files, tmp_path):
     back = imported(files(), tmp_path / "back", "--model.sequence", "2")
     positions = values(back)["embedding.position"]
-    expected = gpt2.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
+    expected = drawn_models.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
     assert positions.size == 2 * 24
     assert (positions == expected["embedding.position", "value"][: 2 * 24]).all()
 
@@ -144,9 +110,9 @@ SQUARE = np.ones((24, 24), "f4")
             "'h.1.ln_1.bias', 'h.1.ln_2.bias'",
         ),
         ({"h.7.ln_1.bias": np.ones(24, "f4")}, "n_layer = 4, .* 5"),
-        ({"score.weight": SQUARE}, "'score.weight': .* GPT-2"),
-        ({"wte.weight": None}, " wte.weight: .* GPT-2"),
-        ({"wpe.weight": np.ones(24, "f4")}, " wpe.weight: .* GPT-2"),
+        ({"score.weight": SQUARE}, "'score.weight': .* GPT2"),
+        ({"wte.weight": None}, " wte.weight: .* GPT2"),
+        ({"wpe.weight": np.ones(24, "f4")}, " wpe.weight: .* GPT2"),
         ({"h.0.mlp.c_fc.weight": SQUARE}, r"h.0.mlp.c_fc.weight .* \[24, 24\]: .* \[24, 96\]"),
         (
             {"lm_head.weight": SQUARE},
@@ -168,7 +134,9 @@ def test_other_arrays_are_refused(files, tmp_path, arrays, said):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"model_type": "llama"}, "model_type = 'llama': .* 'gpt2'"),
+        ({"model_type": "bloom"}, "model_type = 'bloom': .* gpt2, llama, mistral"),
+        ({"model_type": "llama"}, "no matrix embed_tokens.weight: it is no Llama"),
+        ({"rope_alpha": 2.0}, "rope_alpha = 2.0: not known"),
         ({"activation_function": "relu"}, "activation_function = 'relu': .* gelu_new"),
         ({"activation_function": ["gelu"]}, "activation_function"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06"),
@@ -195,20 +163,26 @@ def test_other_models_are_refused(files, tmp_path, told, said):
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize(
-    ("told", "found"),
-    [
-        ({}, {"gelu": "tanh"}),
-        ({"resid_pdrop": 0.25}, {"gelu": "tanh", "dropout": 0.25}),
-        (dict.fromkeys(DROPOUTS, 0.0), {"gelu": "tanh", "dropout": 0.0}),
-        ({"resid_pdrop": 0.25, "attn_pdrop": 0.5}, {"gelu": "tanh"}),
-        ({"num_attention_heads": 3}, {"gelu": "tanh", "heads": 3}),
-        ({"activation_function": "gelu"}, {"gelu": "exact"}),
-    ],
-)
-def test_what_a_configuration_tells(told, found):
-    """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
-    assert told_by(told) == found
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """What config.json of a Llama says."""
+    target = exported(tmp_path_factory.mktemp("llama"), f"{SERIAL} kind=llama kv_heads=4")
+    return target / "config.json"
+
+
+def test_arrays_of_other_shapes_than_the_heads_of_keys_want_are_refused(llama, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(llama.parent, source)
+    told = json.loads(llama.read_text()) | {"num_key_value_heads": 6}
+    (source / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"k_proj.weight is \[8, 24\]: it should be \[12, 24\]"):
+        imported(source, tmp_path / "back")
+
+
+def test_a_llama_without_its_configuration_is_refused(llama, tmp_path):
+    shutil.copy(llama.parent / "model.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=r"there is no config.json that tells num_attention_h"):
+        Pretrained(tmp_path / "model.safetensors")
 
 
 STRANGE = st.one_of(
@@ -222,8 +196,7 @@ STRANGE = st.one_of(
 )
 
 
-KEYS = [*FIXED, *SIZES, *DROPOUTS, "n_head", "n_inner", "activation_function"]
-KEYS += ["tie_word_embeddings", "num_attention_heads"]
+KEYS = [*GPT2.fixed, *GPT2.sizes, *GPT2.dropouts, *GPT2.others, "tie_word_embeddings", "any"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.data.batches import Batches
 from hpc3d.data.token_file import open_tokens
-from tests.checkpoints import gpt2
+from tests.checkpoints import drawn_models
 from tests.mpi import ROOT, checked
 from tests.runs import losses
 
@@ -21,14 +21,28 @@ pytestmark = pytest.mark.slow
 OURS = """
 x=2 y=2 z=2 microbatches=2
 p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 tied=false gelu=exact heads=4
+x=2 y=2 z=2 microbatches=2 kind=llama kv_heads=4 ffn=64
+p=2 d=2 microbatches=2 zero=1 schedule=1f1b kind=llama tied=false norm_epsilon=0.01 rope_theta=50.0
 schedule=none microbatches=2 heads=1 sequence=11 layers=1 vocabulary=50 dropout=0.25
 y=3 microbatches=2 heads=3 hidden=48 sequence=64 batch=6
 """.strip().splitlines()
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 THEIRS = [
     {},
     {"n_head": 1, "n_layer": 1, "activation_function": "gelu"},
     {"tie_word_embeddings": False, "n_head": 8, "activation_function": "gelu_pytorch_tanh"},
+    {"kind": "llama"},
+    {"kind": "llama", "num_key_value_heads": 6, "tie_word_embeddings": True, "rms_norm_eps": 0.1},
+    {"kind": "llama", "rope_parameters": LLAMA3},
+    {"kind": "mistral", "num_attention_heads": 4},
     {"vocab_size": 50, "n_positions": 64, "n_embd": 48, "n_head": 3, "n_inner": 192},
 ]
 SMALL = {
@@ -40,6 +54,16 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SMALL_LLAMA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 19,
+    "vocab_size": 29,
+}
+OF_KIND = {"gpt2": SMALL, "llama": SMALL_LLAMA, "mistral": {**SMALL_LLAMA, "sliding_window": None}}
 
 
 def command(*words):
@@ -57,32 +81,36 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-def theirs(seed=4, **settings):
-    """A model of theirs, every number of it random."""
+def theirs(seed=4, kind="gpt2", **settings):
+    """A model of theirs, every number of it random, and none so large that their own float32 is
+    further than 1e-5 from float64."""
     torch.manual_seed(seed)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**SMALL, **settings}))
+    config = transformers.AutoConfig.for_model(kind, **{**OF_KIND[kind], **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
+            parameter += 0.1 * torch.randn_like(parameter)
     return model
 
 
 @pytest.mark.parametrize("line", OURS)
 def test_they_load_what_we_export(tmp_path, line):
-    folder = gpt2.saved(tmp_path / "run", f"{line} dtype=float32")
+    folder = drawn_models.saved(tmp_path / "run", f"{line} dtype=float32")
     config = config_of(Checkpoint(folder)).model
     command("export", folder, "-o", tmp_path / "out")
-    model, report = transformers.GPT2LMHeadModel.from_pretrained(
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
     assert not any(report.values()), report
     told = model.config
-    assert told.attn_pdrop == told.embd_pdrop == told.resid_pdrop == config.dropout
+    assert told.model_type == config.kind
+    if config.kind == "gpt2":
+        assert told.attn_pdrop == told.embd_pdrop == told.resid_pdrop == config.dropout
     assert told.tie_word_embeddings == config.tied
-    assert (model.lm_head.weight is model.transformer.wte.weight) == config.tied
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == config.tied
     assert model.dtype == torch.float32
-    tokens = gpt2.tokens_of(config.vocabulary, config.sequence)
-    same(gpt2.logits(folder, tokens), logits(model, tokens))
+    tokens = drawn_models.tokens_of(config.vocabulary, config.sequence)
+    same(drawn_models.logits(folder, tokens), logits(model, tokens))
 
 
 @pytest.mark.parametrize("settings", THEIRS)
@@ -92,9 +120,10 @@ def test_we_load_what_they_save(tmp_path, settings):
     command("import", tmp_path / "out", "-o", tmp_path / "run")
     told = model.config
     folder = tmp_path / "run" / "checkpoints" / "step-00000000"
-    assert config_of(Checkpoint(folder)).model.dropout == told.resid_pdrop
-    tokens = gpt2.tokens_of(told.vocab_size, told.n_positions)
-    same(gpt2.logits(folder, tokens), logits(model, tokens))
+    found = config_of(Checkpoint(folder)).model
+    assert found.dropout == getattr(told, "resid_pdrop", 0)
+    tokens = drawn_models.tokens_of(told.vocab_size, found.sequence)
+    same(drawn_models.logits(folder, tokens), logits(model, tokens))
 
 
 def test_several_short_files_become_what_they_say(tmp_path):
@@ -103,20 +132,22 @@ def test_several_short_files_become_what_they_say(tmp_path):
     model.save_pretrained(tmp_path / "out", max_shard_size="4KB")
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
     command("import", tmp_path / "out", "-o", tmp_path / "run")
-    tokens = gpt2.tokens_of(29, 7)
+    tokens = drawn_models.tokens_of(29, 7)
     folder = tmp_path / "run" / "checkpoints" / "step-00000000"
-    same(gpt2.logits(folder, tokens), logits(model.float(), tokens))
+    same(drawn_models.logits(folder, tokens), logits(model.float(), tokens))
 
 
-def test_there_and_back_is_the_same_to_the_last_bit(tmp_path):
-    before = theirs()
+@pytest.mark.parametrize("settings", [{}, {"kind": "llama", "rope_parameters": LLAMA3}])
+def test_there_and_back_is_the_same_to_the_last_bit(tmp_path, settings):
+    before = theirs(**settings)
     before.save_pretrained(tmp_path / "out")
     command("import", tmp_path / "out", "-o", tmp_path / "run")
     command("export", tmp_path / "run", "-o", tmp_path / "back")
-    after = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").state_dict()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    after = model.state_dict()
     assert after.keys() == before.state_dict().keys()
     assert all(torch.equal(after[name], array) for name, array in before.state_dict().items())
-    assert transformers.GPT2Config.from_pretrained(tmp_path / "back").n_head == 4
+    assert model.config.num_attention_heads == before.config.num_attention_heads
 
 
 def test_a_run_goes_on_with_their_loss(tmp_path):
@@ -136,7 +167,9 @@ def test_a_run_goes_on_with_their_loss(tmp_path):
 
 
 def test_their_generator_runs_on_what_we_export(tmp_path):
-    folder = gpt2.saved(tmp_path / "run", "schedule=none microbatches=2 sequence=11 dtype=float32")
+    folder = drawn_models.saved(
+        tmp_path / "run", "schedule=none microbatches=2 sequence=11 dtype=float32"
+    )
     command("export", folder, "-o", tmp_path / "out")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     start = torch.tensor([[3, 5, 7]])

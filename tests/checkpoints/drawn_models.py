@@ -10,7 +10,7 @@ from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
-from hpc3d.model.families import GPT2
+from hpc3d.model.families import family_of
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.tensor.split import Split
 from hpc3d.training.optimizer import SGD
@@ -52,10 +52,11 @@ def model_of(folder):
     """The model of a checkpoint without dropout, on one rank."""
     opened = Checkpoint(folder)
     config = config_of(opened)
+    family = family_of(config.model)
 
     def rank(mesh):
-        shape = replace(GPT2.sizes(config.model, config.model.vocabulary), dropout=0.0)
-        model = Model(mesh, shape, Split(), config.train.dtype)
+        shape = replace(family.sizes(config.model, config.model.vocabulary), dropout=0.0)
+        model = Model(mesh, shape, Split(), config.train.dtype, family=family)
         restore(opened, model.parameters, SGD(model.parameters, 0.0))
         return model
 

@@ -1,0 +1,187 @@
+"""What Hugging Face `transformers` calls the families and their arrays.
+
+    ours                       GPT2LMHeadModel, transformer.*   LlamaForCausalLM, model.*
+    embedding.token            wte.weight                       embed_tokens.weight
+    embedding.position         wpe.weight                       none
+    layers.N.norm1             h.N.ln_1                         layers.N.input_layernorm
+    layers.N.qkv               h.N.attn.c_attn                  layers.N.self_attn.q_proj, k_, v_
+    layers.N.proj              h.N.attn.c_proj                  layers.N.self_attn.o_proj
+    layers.N.norm2             h.N.ln_2                         layers.N.post_attention_layernorm
+    layers.N.up                h.N.mlp.c_fc                     layers.N.mlp.gate_proj, up_proj
+    layers.N.down              h.N.mlp.c_proj                   layers.N.mlp.down_proj
+    head.norm                  ln_f                             norm
+    head.table                 lm_head.weight; where head and embedding are tied, none
+
+Our columns of qkv are [q x g | k | v] for each head of keys, those of a gated up [gate | up] for
+each unit.  GPT-2 has all of q, all of k and all of v side by side, and a weight is [in, out], as
+ours; Llama has an array for each of them, and a weight is [out, in].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpc3d.checkpoints import hf_settings
+from hpc3d.model.families import GPT2, LLAMA
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import ModelConfig
+    from hpc3d.model.spec import Family
+
+_PARTS = {"gamma": "weight", "beta": "bias"}
+
+
+class PublishedFamily(NamedTuple):
+    """A family as `transformers` has it.
+
+    types         its model_types, of which the first is written
+    architecture  the class of the model
+    prefix        that of all names but the head's
+    block         what stands before the number of a layer
+    ends          {parameter of ours: its name}
+    layers        {layer of ours: the names of the arrays that have its columns}
+    transposed    whether the weights of layers are [out, in]
+    measured      {key of [model]: (name, dimension)}, the arrays that tell a size
+    tied          whether head and table are one where config.json does not tell
+    settings      its config.json
+    """
+
+    family: Family
+    types: tuple[str, ...]
+    architecture: str
+    prefix: str
+    block: str
+    ends: Mapping[str, str]
+    layers: Mapping[str, tuple[str, ...]]
+    transposed: bool
+    measured: Mapping[str, tuple[str, int]]
+    tied: bool
+    settings: hf_settings.Settings
+
+    def names_of(self, ours: str) -> tuple[str, ...]:
+        """The names of the arrays that a parameter of ours is parted into, without the prefix."""
+        if ours in self.ends:
+            return (self.ends[ours],)
+        _, number, layer, part = ours.split(".")
+        part = _PARTS.get(part, part)
+        return tuple(f"{self.block}.{number}.{name}.{part}" for name in self.layers[layer])
+
+    def full_name_of(self, name: str) -> str:
+        """The same with the prefix."""
+        return name if name == self.ends["head.table"] else self.prefix + name
+
+    def shapes_of(
+        self, ours: str, shape: Sequence[int], model: ModelConfig
+    ) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the arrays of a parameter of ours of a `shape`."""
+        names, widths = self.names_of(ours), self._widths(ours, shape[-1], model)
+        columns = [shape[-1] // sum(widths) * width for width in widths]
+        columns = columns if len(names) > 1 else [sum(columns)]
+        turn = self._turns(ours, len(shape))
+        shapes = ((*shape[:-1], count) for count in columns)
+        return {
+            name: each[::-1] if turn else each for name, each in zip(names, shapes, strict=True)
+        }
+
+    def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
+        """{name: array} of a parameter of ours."""
+        names, widths = self.names_of(ours), self._widths(ours, value.shape[-1], model)
+        units = value.reshape(*value.shape[:-1], -1, sum(widths))
+        parts = np.split(units, np.cumsum(widths)[:-1], -1)
+        parts = [part.reshape(*value.shape[:-1], -1) for part in parts]
+        parts = parts if len(names) > 1 else [np.concatenate(parts, -1)]
+        turn = self._turns(ours, value.ndim)
+        return {
+            name: np.ascontiguousarray(part.T if turn else part)
+            for name, part in zip(names, parts, strict=True)
+        }
+
+    def taken(
+        self, ours: str, read: Callable[[str], np.ndarray], model: ModelConfig
+    ) -> np.ndarray:
+        """A parameter of ours from the arrays that `read` gives by name."""
+        arrays = [read(name) for name in self.names_of(ours)]
+        whole = np.concatenate([a.T if self._turns(ours, a.ndim) else a for a in arrays], -1)
+        widths = self._widths(ours, whole.shape[-1], model)
+        units = whole.shape[-1] // sum(widths)
+        parts = np.split(whole, np.cumsum([units * width for width in widths])[:-1], -1)
+        parts = [part.reshape(*whole.shape[:-1], units, -1) for part in parts]
+        return np.concatenate(parts, -1).reshape(whole.shape)
+
+    def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
+        """The columns of each part of a unit of a parameter of ours: of a head of keys, of a unit
+        of the MLP, or of all."""
+        layer = ours.split(".")[-2]
+        if layer == "qkv":
+            width, queries = self.family.sizes(model, model.vocabulary).form
+            return queries * width, width, width
+        return (1, 1) if layer == "up" and self.family.gated else (columns,)
+
+    def _turns(self, ours: str, dims: int) -> bool:
+        return self.transposed and dims == 2 and ours not in self.ends
+
+
+_TRANSFORMERS_GPT2 = PublishedFamily(
+    family=GPT2,
+    types=("gpt2",),
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    block="h",
+    ends={
+        "embedding.token": "wte.weight",
+        "embedding.position": "wpe.weight",
+        "head.norm.gamma": "ln_f.weight",
+        "head.norm.beta": "ln_f.bias",
+        "head.table": "lm_head.weight",
+    },
+    layers={
+        "norm1": ("ln_1",),
+        "qkv": ("attn.c_attn",),
+        "proj": ("attn.c_proj",),
+        "norm2": ("ln_2",),
+        "up": ("mlp.c_fc",),
+        "down": ("mlp.c_proj",),
+    },
+    transposed=False,
+    measured={
+        "vocabulary": ("wte.weight", 0),
+        "hidden": ("wte.weight", 1),
+        "sequence": ("wpe.weight", 0),
+    },
+    tied=True,
+    settings=hf_settings.GPT2,
+)
+
+_TRANSFORMERS_LLAMA = PublishedFamily(
+    family=LLAMA,
+    types=("llama", "mistral"),
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    block="layers",
+    ends={
+        "embedding.token": "embed_tokens.weight",
+        "head.norm.gamma": "norm.weight",
+        "head.table": "lm_head.weight",
+    },
+    layers={
+        "norm1": ("input_layernorm",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "proj": ("self_attn.o_proj",),
+        "norm2": ("post_attention_layernorm",),
+        "up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    },
+    transposed=True,
+    measured={
+        "vocabulary": ("embed_tokens.weight", 0),
+        "hidden": ("embed_tokens.weight", 1),
+        "ffn": ("layers.0.mlp.gate_proj.weight", 0),
+    },
+    tied=False,
+    settings=hf_settings.LLAMA,
+)
+
+PUBLISHED = {each.family.kind: each for each in (_TRANSFORMERS_GPT2, _TRANSFORMERS_LLAMA)}

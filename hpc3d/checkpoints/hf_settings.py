@@ -1,0 +1,200 @@
+"""What a config.json of Hugging Face `transformers` says of a model, and what [model] does.
+
+A key that is not known, and so may change what the model computes, is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.model.layers import LayerNorm
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import ModelConfig
+
+CONFIG = "config.json"
+GELU = {"tanh": "gelu_new", "exact": "gelu"}
+_ACTIVATIONS = {
+    **{theirs: ours for ours, theirs in GELU.items()},
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_python": "exact",
+}
+_LLAMA3 = {  # a key of rope_scaling: ours
+    "factor": "factor",
+    "low_freq_factor": "low",
+    "high_freq_factor": "high",
+    "original_max_position_embeddings": "original",
+}
+# Keys of every model that say how its text, its files and its training are dealt with.
+_HARMLESS = """
+    _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
+    initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
+    model_type n_ctx output_attentions output_hidden_states output_past pad_token_id prefix
+    pretraining_tp problem_type return_dict sep_token_id summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tie_word_embeddings tokenizer_class torch_dtype torchscript
+    transformers_version use_bfloat16 use_cache
+"""
+
+
+class Settings(NamedTuple):
+    """The config.json of a family.
+
+    sizes     {its key: key of [model]} of single values
+    fixed     {its key: value}, what has only one value here
+    dropouts  its rates of dropout, of which there is one here
+    others    further keys, which `written` gives and `told` reads
+    written   (model) -> {its key: value}
+    told      (config.json, known keys of [model]) -> further keys of [model]; ValueError
+    """
+
+    sizes: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    dropouts: tuple[str, ...]
+    others: frozenset[str]
+    written: Callable[[ModelConfig], dict[str, Any]]
+    told: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+
+    def of(self, model: ModelConfig) -> dict[str, Any]:
+        """What config.json says of a model, besides its type."""
+        return {
+            **self.fixed,
+            **{theirs: getattr(model, ours) for theirs, ours in self.sizes.items()},
+            **dict.fromkeys(self.dropouts, model.dropout),
+            **self.written(model),
+        }
+
+    def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
+        """The keys of [model] that are `measured` and that a config.json tells; ValueError for
+        other sizes, and for what is not here."""
+        self._refuse(settings)
+        model = dict(measured)
+        for theirs, ours in self.sizes.items():
+            if ours not in measured and settings.get(theirs) is not None:
+                model[ours] = settings[theirs]
+            elif ours in measured and settings.get(theirs, measured[ours]) != measured[ours]:
+                value = settings[theirs]
+                raise ValueError(f"{CONFIG}: {theirs} = {value!r}, but it is {measured[ours]}")
+        rates = self.rates(settings)
+        if rates and rates == rates[:1] * len(rates):
+            model["dropout"] = rates[0]
+        told = {key: value for key, value in settings.items() if value is not None}
+        return model | self.told(told, model)
+
+    def rates(self, settings: Mapping[str, Any]) -> list[Any]:
+        """The rates of dropout that are given."""
+        return [settings[key] for key in self.dropouts if key in settings]
+
+    def _refuse(self, settings: Mapping[str, Any]) -> None:
+        known = {*self.sizes, *self.dropouts, *self.others, *_HARMLESS.split()}
+        for key, value in settings.items():
+            if key in self.fixed and value != self.fixed[key]:
+                only = self.fixed[key]
+                raise ValueError(f"{CONFIG}: {key} = {value!r}: here it can be {only!r} only")
+            if key not in known | self.fixed.keys() and value is not None:
+                raise ValueError(
+                    f"{CONFIG}: {key} = {value!r}: not known here; if it does not change what the "
+                    "model computes, remove it"
+                )
+
+
+def _gpt2_written(model: ModelConfig) -> dict[str, Any]:
+    return {"activation_function": GELU[model.gelu]}
+
+
+def _gpt2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    name = str(settings.get("activation_function", GELU["tanh"]))
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"{CONFIG}: activation_function = {name!r}: known here: {', '.join(_ACTIVATIONS)}"
+        )
+    if settings.get("n_inner", 4 * model["hidden"]) != 4 * model["hidden"]:
+        raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
+    heads = settings.get("n_head", settings.get("num_attention_heads"))
+    return {"gelu": _ACTIVATIONS[name], **({} if heads is None else {"heads": heads})}
+
+
+def _llama_written(model: ModelConfig) -> dict[str, Any]:
+    sizes = {
+        "intermediate_size": model.ffn or 4 * model.hidden,
+        "num_key_value_heads": model.kv_heads or model.heads,
+    }
+    scaling = None
+    if ours := model.rope_scaling:
+        given = {theirs: ours[key] for theirs, key in _LLAMA3.items() if key in ours}
+        scaling = {"rope_type": "llama3", **given}
+    return {**sizes, "rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    for theirs in ("num_attention_heads", "max_position_embeddings"):
+        if theirs not in settings:
+            raise ValueError(f"there is no {CONFIG} that tells {theirs}")
+    heads = settings["num_attention_heads"]
+    if isinstance(heads, int) and heads > 0:
+        width = model["hidden"] / heads
+        if settings.get("head_dim", width) != width:
+            only = f"hidden_size / num_attention_heads = {width:g}"
+            raise ValueError(f"{CONFIG}: head_dim = {settings['head_dim']!r}: here it is {only}")
+    epsilon = settings.get("rms_norm_eps", 1e-6)  # theirs, where none is told
+    return {"norm_epsilon": epsilon, **_rope(settings)}
+
+
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling: in one table, rope_parameters, since transformers 5."""
+    name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
+    table = settings.get(name, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"{CONFIG}: {name} = {table!r}: it is no table")
+    table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
+    form = table.pop("rope_type", table.pop("type", "default"))
+    found = {"rope_theta": table.pop("rope_theta")}
+    if form == "llama3" and table.keys() <= _LLAMA3.keys():
+        return {**found, "rope_scaling": {_LLAMA3[key]: value for key, value in table.items()}}
+    if form == "default" and not table:
+        return found
+    keys = f" with {', '.join(sorted(table))}" if form in ("default", "llama3") else ""
+    raise ValueError(f"{CONFIG}: rope_type = {form!r}{keys}: known here: default, llama3")
+
+
+GPT2 = Settings(
+    sizes={
+        "n_layer": "layers",
+        "n_embd": "hidden",
+        "n_positions": "sequence",
+        "vocab_size": "vocabulary",
+        "n_head": "heads",
+    },
+    fixed={
+        "layer_norm_epsilon": LayerNorm.EPSILON,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    others=frozenset(
+        {"activation_function", "n_inner", "num_attention_heads", "reorder_and_upcast_attn"}
+    ),
+    written=_gpt2_written,
+    told=_gpt2_told,
+)
+
+LLAMA = Settings(
+    sizes={
+        "num_hidden_layers": "layers",
+        "hidden_size": "hidden",
+        "intermediate_size": "ffn",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "max_position_embeddings": "sequence",
+        "vocab_size": "vocabulary",
+        "rms_norm_eps": "norm_epsilon",
+    },
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    dropouts=("attention_dropout",),
+    others=frozenset({"head_dim", "rope_theta", "rope_scaling", "rope_parameters"}),
+    written=_llama_written,
+    told=_llama_told,
+)

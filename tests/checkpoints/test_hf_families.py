@@ -1,0 +1,114 @@
+"""What is exported computes the same in torch, by the names and the layout of transformers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch.nn import functional
+
+from tests.checkpoints import drawn_models
+from tests.checkpoints.test_hf_export import SERIAL, exported
+
+
+def their_gpt2(weights, told, tokens):
+    """GPT-2 in torch, by the names and the order of columns that Hugging Face gave it."""
+    heads, epsilon = told["n_head"], told["layer_norm_epsilon"]
+    gelu = {"gelu_new": "tanh", "gelu": "none"}[told["activation_function"]]
+    head = "wte.weight" if told["tie_word_embeddings"] else "lm_head.weight"
+    w = {name.removeprefix("transformer."): torch.tensor(a) for name, a in weights.items()}
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def norm(name, x):
+        weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+    x = w["wte.weight"][tokens] + w["wpe.weight"]
+    for n in range(told["n_layer"]):
+        qkv = linear(f"h.{n}.attn.c_attn", norm(f"h.{n}.ln_1", x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(f"h.{n}.attn.c_proj", a.transpose(1, 2).flatten(2))
+        up = linear(f"h.{n}.mlp.c_fc", norm(f"h.{n}.ln_2", x))
+        x = x + linear(f"h.{n}.mlp.c_proj", functional.gelu(up, approximate=gelu))
+    return norm("ln_f", x) @ w[head].T
+
+
+@pytest.mark.parametrize("model", ["", "tied=false gelu=exact heads=3"])
+def test_a_gpt2_by_their_names_computes_the_same(tmp_path, model):
+    target = exported(tmp_path, f"{SERIAL} {model}")
+    told = json.loads((target / "config.json").read_text())
+    tokens = drawn_models.tokens_of(told["vocab_size"], told["n_positions"])
+    weights = load_file(target / "model.safetensors")
+    found = drawn_models.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
+    expected = their_gpt2(weights, told, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert np.abs(found).max() > 0.1
+
+
+def turned(x, told):
+    """Rotary positions, by the settings that config.json has."""
+    half, (theta, scaling) = x.shape[-1] // 2, (told["rope_theta"], told["rope_scaling"])
+    speed = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    if scaling:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * speed / (2 * torch.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        speed = speed * (kept + (1 - kept) / scaling["factor"])
+    angles = torch.arange(x.shape[-2])[:, None] * speed
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1
+    )
+
+
+def their_llama(weights, told, tokens):
+    """Llama in torch, by the names and the layout that Hugging Face gave it."""
+    heads, shared = told["num_attention_heads"], told["num_key_value_heads"]
+    head = "embed_tokens.weight" if told["tie_word_embeddings"] else "lm_head.weight"
+    w = {name.removeprefix("model."): torch.tensor(a) for name, a in weights.items()}
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T
+
+    def norm(name, x):
+        mean = x.square().mean(-1, keepdim=True)
+        return x / (mean + told["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    x = w["embed_tokens.weight"][tokens]
+    for n in range(told["num_hidden_layers"]):
+        y, at = norm(f"layers.{n}.input_layernorm", x), f"layers.{n}.self_attn"
+        q, k, v = (
+            linear(f"{at}.{part}_proj", y).unflatten(-1, (count, -1)).transpose(1, 2)
+            for part, count in (("q", heads), ("k", shared), ("v", shared))
+        )
+        k, v = (each.repeat_interleave(heads // shared, 1) for each in (turned(k, told), v))
+        a = functional.scaled_dot_product_attention(turned(q, told), k, v, is_causal=True)
+        x = x + linear(f"{at}.o_proj", a.transpose(1, 2).flatten(2))
+        y, at = norm(f"layers.{n}.post_attention_layernorm", x), f"layers.{n}.mlp"
+        gate = functional.silu(linear(f"{at}.gate_proj", y))
+        x = x + linear(f"{at}.down_proj", gate * linear(f"{at}.up_proj", y))
+    return norm("norm", x) @ w[head].T
+
+
+SCALED = "rope_scaling='{factor = 8, low = 1, high = 4, original = 8}'"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "kv_heads=4 ffn=60",
+        f"heads=3 hidden=36 sequence=23 tied=false norm_epsilon=0.01 rope_theta=300.0 {SCALED}",
+    ],
+)
+def test_a_llama_by_their_names_computes_the_same(tmp_path, model):
+    target = exported(tmp_path, f"{SERIAL} kind=llama {model}")
+    told = json.loads((target / "config.json").read_text())
+    tokens = drawn_models.tokens_of(told["vocab_size"], told["max_position_embeddings"])
+    found = drawn_models.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
+    expected = their_llama(load_file(target / "model.safetensors"), told, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert np.abs(found).max() > 0.1

@@ -1,0 +1,62 @@
+"""What config.json of transformers tells, and what of it is refused."""
+
+import pytest
+
+from hpc3d.checkpoints.hf_settings import GPT2, LLAMA
+from hpc3d.config.input_file import ModelConfig
+
+SIZES = {"layers": 4, "hidden": 24, "heads": 12, "kv_heads": 4, "sequence": 3, "vocabulary": 29}
+MODEL = ModelConfig("llama", **SIZES)
+PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_freq_factor": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"rms_norm_eps": None}, {"norm_epsilon": 1e-6}),
+        ({"num_key_value_heads": None}, {"kv_heads": None}),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "default"}}, {"rope_theta": 5e5}),
+        ({"rope_theta": None}, {"rope_theta": 10000.0}),
+        (
+            {"rope_parameters": PARAMETERS},
+            {"rope_theta": 100.0, "rope_scaling": {"factor": 2.0, "low": 3.0}},
+        ),
+        ({"model_type": "mistral", "sliding_window": None, "head_dim": 2}, {"heads": 12}),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': .* 'silu'"),
+        ({"attention_bias": True}, "attention_bias = True: .* False"),
+        ({"head_dim": 4}, "head_dim = 4: .* num_attention_heads = 2$"),
+        ({"sliding_window": 4096}, "sliding_window = 4096: not known here"),
+        ({"intermediate_size": 97}, "intermediate_size = 97, but it is 96"),
+        ({"num_attention_heads": None}, "no config.json that tells num_attention_heads"),
+        ({"max_position_embeddings": None}, "no config.json that tells max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn': known here: .*llama3$"),
+        ({"rope_scaling": {"factor": 4.0}}, "'default' with factor: known here"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: it is no table"),
+    ],
+)
+def test_what_the_configuration_of_a_llama_tells(told, found):
+    settings = LLAMA.of(MODEL) | told
+    measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29}
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            LLAMA.model(settings, measured)
+        return
+    model = LLAMA.model(settings, measured)
+    assert {key: model.get(key) for key in found} == found
+    assert (model["heads"], model["sequence"], model["layers"]) == (12, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"gelu": "tanh"}),
+        ({"resid_pdrop": 0.25}, {"gelu": "tanh", "dropout": 0.25}),
+        (dict.fromkeys(GPT2.dropouts, 0.0), {"gelu": "tanh", "dropout": 0.0}),
+        ({"resid_pdrop": 0.25, "attn_pdrop": 0.5}, {"gelu": "tanh"}),
+        ({"num_attention_heads": 3}, {"gelu": "tanh", "heads": 3}),
+        ({"activation_function": "gelu"}, {"gelu": "exact"}),
+    ],
+)
+def test_what_a_configuration_tells(told, found):
+    """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
+    assert GPT2.model(told, {"hidden": 24}) == {"hidden": 24, **found}
