@@ -113,7 +113,7 @@ SAID = {
         case("writer", 0, "mpi"),
         case("writer", 15, "auto", ranks=16),
         case("full disk", 5, "auto"),
-        case("full disk", 0, "auto", ranks=64),
+        case("full disk", 0, "auto", ranks=16),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
         case(0, "auto"),
         case(3, "mpi"),
         case(0, "mpi", ranks=16),
-        case(63, "auto", ranks=64),
+        case(15, "auto", ranks=16),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):

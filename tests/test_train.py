@@ -22,7 +22,7 @@ from tests.runs import losses, newest, said, train, words
 from tests.strided import strided
 
 slow = pytest.mark.slow
-TWO_AND_64 = [2, pytest.param(64, marks=slow)]
+TWO_AND_16 = [2, pytest.param(16, marks=slow)]
 
 # Bad input
 
@@ -86,7 +86,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("ranks", TWO_AND_64)
+@pytest.mark.parametrize("ranks", TWO_AND_16)
 @pytest.mark.parametrize("bad", strided(BAD, 9, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"

@@ -12,6 +12,8 @@
     head.norm                  ln_f                             norm
     head.table                 lm_head.weight; where head and embedding are tied, none
 
+Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
+
 Our columns of qkv are [q x g | k | v] for each head of keys, those of a gated up [gate | up] for
 each unit.  GPT-2 has all of q, all of k and all of v side by side, and a weight is [in, out], as
 ours; Llama has an array for each of them, and a weight is [out, in].
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import GPT2, LLAMA
+from hpc3d.model.families import GPT2, LLAMA, QWEN2
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -184,4 +186,14 @@ _TRANSFORMERS_LLAMA = PublishedFamily(
     settings=hf_settings.LLAMA,
 )
 
-PUBLISHED = {each.family.kind: each for each in (_TRANSFORMERS_GPT2, _TRANSFORMERS_LLAMA)}
+_TRANSFORMERS_QWEN2 = _TRANSFORMERS_LLAMA._replace(
+    family=QWEN2,
+    types=("qwen2",),
+    architecture="Qwen2ForCausalLM",
+    settings=hf_settings.QWEN2,
+)
+
+PUBLISHED = {
+    each.family.kind: each
+    for each in (_TRANSFORMERS_GPT2, _TRANSFORMERS_LLAMA, _TRANSFORMERS_QWEN2)
+}

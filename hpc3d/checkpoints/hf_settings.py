@@ -142,6 +142,13 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return {"norm_epsilon": epsilon, **_rope(settings)}
 
 
+def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = settings.get("layer_types", [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"{CONFIG}: layer_types: here each can be 'full_attention' only")
+    return _llama_told(settings, model)
+
+
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling: in one table, rope_parameters, since transformers 5."""
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
@@ -197,4 +204,10 @@ LLAMA = Settings(
     others=frozenset({"head_dim", "rope_theta", "rope_scaling", "rope_parameters"}),
     written=_llama_written,
     told=_llama_told,
+)
+
+QWEN2 = LLAMA._replace(
+    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    others=LLAMA.others | {"layer_types", "max_window_layers", "sliding_window"},
+    told=_qwen2_told,
 )

@@ -115,15 +115,17 @@ class ModelConfig:
     tied: bool = True
     """the table of tokens is also the matrix of the head"""
     kv_heads: int | None = None
-    """llama: heads of keys and values, each shared by heads / kv_heads queries (absent: heads)"""
+    """llama, qwen2: heads of keys and values, each shared by heads / kv_heads queries (absent:
+    heads)"""
     ffn: int | None = None
-    """llama: features of the hidden layer of the MLP (absent: 4 hidden)"""
+    """llama, qwen2: features of the hidden layer of the MLP (absent: 4 hidden)"""
     norm_epsilon: float = 1e-5
-    """llama: what norms add to the mean of squares"""
+    """llama, qwen2: what norms add to the mean of squares"""
     rope_theta: float = 10000.0
-    """llama: rotary positions turn the slowest pair of a head by about 1 / rope_theta a token"""
+    """llama, qwen2: rotary positions turn the slowest pair of a head by about 1 / rope_theta a
+    token"""
     rope_scaling: dict[str, float] | None = None
-    """llama: slower turns for longer sequences, rope_type "llama3" of published configs, as
+    """llama, qwen2: slower turns for longer sequences, rope_type "llama3" of published configs, as
     { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
     gelu: Literal["tanh", "exact"] = "tanh"
     """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""

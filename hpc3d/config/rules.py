@@ -13,7 +13,7 @@ from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
-from hpc3d.model.families import block_products
+from hpc3d.model.families import FAMILIES, block_products, family_of
 from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
@@ -101,20 +101,16 @@ def _out_of_range(config: Config) -> Iterator[str]:
             yield f"{key} = {found}: must be at least {lowest} and below {limit}"
 
 
-_OF_ONE = {  # family
-    "gpt2": ("gelu",),
-    "llama": ("kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"),
-}
 _SCALING = "factor", "low", "high", "original"
 
 
 def _wrong_family(model: ModelConfig) -> Iterator[str]:
     """Keys of another family, and rotary positions that are not known."""
-    usual, others = ModelConfig(), {kind: _OF_ONE[kind] for kind in _OF_ONE.keys() - {model.kind}}
-    for kind, keys in others.items():
-        for key in keys:
-            if (value := getattr(model, key)) != getattr(usual, key):
-                yield f"model.{key} = {value}: of model.kind = {kind} alone; leave it out"
+    usual, own = ModelConfig(), family_of(model).keys
+    for key in dict.fromkeys(key for family in FAMILIES.values() for key in family.keys):
+        if key not in own and (value := getattr(model, key)) != getattr(usual, key):
+            kinds = " or ".join(kind for kind, family in FAMILIES.items() if key in family.keys)
+            yield f"model.{key} = {value}: of model.kind = {kinds} alone; leave it out"
     scaling = model.rope_scaling
     if scaling is None:
         return
@@ -185,7 +181,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
             f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
             "change one of them"
         )
-    elif model.kind == "llama" and model.hidden // model.heads % 2:
+    elif family_of(model).rotary and model.hidden // model.heads % 2:
         yield (
             f"model.hidden / model.heads = {model.hidden // model.heads}: rotary positions turn "
             "pairs of features; use an even number"

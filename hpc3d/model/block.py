@@ -63,7 +63,7 @@ class Block:
 
         def linear(part, shape, split, std):
             matmul = Matmul(mesh, split, spec.keep)
-            return Linear(parameters, f"{name}.{part}", shape, matmul, std, family.biased)
+            return Linear(parameters, f"{name}.{part}", shape, matmul, std, part in family.biased)
 
         def norm(part):
             how = split.x, model.epsilon

@@ -6,6 +6,7 @@ planner, MFU, footprints.  A family is one entry of FAMILIES.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,8 @@ GPT2 = Family(
     norm=LayerNorm,
     gated=False,
     rotary=False,
-    biased=True,
+    biased=frozenset({"qkv", "proj", "up", "down"}),
+    keys=("gelu",),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=False),
@@ -81,7 +83,8 @@ LLAMA = Family(
     norm=RMSNorm,
     gated=True,
     rotary=True,
-    biased=False,
+    biased=frozenset(),
+    keys=("kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=True),
@@ -90,7 +93,9 @@ LLAMA = Family(
     kept=partial(_block_kept, gated=True),
 )
 
-FAMILIES = {family.kind: family for family in (GPT2, LLAMA)}
+QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
+
+FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2)}
 
 
 def family_of(model: Any) -> Family:

@@ -79,7 +79,8 @@ class Family:
     norm      that of blocks and head: (mesh, parameters, name, width, layout, epsilon)
     gated     whether the MLP is SwiGLU, else GELU
     rotary    whether positions turn q and k, else the first end has a table of them
-    biased    whether linear layers have biases
+    biased    the linear layers of a block that have a bias
+    keys      those of the section [model] that not every family has
     first     the end with the token table: (mesh, parameters, spec, table)
     last      the end with the loss: the same
     products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
@@ -93,7 +94,8 @@ class Family:
     norm: type
     gated: bool
     rotary: bool
-    biased: bool
+    biased: frozenset[str]
+    keys: tuple[str, ...]
     first: type
     last: type
     products: Callable

@@ -8,6 +8,7 @@ import torch
 from safetensors.numpy import load_file
 from torch.nn import functional
 
+from hpc3d.checkpoints.hf_families import PUBLISHED
 from tests.checkpoints import drawn_models
 from tests.checkpoints.test_hf_export import SERIAL, exported
 
@@ -35,6 +36,25 @@ def their_gpt2(weights, told, tokens):
         up = linear(f"h.{n}.mlp.c_fc", norm(f"h.{n}.ln_2", x))
         x = x + linear(f"h.{n}.mlp.c_proj", functional.gelu(up, approximate=gelu))
     return norm("ln_f", x) @ w[head].T
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs"),
+    [
+        ("gpt2", "layers.3.norm1.gamma", ["transformer.h.3.ln_1.weight"]),
+        ("gpt2", "layers.0.down.bias", ["transformer.h.0.mlp.c_proj.bias"]),
+        ("gpt2", "embedding.token", ["transformer.wte.weight"]),
+        ("gpt2", "head.table", ["lm_head.weight"]),
+        (
+            "qwen2",
+            "layers.12.qkv.bias",
+            [f"model.layers.12.self_attn.{part}_proj.bias" for part in "qkv"],
+        ),
+    ],
+)
+def test_names(kind, ours, theirs):
+    family = PUBLISHED[kind]
+    assert [family.full_name_of(name) for name in family.names_of(ours)] == theirs
 
 
 @pytest.mark.parametrize("model", ["", "tied=false gelu=exact heads=3"])
@@ -72,7 +92,7 @@ def their_llama(weights, told, tokens):
     w = {name.removeprefix("model."): torch.tensor(a) for name, a in weights.items()}
 
     def linear(name, x):
-        return x @ w[f"{name}.weight"].T
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
     def norm(name, x):
         mean = x.square().mean(-1, keepdim=True)
@@ -94,18 +114,19 @@ def their_llama(weights, told, tokens):
     return norm("norm", x) @ w[head].T
 
 
-SCALED = "rope_scaling='{factor = 8, low = 1, high = 4, original = 8}'"
+SCALED = "rope_theta=300.0 rope_scaling='{factor = 8, low = 1, high = 4, original = 8}'"
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        "kv_heads=4 ffn=60",
-        f"heads=3 hidden=36 sequence=23 tied=false norm_epsilon=0.01 rope_theta=300.0 {SCALED}",
+        "kind=llama kv_heads=4 ffn=60",
+        "kind=qwen2 kv_heads=4",
+        f"kind=llama heads=3 hidden=36 sequence=23 tied=false norm_epsilon=0.01 {SCALED}",
     ],
 )
 def test_a_llama_by_their_names_computes_the_same(tmp_path, model):
-    target = exported(tmp_path, f"{SERIAL} kind=llama {model}")
+    target = exported(tmp_path, f"{SERIAL} {model}")
     told = json.loads((target / "config.json").read_text())
     tokens = drawn_models.tokens_of(told["vocab_size"], told["max_position_embeddings"])
     found = drawn_models.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.checkpoints.hf_settings import GPT2, LLAMA
+from hpc3d.checkpoints.hf_settings import GPT2, LLAMA, QWEN2
 from hpc3d.config.input_file import ModelConfig
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 12, "kv_heads": 4, "sequence": 3, "vocabulary": 29}
@@ -44,6 +44,15 @@ def test_what_the_configuration_of_a_llama_tells(told, found):
     model = LLAMA.model(settings, measured)
     assert {key: model.get(key) for key in found} == found
     assert (model["heads"], model["sequence"], model["layers"]) == (12, 3, 4)
+
+
+def test_windows_of_qwen2_are_refused():
+    settings = {**QWEN2.of(MODEL), "layer_types": ["full_attention"] * 4, "sliding_window": 9}
+    assert QWEN2.model(settings, {"hidden": 24})["kv_heads"] == 4
+    with pytest.raises(ValueError, match="use_sliding_window = True: here it can be False"):
+        QWEN2.model(settings | {"use_sliding_window": True}, {"hidden": 24})
+    with pytest.raises(ValueError, match=r"layer_types: .* 'full_attention' only"):
+        QWEN2.model(settings | {"layer_types": ["sliding_attention"]}, {"hidden": 24})
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ RULES = {
     "model.sequence": ("0", "model.sequence = 0: ... 1"),
     "model.vocabulary": ("0", "model.vocabulary = 0: ... 1"),
     "model.dropout": ("1", "model.dropout = 1.0: ... 0 ... 1"),
-    "model.kind": ("bert", "model.kind: ... 'gpt2' or 'llama', not 'bert'"),
+    "model.kind": ("bert", "model.kind: ... 'llama' or 'qwen2', not 'bert'"),
     "train.steps": ("0", "train.steps = 0: ... 1"),
     "train.batch": ("0", "train.batch = 0: ... 1"),
     "train.warmup": ("-1", "train.warmup = -1: ... 0"),
@@ -127,7 +127,7 @@ def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--model.kv_heads", "16"], "model.kv_heads = 16: of model.kind = llama alone"),
+        (["--model.kv_heads", "16"], "model.kv_heads = 16: of model.kind = llama or qwen2 "),
         (["--model.rope_theta", "5e5"], "model.rope_theta = 500000.0: of model.kind = llama"),
         (["--model.kind", "llama", "--model.gelu", "exact"], "model.gelu = exact: of model.kind"),
         ([*LLAMA, "--model.heads", "24", "--model.kv_heads", "16"], "model.heads = 24 does not"),

@@ -1,6 +1,5 @@
 """Sizes, products and names."""
 
-from hpc3d.model.families import GPT2
 from hpc3d.model.spec import ModelSizes, WeightProduct
 
 
@@ -18,11 +17,3 @@ def test_a_product_counts_its_rows():
     """Two operations an element of W and row; experts have more or fewer rows than tokens."""
     assert WeightProduct("up", 3, 5).flops == 30 and WeightProduct("up", 3, 5).weights == 15
     assert WeightProduct("expert", 3, 5, rows=2).flops == 60
-
-
-def test_names_for_export():
-    names = GPT2.names
-    assert names.full_name_of("layers.3.norm1.gamma") == "transformer.h.3.ln_1.weight"
-    assert names.full_name_of("layers.0.down.bias") == "transformer.h.0.mlp.c_proj.bias"
-    assert names.full_name_of("embedding.token") == "transformer.wte.weight"
-    assert names.full_name_of("head.table") == "lm_head.weight"

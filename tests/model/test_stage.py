@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
-from hpc3d.model.families import GPT2, LLAMA
+from hpc3d.model.families import GPT2, LLAMA, QWEN2
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -47,6 +47,18 @@ LLAMA_3 = Rotation(500.0, factor=4.0, low=1.0, high=3.0, original=6)
 def test_llama_is_that_of_torch(kv_heads, rotation):
     how = {"kv_heads": kv_heads, "ffn": 40, "epsilon": 1e-6, "rotation": rotation}
     same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), LLAMA)
+
+
+def test_qwen2_is_that_of_torch():
+    how = {"kv_heads": 2, "ffn": 40, "epsilon": 1e-6}
+    shape = ModelSizes(**SHAPE | how, tied=False, std=0.3)
+    same_as(torch_reference.loss, shape, QWEN2)
+    biases = [name for name in names_of(shape, QWEN2) if name.endswith("bias")]
+    assert sorted(biases) == [f"layers.{n}.qkv.bias" for n in range(3)]
+
+
+def names_of(shape, family):
+    return [item.name for item in serial(shape, family).parameters]
 
 
 def same_as(loss_of, shape, family=GPT2):

@@ -22,6 +22,7 @@ OURS = """
 x=2 y=2 z=2 microbatches=2
 p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 tied=false gelu=exact heads=4
 x=2 y=2 z=2 microbatches=2 kind=llama kv_heads=4 ffn=64
+x=2 microbatches=2 kind=qwen2 kv_heads=6 ffn=64
 p=2 d=2 microbatches=2 zero=1 schedule=1f1b kind=llama tied=false norm_epsilon=0.01 rope_theta=50.0
 schedule=none microbatches=2 heads=1 sequence=11 layers=1 vocabulary=50 dropout=0.25
 y=3 microbatches=2 heads=3 hidden=48 sequence=64 batch=6
@@ -43,6 +44,7 @@ THEIRS = [
     {"kind": "llama", "num_key_value_heads": 6, "tie_word_embeddings": True, "rms_norm_eps": 0.1},
     {"kind": "llama", "rope_parameters": LLAMA3},
     {"kind": "mistral", "num_attention_heads": 4},
+    {"kind": "qwen2"},
     {"vocab_size": 50, "n_positions": 64, "n_embd": 48, "n_head": 3, "n_inner": 192},
 ]
 SMALL = {
@@ -63,7 +65,12 @@ SMALL_LLAMA = {
     "max_position_embeddings": 19,
     "vocab_size": 29,
 }
-OF_KIND = {"gpt2": SMALL, "llama": SMALL_LLAMA, "mistral": {**SMALL_LLAMA, "sliding_window": None}}
+OF_KIND = {
+    "gpt2": SMALL,
+    "llama": SMALL_LLAMA,
+    "mistral": {**SMALL_LLAMA, "sliding_window": None},
+    "qwen2": SMALL_LLAMA,
+}
 
 
 def command(*words):

@@ -45,8 +45,9 @@ def buffered(comm):
     import numpy as np
 
     message, gone = np.zeros(BLOCK, np.uint8), False
+    comm.Barrier()  # all have loaded what they need
     if comm.rank == 0:
-        request, end = comm.Isend(message, 1), time.monotonic() + 0.5
+        request, end = comm.Isend(message, 1), time.monotonic() + 3
         while not gone and time.monotonic() < end:
             gone = request.Test()
     comm.Barrier()
