@@ -10,7 +10,7 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractArray, AbstractPool
 from hpc3d.comm.communicator import SMALL_SUM, Communicator, Pending, ready
 from hpc3d.comm.grid import Grid
-from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.mesh import Mesh, groups_of
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -92,8 +92,7 @@ def abstract_mesh(
     pool, grid = pool or AbstractPool(), Grid(sizes)
     world = AbstractCommunicator(grid.rank(coords), grid.size, None, pool)
     comms = {
-        axis: AbstractCommunicator(coords[axis], size, grid.ranks_along(axis, coords), pool)
-        for axis, size in sizes.items()
-        if size > 1
+        axis: AbstractCommunicator(members.index(world.rank), len(members), members, pool)
+        for axis, members in groups_of(grid, coords).items()
     }
     return Mesh(sizes, coords, comms, world)

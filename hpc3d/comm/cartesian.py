@@ -11,7 +11,7 @@ from mpi4py import MPI
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
-from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.mesh import Mesh, groups_of
 from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.shared_memory import SharedMemory, usable
 from hpc3d.comm.stage_mesh import Line, stage_mesh
@@ -47,11 +47,9 @@ def build(
             return Self(pool, cart.rank)
         return _communicator_of(line, members, pool, [nodes[rank] for rank in members])
 
-    subs = {name: cart.Sub([name == other for other in sizes]) for name in sizes}
     lines = {
-        name: (line, grid.ranks_along(name, coords))
-        for name, line in subs.items()
-        if line.size > 1
+        name: (_line(cart, name, members, sizes), members)
+        for name, members in groups_of(grid, coords).items()
     }
     if device is None:
         comms, blocks = {name: talk(*line) for name, line in lines.items()}, pool
@@ -62,6 +60,15 @@ def build(
         blocks = DevicePool(device)
         comms = communicators(transport, cart, lines, blocks)
     return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
+
+
+def _line(
+    cart: MPI.Cartcomm, name: str, members: Sequence[int], sizes: Mapping[str, int]
+) -> MPI.Intracomm:
+    """MPI's communicator of a group of hpc3d.comm.mesh.groups_of; collective over `cart`."""
+    if name in sizes:
+        return cart.Sub([name == other for other in sizes])
+    return cart.Split(min(members), members.index(cart.rank))
 
 
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:

@@ -1,6 +1,6 @@
 """Ranks on named axes: which rank is where.  Arithmetic only; nobody talks to anybody."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -71,3 +71,17 @@ class Grid:
         stride = self._strides[axis]
         first = self.rank(coords) - coords.get(axis, 0) * stride
         return range(first, first + self.sizes[axis] * stride, stride)
+
+    def ranks_over(self, axes: Iterable[str], coords: Mapping[str, int]) -> tuple[int, ...]:
+        """The ranks that differ from the one at `coords` along `axes` only, the last of which
+        varies fastest; axes that the grid lacks have one rank.
+
+        >>> Grid({"d": 2, "x": 2, "c": 2}).ranks_over(("c", "d"), {"x": 1})
+        (2, 6, 3, 7)
+        """
+        cut = [axis for axis in axes if axis in self.sizes]
+        ranks = [self.rank({**coords, **dict.fromkeys(cut, 0)})]
+        for axis in cut:
+            steps = [place * self.stride(axis) for place in range(self.sizes[axis])]
+            ranks = [rank + step for rank in ranks for step in steps]
+        return tuple(ranks)

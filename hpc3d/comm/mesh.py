@@ -18,14 +18,32 @@ if TYPE_CHECKING:
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
+CONTEXT = "c"
+DATA_PLANE = "c d"  # the group of the ranks that have other tokens and the same weights
 WORLD = "world"  # what the group of all ranks lies along
+
+
+def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which ranks have other tokens and the same weights: what the gradients are
+    summed over.  Where sequences are cut, they span a plane."""
+    return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
+
+
+def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
+    """Name -> ranks of every group of the rank at `coords`: along each axis with more than one
+    rank, and over the plane of the data axes where these are several."""
+    groups: dict[str, Sequence[int]] = {
+        axis: grid.ranks_along(axis, coords) for axis, size in grid.sizes.items() if size > 1
+    }
+    axes = data_axes(grid.sizes)
+    return groups if len(axes) == 1 else {**groups, DATA_PLANE: grid.ranks_over(axes, coords)}
 
 
 def queue_of(axis: str) -> str:
     """The queue of the calls along an axis.  A queue runs its calls in the order of the program,
     beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
     waits for stands behind it."""
-    return "replicas" if axis == DATA else "blocks"
+    return "replicas" if axis in (DATA, DATA_PLANE) else "blocks"
 
 
 def along(axis: str) -> str:
@@ -148,9 +166,11 @@ class NullGuard:
 
 
 class Mesh:
-    """Axes with sizes, this rank's coordinates, one communicator an axis and one for all ranks.
+    """Axes with sizes, this rank's coordinates, one communicator an axis, one for the plane of the
+    data axes where these are several, and one for all ranks.
 
-    An absent axis has size 1, coordinate 0 and the `Self` communicator.  Ranks are in the order of
+    An absent axis has size 1, coordinate 0 and the `Self` communicator.  `data` is the name of the
+    communicator of the `data_axes`.  Ranks are in the order of
     a `Grid`, so those along the last axis lie next to each other on a node.  Blocks are in the
     memory of `pool`, which may be a device's; the world speaks of arrays of the host.
     """
@@ -168,6 +188,8 @@ class Mesh:
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
+        self.data_axes = data_axes(sizes)
+        self.data = DATA if len(self.data_axes) == 1 else DATA_PLANE
         self.trace: MeshRecorder = trace or NullRecorder()
         self.guard: _MeshGuard = guard or NullGuard()
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}

@@ -12,7 +12,7 @@ import numpy as np
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, ready
 from hpc3d.comm.grid import Grid
-from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.mesh import Mesh, groups_of
 from hpc3d.comm.stage_mesh import Line, stage_mesh
 
 
@@ -104,20 +104,13 @@ def meshes(
     """One `Mesh` a rank of `shape`, in rank order, and the groups behind them."""
     grid = Grid(shape)
     world = ThreadGroup(range(grid.size))
-    groups: dict[tuple[str, range], ThreadGroup] = {}
-
-    def along(axis, coords):
-        """The group of the ranks that differ from that at `coords` along `axis` only."""
-        members = grid.ranks_along(axis, coords)
-        return groups.setdefault((axis, members), ThreadGroup(members))
+    groups: dict[tuple[str, Sequence[int]], ThreadGroup] = {}
 
     def mesh(rank):
-        pool, coords = pool_of(), grid.coords(rank)
-        comms = {
-            axis: Threads(along(axis, coords), coords[axis], pool)
-            for axis, size in grid.sizes.items()
-            if size > 1
-        }
+        pool, coords, comms = pool_of(), grid.coords(rank), {}
+        for axis, members in groups_of(grid, coords).items():
+            group = groups.setdefault((axis, members), ThreadGroup(members))
+            comms[axis] = Threads(group, members.index(rank), pool)
         everyone = Threads(world, rank, pool) if grid.size > 1 else Self(pool)
         return Mesh(grid.sizes, coords, comms, everyone)
 

@@ -30,7 +30,7 @@ class MeshConfig:
     d: int = 1
     """replicas of the model, which share out a batch"""
     c: int = 1
-    """context parallelism, which is not there yet"""
+    """context parallelism: ranks that share out the tokens of every sequence"""
     e: int = 1
     """expert parallelism, which is not there yet"""
     x: int | None = None
@@ -83,6 +83,14 @@ class ParallelConfig:
     """parts of the model that a stage has (absent: what the schedule wants)"""
     layers_per_stage: tuple[int, ...] | None = None
     """the layers of each part of the pipeline in model order, as [3, 2, 2, 1] (absent: even)"""
+    context: Literal["ring", "all-to-all", "both"] = "ring"
+    """how the ranks along c attend to each other's tokens: keys and values go round a ring, or
+    heads are exchanged for tokens, or the latter among neighbours and the ring between them"""
+    ulysses: int = 1
+    """of the ranks along c those that exchange heads, with context = "both" """
+    attention: Literal["full", "chunked"] | None = None
+    """full keeps all T x T probabilities, chunked a sum per row, for memory linear in T (absent:
+    {attention})"""
     recompute: Literal["none", "selective", "full"] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks"""
@@ -275,18 +283,19 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def splits(self) -> dict[str, Split]:
-        """Kind of layer -> the split of the first of its products, over the data axis where there
-        is one: the blocks, and the ends with them, are dense."""
-        letters = self.parallel.split
+        """Kind of layer -> the split of the first of its products, over the data axes where there
+        are some: the blocks, and the ends with them, are dense."""
+        letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
-        return {"dense": split.over("d", self.parallel.zero) if self.mesh.d > 1 else split}
+        split = split.over("d", zero) if self.mesh.d > 1 else split
+        return {"dense": split.over("c", zero, outermost=True) if self.mesh.c > 1 else split}
 
     def keep(self) -> str:
         """The operands of products whose working blocks are kept for backward.
 
         ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
         """
-        kept = "x" if self.parallel.zero == 3 and self.mesh.d > 1 else "xw"
+        kept = "x" if self.parallel.zero == 3 and self.mesh.d * self.mesh.c > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
 
     def layers(self) -> list[range]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.pool import on_host
-from hpc3d.comm.mesh import DATA
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -122,7 +121,7 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """A bucket of gradients, summed over the axes where they are partial, the data axis last.
+    """A bucket of gradients, summed over the axes where they are partial, the data axes last.
 
     The reduction over the first axis is in flight from `post` on; those over others, of vectors
     only, begin when it is waited for.  Where a tensor axis is the first, all that is
@@ -132,7 +131,7 @@ class GradientBucket(Bucket):
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         super().__init__(parameters, items)
         self.axes = items[0].partial
-        self.posted_last = items[0].completed_last or self.axes[0] != DATA
+        self.posted_last = items[0].completed_last or self.axes[0] != self.mesh.data
         self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
 
     def post(self) -> None:
@@ -145,7 +144,7 @@ class GradientBucket(Bucket):
         self.pending = None
 
     def _scatters(self, axis: str) -> bool:
-        return axis == DATA and self.parameters.parts > 1
+        return axis == self.mesh.data and self.parameters.parts > 1
 
     def _sum_over(self, axis: str) -> Pending:
         comm = self.mesh.comm(axis)
@@ -173,7 +172,7 @@ class _ValueBucket(Bucket):
     def post(self) -> None:
         value = self.parameters.value
         mine = np.concatenate([value[place.own_value] for place in self.places])
-        self.pending = self.mesh.comm(DATA).all_gather(mine[None])
+        self.pending = self.mesh.comm(self.mesh.data).all_gather(mine[None])
 
     def wait(self) -> None:
         rows = self.pending.wait()
@@ -190,12 +189,12 @@ class _OwnerSum(GradientBucket):
         return self.parameters.owners[self.items[0]]
 
     def _sum_over(self, axis: str) -> Pending:
-        if axis != DATA:
+        if axis != self.mesh.data:
             return super()._sum_over(axis)
         return self.mesh.comm(axis).reduce(self.parameters.grad[self.span], self.owner)
 
     def store(self, axis: str, total: Array) -> None:
-        if axis != DATA or self.mesh.coord(DATA) == self.owner:
+        if axis != self.mesh.data or self.mesh.comm(axis).rank == self.owner:
             self.parameters.grad[self.span] = total
 
 
@@ -206,7 +205,7 @@ class _OwnerGather(Bucket):
         value = self.parameters.value
         block = np.concatenate([value[place.value] for place in self.places])
         owner = self.parameters.owners[self.items[0]]
-        self.pending = self.mesh.comm(DATA).broadcast(block, owner)
+        self.pending = self.mesh.comm(self.mesh.data).broadcast(block, owner)
 
     def wait(self) -> None:
         block, start = self.pending.wait(), 0

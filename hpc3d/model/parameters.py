@@ -3,9 +3,10 @@
 A parameter knows its global shape, how its value and its gradient lie on the mesh, how it starts,
 and the axes along which each rank's gradient is only a partial sum when a step ends.
 
-On the data axis d the replicas hold the same parameters.  With ZeRO (arXiv:1910.02054) each of
-them updates one of d equal parts of every parameter, its *own* part, and keeps the optimiser's
-state of that part only:
+On the data axis d the replicas hold the same parameters, and so do the ranks of a context axis c
+that have other tokens of the same sequences: the replicas are those of the plane c d.  With ZeRO
+(arXiv:1910.02054) each of them updates one of their number of equal parts of every parameter, its
+*own* part, and keeps the optimiser's state of that part only:
 
     zero    value     gradient   at the end of a step
     0       whole     whole      all-reduce of gradients; every replica updates everything
@@ -30,7 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.mesh import DATA
 from hpc3d.ops.random import initialise
 from hpc3d.ops.update import sum_of_squares
 from hpc3d.tensor.layout import Layout
@@ -124,7 +124,7 @@ class Parameters:
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
-        self.parts = mesh.size(DATA) if zero else 1
+        self.parts = mesh.count(mesh.data_axes) if zero else 1
         self.whole_matrices = whole_matrices
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}
@@ -141,8 +141,10 @@ class Parameters:
         **how: Any,
     ) -> Parameter:
         """A new parameter; its arrays exist after `allocate`."""
-        summed = [axis for axis in partial if self.mesh.size(axis) > 1]
-        partial = tuple(sorted(summed, key=lambda axis: axis == DATA))
+        mesh, summed = self.mesh, {axis for axis in partial if self.mesh.size(axis) > 1}
+        others = [axis for axis in partial if axis in summed.difference(mesh.data_axes)]
+        over_data = [mesh.data] if summed.intersection(mesh.data_axes) else []
+        partial = (*others, *over_data)
         self.items.append(Parameter(name, shape, layout, partial=partial, **how))
         return self.items[-1]
 
@@ -191,7 +193,7 @@ class Parameters:
 
     def updates(self, item: Parameter) -> bool:
         """Whether this rank updates a matrix, or its own block of one."""
-        here = self.mesh.coord(DATA)
+        here = self.mesh.index(self.mesh.data_axes)
         return self.owners.get(item, here) == here
 
     def matrix(self, item: Parameter) -> WholeMatrix:
@@ -224,7 +226,8 @@ class Parameters:
     def _stored_whole(self, item: Parameter) -> bool:
         """Whether every replica stores all of value and gradient."""
         layouts = (item.layout, item.grad_layout or item.layout)
-        return all(layout.dim_of(DATA) is None for layout in layouts)
+        sharded = {axis for layout in layouts for dim in layout for axis in dim}
+        return sharded.isdisjoint(self.mesh.data_axes)
 
     def shared_out(self, item: Parameter) -> bool:
         """Whether each replica stores all of a value and updates a part of it, or none."""
@@ -233,7 +236,7 @@ class Parameters:
 
     def _shard(self, start: int, size: int, own: int) -> slice:
         """This rank's `own` elements of the `size` from `start` on."""
-        start += self.mesh.coord(DATA) * own if own < size else 0
+        start += self.mesh.index(self.mesh.data_axes) * own if own < size else 0
         return slice(start, start + own)
 
     def bind(self) -> None:
@@ -265,7 +268,7 @@ class Parameters:
         """Whether this rank's own part of a parameter is the copy that counts."""
         layout = item.grad_layout or item.layout
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
-        sharded |= {DATA} if self.parts > 1 and not item.frozen else set()
+        sharded |= {*self.mesh.data_axes} if self.parts > 1 and not item.frozen else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
         first &= item.counted
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)

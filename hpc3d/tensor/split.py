@@ -55,16 +55,16 @@ class Split:
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
     @cache  # noqa: B019
-    def over(self, axis: str, zero: int = 0) -> Split:
+    def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:
         """This split on every replica along an axis whose ranks have other rows, such as the data
-        axis; it is the innermost on m.
+        axis; it is the innermost on m, or the `outermost`.
 
         The replicas store the weights (`zero` < 3) or a shard each (ZeRO-3, arXiv:1910.02054);
         they sum the gradients when the step ends (`zero` < 2) or a shard each in every pass.
         """
         return replace(
             self,
-            m=f"{self.m} {axis}".strip(),
+            m=(f"{axis} {self.m}" if outermost else f"{self.m} {axis}").strip(),
             replicate=f"{self.replicate} {axis}".strip() if zero < 3 else self.replicate,
             defer=f"{self.defer} {axis}".strip() if zero < 2 else self.defer,
             scatter=f"{self.scatter} {axis}".strip() if zero == 2 else self.scatter,

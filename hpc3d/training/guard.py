@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
-from hpc3d.comm.mesh import DATA
 from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class ReplicaCheck:
         for item, place in parameters.places.items():
             axes = self._replicated(item)
             yield item, "value", axes, item.value
-            own = axes - {DATA} if parameters.shared_out(item) else axes
+            own = axes.difference(self.mesh.data_axes) if parameters.shared_out(item) else axes
             for kind, state in optimizer.states.items():
                 yield item, kind, own, state[place.state]
 

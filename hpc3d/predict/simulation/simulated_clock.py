@@ -16,7 +16,7 @@ import numpy as np
 from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending
-from hpc3d.comm.mesh import Mesh, queue_of
+from hpc3d.comm.mesh import Mesh, groups_of, queue_of
 from hpc3d.predict.machine.between_hosts import legs
 
 if TYPE_CHECKING:
@@ -248,9 +248,8 @@ def representative(grid: Grid, pool: Pool, peers: Any) -> Mesh:
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])
     comms = {
-        axis: TimedCommunicator(0, size, grid.ranks_along(axis, coords), pool, queue_of(axis))
-        for axis, size in grid.sizes.items()
-        if size > 1
+        axis: TimedCommunicator(0, len(members), members, pool, queue_of(axis))
+        for axis, members in groups_of(grid, coords).items()
     }
     if peers.size > 1:
         comms["p"] = PipelineTimed(peers.rank, column, pool, peers, range(len(column)))
