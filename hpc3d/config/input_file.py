@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from hpc3d.comm.grid import Grid
+from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
@@ -297,6 +298,16 @@ class Config:
         """
         kept = "x" if self.parallel.zero == 3 and self.mesh.d * self.mesh.c > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
+
+    def context(self) -> Context:
+        """How the context axis cuts sequences."""
+        parallel, c = self.parallel, self.mesh.c
+        heads = {"ring": 1, "all-to-all": c, "both": parallel.ulysses}[parallel.context]
+        return Context(self.model.sequence, c // heads, heads)
+
+    def chunked(self) -> bool:
+        """Whether attention works chunk by chunk."""
+        return self.parallel.attention == "chunked" or self.context().rings > 1
 
     def layers(self) -> list[range]:
         """The blocks of each part of the pipeline, in model order, as ranges."""

@@ -147,7 +147,6 @@ def not_there_yet(config: Config) -> Iterator[str]:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: python -m hpc3d.partition run trains it"
     fixed = {
-        "mesh.c": (config.mesh.c, 1),
         "mesh.e": (config.mesh.e, 1),
     }
     for key, (value, only) in fixed.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.model.core_attention import AttentionSaved, CoreAttention
+from hpc3d.model.context_attention import attention_of
 from hpc3d.model.layers import Dropout, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
@@ -29,7 +29,7 @@ class BlockSaved(NamedTuple):
 
     norm1: NormSaved
     qkv_linear: Saved
-    attention: AttentionSaved
+    attention: Any
     proj_linear: Saved
     norm2: NormSaved
     up_linear: Saved
@@ -70,11 +70,11 @@ class Block:
             return family.norm(mesh, parameters, f"{name}.{part}", hidden, *how)
 
         def dropout(part, layout):
-            return Dropout(mesh, f"{name}.{part}", layout, model.dropout, spec.seed)
+            return Dropout(mesh, f"{name}.{part}", layout, spec)
 
         self.norm1 = norm("norm1")
         self.qkv = linear("qkv", (hidden, model.qkv), split, std)
-        self.attention = CoreAttention(mesh, f"{name}.drop_p", spec)
+        self.attention = attention_of(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
         self.drop1 = dropout("drop1", split.x)
         self.norm2 = norm("norm2")
@@ -180,4 +180,4 @@ class Block:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def _apply_dropout(self, dropout: Dropout, x: Array, micro: Microbatch) -> Array:
-        return dropout.apply(x, micro, self.model.sequence, self.model.hidden)
+        return dropout.apply(x, micro, self.model.hidden)

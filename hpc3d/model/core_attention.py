@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.model.layers import Dropout
+from hpc3d.comm.mesh import CONTEXT
 from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import rotary_table, rotate
+from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -27,44 +29,22 @@ class AttentionSaved(NamedTuple):
     probabilities: Array | None
 
 
-class CoreAttention:
-    """softmax(q k' / sqrt(D) + mask) v of [q|k|v] in the layout `split.y`: whole sequences and
-    whole heads on every rank, so that nothing is communicated.  Rotary positions turn q and k.
+class HeadBlock:
+    """Which tokens and heads of attention a rank has between the exchanges of a context axis:
+    the tokens of its place in the ring, `tokens` of each of its sequences, and whole heads.
 
-    With `recompute` "selective" the backward pass makes the probabilities again from q and k
-    (arXiv:2205.05198, section 5).
+    Rotary positions turn q and k by those tokens' positions; dropout draws by sample, head and
+    positions, so that every mesh drops the same probabilities.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
-        self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form
-        self.rotary = spec.family.rotary
-        self.selective = spec.recompute == "selective"
-        self.dropout = Dropout(mesh, name, spec.splits["dense"].y, self.sizes.dropout, spec.seed)
+        self.mesh, self.name, self.spec = mesh, name, spec
+        self.context, self.sizes, self.form = spec.context, spec.sizes, spec.sizes.form
+        self.tokens = self.context.length // self.context.rings
+        self.place, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
+        self.layout, self.rotary = spec.splits["dense"].y, spec.family.rotary
 
-    def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
-        """The output [B*T, heads*D], and what `backward` needs."""
-        mask, qkv = self._mask(micro), self._turned(qkv, micro)
-        with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
-            out, p = attend(qkv, self.sizes.sequence, self.form, self.mesh.empty, mask)
-        return out, AttentionSaved(qkv, None if self.selective else p)
-
-    def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
-        """The gradient of [q|k|v] from that of the output."""
-        qkv, p = saved
-        sequence, mask = self.sizes.sequence, self._mask(micro)
-        if self.selective:
-            p = self.recompute(qkv, micro)
-        with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
-            dqkv = attend_grad(dout, qkv, p, sequence, self.form, self.mesh.empty, mask)
-        return self._turned(dqkv, micro, sign=-1)
-
-    def recompute(self, qkv: Array, micro: Microbatch) -> Any:
-        """The probabilities once more: half of the work."""
-        mask, trace, half = self._mask(micro), self.mesh.trace, self._flops(qkv) // 2
-        with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.sizes.sequence, self.form, self.mesh.empty, mask)
-
-    def _turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
+    def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
         """With q and k turned by their positions, in place."""
         if not self.rotary:
             return qkv
@@ -74,15 +54,86 @@ class CoreAttention:
             return rotate(qkv, table, self.form, sign)
 
     def _table(self, dtype: DTypeLike) -> np.ndarray:
-        """Of the positions of a sequence; where numbers have less than 32 bits, with 32."""
+        """Of the positions of these tokens; where numbers have less than 32 bits, with 32."""
         sizes, wide = self.sizes, np.promote_types(dtype, np.float32)
-        return rotary_table(sizes.rotation, sizes.sequence, self.form.width, wide)
+        table = rotary_table(sizes.rotation, sizes.sequence, self.form.width, wide)
+        if self.context.rings == 1:
+            return table
+        first, count = self.place * self.context.heads, self.context.heads
+        parts = [self.context.positions(first + number) for number in range(count)]
+        return np.ascontiguousarray(table[:, np.concatenate(parts)])
 
-    def _mask(self, micro):
+    @property
+    def dropped(self) -> bool:
+        """Whether probabilities are dropped."""
+        return self.sizes.dropout > 0
+
+    def samples(self, micro: Microbatch) -> range:
+        """The sequences of the batch that this rank has tokens of."""
+        rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
+        (here,) = rows.slices((micro.sequences,), self.mesh)
+        first = micro.first + here.start % (micro.sequences // self.context.parts)
+        return range(first, first + here.stop - here.start)
+
+    def heads(self) -> range:
+        """The heads of queries that this rank has."""
+        columns = Layout(" ".join(self.layout[1])).slices((self.sizes.heads,), self.mesh)[0]
+        count = (columns.stop - columns.start) // self.context.heads
+        first = columns.start + self.member * count
+        return range(first, first + count)
+
+    def key(self, micro: Microbatch) -> Any:
+        """Of the draws of a step."""
+        return micro.cached(
+            self.name, lambda micro: philox_key((self.spec.seed, self.name, micro.step))
+        )
+
+
+class CoreAttention(HeadBlock):
+    """softmax(q k' / sqrt(D) + mask) v of [q|k|v] on whole sequences and whole heads: nothing is
+    communicated.
+
+    With `recompute` "selective" the backward pass makes the probabilities again from q and k
+    (arXiv:2205.05198, section 5).
+    """
+
+    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
+        super().__init__(mesh, name, spec)
+        self.selective = spec.recompute == "selective"
+
+    def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
+        """The output [B*T, heads*D], and what `backward` needs."""
+        mask, qkv = self._mask(micro), self.turned(qkv, micro)
+        with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
+            out, p = attend(qkv, self.tokens, self.form, self.mesh.empty, mask)
+        return out, AttentionSaved(qkv, None if self.selective else p)
+
+    def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
+        """The gradient of [q|k|v] from that of the output."""
+        qkv, p = saved
+        mask = self._mask(micro)
+        if self.selective:
+            p = self.recompute(qkv, micro)
+        with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
+            dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, self.mesh.empty, mask)
+        return self.turned(dqkv, micro, sign=-1)
+
+    def recompute(self, qkv: Array, micro: Microbatch) -> Any:
+        """The probabilities once more: half of the work."""
+        mask, trace, half = self._mask(micro), self.mesh.trace, self._flops(qkv) // 2
+        with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
+            return attend_again(qkv, self.tokens, self.form, self.mesh.empty, mask)
+
+    def _mask(self, micro: Microbatch) -> Mask | None:
         """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""
-        return self.dropout.mask(micro, 1, self.sizes.heads * self.sizes.sequence**2)
+        if not self.dropped:
+            return None
+        square, heads = self.tokens**2, self.heads()
+        columns = range(heads.start * square, heads.stop * square)
+        width = self.sizes.heads * square
+        return Mask(self.key(micro), self.sizes.dropout, self.samples(micro), columns, width)
 
-    def _flops(self, qkv):
+    def _flops(self, qkv: Array) -> int:
         """Of q k' and p v: 2 products of 2 T D for every row and head."""
         width, queries = self.form
-        return 4 * self.sizes.sequence * queries * width * qkv.size // self.form.columns
+        return 4 * self.tokens * queries * width * qkv.size // self.form.columns

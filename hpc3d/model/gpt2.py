@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
+from hpc3d.ops.embedding import gather_rows, scatter_rows
 from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul, Saved
@@ -51,41 +53,72 @@ class Embeddings:
         shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
         self.lookup = Embedding(mesh, table, split.without_panels().next())
-        self.position = None
-        if not spec.family.rotary:
-            columns, partial = Layout("", " ".join(split.x[1])), row_axes(split.x)
-            where, how = (shape.sequence, shape.hidden), {"std": shape.std, "decay": True}
-            self.position = parameters.add(
-                "embedding.position", where, columns, partial=partial, **how
-            )
-        self.layout = split.x
-        self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
+        self.positions = None if spec.family.rotary else Positions(mesh, parameters, spec)
+        self.drop = Dropout(mesh, "embedding.drop", split.x, spec)
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         x, saved = self.lookup.forward(micro)
-        if self.position:
-            with self.mesh.trace.span("embedding", "lookup"):
-                out = self.mesh.empty(x.shape, x.dtype)
-                x = add_repeated(x, self.position.value, self.first(micro), out)
-        return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
+        if self.positions:
+            x = self.positions.add(x, micro)
+        return self.drop.apply(x, micro, self.shape.hidden), saved
 
     def backward(
         self, dx: Array, saved: EmbeddingSaved, micro: Microbatch, defer: Callable[..., None]
     ) -> None:
-        dx = self.drop.apply(dx, micro, self.shape.sequence, self.shape.hidden)
+        dx = self.drop.apply(dx, micro, self.shape.hidden)
         defer(self.weight_grad, dx, saved, micro)
 
     def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
-        if self.position:
-            with self.mesh.trace.span("embedding", "lookup"):
-                first, period = self.first(micro), self.shape.sequence
-                self.position.grad += sum_repeated(dx, first, period)
+        if self.positions:
+            self.positions.weight_grad(dx, micro)
         self.lookup.backward(dx, saved, micro)
 
+
+class Positions:
+    """A table of positions [T, h], added to X[m, h]; along a context axis a rank has the rows of
+    the positions of its tokens."""
+
+    def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
+        sizes, self.layout = spec.sizes, spec.splits["dense"].x
+        self.mesh, self.context = mesh, spec.context
+        columns, partial = Layout("", " ".join(self.layout[1])), row_axes(self.layout)
+        shape, how = (sizes.sequence, sizes.hidden), {"std": sizes.std, "decay": True}
+        self.table = parameters.add(
+            "embedding.position", shape, columns, partial=partial, **how
+        )
+
+    def add(self, x: Array, micro: Microbatch) -> Array:
+        """X with the positions of its rows."""
+        with self.mesh.trace.span("embedding", "lookup"):
+            table = self.table.value
+            if self.context.parts > 1:
+                table = gather_rows(table, micro.cached("embedding.positions", self.mine))
+            out = self.mesh.empty(x.shape, x.dtype)
+            return add_repeated(x, table, self.first(micro), out)
+
+    def weight_grad(self, dx: Array, micro: Microbatch) -> None:
+        """The gradient of the table: rows of X at the same position are summed."""
+        with self.mesh.trace.span("embedding", "lookup"):
+            grad = sum_repeated(dx, self.first(micro), self.context.tokens)
+            if self.context.parts == 1:
+                self.table.grad += grad
+                return
+            index = micro.cached("embedding.positions", self.mine)
+            order = micro.cached("embedding.positions.order", self.order)
+            self.table.grad += scatter_rows(grad, index, order, self.table.value.shape)
+
+    def mine(self, micro: Microbatch) -> np.ndarray:
+        """The positions of the tokens of this rank's virtual sequences."""
+        return self.context.positions(self.mesh.coord(CONTEXT))
+
+    def order(self, micro: Microbatch) -> np.ndarray:
+        """Their numbers by position."""
+        return np.argsort(self.mine(micro), kind="stable")
+
     def first(self, micro: Microbatch) -> int:
-        """The position in its sequence of the first token of this rank's rows."""
-        shape = micro.sequences * self.shape.sequence, self.shape.hidden
-        return self.layout.slices(shape, self.mesh)[0].start % self.shape.sequence
+        """The place in its virtual sequence of the first token of this rank's rows."""
+        rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
+        return rows.slices((micro.tokens.size,), self.mesh)[0].start % self.context.tokens
 
 
 class HeadSaved(NamedTuple):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
+    from hpc3d.model.spec import ModelSpec
     from hpc3d.tensor.matmul import Saved, SavedForWeight
     from hpc3d.tensor.split import Split
 
@@ -223,27 +224,33 @@ class Dropout:
     drops the same ones, however the batch is cut into microbatches.
     """
 
-    def __init__(self, mesh: Mesh, name: str, layout: Layout, rate: float, seed: int) -> None:
+    def __init__(self, mesh: Mesh, name: str, layout: Layout, spec: ModelSpec) -> None:
         self.mesh, self.name, self.layout = mesh, name, layout
-        self.rate, self.seed = rate, seed
+        self.rate, self.seed, self.context = spec.sizes.dropout, spec.seed, spec.context
 
-    def mask(self, micro: Microbatch, rows: int, columns: int) -> Mask | None:
-        """That of this rank's block of a tensor with `rows` rows a sequence; None at rate 0."""
+    def mask(self, micro: Microbatch, columns: int) -> Mask | None:
+        """That of this rank's block of a tensor with one row per token; None at rate 0."""
         if not self.rate:
             return None
-        shape = (micro.sequences * rows, columns)
-        here, block = self.layout.slices(shape, self.mesh)
-        before = micro.first * rows
-        where = range(before + here.start, before + here.stop)
+        _, block = self.layout.slices((micro.tokens.size, columns), self.mesh)
+        rows = self.rows(micro)
+        if not isinstance(rows, range):
+            rows = micro.cached(f"{self.layout}.rows", self.rows)
         key = micro.cached(self.name, self.key)
-        return Mask(key, self.rate, where, range(block.start, block.stop), columns)
+        return Mask(key, self.rate, rows, range(block.start, block.stop), columns)
+
+    def rows(self, micro: Microbatch) -> range | np.ndarray:
+        """The rows of the batch's tensor that are this rank's of a microbatch."""
+        tokens = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
+        (here,) = tokens.slices((micro.tokens.size,), self.mesh)
+        return self.context.rows(here, micro.sequences, micro.first)
 
     def key(self, micro: Microbatch) -> np.ndarray:
         return philox_key((self.seed, self.name, micro.step))
 
-    def apply(self, x: Array, micro: Microbatch, rows: int, columns: int) -> Array:
+    def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
         """x times the factors; the same for a gradient."""
-        mask = self.mask(micro, rows, columns)
+        mask = self.mask(micro, columns)
         if mask is None:
             return x
         with self.mesh.trace.span("dropout"):

@@ -13,6 +13,7 @@ from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.context import Context
 
 
 def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
@@ -21,7 +22,8 @@ def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], An
 
 
 class Microbatch(NamedTuple):
-    """A microbatch: tokens and targets [sequences, T], the same on all ranks.
+    """A microbatch: tokens and targets [sequences, T], the same on all ranks; where a context axis
+    cuts sequences, virtual ones (hpc3d.model.context).
 
     `first` is the number of its first sequence in the batch of training step `step`; the gradient
     is that of its summed loss times `scale`.  `cache` brings numbers of the host to where the
@@ -60,18 +62,20 @@ def microbatches(
     count: int,
     alone: bool = False,
     cache: Callable[..., Any] = _without_cache,
+    context: Context | None = None,
 ) -> Iterator[Microbatch]:
-    """A batch [sequences, T] cut into `count` microbatches.
+    """A batch [sequences, T] cut into `count` microbatches, and their sequences by `context`.
 
     The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
     over the tokens whose target is not IGNORE, so that uneven microbatches weigh what they hold.
     """
     ends = [len(tokens) * number // count for number in range(count + 1)]
-    whole = valid_tokens(targets)
+    whole, cut = valid_tokens(targets), context.cut if context else np.asarray
     for first, stop in pairwise(ends):
         part = slice(first, stop)
         valid = valid_tokens(targets[part]) if alone else whole
-        yield Microbatch(step, first, tokens[part], targets[part], 1 / valid, cache)
+        pair = tokens[part], targets[part]
+        yield Microbatch(step, first, *map(cut, pair), 1 / valid, cache)
 
 
 def valid_tokens(targets: np.ndarray) -> int:

@@ -141,12 +141,16 @@ class Parameters:
         **how: Any,
     ) -> Parameter:
         """A new parameter; its arrays exist after `allocate`."""
-        mesh, summed = self.mesh, {axis for axis in partial if self.mesh.size(axis) > 1}
-        others = [axis for axis in partial if axis in summed.difference(mesh.data_axes)]
-        over_data = [mesh.data] if summed.intersection(mesh.data_axes) else []
-        partial = (*others, *over_data)
+        partial = self._summed_over([axis for axis in partial if self.mesh.size(axis) > 1])
         self.items.append(Parameter(name, shape, layout, partial=partial, **how))
         return self.items[-1]
+
+    def _summed_over(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The groups of the sums over `axes`: the data axes are one, the last."""
+        data = [axis for axis in self.mesh.data_axes if self.mesh.size(axis) > 1]
+        others = [axis for axis in axes if axis not in data]
+        over = [axis for axis in data if axis in axes]
+        return (*others, *([self.mesh.data] if over and over == data else over))
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self.items)

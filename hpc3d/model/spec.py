@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hpc3d.model.context import Context
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
@@ -114,7 +115,8 @@ class Family:
 class ModelSpec:
     """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
     products of each kind of layer, the operands that these `keep` for backward, the `seed` of
-    dropout, and what backward does again, `recompute` ("none", "selective" or "full")."""
+    dropout, what backward does again, `recompute` ("none", "selective" or "full"), how sequences are
+    cut, `context` (whole ones unless it is given), and whether attention is `chunked`."""
 
     family: Family
     sizes: ModelSizes
@@ -122,3 +124,9 @@ class ModelSpec:
     keep: str = "xw"
     seed: int = 0
     recompute: str = "none"
+    context: Context = Context(0)
+    chunked: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.context.length:
+            object.__setattr__(self, "context", Context(self.sizes.sequence))

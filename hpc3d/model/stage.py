@@ -134,8 +134,8 @@ class Stage:
 
     def incoming(self, kind: str, micro: Microbatch) -> list[tuple[tuple[int, ...], Any]]:
         """A block and its gradient are alike."""
-        return [(self.block_of(micro.sequences), self.dtype)]
+        return [(self.block_of(micro.tokens.size), self.dtype)]
 
-    def block_of(self, sequences: int) -> tuple[int, ...]:
+    def block_of(self, tokens: int) -> tuple[int, ...]:
         """The shape of this rank's block of the activations between stages."""
-        return self.layout.block((sequences * self.shape.sequence, self.shape.hidden), self.mesh)
+        return self.layout.block((tokens, self.shape.hidden), self.mesh)

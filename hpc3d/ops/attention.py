@@ -46,7 +46,7 @@ def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, A
     return parts[:, :, :g], parts[:, :, g], parts[:, :, g + 1]
 
 
-def _by_query(x: Array, sequence: int, form: HeadForm) -> Array:
+def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
     """[B*T, heads*g*D] as [B, heads, g, T, D]."""
     width, g = form
     heads = x.shape[1] // (g * width)
@@ -127,7 +127,7 @@ def attend(
     batch, heads, g, _, width = q.shape
     probabilities = empty(_chunks_of(batch, heads, form, sequence, qkv.itemsize), qkv.dtype)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
-    by_query = _by_query(out, sequence, form)
+    by_query = queries_of(out, sequence, form)
     for place, p in _softmaxes(q, k, probabilities):
         weights = p if drop is None else p * _factors_of(drop, place, p)
         np.matmul(_apart(weights, g), v[place][:, None], out=by_query[place])
@@ -153,7 +153,7 @@ def _(gpu, qkv, sequence, form, empty, drop=None):
     out = gpu.empty(q.shape, q.dtype)
     gpu.multiply(weights.swapaxes(1, 2), v, out)
     joined = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
-    by_query = _by_query(joined, sequence, form)
+    by_query = queries_of(joined, sequence, form)
     by_query[...] = out.reshape(by_query.shape)
     return joined, p
 
@@ -200,7 +200,7 @@ def attend_grad(
     q, k, v = heads_of(qkv, sequence, form)
     dqkv = empty(qkv.shape, qkv.dtype)
     dq, dk, dv = heads_of(dqkv, sequence, form)
-    dout = _by_query(dout, sequence, form)
+    dout = queries_of(dout, sequence, form)
     ones, scale = np.ones(sequence, qkv.dtype), qkv.dtype.type(1 / sqrt(form.width))
     ds = np.empty((sequence, chunk, queries), qkv.dtype)
     by_head, columns = ds.swapaxes(0, 1), ds.reshape(sequence, -1)
@@ -233,7 +233,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None):
     if _by_cudnn(gpu, qkv, form, drop):
         return gpu.flash.backward(dout, qkv, *kept, sequence, form.width)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
-    d = gpu.contiguous(_by_query(dout, sequence, form)).reshape(q.shape)
+    d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
     weights = kept if drop is None else _dropped_again(gpu, kept, drop)
     grads = gpu.empty((3, *q.shape), q.dtype)
     gpu.multiply(weights, d, grads[2])

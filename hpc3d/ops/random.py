@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,27 +35,34 @@ def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     return stream.random_raw(skipped + count)[skipped:]
 
 
+# Rows of a block: a stretch, or the number of each.
+Rows = slice | range | np.ndarray
+
+
 def _by_rows(
-    slices: tuple[slice, slice] | tuple[range, range],
-    width: int,
-    make: Callable[[int, int], np.ndarray],
+    rows: Rows, columns: slice | range, width: int, make: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked.
-
-    `slices` are the block's rows and columns in a matrix with `width` columns.
-    """
-    rows, columns = slices
-    count = columns.stop - columns.start
+    """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked;
+    its `rows` and `columns` are those in a matrix with `width` columns."""
+    count, runs = columns.stop - columns.start, _runs(rows)
     if count == width:
-        return make(rows.start * width, (rows.stop - rows.start) * width).reshape(-1, width)
-    numbers = range(rows.start, rows.stop)
-    parts = [make(row * width + columns.start, count) for row in numbers]
-    return np.stack(parts) if parts else np.empty((0, count), make(0, 0).dtype)
+        parts = [make(first * width, number * width) for first, number in runs]
+    else:
+        each = [row for first, number in runs for row in range(first, first + number)]
+        parts = [make(row * width + columns.start, count) for row in each]
+    total = sum(number for _, number in runs)
+    return np.concatenate([make(0, 0), *parts]).reshape(total, count)
 
 
-def normal(
-    key: np.ndarray, slices: tuple[slice, slice] | tuple[range, range], width: int
-) -> np.ndarray:
+def _runs(rows: Rows) -> list[tuple[int, int]]:
+    """The first and the number of rows that follow each other, again and again."""
+    if not isinstance(rows, np.ndarray):
+        return [(rows.start, rows.stop - rows.start)] if rows.stop > rows.start else []
+    ends = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    return [(int(rows[a]), b - a) for a, b in pairwise(ends) if b > a]
+
+
+def normal(key: np.ndarray, rows: Rows, columns: slice | range, width: int) -> np.ndarray:
     """A block of independent standard normal numbers, float64 (Box and Muller)."""
 
     def make(first, count):
@@ -63,11 +71,11 @@ def normal(
         angle = (bits & np.uint64(0xFFFFFFFF)) * (2 * np.pi * 2.0**-32)
         return np.sqrt(-2 * np.log(radius)) * np.cos(angle)
 
-    return _by_rows(slices, width, make)
+    return _by_rows(rows, columns, width, make)
 
 
 def keep_mask(
-    key: np.ndarray, rate: float, slices: tuple[slice, slice] | tuple[range, range], width: int
+    key: np.ndarray, rate: float, rows: Rows, columns: slice | range, width: int
 ) -> np.ndarray:
     """A block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
     limit = np.uint16(min(round(rate * 2**16), 2**16 - 1))
@@ -77,26 +85,26 @@ def keep_mask(
         bits = philox_draws(key, first // 4, -(-(head + count) // 4))
         return bits.view(np.uint16)[head : head + count] >= limit
 
-    return _by_rows(slices, width, make)
+    return _by_rows(rows, columns, width, make)
 
 
 class Mask(NamedTuple):
     """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
     of its elements, drawn when it is needed, so that they never all exist.
 
-    `rows` and `columns` are those of the block in the matrix, `key` that of its stream.
+    `rows` and `columns` are those of the block in the matrix, `key` that of its stream; `rows` that
+    are no stretch are an array, which on a device is there.
     """
 
     key: np.ndarray
     rate: float
-    rows: range
+    rows: range | np.ndarray
     columns: range
     width: int
 
     def factors(self, rows: slice, columns: slice, dtype: DTypeLike) -> np.ndarray:
         """Those of slices of the block."""
-        slices = self.rows[rows], self.columns[columns]
-        kept = keep_mask(self.key, self.rate, slices, self.width)
+        kept = keep_mask(self.key, self.rate, self.rows[rows], self.columns[columns], self.width)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 
 
@@ -104,7 +112,7 @@ def cuda_mask(mask: Mask, key: str) -> dict[str, Any]:
     """The arguments of a kernel for dropout, the key under the name `key`."""
     return {
         key: mask.key,
-        "first_row": mask.rows.start,
+        "first_row": mask.rows.start if isinstance(mask.rows, range) else 0,
         "first_column": mask.columns.start,
         "width": mask.width,
         "limit": min(round(mask.rate * 2**16), 2**16 - 1),
@@ -119,7 +127,7 @@ def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -
     if item.std:
         rows, columns = block
         drawn = slice(rows.start, max(rows.start, min(rows.stop, item.rows or rows.stop)))
-        numbers = normal(philox_key((seed, item.name)), (drawn, columns), item.shape[1])
+        numbers = normal(philox_key((seed, item.name)), drawn, columns, item.shape[1])
         value[: drawn.stop - drawn.start] = numbers * item.std
         value[drawn.stop - drawn.start :] = 0
 

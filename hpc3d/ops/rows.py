@@ -90,7 +90,8 @@ def _(x, mask, out):
 
 @dropped.cuda
 def _(gpu, x, mask, out):
-    gpu.launch("dropped", *x.shape, x=x, out=out, columns=x.shape[1], **cuda_mask(mask, "key"))
+    given = {"rows": None if isinstance(mask.rows, range) else mask.rows, "columns": x.shape[1]}
+    gpu.launch("dropped", *x.shape, x=x, out=out, **given, **cuda_mask(mask, "key"))
     return out
 
 

@@ -64,6 +64,7 @@ class MicrobatchLoader:
         self.mesh, self.batches = mesh, batches
         self.shape = (config.train.batch, config.model.sequence)
         self.count, self.alone = config.parallel.microbatches, program.alone
+        self.context = config.context()
         self.asynchronous, self.ahead = program.asynchronous, program.ahead
         self.last = config.train.steps - 1
         recorded = config.train.cuda_graph and mesh.pool.on_device
@@ -87,7 +88,8 @@ class MicrobatchLoader:
         tokens, targets = self.batch(step)
         self.valid[step] = valid_tokens(targets)
         first = step * self.count if self.asynchronous else 0
-        cut = microbatches(step, tokens, targets, self.count, self.alone, self.cache)
+        how = self.count, self.alone, self.cache, self.context
+        cut = microbatches(step, tokens, targets, *how)
         scaled = (micro._replace(scale=factor * micro.scale) for micro in cut)
         self.micros.update(enumerate(scaled, first))
 

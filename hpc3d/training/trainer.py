@@ -207,5 +207,13 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
     """The ModelSpec of a run's model."""
     family = family_of(config.model)
     sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)
-    recompute = config.parallel.recompute
-    return ModelSpec(family, sizes, config.splits(), config.keep(), config.seed, recompute)
+    return ModelSpec(
+        family,
+        sizes,
+        config.splits(),
+        config.keep(),
+        config.seed,
+        config.parallel.recompute,
+        config.context(),
+        config.chunked(),
+    )

@@ -10,9 +10,11 @@ from tests.cuda.conftest import FLOAT
 
 def drawn_by(mask):
     """The parameters that say of a kernel which draws its block has."""
+    stretch = isinstance(mask.rows, range)
     return {
         "key": mask.key,
-        "first_row": mask.rows.start,
+        "rows": None if stretch else mask.rows,
+        "first_row": mask.rows.start if stretch else 0,
         "first_column": mask.columns.start,
         "width": mask.width,
         "limit": round(mask.rate * 2**16),
@@ -29,8 +31,11 @@ BLOCKS = [  # rows, columns and width: whole rows, and parts that begin within a
 ]
 
 
+CUT = (np.array([7, 8, 2**33, 3]), range(2, 35), 64)  # rows that do not follow each other
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", [*BLOCKS, CUT], ids=str)
 def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
     mask = Mask(philox_key((1234, "drop", 7)), rate, *block)
     shape = len(mask.rows), len(mask.columns)
@@ -63,7 +68,7 @@ def initial(real, emulate, rows, columns, width):
     given = {"columns": shape[1], "std": 0.02, "key": key}
     emulate("initialise", *shape, value=value, **given, **place)
     slices = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-    return value, normal(key, slices, width) * 0.02
+    return value, normal(key, *slices, width) * 0.02
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

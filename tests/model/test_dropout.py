@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
+from hpc3d.model.context import Context
+from hpc3d.model.families import GPT2
 from hpc3d.model.layers import Dropout
 from hpc3d.model.microbatch import Microbatch
+from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.ops import rows
 from hpc3d.ops.attention import HeadForm, attend, attend_grad
 from hpc3d.ops.random import Mask, keep_mask, philox_key
@@ -15,11 +18,16 @@ from hpc3d.ops.rows import dropped
 from hpc3d.tensor.layout import Layout
 
 RATE, SEED, ROWS, COLUMNS = 0.25, 5, 4, 6  # rows of a sequence
-LAYOUT = Layout("x", "y")
+LAYOUT = Layout("c x", "y")
 
 
-def micro(first, sequences, step=2):
-    tokens = np.zeros((sequences, 3), np.int32)
+def spec_of(context, rate=RATE):
+    sizes = ModelSizes(1, COLUMNS, 1, ROWS, 256, dropout=rate)
+    return ModelSpec(GPT2, sizes, {}, seed=SEED, context=context)
+
+
+def micro(first, sequences, context, step=2):
+    tokens = context.cut(np.zeros((sequences, ROWS), np.int32))
     return Microbatch(step, first, tokens, tokens, 1.0)
 
 
@@ -27,25 +35,44 @@ def whole(sequences, dtype):
     """x, and the factors of all of it: draw e of the key belongs to element e of the batch."""
     shape = sequences * ROWS, COLUMNS
     kept = keep_mask(
-        philox_key((SEED, "drop", 2)), RATE, tuple(slice(0, size) for size in shape), COLUMNS
+        philox_key((SEED, "drop", 2)), RATE, *(slice(0, size) for size in shape), COLUMNS
     )
     return np.random.default_rng(1).normal(size=shape).astype(dtype), kept / dtype(1 - RATE)
 
 
+def in_parts(x, context):
+    """The rows of whole sequences as virtual ones have them, by positions alone."""
+    sequences = x.reshape(-1, ROWS, COLUMNS)
+    parts = [sequences[:, context.positions(part)] for part in range(context.parts)]
+    return np.stack(parts).reshape(x.shape)
+
+
 @pytest.mark.parametrize("cache", [1 << 17, 40], ids=["one piece", "a row a piece"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("sizes", [{}, {"x": 2}, {"x": 2, "y": 3}], ids=str)
-def test_every_mesh_and_microbatch_drops_the_same(sizes, dtype, cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("sizes", "context"),
+    [
+        ({}, Context(ROWS)),
+        ({"x": 2}, Context(ROWS)),
+        ({"x": 2, "y": 3}, Context(ROWS)),
+        ({"c": 2}, Context(ROWS, rings=2)),
+        ({"c": 4}, Context(ROWS, rings=2, heads=2)),
+        ({"c": 2, "x": 4, "y": 2}, Context(ROWS, heads=2)),
+    ],
+    ids=str,
+)
+def test_every_mesh_and_microbatch_drops_the_same(sizes, context, dtype, cache, monkeypatch):
     monkeypatch.setattr(rows, "CACHE", cache)
     x, factors = whole(6, dtype)
 
     def rank(mesh):
-        dropout = Dropout(mesh, "drop", LAYOUT, RATE, SEED)
+        dropout = Dropout(mesh, "drop", LAYOUT, spec_of(context))
         for first, count in ((0, 2), (2, 4)):
             part = slice(first * ROWS, (first + count) * ROWS)
             here = LAYOUT.slices((count * ROWS, COLUMNS), mesh)
-            found = dropout.apply(x[part][here], micro(first, count), ROWS, COLUMNS)
-            np.testing.assert_array_equal(found, (x * factors)[part][here])
+            mine, expected = (in_parts(each[part], context)[here] for each in (x, x * factors))
+            found = dropout.apply(mine, micro(first, count, context), COLUMNS)
+            np.testing.assert_array_equal(found, expected)
             assert found.dtype == dtype
             assert mesh.pool.live["activation"] == found.nbytes
 
@@ -55,7 +82,8 @@ def test_every_mesh_and_microbatch_drops_the_same(sizes, dtype, cache, monkeypat
 def test_without_dropout_x_stays_where_it_is():
     def rank(mesh):
         x = np.ones((8, 6))
-        assert Dropout(mesh, "drop", LAYOUT, 0.0, SEED).apply(x, None, ROWS, COLUMNS) is x
+        dropout = Dropout(mesh, "drop", LAYOUT, spec_of(Context(ROWS), rate=0.0))
+        assert dropout.apply(x, None, COLUMNS) is x
 
     run({}, rank)
 

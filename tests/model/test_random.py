@@ -21,14 +21,14 @@ def whole(rows):
 )
 def test_a_block_is_a_slice_of_the_whole(rows, columns):
     where = slice(*rows), slice(*columns)
-    np.testing.assert_array_equal(normal(W, where, WIDTH), normal(W, whole(9), WIDTH)[where])
+    np.testing.assert_array_equal(normal(W, *where, WIDTH), normal(W, *whole(9), WIDTH)[where])
     np.testing.assert_array_equal(
-        keep_mask(W, 0.3, where, WIDTH), keep_mask(W, 0.3, whole(9), WIDTH)[where]
+        keep_mask(W, 0.3, *where, WIDTH), keep_mask(W, 0.3, *whole(9), WIDTH)[where]
     )
 
 
 def test_numbers_are_normal_and_differ_by_key():
-    a, b = normal(A, whole(4000), WIDTH), normal(B, whole(4000), WIDTH)
+    a, b = normal(A, *whole(4000), WIDTH), normal(B, *whole(4000), WIDTH)
     assert abs(a.mean()) < 0.01 and abs(a.std() - 1) < 0.01
     assert abs((a**4).mean() - 3) < 0.1
     assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.01
@@ -37,7 +37,7 @@ def test_numbers_are_normal_and_differ_by_key():
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
 def test_masks_drop_at_the_rate(rate):
-    assert keep_mask(M, rate, whole(20000), WIDTH).mean() == pytest.approx(1 - rate, abs=0.003)
+    assert keep_mask(M, rate, *whole(20000), WIDTH).mean() == pytest.approx(1 - rate, abs=0.003)
 
 
 @given(
@@ -46,7 +46,7 @@ def test_masks_drop_at_the_rate(rate):
 )
 def test_factors_of_a_part_are_those_of_the_whole(rows, columns):
     mask = Mask(M, 0.25, range(3, 8), range(7, 15), WIDTH)
-    every = keep_mask(M, 0.25, (slice(3, 8), slice(7, 15)), WIDTH) / np.float32(0.75)
+    every = keep_mask(M, 0.25, slice(3, 8), slice(7, 15), WIDTH) / np.float32(0.75)
     where = slice(*rows), slice(*columns)
     found = mask.factors(*where, np.float32)
     np.testing.assert_array_equal(found, every[where])

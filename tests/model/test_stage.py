@@ -89,7 +89,7 @@ class Dropped:
         """x [B, ...], a sample in one row of draws; what is left is scaled by 1 / (1 - p)."""
         rows, width = len(x), x[0].numel()
         kept = keep_mask(
-            philox_key((SEED, name, STEP)), self.rate, (slice(0, rows), slice(0, width)), width
+            philox_key((SEED, name, STEP)), self.rate, slice(0, rows), slice(0, width), width
         )
         return torch.where(torch.tensor(kept).view(x.shape), x / (1 - self.rate), 0.0)
 

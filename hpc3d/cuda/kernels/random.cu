@@ -1,6 +1,7 @@
 // Numbers that depend on a key and on an element's global index, not on how it is cut: those
 // of hpc3d/ops/random.py.  In a matrix with `width` columns it is row width + column; this
-// rank's block begins at (first_row, first_column).  A block of threads has a row.
+// rank's block begins at (first_row, first_column), or has the `rows` that are not null.  A block
+// of threads has a row.
 #include "common.cuh"
 #include "random.cuh"
 
@@ -8,12 +9,13 @@
 // Launch: row_of 16
 template <typename T>
 __global__ void __launch_bounds__(256)
-dropped(const T* x, T* out, const Word* key, long long first_row, long long first_column,
-        long long width, int columns, unsigned limit, float factor)
+dropped(const T* x, T* out, const Word* key, const long long* rows, long long first_row,
+        long long first_column, long long width, int columns, unsigned limit, float factor)
 {
     constexpr int N = 16;
     const long long start = static_cast<long long>(blockIdx.x) * columns;
-    const Word first = (first_row + blockIdx.x) * width + first_column;
+    const long long row = rows ? rows[blockIdx.x] : first_row + blockIdx.x;
+    const Word first = row * width + first_column;
     Draws draws(key);
     x += start, out += start;
     packs_of_row<N>(columns, aligned(x, out), [&](int c, auto pack) {

@@ -67,7 +67,7 @@ def _factors(name, draw, dim, rate, shape, dtype):
     first = 0 if dim is None else draw.first * rows // draw.samples
     key = philox_key((draw.seed, name, draw.step))
     width = prod(rest)
-    kept = keep_mask(key, rate, (range(first, first + rows), range(width)), width)
+    kept = keep_mask(key, rate, range(first, first + rows), range(width), width)
     factors = torch.from_numpy(kept).to(dtype).mul_(1 / (1 - rate))
     return factors.view(shape) if dim is None else factors.view(rows, *rest).movedim(0, dim)
 

@@ -1,0 +1,252 @@
+"""Attention to tokens of other ranks: a ring of keys and values, an exchange of heads for tokens,
+and both; and attention chunk by chunk, which is the ring of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.communicator import Pending
+from hpc3d.comm.mesh import CONTEXT
+from hpc3d.model.core_attention import CoreAttention, HeadBlock
+from hpc3d.ops.chunked_attention import (
+    ChunkGrad,
+    ChunkPair,
+    begin_merging,
+    chunks_grad,
+    end_merging,
+    join_grads,
+    keys_and_values,
+    merge_chunks,
+    row_dots,
+    wide,
+)
+from hpc3d.ops.random import Mask
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Communicator
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.context import Context
+    from hpc3d.model.microbatch import Microbatch
+    from hpc3d.model.spec import ModelSpec
+
+_CHUNK = 512  # tokens of a chunk, about, where no ring says how many
+
+
+def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
+    """The core of attention of a model: chunk by chunk or whole, between exchanges or not."""
+    core = (RingAttention if spec.chunked else CoreAttention)(mesh, name, spec)
+    return HeadExchange(mesh, spec.context, core) if spec.context.heads > 1 else core
+
+
+class RingSaved(NamedTuple):
+    """What backward works with: [q|k|v], turned where positions are rotary, the output, and the
+    log-sum-exps of the scores."""
+
+    qkv: Array
+    out: Array
+    sums: Array
+
+
+class RingAttention(HeadBlock):
+    """softmax(q k' / sqrt(D) + mask) v, where each rank has some tokens of every sequence: keys and
+    values go round the ring in one message, the next ones while these are at work (Liu et al.
+    2023, arXiv:2310.01889).
+
+    With K the elements of its k, a rank receives 2 (c - 1) K of them forward; backward as many
+    again and the gradients, which start at the next rank and come home last, in float32 or wider.
+    It keeps the output and one sum per row, and holds the scores of a tile.
+    """
+
+    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
+        super().__init__(mesh, name, spec)
+        self.ring = Ring(mesh.comm(CONTEXT), self.context)
+        self.pairs = [self._pairs(place) for place in range(self.context.rings)]
+
+    def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
+        """The output [B*t, heads*D], and what `backward` needs."""
+        mask, qkv = self._mask(micro), self.turned(qkv, micro)
+        how = self.tokens, self.form, self.mesh.empty
+        with self.mesh.trace.span("keys and values"):
+            merged, kv = begin_merging(qkv, *how), keys_and_values(qkv, *how)
+        for place, block in self.ring.around(kv):
+            pairs = self.pairs[place]
+            with self._span(kv, pairs, 4):
+                merge_chunks(qkv, block, merged, pairs, self.form, mask)
+        out = end_merging(merged, qkv.dtype, self.mesh.empty)
+        return out, RingSaved(qkv, out, merged.sums)
+
+    def backward(self, dout: Array, saved: RingSaved, micro: Microbatch) -> Array:
+        """The gradient of [q|k|v] from that of the output."""
+        qkv, out, sums = saved
+        mask, empty = self._mask(micro), self.mesh.empty
+        how = self.tokens, self.form, empty
+        with self.mesh.trace.span("keys and values"):
+            grad = ChunkGrad(dout, sums, row_dots(dout, out, *how))
+            kv, dq = keys_and_values(qkv, *how), empty(dout.shape, wide(dout.dtype))
+            dq.fill(0)
+        coming = None
+        for place, block in self.ring.around(kv, home_last=True):
+            pairs = self.pairs[place]
+            with self._span(kv, pairs, 10):
+                dkv = chunks_grad(qkv, block, grad, dq, pairs, self.form, empty, mask)
+            if coming:
+                dkv += coming.wait()
+            coming = None if place == self.place else self.ring.pass_on(dkv)
+        with self.mesh.trace.span("keys and values"):
+            dqkv = join_grads(qkv, dq, dkv, self.form, empty)
+        return self.turned(dqkv, micro, sign=-1)
+
+    def _pairs(self, place: int) -> tuple[ChunkPair, ...]:
+        """Those of this rank's chunks and of the chunks at a place of the ring that queries see."""
+        mine, theirs = (list(self._chunks(which)) for which in (self.place, place))
+        return tuple(
+            ChunkPair(queries, keys, position == other, position, other)
+            for queries, position in mine
+            for keys, other in theirs
+            if other <= position
+        )
+
+    def _chunks(self, place: int) -> Iterator[tuple[slice, int]]:
+        """(rows of a virtual sequence, position of the first) of the chunks at a place."""
+        if self.context.rings > 1:
+            starts, size = self.context.chunks(place), self.context.chunk
+        else:
+            count = max(1, self.tokens // _CHUNK)
+            count = next(n for n in range(count, 0, -1) if self.tokens % n == 0)
+            size = self.tokens // count
+            starts = range(0, self.tokens, size)
+        for number, start in enumerate(starts):
+            yield slice(number * size, (number + 1) * size), start
+
+    def _span(self, kv: Array, pairs: tuple[ChunkPair, ...], products: int) -> Any:
+        """The event of products of pairs of chunks, `products` operations for each of the D
+        features of a score."""
+        scores = sum(
+            (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
+            for pair in pairs
+        )
+        heads = kv.size // (2 * self.tokens)  # times D, of all samples
+        flops = products * scores * heads * self.form.queries
+        return self.mesh.trace.span("attention", "attention", flops)
+
+    def _mask(self, micro: Microbatch) -> Mask | None:
+        """That of a matrix [samples heads key, T], with the first row of each sample here."""
+        if not self.dropped:
+            return None
+        length, first = self.context.length, self.heads().start
+        samples = np.array(self.samples(micro))
+        rows = (samples * self.sizes.heads + first) * length
+        return Mask(self.key(micro), self.sizes.dropout, rows, range(length), length)
+
+
+class Ring:
+    """The places of a ring: ranks of a context axis as far apart as so many exchange heads."""
+
+    def __init__(self, comm: Communicator, context: Context) -> None:
+        self.comm, self.size = comm, context.rings
+        place, member = divmod(comm.rank, context.heads)
+        self.place = place
+        self.after, self.before = (
+            (place + step) % self.size * context.heads + member for step in (1, -1)
+        )
+
+    def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
+        """(place, its block) of every place, this one's own first or last, and those before it
+        nearest first; the next one is on its way while one is at work."""
+        coming = self._next(block, 1)
+        if not home_last:
+            yield self.place, block
+        for hop in range(1, self.size):
+            other = coming.wait()
+            coming = self._next(other, hop + 1)
+            yield (self.place - hop) % self.size, other
+        if home_last:
+            yield self.place, block
+
+    def _next(self, block: Array, hop: int) -> Any:
+        return self.pass_on(block) if hop < self.size else None
+
+    def pass_on(self, block: Array) -> Pending:
+        """Send a block to the rank after this one; the pending one of the rank before."""
+        with self.comm.grouped():
+            sent = self.comm.send(block, self.after)
+            received = self.comm.recv(block.shape, block.dtype, self.before)
+
+        def finish():
+            theirs = received.wait()
+            sent.wait()
+            return theirs
+
+        return Pending(finish)
+
+
+class HeadExchange:
+    """Attention on 1/u of the heads and u times as many tokens, for u neighbours on the context
+    axis that exchange them before and after it (Jacobs et al. 2023, arXiv:2309.14509).
+
+    With Q and K the elements of its q and k, a rank receives (1 - 1/u) (2 Q + 2 K) of them forward
+    and as many backward.
+    """
+
+    def __init__(self, mesh: Mesh, context: Context, core: HeadBlock) -> None:
+        self.mesh, self.comm, self.core = mesh, mesh.comm(CONTEXT), core
+        self.members, self.tokens = context.heads, context.tokens
+        self.first = self.comm.rank // self.members * self.members
+
+    def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, Any]:
+        """The output [B*t, heads*D], and what `backward` needs."""
+        out, saved = self.core.forward(self.to_heads(qkv), micro)
+        return self.to_tokens(out), saved
+
+    def backward(self, dout: Array, saved: Any, micro: Microbatch) -> Array:
+        """The gradient of [q|k|v] from that of the output."""
+        return self.to_tokens(self.core.backward(self.to_heads(dout), saved, micro))
+
+    def to_heads(self, x: Array) -> Array:
+        """[B*t, heads] -> [B*u*t, heads/u]."""
+        rows, columns = x.shape
+        u, width = self.members, columns // self.members
+        parts = self._copy(x.reshape(rows, u, width).swapaxes(0, 1), (u * rows, width))
+        parts = self._exchange(parts).reshape(u, -1, self.tokens, width)
+        return self._copy(parts.swapaxes(0, 1), (u * rows, width))
+
+    def to_tokens(self, x: Array) -> Array:
+        """[B*u*t, heads/u] -> [B*t, heads]."""
+        rows, width = x.shape
+        u = self.members
+        parts = x.reshape(-1, u, self.tokens, width).swapaxes(0, 1)
+        parts = self._exchange(self._copy(parts, x.shape)).reshape(u, rows // u, width)
+        return self._copy(parts.swapaxes(0, 1), (rows // u, u * width))
+
+    def _copy(self, view: Array, shape: tuple[int, int]) -> Array:
+        """A view in one piece, as a matrix."""
+        out = self.mesh.empty(shape, view.dtype)
+        with self.mesh.trace.span("exchange of heads"):
+            out.reshape(view.shape)[...] = view
+        return out
+
+    def _exchange(self, parts: Array) -> Array:
+        """Part j to neighbour j, from all of them."""
+        if self.members == self.comm.size:
+            return self.comm.all_to_all(parts).wait()
+        blocks = parts.reshape(self.members, -1, parts.shape[1])
+        mine = self.comm.rank - self.first
+        others = [number for number in range(self.members) if number != mine]
+        with self.comm.grouped():
+            sent = [self.comm.send(blocks[number], self.first + number) for number in others]
+            received = [
+                self.comm.recv(blocks[0].shape, parts.dtype, self.first + number)
+                for number in others
+            ]
+        out = self.mesh.empty(parts.shape, parts.dtype)
+        into = out.reshape(blocks.shape)
+        into[mine] = blocks[mine]
+        for number, block in zip(others, received, strict=True):
+            into[number] = block.wait()
+        for each in sent:
+            each.wait()
+        return out

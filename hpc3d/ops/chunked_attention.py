@@ -1,0 +1,303 @@
+"""Attention a pair of chunks at a time: the scores of one pair exist, never those of all.
+
+What a chunk of keys adds to the rows of a chunk of queries is merged with what others have added:
+with the log-sum-exp L of the scores so far and that of the new ones, l,
+
+    out <- out exp(L - L') + p v exp(l - L')    L' = log(exp L + exp l)
+
+so that keys may come in any order, and from other ranks (Milakov and Gimelshein 2018,
+arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).  Backward
+makes the probabilities again from L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import sqrt
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.attention import HeadForm, queries_of, heads_of
+from hpc3d.ops.random import keep_mask
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array, Empty
+    from hpc3d.ops.random import Mask
+
+_TILE = 256  # tokens of a tile of scores, on either side: 256 KB of float32
+_SCORES = 1 << 18  # bytes of the tiles of several heads that are worked on at a time
+
+
+class ChunkPair(NamedTuple):
+    """A chunk of queries and one of keys, as rows of their blocks, with the positions in the
+    sequence at which they begin; where `masked`, queries do not see later keys."""
+
+    queries: slice
+    keys: slice
+    masked: bool
+    query_position: int
+    key_position: int
+
+
+class Merged(NamedTuple):
+    """Attention to the keys so far: its output [B*t, heads*g*D] and the log-sum-exp of the scores
+    [B, heads, g, t], -inf before the first, both in float32 or wider."""
+
+    out: Array
+    sums: Array
+
+
+class ChunkGrad(NamedTuple):
+    """What backward works with besides q and keys: the gradient of the output [B*t, heads*g*D],
+    the log-sum-exps of all scores, and sum(dout out) of every row [B, heads, g, t]."""
+
+    dout: Array
+    sums: Array
+    dots: Array
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """The type that sums over chunks have."""
+    return np.promote_types(dtype, np.float32)
+
+
+@primitive
+def keys_and_values(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
+    """K and V of qkv [B*t, heads*(g+2)*D] in one piece, [2, B, heads, t, D]: a message."""
+    _, k, v = heads_of(qkv, sequence, form)
+    both = empty((2, *k.shape), qkv.dtype)
+    both[0], both[1] = k, v
+    return both
+
+
+@keys_and_values.abstract
+def _(qkv, sequence, form, empty):
+    heads = qkv.shape[1] // form.columns
+    return empty((2, qkv.shape[0] // sequence, heads, sequence, form.width), qkv.dtype)
+
+
+@primitive
+def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
+    """Attention of the queries of qkv to no keys yet."""
+    q, _, _ = heads_of(qkv, sequence, form)
+    out = empty((qkv.shape[0], q.size // qkv.shape[0]), wide(qkv.dtype))
+    sums = empty(q.shape[:-1], wide(qkv.dtype))
+    out[...], sums[...] = 0, -np.inf
+    return Merged(out, sums)
+
+
+@begin_merging.abstract
+def _(qkv, sequence, form, empty):
+    heads = qkv.shape[1] // form.columns
+    shape = qkv.shape[0] // sequence, heads, form.queries, sequence
+    out = empty((qkv.shape[0], heads * form.queries * form.width), wide(qkv.dtype))
+    return Merged(out, empty(shape, wide(qkv.dtype)))
+
+
+@primitive
+def merge_chunks(
+    qkv: Array,
+    kv: Array,
+    merged: Merged,
+    pairs: Sequence[ChunkPair],
+    form: HeadForm,
+    drop: Mask | None = None,
+) -> None:
+    """Let the queries of qkv [B*t, heads*(g+2)*D] attend to keys and values [2, B, heads, t, D],
+    pair by pair of chunks.  What is multiplied with v are the probabilities times the factors of
+    `drop`: draws of a matrix [samples heads key, T], in which `rows` are the first of each sample
+    of this block."""
+    sequence = kv.shape[3]
+    q, _, _ = heads_of(qkv, sequence, form)
+    out, scale = queries_of(merged.out, sequence, form), 1 / sqrt(form.width)
+    for at, tile in _tiles(kv, pairs, form):
+        queries = q[at][:, :, tile.queries]
+        s, _ = _scores(queries, kv[0][at][:, tile.keys], tile, scale)
+        top = s.max(1)
+        top[np.isneginf(top)] = 0
+        s -= top[:, None]
+        np.exp(s, out=s)
+        with np.errstate(divide="ignore"):
+            new = np.log(s.sum(1)) + top
+        old = merged.sums[at][:, :, tile.queries]
+        total = np.logaddexp(old, new.reshape(old.shape))
+        base = np.where(np.isneginf(total), 0, total)
+        if drop is not None:
+            s *= _factors(drop, at, tile, s, form)
+        added = s.swapaxes(1, 2) @ kv[1][at][:, tile.keys]
+        added *= np.exp(top - base.reshape(top.shape))[..., None]
+        rows = out[at][:, :, tile.queries]
+        rows *= np.exp(old - base)[..., None]
+        rows += added.reshape(rows.shape)
+        old[...] = total
+
+
+@merge_chunks.abstract
+def _(qkv, kv, merged, pairs, form, drop=None):
+    _, batch, heads, _, width = kv.shape
+    for pair in pairs:
+        m, n = pair.queries.stop - pair.queries.start, pair.keys.stop - pair.keys.start
+        for shape in ((m, n, width), (m, width, n)):
+            qkv.meter.product(*shape, qkv.dtype, batch * heads * form.queries)
+
+
+@primitive
+def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
+    """The output in the type of the model."""
+    if merged.out.dtype == dtype:
+        return merged.out
+    out = empty(merged.out.shape, dtype)
+    out[...] = merged.out
+    return out
+
+
+@primitive
+def row_dots(dout: Array, out: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
+    """sum(dout out) of every row of a head, [B, heads, g, t]."""
+    a, b = queries_of(dout, sequence, form), queries_of(out, sequence, form)
+    dots = empty(a.shape[:-1], wide(dout.dtype))
+    np.einsum("bhgtd,bhgtd->bhgt", a, b, out=dots, dtype=dots.dtype)
+    return dots
+
+
+@row_dots.abstract
+def _(dout, out, sequence, form, empty):
+    heads = dout.shape[1] // (form.queries * form.width)
+    return empty((dout.shape[0] // sequence, heads, form.queries, sequence), wide(dout.dtype))
+
+
+@primitive
+def chunks_grad(
+    qkv: Array,
+    kv: Array,
+    grad: ChunkGrad,
+    dq: Array,
+    pairs: Sequence[ChunkPair],
+    form: HeadForm,
+    empty: Empty,
+    drop: Mask | None = None,
+) -> Array:
+    """The gradients of keys and values [2, B, heads, t, D] from these queries; those of the
+    queries are added to `dq` [B*t, heads*g*D].  Both are in float32 or wider.
+
+    p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
+    sequence = kv.shape[3]
+    q, _, _ = heads_of(qkv, sequence, form)
+    dout, dq = queries_of(grad.dout, sequence, form), queries_of(dq, sequence, form)
+    dkv = empty(kv.shape, wide(kv.dtype))
+    dkv[...], scale = 0, 1 / sqrt(form.width)
+    for at, tile in _tiles(kv, pairs, form):
+        k, v = (each[at][:, tile.keys] for each in kv)
+        dk, dv = (each[at][:, tile.keys] for each in dkv)
+        p, scaled = _scores(q[at][:, :, tile.queries], k, tile, scale)
+        p -= _by_column(grad.sums[at][:, :, tile.queries], p)
+        np.exp(p, out=p)
+        d = _together(dout[at][:, :, tile.queries])
+        dp = v @ d.swapaxes(1, 2)
+        weights = p
+        if drop is not None:
+            factors = _factors(drop, at, tile, p, form)
+            weights = p * factors
+            dp *= factors
+        dv += weights @ d
+        dp -= _by_column(grad.dots[at][:, :, tile.queries], p)
+        dp *= p
+        dk += dp @ scaled
+        rows = dq[at][:, :, tile.queries]
+        rows += (dp.swapaxes(1, 2) @ (k * k.dtype.type(scale))).reshape(rows.shape)
+    return dkv
+
+
+@chunks_grad.abstract
+def _(qkv, kv, grad, dq, pairs, form, empty, drop=None):
+    _, batch, heads, _, width = kv.shape
+    for pair in pairs:
+        m, n = pair.queries.stop - pair.queries.start, pair.keys.stop - pair.keys.start
+        for shape in 3 * [(m, width, n)] + 2 * [(m, n, width)]:
+            qkv.meter.product(*shape, qkv.dtype, batch * heads * form.queries)
+    return empty(kv.shape, wide(kv.dtype))
+
+
+@primitive
+def join_grads(qkv: Array, dq: Array, dkv: Array, form: HeadForm, empty: Empty) -> Array:
+    """The gradient of qkv from those of its parts."""
+    sequence = dkv.shape[3]
+    dqkv = empty(qkv.shape, qkv.dtype)
+    q, k, v = heads_of(dqkv, sequence, form)
+    q[...] = queries_of(dq, sequence, form)
+    k[...], v[...] = dkv
+    return dqkv
+
+
+@join_grads.abstract
+def _(qkv, dq, dkv, form, empty):
+    return empty(qkv.shape, qkv.dtype)
+
+
+def _tiles(
+    kv: Array, pairs: Sequence[ChunkPair], form: HeadForm
+) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
+    """(sample, heads) and the part of a pair of chunks, for tiles whose scores fit the cache."""
+    _, batch, heads, _, _ = kv.shape
+    for pair in pairs:
+        for tile in _cut(pair, form.queries):
+            size = (tile.queries.stop - tile.queries.start) * form.queries * kv.itemsize
+            size *= tile.keys.stop - tile.keys.start
+            count = max(1, _SCORES // size)
+            for sample in range(batch):
+                for first in range(0, heads, count):
+                    yield (sample, slice(first, min(first + count, heads))), tile
+
+
+def _cut(pair: ChunkPair, g: int) -> Iterator[ChunkPair]:
+    """The tiles of a pair of chunks."""
+    rows = max(1, _TILE // g)
+    for q in range(pair.queries.start, pair.queries.stop, rows):
+        queries = slice(q, min(q + rows, pair.queries.stop))
+        for k in range(pair.keys.start, pair.keys.stop, _TILE):
+            keys = slice(k, min(k + _TILE, pair.keys.stop))
+            places = (
+                pair.query_position + q - pair.queries.start,
+                pair.key_position + k - pair.keys.start,
+            )
+            yield ChunkPair(queries, keys, pair.masked, *places)
+
+
+def _together(q: Array) -> Array:
+    """[heads, g, t, D] -> [heads, g*t, D]: the queries of a key below each other."""
+    heads, g, tokens, width = q.shape
+    return q.reshape(heads, g * tokens, width)
+
+
+def _by_column(sums: Array, scores: Array) -> Array:
+    """[heads, g, query] for the columns of scores [heads, key, g*query]."""
+    return sums.reshape(scores.shape[0], 1, -1)
+
+
+def _scores(q: Array, k: Array, tile: ChunkPair, scale: float) -> tuple[Array, Array]:
+    """S[heads, key, g*query] = k q' / sqrt(D), -inf for keys that are hidden; and the scaled q."""
+    scaled = _together(q) * q.dtype.type(scale)
+    scores = k @ scaled.swapaxes(1, 2)
+    if tile.masked:
+        keys = tile.key_position + np.arange(k.shape[1])
+        queries = tile.query_position + np.arange(q.shape[2])
+        hidden = np.tile(keys[:, None] > queries, q.shape[1])
+        scores[:, hidden] = -np.inf
+    return scores, scaled
+
+
+def _factors(
+    drop: Mask, at: tuple[int, slice], tile: ChunkPair, scores: Array, form: HeadForm
+) -> Array:
+    """Those of a tile [heads, key, g*query], out of those of all [heads, g, key, query]."""
+    sample, heads = at
+    g = form.queries
+    each = np.arange(heads.start * g, heads.stop * g)[:, None] * drop.width
+    keys = tile.key_position + np.arange(scores.shape[1])
+    rows = (drop.rows[sample] + each + keys).ravel()
+    queries = range(tile.query_position, tile.query_position + scores.shape[2] // g)
+    kept = keep_mask(drop.key, drop.rate, rows, queries, drop.width)
+    kept = kept.reshape(len(scores), g, len(keys), -1).swapaxes(1, 2)
+    return kept.reshape(scores.shape) * scores.dtype.type(1 / (1 - drop.rate))
