@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.primitive import primitive
+from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.attention import HeadForm, queries_of, heads_of
 from hpc3d.ops.random import keep_mask
 
@@ -81,15 +81,15 @@ def _(qkv, sequence, form, empty):
 @primitive
 def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
     """Attention of the queries of qkv to no keys yet."""
-    q, _, _ = heads_of(qkv, sequence, form)
-    out = empty((qkv.shape[0], q.size // qkv.shape[0]), wide(qkv.dtype))
-    sums = empty(q.shape[:-1], wide(qkv.dtype))
-    out[...], sums[...] = 0, -np.inf
-    return Merged(out, sums)
+    merged = _empty_merged(qkv, sequence, form, empty)
+    merged.out[...], merged.sums[...] = 0, -np.inf
+    return merged
 
 
-@begin_merging.abstract
-def _(qkv, sequence, form, empty):
+begin_merging.abstract(lambda *given: _empty_merged(*given))
+
+
+def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
     heads = qkv.shape[1] // form.columns
     shape = qkv.shape[0] // sequence, heads, form.queries, sequence
     out = empty((qkv.shape[0], heads * form.queries * form.width), wide(qkv.dtype))
@@ -143,7 +143,7 @@ def _(qkv, kv, merged, pairs, form, drop=None):
             qkv.meter.product(*shape, qkv.dtype, batch * heads * form.queries)
 
 
-@primitive
+@composite
 def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
     """The output in the type of the model."""
     if merged.out.dtype == dtype:

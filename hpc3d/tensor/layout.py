@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hpc3d.comm.mesh import CONTEXT
+
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
 
@@ -43,9 +45,10 @@ class Layout(tuple):
     def owner(self, axis: str, mesh: Mesh) -> int:
         """The coordinate on `axis` of the rank that owns this block: the diagonal.
 
-        It is that of the block's rows, so all column blocks of a row share their owner.
+        It is that of the block's rows, so all column blocks of a row share their owner, and so do
+        the tokens of a sequence that a context axis cuts, whose ranks attend to each other.
         """
-        return mesh.index(self[0]) % mesh.size(axis)
+        return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def _holds_rows(self, mesh: Mesh) -> bool:
         """Whether this rank holds its block, rather than none of its rows."""
