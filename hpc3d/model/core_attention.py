@@ -36,10 +36,11 @@ class CoreAttention:
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
-        self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form
+        self.mesh, self.sizes, layout = mesh, spec.sizes, spec.splits["dense"].y
+        self.form = spec.sizes.form_over(mesh.count(layout[1]))
         self.rotary = spec.family.rotary
         self.selective = spec.recompute == "selective"
-        self.dropout = Dropout(mesh, name, spec.splits["dense"].y, self.sizes.dropout, spec.seed)
+        self.dropout = Dropout(mesh, name, layout, self.sizes.dropout, spec.seed)
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""

@@ -1,13 +1,14 @@
 """Causal multi-head attention on whole heads and whole sequences: nothing is communicated.
 
-The rows of a block are whole sequences of T tokens, its columns whole heads of keys, and those of
-one are [q x g | k | v], each D wide: its g queries share keys and values (Ainslie et al. 2023,
-arXiv:2305.13245).
+The rows of a block are whole sequences of T tokens, its columns whole heads, each D wide.  With one
+query a key they are [q | k | v] of head after head; where g queries share keys and values (Ainslie
+et al. 2023, arXiv:2305.13245), all q, then all k, then all v: q 0 to g - 1 are those of k 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,13 +38,24 @@ class HeadForm(NamedTuple):
         """Of a head of keys in qkv."""
         return (self.queries + 2) * self.width
 
+    def turned(self, columns: int) -> tuple[int, int]:
+        """(parts, turned): the columns of qkv are again and again so many `parts`, each D wide,
+        of which q and k are the first `turned`."""
+        heads = 1 if self.queries == 1 else columns // self.columns
+        return heads * (self.queries + 2), heads * (self.queries + 1)
+
 
 def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, Array]:
     """q [B, heads, g, T, D], k and v [B, heads, T, D], views of qkv [B*T, heads*(g+2)*D]."""
     width, g = form
-    parts = qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, g + 2, width)
-    parts = parts.transpose(0, 2, 3, 1, 4)
-    return parts[:, :, :g], parts[:, :, g], parts[:, :, g + 1]
+    if g == 1:
+        q, k, v = _by_kind(qkv, sequence, form)
+        return q[:, :, None], k, v
+    heads = qkv.shape[1] // form.columns
+    parts = qkv.reshape(-1, sequence, (g + 2) * heads, width).swapaxes(1, 2)
+    edges = pairwise((0, g * heads, (g + 1) * heads, (g + 2) * heads))
+    q, k, v = (parts[:, start:stop] for start, stop in edges)
+    return q.reshape(-1, heads, g, sequence, width), k, v
 
 
 def _by_query(x: Array, sequence: int, form: HeadForm) -> Array:

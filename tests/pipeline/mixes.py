@@ -85,6 +85,12 @@ p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=3 zero=3 kind=llama kv_he
 d=2 x=2 y=2 schedule=none microbatches=2 zero=1 scheme=2d-summa kind=llama ffn=60 dropout=0.25
 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence kind=llama kv_heads=4
 d=2 x=2 z=2 schedule=none microbatches=2 zero=2 kind=qwen2 kv_heads=4 ffn=48
+y=4 schedule=none microbatches=3 kind=llama kv_heads=2 ffn=48
+p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d kind=llama kv_heads=1 ffn=48 tied=false
+d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1 keep_gathered=false
+p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme=2d-summa
+d=2 y=4 z=2 schedule=none microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48 dropout=0.25
+x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen2 kv_heads=1 scheme=3d-broadcast
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
