@@ -191,7 +191,7 @@ class LayerNorm:
         dbeta = self.beta and self.beta.grad
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                return norm_grad(dy, *saved, residual, self.gamma.grad, dbeta, self.mesh.empty)
+                return norm_grad(dy, saved, residual, self.gamma.grad, dbeta, self.mesh.empty)
         n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
             sums, *vectors = normalise_sums(n, dy, gamma, self.centred)
