@@ -1,7 +1,7 @@
 """The same model in torch, eager: what our gradients and our step time are compared with.
 
-It follows hpc3d.model in sizes, names and the order of columns, [q x g | k | v] of a head of keys
-and (gate, up) of a feature, and is otherwise plain torch: linear, layer_norm, rms_norm, gelu,
+It follows hpc3d.model in sizes, names and the order of columns, [q | k | v] of a head, unless
+these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear, layer_norm, rms_norm, gelu,
 silu, scaled_dot_product_attention, cross_entropy.  What a model has is told by its weights.
 """
 
@@ -34,18 +34,28 @@ def norm(
     return functional.layer_norm(x, gamma.shape, gamma, beta, epsilon)
 
 
-def _attention(qkv: torch.Tensor, shape: Any, rotary: bool) -> torch.Tensor:
-    """Causal attention on [B, T, heads*(g+2)*D]."""
-    batch, sequence, _ = qkv.shape
-    g, width = shape.heads // shape.kv_heads, shape.hidden // shape.heads
-    parts = qkv.view(batch, sequence, shape.kv_heads, g + 2, width).permute(0, 2, 3, 1, 4)
-    q, k, v = parts[:, :, :g], parts[:, :, g : g + 1], parts[:, :, g + 1 :]
+def _projected(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
+) -> list[torch.Tensor]:
+    """q, k and v [B, heads, T, D] of x."""
+    if f"{name}.qkv.weight" in weights:
+        qkv = linear(weights, f"{name}.qkv", x).unflatten(-1, (shape.heads, 3, -1))
+        return [part.transpose(1, 2) for part in qkv.unbind(3)]
+    width = shape.hidden // shape.heads
+    parts = (linear(weights, f"{name}.{letter}", x) for letter in "qkv")
+    return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part in parts]
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Any, rotary: bool
+) -> torch.Tensor:
+    """Causal attention, [B, T, hidden]; neighbouring queries share a key."""
     if rotary:
         q, k = (_turned(each, shape.rotation) for each in (q, k))
-    out = functional.scaled_dot_product_attention(
-        q, k.expand_as(q), v.expand_as(q), is_causal=True
-    )
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, sequence, shape.hidden)
+    g = shape.heads // shape.kv_heads
+    k, v = (each.repeat_interleave(g, 1) for each in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).flatten(2)
 
 
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
@@ -63,8 +73,9 @@ def _block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
     rotary = "embedding.position" not in weights
-    qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x, shape.epsilon))
-    x = x + linear(weights, f"{name}.proj", _attention(qkv, shape, rotary))
+    n = norm(weights, f"{name}.norm1", x, shape.epsilon)
+    a = _attention(*_projected(weights, name, n, shape), shape, rotary)
+    x = x + linear(weights, f"{name}.proj", a)
     h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x, shape.epsilon))
     if h.shape[-1] == 2 * shape.ffn:
         h = functional.silu(h[..., ::2]) * h[..., 1::2]

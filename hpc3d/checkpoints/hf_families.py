@@ -5,6 +5,7 @@
     embedding.position         wpe.weight                       none
     layers.N.norm1             h.N.ln_1                         layers.N.input_layernorm
     layers.N.qkv               h.N.attn.c_attn                  layers.N.self_attn.q_proj, k_, v_
+    layers.N.q, k, v           none                             the same, where queries share keys
     layers.N.proj              h.N.attn.c_proj                  layers.N.self_attn.o_proj
     layers.N.norm2             h.N.ln_2                         layers.N.post_attention_layernorm
     layers.N.up                h.N.mlp.c_fc                     layers.N.mlp.gate_proj, up_proj
@@ -14,8 +15,8 @@
 
 Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
 
-Our columns of qkv are [q x g | k | v] for each head of keys, those of a gated up [gate | up] for
-each unit.  GPT-2 has all of q, all of k and all of v side by side, and a weight is [in, out], as
+Our columns of qkv are [q | k | v] for each head, and where several queries share a key q, k and v
+have an array each; those of a gated up are [gate | up] for each unit.  GPT-2 has all of q, all of k and all of v side by side, and a weight is [in, out], as
 ours; Llama has an array for each of them, and a weight is [out, in].
 """
 
@@ -114,12 +115,12 @@ class PublishedFamily(NamedTuple):
         return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
-        """The columns of each part of a unit of a parameter of ours: of a head of keys, of a unit
-        of the MLP, or of all."""
+        """The columns of each part of a unit of a parameter of ours: of a head, of a unit of the
+        MLP, or of all."""
         layer = ours.split(".")[-2]
         if layer == "qkv":
-            width, queries = self.family.sizes(model, model.vocabulary).form
-            return queries * width, width, width
+            width = model.hidden // model.heads
+            return width, width, width
         return (1, 1) if layer == "up" and self.family.gated else (columns,)
 
     def _turns(self, ours: str, dims: int) -> bool:
@@ -171,6 +172,9 @@ _TRANSFORMERS_LLAMA = PublishedFamily(
     layers={
         "norm1": ("input_layernorm",),
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "q": ("self_attn.q_proj",),
+        "k": ("self_attn.k_proj",),
+        "v": ("self_attn.v_proj",),
         "proj": ("self_attn.o_proj",),
         "norm2": ("post_attention_layernorm",),
         "up": ("mlp.gate_proj", "mlp.up_proj"),

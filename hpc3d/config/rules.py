@@ -214,12 +214,11 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         (split.of_gradient.w[0], turned.of_gradient.w[0]),
         (turned.w[1], outer.next().w[1]),
     )
-    heads = "model.heads" if model.kv_heads is None else "model.kv_heads"
     across = used(split.y[1], turned.x[1])
     needs = {
         (batch, sequences // micros): whole,
         (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
-        (heads, model.kv_heads or model.heads): across,
+        ("model.heads", model.heads): across,
         ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
     }
     if model.ffn is not None:
@@ -228,6 +227,24 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
     for (key, value), places in needs.items():
         for axes in sorted(places):
             yield from _indivisible(key, value, axes, sizes)
+    for axes in sorted(across):
+        yield from _unshared_keys(model, axes, sizes)
+
+
+def _unshared_keys(
+    model: ModelConfig, axes: Iterable[str], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """Heads of keys that neither divide over the ranks that heads divide over, nor divide them."""
+    count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
+    if model.heads % count or keys % count == 0 or count % keys == 0:
+        return
+    fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
+    nearest = {max(n for n in fit if n < keys), min(n for n in fit if n > keys)}
+    yield (
+        f"model.kv_heads = {keys}: over mesh axes {_named(axes, sizes)} = {count} the queries of a "
+        f"rank would belong to parts of several heads of keys; use "
+        f"{' or '.join(map(str, sorted(nearest)))}, or other [mesh] sizes"
+    )
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
@@ -312,11 +329,14 @@ def _indivisible(
 ) -> Iterator[str]:
     count = prod(sizes[axis] for axis in axes)
     if value % count:
-        names = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
         yield (
-            f"{key} = {value} does not divide over mesh axes {names} = {count}: "
+            f"{key} = {value} does not divide over mesh axes {_named(axes, sizes)} = {count}: "
             f"use a multiple of {count}, or other [mesh] sizes"
         )
+
+
+def _named(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
 
 
 def _with_cuboid(config: Config, ranks: int) -> Config:

@@ -38,17 +38,18 @@ class Case(NamedTuple):
     sequence: int
     width: int
     dtype: str
+    causal: bool
 
     @classmethod
-    def of(cls, qkv: Any, sequence: int, width: int) -> Case:
+    def of(cls, qkv: Any, sequence: int, width: int, causal: bool) -> Case:
         """Of an array [B*T, heads*3*D]."""
         rows, columns = qkv.shape
         name = np.dtype(qkv.dtype).name
-        return cls(rows // sequence, columns // (3 * width), sequence, width, name)
+        return cls(rows // sequence, columns // (3 * width), sequence, width, name, causal)
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """The shape [B, heads, T, D] of a tensor, and its strides in elements."""
-        batch, heads, sequence, width, _ = self
+        batch, heads, sequence, width, *_ = self
         if tensor == _STATS:
             return [batch, heads, sequence, 1], [heads * sequence, sequence, 1, 1]
         head = width if tensor in (_OUT, _DOUT) else 3 * width
@@ -56,8 +57,10 @@ class Case(NamedTuple):
 
     @property
     def operation(self) -> dict[str, float]:
-        """The arguments of forward and backward: query i sees the keys up to i."""
-        return {"attn_scale": 1 / sqrt(self.width), "diagonal_band_right_bound": 0}
+        """The arguments of forward and backward: of causal attention query i sees the keys up to
+        i."""
+        bound = {"diagonal_band_right_bound": 0} if self.causal else {}
+        return {"attn_scale": 1 / sqrt(self.width), **bound}
 
 
 class AttentionGraph(NamedTuple):
@@ -68,7 +71,7 @@ class AttentionGraph(NamedTuple):
 
 
 class Flash:
-    """Causal attention, forward and backward, on the arrays of one device.
+    """Attention, forward and backward, on the arrays of one device.
 
     `empty(shape, dtype)` makes an array (with `.data.ptr`, `.shape` and `.dtype`), `stream` is
     the pointer of the stream on which everything runs, `capability` that of the device, which is
@@ -120,14 +123,14 @@ class Flash:
         """
         return sequence % 128 == 0
 
-    def forward(self, qkv: Any, sequence: int, width: int) -> tuple[Any, Any]:
+    def forward(self, qkv: Any, sequence: int, width: int, causal: bool = True) -> tuple[Any, Any]:
         """softmax(q k' / sqrt(D) + mask) v, and what backward needs beside it.
 
         qkv [B*T, heads*3*D] -> out [B*T, heads*D], and stats [B, heads, T, 1] in float32: the
         logarithm of the sum of exponentials of every row of scores.  Raises RuntimeError where
         cuDNN cannot, as with T = 1.
         """
-        case = Case.of(qkv, sequence, width)
+        case = Case.of(qkv, sequence, width, causal)
         plan = self.plan(self.attention, case)
         out = self.empty((qkv.shape[0], case.heads * width), qkv.dtype)
         stats = self.empty(tuple(case.layout(_STATS)[0]), np.dtype(np.float32))
@@ -136,11 +139,18 @@ class Flash:
         return out, stats
 
     def backward(
-        self, dout: Any, qkv: Any, out: Any, stats: Any, sequence: int, width: int
+        self,
+        dout: Any,
+        qkv: Any,
+        out: Any,
+        stats: Any,
+        sequence: int,
+        width: int,
+        causal: bool = True,
     ) -> Any:
         """The gradient of qkv [B*T, heads*3*D] from that of out, and what forward returned."""
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
-        plan = self.plan(self.attention_grad, Case.of(qkv, sequence, width))
+        plan = self.plan(self.attention_grad, Case.of(qkv, sequence, width, causal))
         dqkv = self.empty(qkv.shape, qkv.dtype)
         (q, k, v), (dq, dk, dv) = _parts(qkv, width), _parts(dqkv, width)
         given = {_OUT: out.data.ptr, _STATS: stats.data.ptr, _DOUT: dout.data.ptr}

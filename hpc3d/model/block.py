@@ -8,6 +8,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.context_attention import attention_of
+from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
 from hpc3d.model.layers import Dropout, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
@@ -28,7 +29,7 @@ class BlockSaved(NamedTuple):
     of."""
 
     norm1: NormSaved
-    qkv_linear: Saved
+    qkv_linear: Saved | GroupedSaved
     attention: Any
     proj_linear: Saved
     norm2: NormSaved
@@ -65,6 +66,12 @@ class Block:
             matmul = Matmul(mesh, split, spec.keep)
             return Linear(parameters, f"{name}.{part}", shape, matmul, std, part in family.biased)
 
+        def qkv():
+            if model.form.queries == 1:
+                return linear("qkv", (hidden, model.qkv), split, std)
+            matmul = Matmul(mesh, split, spec.keep)
+            return GroupedQkv(parameters, name, model, matmul, std, "qkv" in family.biased)
+
         def norm(part):
             how = split.x, model.epsilon
             return family.norm(mesh, parameters, f"{name}.{part}", hidden, *how)
@@ -73,7 +80,7 @@ class Block:
             return Dropout(mesh, f"{name}.{part}", layout, spec)
 
         self.norm1 = norm("norm1")
-        self.qkv = linear("qkv", (hidden, model.qkv), split, std)
+        self.qkv = qkv()
         self.attention = attention_of(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
         self.drop1 = dropout("drop1", split.x)

@@ -3,7 +3,7 @@ and both; and attention chunk by chunk, which is the ring of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -199,31 +199,52 @@ class HeadExchange:
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, Any]:
         """The output [B*t, heads*D], and what `backward` needs."""
-        out, saved = self.core.forward(self.to_heads(qkv), micro)
-        return self.to_tokens(out), saved
+        out, saved = self.core.forward(self.to_heads(qkv, self.core.form.stretches(qkv.shape[1])), micro)
+        return self.to_tokens(out, [slice(0, out.shape[1] * self.members)]), saved
 
     def backward(self, dout: Array, saved: Any, micro: Microbatch) -> Array:
         """The gradient of [q|k|v] from that of the output."""
-        return self.to_tokens(self.core.backward(self.to_heads(dout), saved, micro))
+        whole = self.to_heads(dout, [slice(0, dout.shape[1])])
+        dqkv = self.core.backward(whole, saved, micro)
+        return self.to_tokens(dqkv, self.core.form.stretches(dqkv.shape[1] * self.members))
 
-    def to_heads(self, x: Array) -> Array:
-        """[B*t, heads] -> [B*u*t, heads/u]."""
+    def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
+        """[B*t, heads] -> [B*u*t, heads/u], for columns that are heads in each of the `stretches`."""
         rows, columns = x.shape
         u, width = self.members, columns // self.members
-        parts = self._copy(x.reshape(rows, u, width).swapaxes(0, 1), (u * rows, width))
+        parts = self.mesh.empty((u * rows, width), x.dtype)
+        with self.mesh.trace.span("exchange of heads"):
+            for mine, theirs in self._columns(x, parts.reshape(u, rows, width), stretches):
+                theirs[...] = mine
         parts = self._exchange(parts).reshape(u, -1, self.tokens, width)
-        return self._copy(parts.swapaxes(0, 1), (u * rows, width))
+        return self._in_one_piece(parts.swapaxes(0, 1), (u * rows, width))
 
-    def to_tokens(self, x: Array) -> Array:
-        """[B*u*t, heads/u] -> [B*t, heads]."""
+    def to_tokens(self, x: Array, stretches: Sequence[slice]) -> Array:
+        """[B*u*t, heads/u] -> [B*t, heads]: the inverse."""
         rows, width = x.shape
         u = self.members
         parts = x.reshape(-1, u, self.tokens, width).swapaxes(0, 1)
-        parts = self._exchange(self._copy(parts, x.shape)).reshape(u, rows // u, width)
-        return self._copy(parts.swapaxes(0, 1), (rows // u, u * width))
+        parts = self._exchange(self._in_one_piece(parts, x.shape))
+        out = self.mesh.empty((rows // u, u * width), x.dtype)
+        with self.mesh.trace.span("exchange of heads"):
+            for mine, theirs in self._columns(out, parts.reshape(u, -1, width), stretches):
+                mine[...] = theirs
+        return out
 
-    def _copy(self, view: Array, shape: tuple[int, int]) -> Array:
-        """A view in one piece, as a matrix."""
+    def _columns(
+        self, whole: Array, parts: Array, stretches: Sequence[slice]
+    ) -> Iterator[tuple[Array, Array]]:
+        """The same heads of [rows, heads] and of [u, rows, heads/u], stretch by stretch, as
+        views [u, rows, ...]."""
+        u, start = self.members, 0
+        for stretch in stretches:
+            width = (stretch.stop - stretch.start) // u
+            mine = whole[:, stretch].reshape(-1, u, width).swapaxes(0, 1)
+            yield mine, parts[:, :, start : start + width]
+            start += width
+
+    def _in_one_piece(self, view: Array, shape: tuple[int, int]) -> Array:
+        """A view as a matrix."""
         out = self.mesh.empty(shape, view.dtype)
         with self.mesh.trace.span("exchange of heads"):
             out.reshape(view.shape)[...] = view

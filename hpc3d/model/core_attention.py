@@ -39,10 +39,11 @@ class HeadBlock:
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
         self.mesh, self.name, self.spec = mesh, name, spec
-        self.context, self.sizes, self.form = spec.context, spec.sizes, spec.sizes.form
+        self.context, self.sizes, self.layout = spec.context, spec.sizes, spec.splits["dense"].y
+        self.form = spec.sizes.form_over(mesh.count(self.layout[1]))
         self.tokens = self.context.length // self.context.rings
         self.place, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
-        self.layout, self.rotary = spec.splits["dense"].y, spec.family.rotary
+        self.rotary = spec.family.rotary
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
         """With q and k turned by their positions, in place."""

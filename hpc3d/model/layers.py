@@ -84,10 +84,15 @@ class Linear:
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
         """Y, and what backward needs; a product that is all of Y adds the `residual`."""
-        bias = self.bias and self.bias.value
+        return self.affine(x, self.weight.value, self.bias and self.bias.value, residual)
+
+    def affine(
+        self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
+    ) -> tuple[Array, Saved]:
+        """The same of any W and b."""
         if self.matmul.y_is_complete:
-            return self.matmul.forward_saving(x, self.weight.value, bias=bias, residual=residual)
-        y, saved = self.matmul.forward_saving(x, self.weight.value)
+            return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
+        y, saved = self.matmul.forward_saving(x, w)
         if bias is None:
             return owned(self.mesh, y), saved
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
@@ -187,7 +192,7 @@ class LayerNorm:
         dbeta = self.beta and self.beta.grad
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                return norm_grad(dy, *saved, residual, self.gamma.grad, dbeta, self.mesh.empty)
+                return norm_grad(dy, saved, residual, self.gamma.grad, dbeta, self.mesh.empty)
         n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
             sums, *vectors = normalise_sums(n, dy, gamma, self.centred)

@@ -43,7 +43,13 @@ class ModelSizes:
     @property
     def form(self) -> HeadForm:
         """Of a head of keys, with its queries."""
-        return HeadForm(self.hidden // self.heads, self.heads // self.kv_heads)
+        return self.form_over(1)
+
+    def form_over(self, members: int) -> HeadForm:
+        """The same on one of so many ranks over which heads are cut: where there are more than
+        heads of keys, several ranks have the queries of one."""
+        queries = self.heads // max(self.kv_heads, members)
+        return HeadForm(self.hidden // self.heads, queries)
 
     @property
     def qkv(self) -> int:

@@ -1,13 +1,14 @@
-"""Causal multi-head attention on whole heads and whole sequences: nothing is communicated.
+"""Multi-head attention on whole heads and whole sequences: nothing is communicated.
 
-The rows of a block are whole sequences of T tokens, its columns whole heads of keys, and those of
-one are [q x g | k | v], each D wide: its g queries share keys and values (Ainslie et al. 2023,
-arXiv:2305.13245).
+The rows of a block are whole sequences of T tokens, its columns whole heads, each D wide.  With one
+query a key they are [q | k | v] of head after head; where g queries share keys and values (Ainslie
+et al. 2023, arXiv:2305.13245), all q, then all k, then all v: q 0 to g - 1 are those of k 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,13 +38,45 @@ class HeadForm(NamedTuple):
         """Of a head of keys in qkv."""
         return (self.queries + 2) * self.width
 
+    def turned(self, columns: int) -> tuple[int, int]:
+        """(parts, turned): the columns of qkv are again and again so many `parts`, each D wide,
+        of which q and k are the first `turned`."""
+        heads = 1 if self.queries == 1 else columns // self.columns
+        return heads * (self.queries + 2), heads * (self.queries + 1)
+
+    def stretches(self, columns: int) -> list[slice]:
+        """The columns of qkv in which all heads follow each other: q, k and v, or of one query a
+        key all of them at once."""
+        if self.queries == 1:
+            return [slice(0, columns)]
+        keys = columns // self.columns * self.width
+        edges = 0, self.queries * keys, (self.queries + 1) * keys, columns
+        return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+class AttentionMask(NamedTuple):
+    """The keys that a query sees: with `causal` those up to its own, and none that `padding`,
+    booleans [B, T] of this rank's samples, says is padding.  One that sees none has the output
+    0."""
+
+    causal: bool = True
+    padding: Array | None = None
+
+
+CAUSAL = AttentionMask()
+
 
 def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, Array]:
     """q [B, heads, g, T, D], k and v [B, heads, T, D], views of qkv [B*T, heads*(g+2)*D]."""
     width, g = form
-    parts = qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, g + 2, width)
-    parts = parts.transpose(0, 2, 3, 1, 4)
-    return parts[:, :, :g], parts[:, :, g], parts[:, :, g + 1]
+    if g == 1:
+        q, k, v = _by_kind(qkv, sequence, form)
+        return q[:, :, None], k, v
+    heads = qkv.shape[1] // form.columns
+    parts = qkv.reshape(-1, sequence, (g + 2) * heads, width).swapaxes(1, 2)
+    edges = pairwise((0, g * heads, (g + 1) * heads, (g + 2) * heads))
+    q, k, v = (parts[:, start:stop] for start, stop in edges)
+    return q.reshape(-1, heads, g, sequence, width), k, v
 
 
 def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
@@ -81,7 +114,7 @@ def _apart(p: Array, g: int) -> Array:
 
 
 def _softmaxes(
-    q: Array, k: Array, probabilities: Array
+    q: Array, k: Array, probabilities: Array, mask: AttentionMask
 ) -> Iterator[tuple[tuple[int, slice], Array]]:
     """Computes chunk after chunk of the probabilities softmax(q k' / sqrt(D) + mask).
 
@@ -90,17 +123,32 @@ def _softmaxes(
     """
     _, sequence, chunk, queries = probabilities.shape
     dtype = probabilities.dtype
-    future = np.tril(np.full((sequence, sequence), -np.inf, dtype), -1)
-    mask = np.tile(future, chunk * queries // sequence)
+    future = None
+    if mask.causal:
+        square = np.tril(np.full((sequence, sequence), -np.inf, dtype), -1)
+        future = np.tile(square, chunk * queries // sequence)
     ones, scale = np.ones(sequence, dtype), dtype.type(1 / sqrt(q.shape[-1]))
     for place, p in zip(_places(*k.shape[:2], chunk), probabilities, strict=True):
         by_head, columns = p.swapaxes(0, 1), p.reshape(sequence, -1)
         np.matmul(k[place], _together(q[place] * scale).swapaxes(-1, -2), out=by_head)
-        columns += mask
-        columns -= columns.max(0)
+        if future is not None:
+            columns += future
+        if mask.padding is not None:
+            columns[mask.padding[place[0]]] = -np.inf
+        columns -= _finite(columns.max(0))
         np.exp(columns, out=columns)
-        columns *= 1 / (ones @ columns)
+        columns *= 1 / _positive(ones @ columns)
         yield place, by_head
+
+
+def _finite(top: Array) -> Array:
+    """The largest score of every query, or 0 where it sees no key."""
+    return np.where(top == -np.inf, 0, top)
+
+
+def _positive(sums: Array) -> Array:
+    """Sums of exponentials, or 1 where a query sees no key."""
+    return np.where(sums == 0, 1, sums)
 
 
 def _factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
@@ -116,7 +164,12 @@ def _factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray
 
 @primitive
 def attend(
-    qkv: Array, sequence: int, form: HeadForm, empty: Empty, drop: Mask | None = None
+    qkv: Array,
+    sequence: int,
+    form: HeadForm,
+    empty: Empty,
+    drop: Mask | None = None,
+    mask: AttentionMask = CAUSAL,
 ) -> tuple[Array, Array]:
     """softmax(q k' / sqrt(D) + mask) v, and the probabilities that backward needs.
 
@@ -128,14 +181,14 @@ def attend(
     probabilities = empty(_chunks_of(batch, heads, form, sequence, qkv.itemsize), qkv.dtype)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
     by_query = queries_of(out, sequence, form)
-    for place, p in _softmaxes(q, k, probabilities):
+    for place, p in _softmaxes(q, k, probabilities, mask):
         weights = p if drop is None else p * _factors_of(drop, place, p)
         np.matmul(_apart(weights, g), v[place][:, None], out=by_query[place])
     return out, probabilities
 
 
 @attend.abstract
-def _(qkv, sequence, form, empty, drop=None):
+def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     heads, probabilities = _scored(qkv, sequence, form, empty)
     out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
     _meter_dropout(drop, probabilities)
@@ -144,12 +197,12 @@ def _(qkv, sequence, form, empty, drop=None):
 
 
 @attend.cuda
-def _(gpu, qkv, sequence, form, empty, drop=None):
-    if _by_cudnn(gpu, qkv, form, drop):
-        out, stats = gpu.flash.forward(qkv, sequence, form.width)
+def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+    if _by_cudnn(gpu, qkv, form, drop, mask):
+        out, stats = gpu.flash.forward(qkv, sequence, form.width, mask.causal)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
-    p, weights = _softmax(gpu, q, k, empty, drop)
+    p, weights = _softmax(gpu, q, k, empty, drop, mask)
     out = gpu.empty(q.shape, q.dtype)
     gpu.multiply(weights.swapaxes(1, 2), v, out)
     joined = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
@@ -160,28 +213,33 @@ def _(gpu, qkv, sequence, form, empty, drop=None):
 
 @primitive
 def attend_again(
-    qkv: Array, sequence: int, form: HeadForm, empty: Empty, drop: Mask | None = None
+    qkv: Array,
+    sequence: int,
+    form: HeadForm,
+    empty: Empty,
+    drop: Mask | None = None,
+    mask: AttentionMask = CAUSAL,
 ) -> Array:
     """The probabilities of `attend` alone: whether some of them are dropped changes none."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
-    for _ in _softmaxes(q, k, probabilities):
+    for _ in _softmaxes(q, k, probabilities, mask):
         pass
     return probabilities
 
 
 @attend_again.abstract
-def _(qkv, sequence, form, empty, drop=None):
+def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     return _scored(qkv, sequence, form, empty)[-1]
 
 
 @attend_again.cuda
-def _(gpu, qkv, sequence, form, empty, drop=None):
-    if _by_cudnn(gpu, qkv, form, drop):
-        return gpu.flash.forward(qkv, sequence, form.width)
+def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+    if _by_cudnn(gpu, qkv, form, drop, mask):
+        return gpu.flash.forward(qkv, sequence, form.width, mask.causal)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
-    return _softmax(gpu, q, k, empty, None)[0]
+    return _softmax(gpu, q, k, empty, None, mask)[0]
 
 
 @primitive
@@ -193,6 +251,7 @@ def attend_grad(
     form: HeadForm,
     empty: Empty,
     drop: Mask | None = None,
+    mask: AttentionMask = CAUSAL,
 ) -> Array:
     """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D), the
     last summed over the queries of a key, as that of v is."""
@@ -220,7 +279,7 @@ def attend_grad(
 
 
 @attend_grad.abstract
-def _(dout, qkv, probabilities, sequence, form, empty, drop=None):
+def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
     heads = dout.size // (form.width * sequence)
     _meter_dropout(drop, probabilities)
     for m, n, k in 2 * [(sequence, form.width, sequence), (sequence, sequence, form.width)]:
@@ -229,9 +288,9 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None):
 
 
 @attend_grad.cuda
-def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None):
-    if _by_cudnn(gpu, qkv, form, drop):
-        return gpu.flash.backward(dout, qkv, *kept, sequence, form.width)
+def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
+    if _by_cudnn(gpu, qkv, form, drop, mask):
+        return gpu.flash.backward(dout, qkv, *kept, sequence, form.width, mask.causal)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
     weights = kept if drop is None else _dropped_again(gpu, kept, drop)
@@ -239,7 +298,8 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None):
     gpu.multiply(weights, d, grads[2])
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
-    given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop)}
+    given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
+    del given["padding"]  # their probabilities are 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
@@ -267,9 +327,12 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def _by_cudnn(gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None) -> bool:
-    """Its tensors have one stride from head to head: none with several queries a key."""
-    flash = gpu.flash and form.queries == 1
+def _by_cudnn(
+    gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
+) -> bool:
+    """Its tensors have one stride from head to head: none with several queries a key; and it is
+    told of no padding."""
+    flash = gpu.flash and form.queries == 1 and mask.padding is None
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
 
@@ -309,20 +372,25 @@ def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
     )
 
 
-def _softmax(gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None) -> tuple[Array, Array]:
+def _softmax(
+    gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None, mask: AttentionMask
+) -> tuple[Array, Array]:
     """The probabilities [B heads, key, query], and those times dropout's factors."""
     shape = (*q.shape[:2], q.shape[1])
     p = empty(shape, q.dtype)
     gpu.multiply(k, q.swapaxes(1, 2), p)
     weights = p if drop is None else gpu.empty(shape, q.dtype)
     given = {"scores": p, "weights": None if drop is None else weights}
-    gpu.launch("causal_softmax", *shape[:2], **given, **_masked(p, q.shape[-1], drop))
+    gpu.launch("causal_softmax", *shape[:2], **given, **_masked(p, q.shape[-1], drop, mask))
     return p, weights
 
 
-def _masked(p: Array, width: int, drop: Mask | None) -> dict[str, Any]:
+def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
     """The arguments of the softmax besides its arrays."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
+    given |= {"causal": mask.causal, "padding": mask.padding}
+    if mask.padding is not None:
+        given["heads"] //= max(1, len(mask.padding))
     if drop is None:
         names = "first_row", "first_column", "width", "limit", "factor"
         return {**given, "dropout_key": None, **dict.fromkeys(names, 0)}

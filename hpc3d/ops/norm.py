@@ -48,15 +48,15 @@ def _(gpu, x, gamma, beta, epsilon, empty):
 @composite
 def norm_grad(
     dy: Array,
-    n: Array,
-    rstd: Any,
-    gamma: Array,
+    saved: tuple[Array, Any, Array],
     residual: Array | None,
     dgamma: Array,
     dbeta: Array | None,
     empty: Empty,
 ) -> Array:
-    """dx plus `residual` unless None; adds the gradients of gamma and beta to theirs."""
+    """dx plus `residual` unless None, by what `norm` saved; adds the gradients of gamma and beta
+    to theirs."""
+    n, rstd, gamma = saved
     sums, *vectors = normalise_sums(n, dy, gamma, dbeta is not None)
     for total, vector in zip((dgamma, dbeta), vectors, strict=True):
         if total is not None:
@@ -66,8 +66,9 @@ def norm_grad(
 
 
 @norm_grad.cuda
-def _(gpu, dy, x, moments, gamma, residual, dgamma, dbeta, empty):
-    (mean, rstd), dx = moments, empty(x.shape, x.dtype)
+def _(gpu, dy, saved, residual, dgamma, dbeta, empty):
+    x, (mean, rstd), gamma = saved
+    dx = empty(x.shape, x.dtype)
     rows = {"mean": mean, "rstd": rstd, "dy": dy}
     given = {"gamma": gamma, "residual": residual, "dx": dx, "columns": x.shape[1]}
     gpu.launch("norm_grad", *x.shape, s=x, **rows, **given)

@@ -58,15 +58,16 @@ def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
     weights: (a, b) -> (a cos - b sin, b cos + a sin).  `table` [2, T, D / 2] is that of the rows.
     """
     _, sequence, half = table.shape
-    pairs = x.reshape(-1, sequence, x.shape[1] // form.columns, form.queries + 2, 2, half)
+    parts, turned = form.turned(x.shape[1])
+    pairs = x.reshape(-1, sequence, x.shape[1] // (parts * form.width), parts, 2, half)
     cosine, sine = table[:, :, None, None]
     for sample in pairs:
-        a, b = sample[:, :, :-1, 0], sample[:, :, :-1, 1]
-        turned = a * cosine
-        turned -= b * sine if sign > 0 else b * -sine
+        a, b = sample[:, :, :turned, 0], sample[:, :, :turned, 1]
+        first = a * cosine
+        first -= b * sine if sign > 0 else b * -sine
         b *= cosine
         b += a * sine if sign > 0 else a * -sine
-        a[...] = turned
+        a[...] = first
     return x
 
 
@@ -78,7 +79,7 @@ def _(x, table, form, sign=1):
 @rotate.cuda
 def _(gpu, x, table, form, sign=1):
     given = {"cosines": table[0], "sines": table[1], "first": 0, "period": table.shape[1]}
-    parts = form.queries + 2
-    sizes = {"parts": parts, "turned": parts - 1, "width": form.width, "columns": x.shape[1]}
+    parts, turned = form.turned(x.shape[1])
+    sizes = {"parts": parts, "turned": turned, "width": form.width, "columns": x.shape[1]}
     gpu.launch("rotate", *x.shape, x=x, **given, **sizes, sign=sign)
     return x

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import HeadForm, attend, attend_again, attend_grad, heads_of
+from hpc3d.ops.attention import (
+    CAUSAL,
+    AttentionMask,
+    HeadForm,
+    attend,
+    attend_again,
+    attend_grad,
+    heads_of,
+)
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from tests.cuda import rules
@@ -37,17 +45,35 @@ def dropout_of(mask):
     return {"dropout_key": given.pop("key"), **given}
 
 
+def padded(sequence):
+    """Keys of BATCH samples that are padding: all of the first, or some."""
+    return np.arange(BATCH * sequence).reshape(BATCH, sequence) % (sequence + 3) < sequence
+
+
+MASKS = {
+    "causal": lambda sequence: CAUSAL,
+    "all keys": lambda sequence: AttentionMask(causal=False),
+    "padded": lambda sequence: AttentionMask(False, padded(sequence)),
+    "causal, padded": lambda sequence: AttentionMask(True, padded(sequence)),
+}
+
+
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_softmax_and_its_gradient(sequence, rate, real, draw, emulate):
+@pytest.mark.parametrize("sees", MASKS)
+def test_softmax_and_its_gradient(sequence, rate, sees, real, draw, emulate):
+    """A query that sees no key has probabilities of 0."""
+    seen = MASKS[sees](sequence)
     shape = BATCH, HEADS, sequence, sequence
     mask, factors = masked(rate, sequence) if rate else (None, None)
     scores, wide = draw(real, *shape)
     weights = real.empty(*shape) if rate else None
     sizes = {"heads": HEADS, "sequence": sequence, "scale": SCALE, **dropout_of(mask)}
+    sizes["causal"] = seen.causal
     work = BATCH * HEADS, sequence
-    emulate("causal_softmax", *work, scores=scores, weights=weights, **sizes)
-    p, weighted = fused.causal_softmax(wide, SCALE, factors)
+    softmax = {"scores": scores, "weights": weights, "padding": seen.padding}
+    emulate("causal_softmax", *work, **softmax, **sizes)
+    p, weighted = fused.causal_softmax(wide, SCALE, factors, seen)
     real.same(scores, p)
     if rate:
         np.testing.assert_array_equal(real.back(weights) == 0, weighted == 0)
@@ -84,23 +110,34 @@ def test_products_around_it_are_attention(rate):
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("flash", [None, rules.Flash()], ids=["products", "with cuDNN"])
-def test_several_queries_a_key(flash, rate, launcher):
-    """They go by products even where there is a kernel for one a key; g = 2, against NumPy."""
+@pytest.mark.parametrize("sees", MASKS)
+@pytest.mark.parametrize("queries", [1, 2])
+def test_several_queries_a_key(flash, rate, sees, queries, launcher):
+    """They go by products even where there is a kernel for one a key, as padding does; against
+    NumPy."""
     rules.register(launcher, flash)
-    sequence, form, empty = 5, HeadForm(4, 2), Pool().empty
-    mask = masked(rate, sequence, 2 * HEADS)[0] if rate else None
+    sequence, form, empty = 5, HeadForm(4, queries), Pool().empty
+    seen = MASKS[sees](sequence)
+    mask = masked(rate, sequence, queries * HEADS)[0] if rate else None
     random = np.random.default_rng(2)
     qkv = random.normal(size=(BATCH * sequence, HEADS * form.columns)).astype(np.float16)
-    dout = random.normal(size=(BATCH * sequence, HEADS * 2 * form.width)).astype(np.float16)
+    dout = random.normal(size=(BATCH * sequence, HEADS * queries * form.width)).astype(np.float16)
     wide = qkv.astype(np.float64)
-    expected, p = attend(wide, sequence, form, empty, mask)
-    expected_grad = attend_grad(dout.astype(np.float64), wide, p, sequence, form, empty, mask)
+    expected, p = attend(wide, sequence, form, empty, mask, seen)
+    wide_d = dout.astype(np.float64)
+    expected_grad = attend_grad(wide_d, wide, p, sequence, form, empty, mask, seen)
     qkv, dout = (each.view(rules.CudaArray) for each in (qkv, dout))
-    out, kept = attend(qkv, sequence, form, rules.empty, mask)
+    if seen.padding is not None:
+        seen = seen._replace(padding=seen.padding.view(rules.CudaArray))
+    launcher.count.clear()
+    out, kept = attend(qkv, sequence, form, rules.empty, mask, seen)
+    fused_whole = flash and queries == 1 and seen.padding is None and not rate
+    assert launcher.count["causal_softmax"] == (not fused_whole)
     np.testing.assert_allclose(plain(out), expected, atol=4e-3)
-    again = attend_again(qkv, sequence, form, rules.empty, mask)
-    np.testing.assert_array_equal(plain(again), plain(kept))
-    found = attend_grad(dout, qkv, again, sequence, form, rules.empty, mask)
+    again = attend_again(qkv, sequence, form, rules.empty, mask, seen)
+    if not fused_whole:
+        np.testing.assert_array_equal(plain(again), plain(kept))
+    found = attend_grad(dout, qkv, again, sequence, form, rules.empty, mask, seen)
     np.testing.assert_allclose(plain(found), expected_grad, atol=1e-2)
     rules.register(launcher)
 

@@ -10,7 +10,7 @@ import torch
 
 from hpc3d.cuda import cudnn_attention
 from hpc3d.cuda.cudnn_attention import Flash
-from hpc3d.ops.attention import HeadForm, attend, attend_grad
+from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_grad
 from tests.fakes.fake_cudnn import RUBBISH, FakeCudnn, NotSupportedError
 from tests.fakes.fake_device import DeviceArray, plain
 
@@ -101,16 +101,19 @@ def close(array, expected, dtype):
 
 @pytest.mark.parametrize("dtype", cudnn_attention.TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_as_the_plain_path(attention, memory, shape, dtype):
+@pytest.mark.parametrize("causal", [True, False])
+def test_as_the_plain_path(attention, memory, shape, dtype, causal):
     _, sequence, _, width = shape
     qkv, dout = given(memory, shape, dtype)
-    out, stats = attention.forward(qkv, sequence, width)
-    dqkv = attention.backward(dout, qkv, out, stats, sequence, width)
-    expected, probabilities = attend(wide(qkv), sequence, HeadForm(width), np.empty)
+    out, stats = attention.forward(qkv, sequence, width, causal)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, width, causal)
+    sizes = sequence, HeadForm(width), np.empty
+    mask = AttentionMask(causal)
+    expected, probabilities = attend(wide(qkv), *sizes, mask=mask)
     assert out.dtype == dqkv.dtype == dtype and stats.dtype == np.float32
     close(out, expected, dtype)
-    plain_path = wide(dout), wide(qkv), probabilities, sequence, HeadForm(width), np.empty
-    close(dqkv, attend_grad(*plain_path), dtype)
+    plain_path = wide(dout), wide(qkv), probabilities, *sizes
+    close(dqkv, attend_grad(*plain_path, mask=mask), dtype)
 
 
 def test_stats_are_logarithms_of_sums(attention, memory):

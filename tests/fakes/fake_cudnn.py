@@ -106,7 +106,7 @@ class Graph:
         self.tensors.append(Tensor(dim, stride, data_type, uid))
         return self.tensors[-1]
 
-    def sdpa(self, q, k, v, attn_scale, diagonal_band_right_bound, generate_stats):
+    def sdpa(self, q, k, v, attn_scale, generate_stats, diagonal_band_right_bound=None):
         assert generate_stats is True
         self.describe((q, k, v), forward, 2, attn_scale, diagonal_band_right_bound)
         return self.tensors[-2:]
@@ -120,8 +120,8 @@ class Graph:
         dO,
         stats,
         attn_scale,
-        diagonal_band_right_bound,
         use_deterministic_algorithm,
+        diagonal_band_right_bound=None,
     ):
         self.arguments["deterministic"] = use_deterministic_algorithm
         inputs = q, k, v, o, dO, stats
@@ -130,7 +130,8 @@ class Graph:
 
     def describe(self, inputs, compute, results, scale, bound):
         """Take the operation: its inputs, and the tensors that it makes."""
-        assert not self.compute and list(inputs) and type(scale) is float and type(bound) is int
+        assert not self.compute and list(inputs) and type(scale) is float
+        assert bound is None or type(bound) is int
         outputs = [Tensor(made=True) for _ in range(results)]
         self.tensors += outputs
         self.compute = lambda at: compute(
@@ -184,8 +185,10 @@ class Graph:
 
 
 def scores(q, k, scale, bound):
-    """Of queries and keys up to `bound` places to the right of the diagonal."""
+    """Of queries and keys up to `bound` places to the right of the diagonal, all without one."""
     s = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale)
+    if bound is None:
+        return s
     past = np.subtract.outer(np.arange(s.shape[-2]), np.arange(s.shape[-1])) >= -bound
     return np.where(past, s, -np.inf)
 

@@ -205,7 +205,9 @@ def causal_softmax(bench, notes):
     scores, wide = bench.draw(1, heads, sequence, sequence)
     none = dict.fromkeys(("first_row", "first_column", "width", "limit", "factor"), 0)
     sizes = {"heads": heads, "sequence": sequence, "scale": 0.125, "dropout_key": None, **none}
-    bench.launch("causal_softmax", heads, sequence, scores=scores, weights=None, **sizes)
+    sizes["causal"] = 1
+    softmax = {"scores": scores, "weights": None, "padding": None}
+    bench.launch("causal_softmax", heads, sequence, **softmax, **sizes)
     p, _ = fused.causal_softmax(wide, 0.125)
     bench.same(notes, "causal_softmax", scores, p, 1e-7)
     dweights, wide_d = bench.draw(1, heads, sequence, sequence)

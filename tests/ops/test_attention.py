@@ -4,19 +4,21 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import HeadForm, attend, attend_again, attend_grad
+from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask, philox_key
 from tests.ops.differences import difference
 
 RNG = np.random.default_rng(7)
 
 
-def causal(q, k, v, factors):
-    """Attention of one head [T, D], row by row; `factors` [key, query] of its probabilities."""
+def by_row(q, k, v, factors, seen):
+    """Attention of one head [T, D], row by row; `factors` and `seen` [key, query] of its
+    probabilities.  A query that sees no key has 0."""
     rows = []
     for t in range(len(q)):
-        scores = np.exp(k[: t + 1] @ q[t] / np.sqrt(q.shape[1]))
-        rows.append((scores / scores.sum() * factors[: t + 1, t]) @ v[: t + 1])
+        keys = np.flatnonzero(seen[:, t])
+        scores = np.exp(k[keys] @ q[t] / np.sqrt(q.shape[1]))
+        rows.append((scores / scores.sum() * factors[keys, t]) @ v[keys])
     return np.array(rows)
 
 
@@ -32,25 +34,38 @@ def masked(rate, *shape):
     return mask, factors.reshape(shape)
 
 
+# Of two samples of 5 tokens: the end of one and the beginning of the other, or all of one.
+PADDED = {
+    "none": None,
+    "ends": np.array([[0, 0, 0, 1, 1], [1, 0, 0, 0, 0]], bool),
+    "a whole sample": np.array([[1, 1, 1, 1, 1], [0, 0, 1, 0, 0]], bool),
+}
 SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("g", [1, 2])
-def test_attention_and_its_gradient(scores, rate, g, monkeypatch):
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("padding", PADDED)
+def test_attention_and_its_gradient(scores, rate, g, causal, padding, monkeypatch):
     """Of heads of keys with g queries each."""
     monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
-    form = HeadForm(width, g)
+    form, mask = HeadForm(width, g), AttentionMask(causal, PADDED[padding])
     qkv = RNG.normal(size=(batch * sequence, heads * (g + 2) * width))
     drop, factors = masked(rate, batch, heads * g, sequence, sequence)
-    out, p = attend(qkv, sequence, form, empty, drop)
+    out, p = attend(qkv, sequence, form, empty, drop, mask)
     parts = qkv.reshape(batch, sequence, heads, g + 2, width)
+    ordered = np.triu(np.ones((sequence, sequence), bool)) if causal else True
+    hidden = np.zeros((batch, sequence), bool) if mask.padding is None else mask.padding
+    seen = np.broadcast_to(~hidden[:, :, None] & ordered, (batch, sequence, sequence))
     expected = [
         [
-            causal(*(parts[b, :, h, i] for i in (query, g, g + 1)), factors[b, h * g + query])
+            by_row(
+                *(parts[b, :, h, i] for i in (query, g, g + 1)), factors[b, h * g + query], seen[b]
+            )
             for h in range(heads)
             for query in range(g)
         ]
@@ -58,10 +73,11 @@ def test_attention_and_its_gradient(scores, rate, g, monkeypatch):
     ]
     expected = np.array(expected).swapaxes(1, 2).reshape(out.shape)
     np.testing.assert_allclose(out, expected, atol=1e-12)
-    np.testing.assert_array_equal(attend_again(qkv, sequence, form, empty), p)
+    again = attend_again(qkv, sequence, form, empty, mask=mask)
+    np.testing.assert_array_equal(again, p)
     dout = RNG.normal(size=out.shape)
     np.testing.assert_allclose(
-        attend_grad(dout, qkv, p, sequence, form, empty, drop),
-        difference(lambda x: attend(x, sequence, form, empty, drop)[0], qkv.copy(), dout),
+        attend_grad(dout, qkv, p, sequence, form, empty, drop, mask),
+        difference(lambda x: attend(x, sequence, form, empty, drop, mask)[0], qkv.copy(), dout),
         atol=1e-7,
     )

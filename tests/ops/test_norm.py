@@ -57,7 +57,7 @@ def test_norms_of_whole_rows(case, blocks):
     y, saved = norm(case.x, case.gamma, case.beta, EPSILON, EMPTY)
     same(y, case.y)
     dgamma, dbeta = np.ones(COLUMNS), None if case.beta is None else np.ones(COLUMNS)
-    same(norm_grad(case.dy, *saved, case.residual, dgamma, dbeta, EMPTY), case.dx)
+    same(norm_grad(case.dy, saved, case.residual, dgamma, dbeta, EMPTY), case.dx)
     same(dgamma, case.dgamma + 1)
     same(dbeta, None if case.beta is None else case.dbeta + 1)
 

@@ -97,6 +97,12 @@ c=4 x=2 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0
 c=2 x=2 y=2 schedule=none microbatches=2 sequence=4 scheme=2d-summa context=all-to-all dropout=0.25
 p=2 c=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=3 sequence=4 scheme=3d-broadcast
 p=2 c=4 y=2 schedule=interleaved chunks=2 microbatches=4 sequence=8 scheme=2d context=both ulysses=2 recompute=selective
+y=4 schedule=none microbatches=3 kind=llama kv_heads=2 ffn=48
+p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d kind=llama kv_heads=1 ffn=48 tied=false
+d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1 keep_gathered=false
+p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme=2d-summa
+d=2 y=4 z=2 schedule=none microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48 dropout=0.25
+x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen2 kv_heads=1 scheme=3d-broadcast
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.

@@ -5,6 +5,7 @@ They hold where nothing is communicated between the parts; hpc3d/cuda/kernels ha
 
 import numpy as np
 
+from hpc3d.ops.attention import CAUSAL
 from hpc3d.ops.cross_entropy import IGNORE, local_sums, row_max, softmax_grad
 from hpc3d.ops.embedding import gather_rows
 from hpc3d.ops.gelu import GELU
@@ -56,14 +57,18 @@ def cross_entropy(logits, targets, vocabulary, scale):
     return np.where(valid, np.log(sums[0]) - sums[1], 0)
 
 
-def causal_softmax(scores, scale, factors=None):
-    """p = softmax(scale scores + mask) over the keys of [..., key, query], in the scores' memory;
-    and p times dropout's factors, p itself without."""
+def causal_softmax(scores, scale, factors=None, mask=CAUSAL):
+    """p = softmax(scale scores + mask) over the keys of [B, heads, key, query], in the scores'
+    memory; and p times dropout's factors, p itself without.  Queries that see no key have 0."""
     scores *= scale
-    scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
-    scores -= scores.max(-2, keepdims=True)
+    if mask.causal:
+        scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
+    if mask.padding is not None:
+        scores[...] = np.where(mask.padding[:, None, :, None], -np.inf, scores)
+    top = scores.max(-2, keepdims=True)
+    scores -= np.where(np.isneginf(top), 0, top)
     np.exp(scores, out=scores)
-    scores /= scores.sum(-2, keepdims=True)
+    scores /= np.maximum(scores.sum(-2, keepdims=True), np.finfo(scores.dtype).tiny)
     return scores, scores if factors is None else scores * factors
 
 

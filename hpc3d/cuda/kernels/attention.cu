@@ -1,5 +1,5 @@
-// The softmax of causal attention between two products, and its gradient: what is left to do where
-// no fused attention is at hand.
+// The softmax of attention between two products, and its gradient: what is left to do where no
+// fused attention is at hand.  With `causal` a query sees the keys up to its own.
 //
 // All matrices are [B, heads, key, query]: a softmax runs down a column, neighbouring threads have
 // neighbouring queries, and dropout numbers its draws as hpc3d/model/attention.py does.
@@ -45,18 +45,21 @@ __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, in
 
 // p = softmax(scale scores + mask) in the scores' memory; with dropout, weights = p times factors.
 //
-// `dropout_key` and `weights` are null without.  A thread finds maximum and sum of its keys in one
+// `padding` [B, sequence] says which keys no query sees, null if there are none; a query that sees
+// none has only zeros.  `dropout_key` and `weights` are null without dropout.  A thread finds maximum and sum of its keys in one
 // pass, then the 32 threads of a column put theirs together.
 // Launch: tiles_of_queries; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)
-causal_softmax(T* scores, T* weights, const Word* dropout_key, int heads, int sequence,
-               float scale, long long first_row, long long first_column, long long width,
+causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_key, int causal,
+               int heads, int sequence, float scale, long long first_row, long long first_column, long long width,
                unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
-    const int last = min(query + N, sequence);  // keys from here on are hidden from all N
+    // Keys from here on are hidden from all N.
+    const int last = causal ? min(query + N, sequence) : sequence;
+    const bool* hidden = padding ? padding + blockIdx.x / heads * sequence : nullptr;
     const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
     const Part<N> pack = {sequence - query, sequence % N == 0 && aligned(scores, weights)};
@@ -65,10 +68,12 @@ causal_softmax(T* scores, T* weights, const Word* dropout_key, int heads, int se
     for (int i = 0; i < N; i++)
         top[i] = minus_infinity();
     for (int key = threadIdx.y; key < min(last, keys); key += 32) {
+        if (hidden && hidden[key])
+            continue;
         const Pack<N> a = pack.load(scores + start + static_cast<long long>(key) * sequence);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (key > query + i)
+            if (causal && key > query + i)
                 continue;
             const float score = scale * a[i], most = Max::of(top[i], score);
             sum[i] *= top[i] < most ? expf(top[i] - most) : 1;
@@ -84,12 +89,14 @@ causal_softmax(T* scores, T* weights, const Word* dropout_key, int heads, int se
     Draws draws(dropout_key);
     for (int key = threadIdx.y; key < keys; key += 32) {
         const long long place = start + static_cast<long long>(key) * sequence;
+        const bool some = key < last && !(hidden && hidden[key]);
         Pack<N> p = {};
-        if (key < last)
+        if (some)
             p = pack.load(scores + place);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            p[i] = key > query + i ? 0 : expf(scale * p[i] - most[i]) / total[i];
+            p[i] = some && !(causal && key > query + i)
+                       ? expf(scale * p[i] - most[i]) / total[i] : 0;
         pack.store(scores + place, p);
         if (!dropout_key)
             continue;
@@ -107,13 +114,14 @@ causal_softmax(T* scores, T* weights, const Word* dropout_key, int heads, int se
 // Launch: tiles_of_queries; reads and writes dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
-causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int heads, int sequence,
-                    float scale, long long first_row, long long first_column, long long width,
+causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal, int heads,
+                    int sequence, float scale, long long first_row, long long first_column, long long width,
                     unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
-    const int last = min(query + N, sequence), keys = query < sequence ? sequence : 0;
+    const int last = causal ? min(query + N, sequence) : sequence;
+    const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
     const Part<N> pack = {sequence - query, sequence % N == 0 && aligned(p, dweights)};
     Draws draws(dropout_key);
@@ -136,7 +144,7 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int heads,
             }
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                const bool seen = key <= query + i;
+                const bool seen = !causal || key <= query + i;
                 if (pass == 1)
                     sum[i] += seen ? a[i] * d[i] : 0;
                 d[i] = seen ? scale * a[i] * (d[i] - sum[i]) : 0;

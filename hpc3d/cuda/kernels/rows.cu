@@ -51,6 +51,26 @@ __global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long
     });
 }
 
+// The same of some columns: from row to row it is `grad_stride` and `dw_stride` elements.  A block
+// has a row.
+// Launch: block_per_row; reads and writes grad
+template <typename T>
+__global__ void __launch_bounds__(256)
+accumulate_columns(float* grad, const T* dw, int columns, long long grad_stride,
+                   long long dw_stride)
+{
+    constexpr int N = WIDTH<T>;
+    grad += blockIdx.x * grad_stride, dw += blockIdx.x * dw_stride;
+    packs_of_row<N>(columns, aligned(grad, dw), [&](int c, auto pack) {
+        auto sum = pack.load(grad + c);
+        const auto a = pack.load(dw + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            sum[i] += a[i];
+        pack.store(grad + c, sum);
+    });
+}
+
 // The sum over rows, the gradient of a bias, first pass: partial [strips, columns] (add_eight).
 // Launch: tiles_of_strips
 template <typename T>

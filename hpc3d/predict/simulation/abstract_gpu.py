@@ -95,9 +95,9 @@ class _AbstractAttention:
         return takes(dtype, width, drop, self.pool.meter.widest)
 
     def forward(
-        self, qkv: AbstractArray, sequence: int, width: int
+        self, qkv: AbstractArray, sequence: int, width: int, causal: bool
     ) -> tuple[AbstractArray, AbstractArray]:
-        case = Case.of(qkv, sequence, width)
+        case = Case.of(qkv, sequence, width, causal)
         out = self.pool.empty((qkv.shape[0], case.heads * width), qkv.dtype)
         stats = self.pool.empty((case.batch, case.heads, sequence, 1), np.float32)
         self.tell(case, 2, (qkv, out, stats))
@@ -111,13 +111,21 @@ class _AbstractAttention:
         stats: AbstractArray,
         sequence: int,
         width: int,
+        causal: bool,
     ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
-        self.tell(Case.of(qkv, sequence, width), 5, (dout, qkv, out, stats, dqkv))
+        self.tell(Case.of(qkv, sequence, width, causal), 5, (dout, qkv, out, stats, dqkv))
         return dqkv
 
     def tell(self, case: Any, products: int, arrays: Sequence[AbstractArray]) -> None:
-        flop = products * case.batch * case.heads * case.sequence**2 * case.width
+        flop = (
+            products
+            * (1 if case.causal else 2)
+            * case.batch
+            * case.heads
+            * case.sequence**2
+            * case.width
+        )
         self.pool.meter.fused(flop, sum(array.nbytes for array in arrays), arrays[1].dtype)
 
 

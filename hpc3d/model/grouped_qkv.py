@@ -1,0 +1,151 @@
+"""The product qkv where several queries share a key: q, k and v have a weight each.
+
+A rank multiplies X once, with [Wq | Wk | Wv] of its heads, in the order of `hpc3d.ops.attention`.
+Where n's axes do not divide the heads of keys, these divide the ranks; Wk and Wv are stored whole
+along n, and the ranks whose queries share a key multiply with the same columns.  4 heads, of which
+pairs share keys:
+
+    over 2 ranks    q0 q1 k0 v0             q2 q3 k1 v1
+    over 4 ranks    q0 k0 v0    q1 k0 v0    q2 k1 v1    q3 k1 v1
+
+The gradient of such a Wk or Wv is a partial sum on each rank, zero where it needed nothing; it is
+summed over n's axes when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.model.layers import Linear, gradient, immediately, row_axes
+from hpc3d.ops.columns import accumulate_columns, join_columns
+from hpc3d.ops.rows import sum_rows
+from hpc3d.tensor.layout import Layout
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.model.parameters import Parameter, Parameters
+    from hpc3d.model.spec import ModelSizes
+    from hpc3d.tensor.matmul import Matmul, Saved, SavedForWeight
+
+
+class _Part(NamedTuple):
+    """Weight and bias of q, of k or of v: a rank multiplies with the columns `needed` of its
+    blocks, which are those `joined` of its [q | k | v]."""
+
+    weight: Parameter
+    bias: Parameter | None
+    needed: slice
+    joined: slice
+
+
+class GroupedSaved(NamedTuple):
+    """What the product saved; its W is None where it is joined again, from `weights`."""
+
+    product: Saved
+    weights: list[Array]
+
+
+class GroupedQkv(Linear):
+    """[q | k | v] = X [Wq | Wk | Wv] + b by a `matmul`."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        sizes: ModelSizes,
+        matmul: Matmul,
+        std: float,
+        biased: bool,
+    ) -> None:
+        self.mesh, self.matmul, self.width = matmul.mesh, matmul, sizes.form.width
+        self.across = matmul.split.y[1]
+        self.parts: list[_Part] = []
+        start = 0
+        for letter, heads in ("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads):
+            shape = sizes.hidden, heads * self.width
+            added = self._added(parameters, f"{name}.{letter}", shape, std, biased)
+            needed = self._needed(heads)
+            joined = slice(start, start + needed.stop - needed.start)
+            self.parts.append(_Part(*added, needed, joined))
+            start = joined.stop
+        self.columns = start
+
+    def _added(
+        self,
+        parameters: Parameters,
+        name: str,
+        shape: tuple[int, int],
+        std: float,
+        biased: bool,
+    ) -> tuple[Parameter, Parameter | None]:
+        """Weight and bias, cut over n's axes or whole along them."""
+        split, how = self.matmul.split, gradient(self.matmul)
+        weight, bias, rows = split.w, Layout(" ".join(self.across)), row_axes(split.y)
+        if not self._is_cut(shape[1] // self.width):
+            weight, bias = _uncut(weight), _uncut(bias)
+            how["grad_layout"] = _uncut(how["grad_layout"])
+            how["partial"] += self.across
+            rows += self.across
+        return (
+            parameters.add(f"{name}.weight", shape, weight, std=std, decay=True, **how),
+            parameters.add(f"{name}.bias", shape[1:], bias, partial=rows) if biased else None,
+        )
+
+    def _is_cut(self, heads: int) -> bool:
+        return heads % self.mesh.count(self.across) == 0
+
+    def _needed(self, heads: int) -> slice:
+        """The columns of its block of so many heads that this rank multiplies with."""
+        members = self.mesh.count(self.across)
+        if self._is_cut(heads):
+            return slice(0, heads // members * self.width)
+        head = self.mesh.index(self.across) * heads // members
+        return slice(head * self.width, (head + 1) * self.width)
+
+    def forward(  # type: ignore[override]
+        self, x: Array
+    ) -> tuple[Array, GroupedSaved]:
+        """[q | k | v], and what backward needs."""
+        weights = [part.weight.value for part in self.parts]
+        biases = [part.bias.value for part in self.parts if part.bias]
+        w = self._joined(weights)
+        y, saved = self.affine(x, w, self._joined(biases) if biases else None)
+        if saved.w is w:  # nothing was gathered: it is joined again rather than kept
+            saved = saved._replace(w=None, kept=saved.kept.replace("w", ""))
+        return y, GroupedSaved(saved, weights)
+
+    def _joined(self, blocks: Sequence[Array]) -> Array:
+        """The columns that this rank multiplies with, side by side."""
+        first = blocks[0]
+        out = self.mesh.empty((*first.shape[:-1], self.columns), first.dtype)
+        needed = (block[..., part.needed] for block, part in zip(blocks, self.parts, strict=True))
+        with self.mesh.trace.span("join"):
+            return join_columns(out, *needed)
+
+    def backward(  # type: ignore[override]
+        self, dy: Array, saved: GroupedSaved, defer: Callable[..., None] = immediately
+    ) -> Array:
+        product, weights = saved
+        if product.w is None:
+            product = product._replace(w=self._joined(weights))
+        return super().backward(dy, product, defer)
+
+    def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
+        """The gradients of all weights and biases."""
+        dw = self.matmul.backward_weight(rest).wait()
+        with self.mesh.trace.span("gradient"):
+            for part in self.parts:
+                accumulate_columns(part.weight.grad[:, part.needed], dw[:, part.joined])
+            if self.parts[0].bias:
+                self._add_bias_grads(sum_rows(dy))
+
+    def _add_bias_grads(self, sums: Array) -> None:
+        for _, bias, needed, joined in self.parts:
+            bias.grad[needed] += sums[joined]
+
+
+def _uncut(layout: Layout) -> Layout:
+    """The layout of whole columns."""
+    rows = (" ".join(axes) for axes in layout[:-1])
+    return Layout(*rows, "", owned=" ".join(layout.owned))
