@@ -3,7 +3,7 @@ and both; and attention chunk by chunk, which is the ring of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from hpc3d.model.core_attention import CoreAttention, HeadBlock
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
     ChunkPair,
+    Chunks,
     begin_merging,
     chunks_grad,
     end_merging,
@@ -68,21 +69,20 @@ class RingAttention(HeadBlock):
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
         """The output [B*t, heads*D], and what `backward` needs."""
-        mask, qkv = self._mask(micro), self.turned(qkv, micro)
+        qkv, chunks = self.turned(qkv, micro), self._chunks_seen(micro)
         how = self.tokens, self.form, self.mesh.empty
         with self.mesh.trace.span("keys and values"):
             merged, kv = begin_merging(qkv, *how), keys_and_values(qkv, *how)
         for place, block in self.ring.around(kv):
-            pairs = self.pairs[place]
-            with self._span(kv, pairs, 4):
-                merge_chunks(qkv, block, merged, pairs, self.form, mask)
+            with self._span(kv, place, 4):
+                merge_chunks(qkv, block, merged, chunks(place))
         out = end_merging(merged, qkv.dtype, self.mesh.empty)
         return out, RingSaved(qkv, out, merged.sums)
 
     def backward(self, dout: Array, saved: RingSaved, micro: Microbatch) -> Array:
         """The gradient of [q|k|v] from that of the output."""
         qkv, out, sums = saved
-        mask, empty = self._mask(micro), self.mesh.empty
+        chunks, empty = self._chunks_seen(micro), self.mesh.empty
         how = self.tokens, self.form, empty
         with self.mesh.trace.span("keys and values"):
             grad = ChunkGrad(dout, sums, row_dots(dout, out, *how))
@@ -90,9 +90,8 @@ class RingAttention(HeadBlock):
             dq.fill(0)
         coming = None
         for place, block in self.ring.around(kv, home_last=True):
-            pairs = self.pairs[place]
-            with self._span(kv, pairs, 10):
-                dkv = chunks_grad(qkv, block, grad, dq, pairs, self.form, empty, mask)
+            with self._span(kv, place, 10):
+                dkv = chunks_grad(qkv, block, grad, dq, chunks(place), empty)
             if coming:
                 dkv += coming.wait()
             coming = None if place == self.place else self.ring.pass_on(dkv)
@@ -122,16 +121,21 @@ class RingAttention(HeadBlock):
         for number, start in enumerate(starts):
             yield slice(number * size, (number + 1) * size), start
 
-    def _span(self, kv: Array, pairs: tuple[ChunkPair, ...], products: int) -> Any:
-        """The event of products of pairs of chunks, `products` operations for each of the D
-        features of a score."""
+    def _span(self, kv: Array, place: int, products: int) -> Any:
+        """The event of attention to the chunks of a place, with so many operations for each of
+        the D features of a score."""
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
-            for pair in pairs
+            for pair in self.pairs[place]
         )
         heads = kv.size // (2 * self.tokens)  # times D, of all samples
         flops = products * scores * heads * self.form.queries
         return self.mesh.trace.span("attention", "attention", flops)
+
+    def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
+        """The `Chunks` of each place of the ring."""
+        drop = self._mask(micro)
+        return lambda place: Chunks(self.pairs[place], self.form, drop)
 
     def _mask(self, micro: Microbatch) -> Mask | None:
         """That of a matrix [samples heads key, T], with the first row of each sample here."""

@@ -41,6 +41,42 @@ class ChunkPair(NamedTuple):
     key_position: int
 
 
+class Chunks(NamedTuple):
+    """What of a block of keys is attended to: pairs of chunks, of heads of a `form`.
+
+    `padding`, booleans [B, t], says which keys are not seen.  What is multiplied with v are the
+    probabilities times the factors of `drop`: draws of a matrix [samples heads key, T], in which
+    `rows` are the first of each sample of this rank.
+    """
+
+    pairs: Sequence[ChunkPair]
+    form: HeadForm
+    drop: Mask | None = None
+    padding: Array | None = None
+
+    def tiles(self, kv: Array) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
+        """(sample, heads) and part of a pair, for tiles whose scores fit the cache."""
+        _, batch, heads, _, _ = kv.shape
+        for tile in (tile for pair in self.pairs for tile in _cut(pair, self.form.queries)):
+            rows, keys = _count(tile.queries) * self.form.queries, _count(tile.keys)
+            count = max(1, _SCORES // (rows * keys * kv.itemsize))
+            for sample in range(batch):
+                for first in range(0, heads, count):
+                    yield (sample, slice(first, min(first + count, heads))), tile
+
+    def meter(self, kv: Array, inward: int, outward: int) -> None:
+        """Tell the meter of so many products that end in scores, and that begin with them."""
+        _, batch, heads, _, width = kv.shape
+        for pair in self.pairs:
+            m, n = _count(pair.queries), _count(pair.keys)
+            for shape in inward * [(m, n, width)] + outward * [(m, width, n)]:
+                kv.meter.product(*shape, kv.dtype, batch * heads * self.form.queries)
+
+
+def _count(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
 class Merged(NamedTuple):
     """Attention to the keys so far: its output [B*t, heads*g*D] and the log-sum-exp of the scores
     [B, heads, g, t], -inf before the first, both in float32 or wider."""
@@ -97,35 +133,25 @@ def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
 
 
 @primitive
-def merge_chunks(
-    qkv: Array,
-    kv: Array,
-    merged: Merged,
-    pairs: Sequence[ChunkPair],
-    form: HeadForm,
-    drop: Mask | None = None,
-) -> None:
+def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
     """Let the queries of qkv [B*t, heads*(g+2)*D] attend to keys and values [2, B, heads, t, D],
-    pair by pair of chunks.  What is multiplied with v are the probabilities times the factors of
-    `drop`: draws of a matrix [samples heads key, T], in which `rows` are the first of each sample
-    of this block."""
-    sequence = kv.shape[3]
+    pair by pair of chunks."""
+    sequence, form = kv.shape[3], chunks.form
     q, _, _ = heads_of(qkv, sequence, form)
-    out, scale = queries_of(merged.out, sequence, form), 1 / sqrt(form.width)
-    for at, tile in _tiles(kv, pairs, form):
+    out = queries_of(merged.out, sequence, form)
+    for at, tile in chunks.tiles(kv):
         queries = q[at][:, :, tile.queries]
-        s, _ = _scores(queries, kv[0][at][:, tile.keys], tile, scale)
-        top = s.max(1)
-        top[np.isneginf(top)] = 0
+        s, _ = _scores(queries, kv[0], at, tile, chunks.padding)
+        top = _finite(s.max(1))
         s -= top[:, None]
         np.exp(s, out=s)
         with np.errstate(divide="ignore"):
             new = np.log(s.sum(1)) + top
         old = merged.sums[at][:, :, tile.queries]
         total = np.logaddexp(old, new.reshape(old.shape))
-        base = np.where(np.isneginf(total), 0, total)
-        if drop is not None:
-            s *= _factors(drop, at, tile, s, form)
+        base = _finite(total)
+        if chunks.drop is not None:
+            s *= _factors(chunks.drop, at, tile, s, form)
         added = s.swapaxes(1, 2) @ kv[1][at][:, tile.keys]
         added *= np.exp(top - base.reshape(top.shape))[..., None]
         rows = out[at][:, :, tile.queries]
@@ -135,12 +161,8 @@ def merge_chunks(
 
 
 @merge_chunks.abstract
-def _(qkv, kv, merged, pairs, form, drop=None):
-    _, batch, heads, _, width = kv.shape
-    for pair in pairs:
-        m, n = pair.queries.stop - pair.queries.start, pair.keys.stop - pair.keys.start
-        for shape in ((m, n, width), (m, width, n)):
-            qkv.meter.product(*shape, qkv.dtype, batch * heads * form.queries)
+def _(qkv, kv, merged, chunks):
+    chunks.meter(kv, inward=1, outward=1)
 
 
 @composite
@@ -174,25 +196,23 @@ def chunks_grad(
     kv: Array,
     grad: ChunkGrad,
     dq: Array,
-    pairs: Sequence[ChunkPair],
-    form: HeadForm,
+    chunks: Chunks,
     empty: Empty,
-    drop: Mask | None = None,
 ) -> Array:
     """The gradients of keys and values [2, B, heads, t, D] from these queries; those of the
     queries are added to `dq` [B*t, heads*g*D].  Both are in float32 or wider.
 
     p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
-    sequence = kv.shape[3]
+    sequence, form, drop = kv.shape[3], chunks.form, chunks.drop
     q, _, _ = heads_of(qkv, sequence, form)
     dout, dq = queries_of(grad.dout, sequence, form), queries_of(dq, sequence, form)
     dkv = empty(kv.shape, wide(kv.dtype))
     dkv[...], scale = 0, 1 / sqrt(form.width)
-    for at, tile in _tiles(kv, pairs, form):
+    for at, tile in chunks.tiles(kv):
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
-        p, scaled = _scores(q[at][:, :, tile.queries], k, tile, scale)
-        p -= _by_column(grad.sums[at][:, :, tile.queries], p)
+        p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
+        p -= _finite(_by_column(grad.sums[at][:, :, tile.queries], p))
         np.exp(p, out=p)
         d = _together(dout[at][:, :, tile.queries])
         dp = v @ d.swapaxes(1, 2)
@@ -211,12 +231,8 @@ def chunks_grad(
 
 
 @chunks_grad.abstract
-def _(qkv, kv, grad, dq, pairs, form, empty, drop=None):
-    _, batch, heads, _, width = kv.shape
-    for pair in pairs:
-        m, n = pair.queries.stop - pair.queries.start, pair.keys.stop - pair.keys.start
-        for shape in 3 * [(m, width, n)] + 2 * [(m, n, width)]:
-            qkv.meter.product(*shape, qkv.dtype, batch * heads * form.queries)
+def _(qkv, kv, grad, dq, chunks, empty):
+    chunks.meter(kv, inward=2, outward=3)
     return empty(kv.shape, wide(kv.dtype))
 
 
@@ -234,21 +250,6 @@ def join_grads(qkv: Array, dq: Array, dkv: Array, form: HeadForm, empty: Empty) 
 @join_grads.abstract
 def _(qkv, dq, dkv, form, empty):
     return empty(qkv.shape, qkv.dtype)
-
-
-def _tiles(
-    kv: Array, pairs: Sequence[ChunkPair], form: HeadForm
-) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
-    """(sample, heads) and the part of a pair of chunks, for tiles whose scores fit the cache."""
-    _, batch, heads, _, _ = kv.shape
-    for pair in pairs:
-        for tile in _cut(pair, form.queries):
-            size = (tile.queries.stop - tile.queries.start) * form.queries * kv.itemsize
-            size *= tile.keys.stop - tile.keys.start
-            count = max(1, _SCORES // size)
-            for sample in range(batch):
-                for first in range(0, heads, count):
-                    yield (sample, slice(first, min(first + count, heads))), tile
 
 
 def _cut(pair: ChunkPair, g: int) -> Iterator[ChunkPair]:
@@ -276,16 +277,25 @@ def _by_column(sums: Array, scores: Array) -> Array:
     return sums.reshape(scores.shape[0], 1, -1)
 
 
-def _scores(q: Array, k: Array, tile: ChunkPair, scale: float) -> tuple[Array, Array]:
-    """S[heads, key, g*query] = k q' / sqrt(D), -inf for keys that are hidden; and the scaled q."""
-    scaled = _together(q) * q.dtype.type(scale)
-    scores = k @ scaled.swapaxes(1, 2)
+def _scores(
+    q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, padding: Array | None
+) -> tuple[Array, Array]:
+    """S[heads, key, g*query] = k q' / sqrt(D) of a tile, -inf for keys that are hidden; and the
+    scaled q."""
+    scaled = _together(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
+    scores = k[at][:, tile.keys] @ scaled.swapaxes(1, 2)
     if tile.masked:
-        keys = tile.key_position + np.arange(k.shape[1])
+        keys = tile.key_position + np.arange(scores.shape[1])
         queries = tile.query_position + np.arange(q.shape[2])
-        hidden = np.tile(keys[:, None] > queries, q.shape[1])
-        scores[:, hidden] = -np.inf
+        scores[:, np.tile(keys[:, None] > queries, q.shape[1])] = -np.inf
+    if padding is not None:
+        scores[:, padding[at[0], tile.keys]] = -np.inf
     return scores, scaled
+
+
+def _finite(sums: Array) -> Array:
+    """Maxima or log-sum-exps, 0 where no key is seen."""
+    return np.where(np.isneginf(sums), 0, sums)
 
 
 def _factors(
