@@ -2,7 +2,8 @@
 
 It follows hpc3d.model in sizes, names and the order of columns, [q x g | k | v] of a head of keys
 and (gate, up) of a feature, and is otherwise plain torch: linear, layer_norm, rms_norm, gelu,
-silu, scaled_dot_product_attention, cross_entropy.  What a model has is told by its weights.
+silu, scaled_dot_product_attention, cross_entropy.  What a model has is told by its weights: one
+with segments is BERT, with norms last and attention without a causal mask.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ def norm(
     return functional.layer_norm(x, gamma.shape, gamma, beta, epsilon)
 
 
-def _attention(qkv: torch.Tensor, shape: Any, rotary: bool) -> torch.Tensor:
-    """Causal attention on [B, T, heads*(g+2)*D]."""
+def _attention(
+    qkv: torch.Tensor, shape: Any, rotary: bool, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention on [B, T, heads*(g+2)*D]: causal, or of the tokens that are `seen` [B, T]."""
     batch, sequence, _ = qkv.shape
     g, width = shape.heads // shape.kv_heads, shape.hidden // shape.heads
     parts = qkv.view(batch, sequence, shape.kv_heads, g + 2, width).permute(0, 2, 3, 1, 4)
     q, k, v = parts[:, :, :g], parts[:, :, g : g + 1], parts[:, :, g + 1 :]
     if rotary:
         q, k = (_turned(each, shape.rotation) for each in (q, k))
+    mask = None if seen is None else seen[:, None, None, None, :]
     out = functional.scaled_dot_product_attention(
-        q, k.expand_as(q), v.expand_as(q), is_causal=True
+        q, k.expand_as(q), v.expand_as(q), mask, is_causal=seen is None
     )
     return out.permute(0, 3, 1, 2, 4).reshape(batch, sequence, shape.hidden)
 
@@ -64,19 +68,49 @@ def _block(
 ) -> torch.Tensor:
     rotary = "embedding.position" not in weights
     qkv = linear(weights, f"{name}.qkv", norm(weights, f"{name}.norm1", x, shape.epsilon))
-    x = x + linear(weights, f"{name}.proj", _attention(qkv, shape, rotary))
-    h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x, shape.epsilon))
+    x = x + linear(weights, f"{name}.proj", _attention(qkv, shape, rotary, None))
+    h = norm(weights, f"{name}.norm2", x, shape.epsilon)
+    return x + linear(weights, f"{name}.down", _hidden(weights, name, h, shape))
+
+
+def _last_norm_block(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any, seen: torch.Tensor
+) -> torch.Tensor:
+    """A block of BERT."""
+    a = _attention(linear(weights, f"{name}.qkv", x), shape, rotary=False, seen=seen)
+    x = norm(weights, f"{name}.norm1", x + linear(weights, f"{name}.proj", a), shape.epsilon)
+    h = linear(weights, f"{name}.down", _hidden(weights, name, x, shape))
+    return norm(weights, f"{name}.norm2", x + h, shape.epsilon)
+
+
+def _hidden(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
+) -> torch.Tensor:
+    """The hidden layer of an MLP."""
+    h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
-        h = functional.silu(h[..., ::2]) * h[..., 1::2]
-    else:
-        h = functional.gelu(h, approximate="tanh" if shape.gelu == "tanh" else "none")
-    return x + linear(weights, f"{name}.down", h)
+        return functional.silu(h[..., ::2]) * h[..., 1::2]
+    return _gelu(h, shape)
+
+
+def _gelu(h: torch.Tensor, shape: Any) -> torch.Tensor:
+    return functional.gelu(h, approximate="tanh" if shape.gelu == "tanh" else "none")
 
 
 def loss(
     weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     """The mean loss of tokens and targets [B, T] under a dict of weights by our names."""
+    if "embedding.segment" in weights:
+        logits = _masked_logits(weights, shape, tokens)
+    else:
+        logits = _logits(weights, shape, tokens)
+    return functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
+    )
+
+
+def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:
     table = weights["embedding.token"]
     x = table[tokens]
     if (positions := weights.get("embedding.position")) is not None:
@@ -84,10 +118,25 @@ def loss(
     for number in range(shape.layers):
         x = _block(weights, f"layers.{number}", x, shape)
     head = table if shape.tied else weights["head.table"]
-    logits = norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
-    return functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
-    )
+    return norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
+
+
+def _masked_logits(
+    weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Those of BERT: all tokens are of segment 0, those that are padding are not seen."""
+    table, positions = weights["embedding.token"], weights["embedding.position"]
+    x = table[tokens] + positions + weights["embedding.segment"][0]
+    x = norm(weights, "embedding.norm", x, shape.epsilon)
+    seen = torch.ones_like(tokens, dtype=torch.bool)
+    if shape.padding is not None:
+        seen = tokens != shape.padding
+    for number in range(shape.layers):
+        x = _last_norm_block(weights, f"layers.{number}", x, shape, seen)
+    h = _gelu(linear(weights, "head.dense", x), shape)
+    head = table if shape.tied else weights["head.table"]
+    logits = norm(weights, "head.norm", h, shape.epsilon) @ head.T + weights["head.bias"]
+    return logits[..., : shape.vocabulary]
 
 
 def weights_of(parameters: Parameters) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.model.layers import Dropout
-from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
 from hpc3d.ops.rotary import rotary_table, rotate
 
 if TYPE_CHECKING:
@@ -37,32 +37,35 @@ class CoreAttention:
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
         self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form
-        self.rotary = spec.family.rotary
+        self.rotary, self.causal = spec.family.rotary, spec.family.causal
+        self.layout = spec.splits["dense"].y
         self.selective = spec.recompute == "selective"
         self.dropout = Dropout(mesh, name, spec.splits["dense"].y, self.sizes.dropout, spec.seed)
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""
-        mask, qkv = self._mask(micro), self._turned(qkv, micro)
+        qkv = self._turned(qkv, micro)
+        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
-            out, p = attend(qkv, self.sizes.sequence, self.form, self.mesh.empty, mask)
+            out, p = attend(qkv, self.sizes.sequence, *how)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
         """The gradient of [q|k|v] from that of the output."""
         qkv, p = saved
-        sequence, mask = self.sizes.sequence, self._mask(micro)
         if self.selective:
             p = self.recompute(qkv, micro)
+        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
         with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
-            dqkv = attend_grad(dout, qkv, p, sequence, self.form, self.mesh.empty, mask)
+            dqkv = attend_grad(dout, qkv, p, self.sizes.sequence, *how)
         return self._turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """The probabilities once more: half of the work."""
-        mask, trace, half = self._mask(micro), self.mesh.trace, self._flops(qkv) // 2
+        trace, half = self.mesh.trace, self._flops(qkv) // 2
+        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.sizes.sequence, self.form, self.mesh.empty, mask)
+            return attend_again(qkv, self.sizes.sequence, *how)
 
     def _turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
         """With q and k turned by their positions, in place."""
@@ -78,7 +81,17 @@ class CoreAttention:
         sizes, wide = self.sizes, np.promote_types(dtype, np.float32)
         return rotary_table(sizes.rotation, sizes.sequence, self.form.width, wide)
 
-    def _mask(self, micro):
+    def _mask(self, micro: Microbatch) -> AttentionMask:
+        """Which keys the queries of this rank's samples see."""
+        if self.sizes.padding is None:
+            return AttentionMask(self.causal)
+        return AttentionMask(self.causal, micro.cached("attention.padding", self._padding))
+
+    def _padding(self, micro: Microbatch) -> np.ndarray:
+        """Which tokens [B, T] of this rank's samples are padding."""
+        return micro.rows(micro.tokens, self.layout, self.mesh) == self.sizes.padding
+
+    def _drop(self, micro):
         """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""
         return self.dropout.mask(micro, 1, self.sizes.heads * self.sizes.sequence**2)
 

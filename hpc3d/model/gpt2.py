@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
-from hpc3d.ops.rows import add_repeated, sum_repeated
+from hpc3d.ops.rows import add_bias, add_repeated, sum_repeated, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul, Saved
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.model.layers import EmbeddingSaved
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
-    from hpc3d.model.spec import ModelSpec
+    from hpc3d.model.spec import ModelSizes, ModelSpec
     from hpc3d.tensor.matmul import SavedForWeight
 
 
@@ -40,6 +40,33 @@ def add_table(
     return parameters.add(name, shape, matmul.w_layout, **how)
 
 
+class Positions:
+    """X[m, h] + W[position of a row in its sequence, h], X in a `layout`."""
+
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, sizes: ModelSizes, layout: Layout
+    ) -> None:
+        self.mesh, self.sizes, self.layout = mesh, sizes, layout
+        shape, how = (sizes.sequence, sizes.hidden), {"std": sizes.std, "decay": True}
+        columns = Layout("", " ".join(layout[1]))
+        self.table = parameters.add(
+            "embedding.position", shape, columns, partial=row_axes(layout), **how
+        )
+
+    def add(self, x: Array, micro: Microbatch) -> Array:
+        """The sum, in new memory."""
+        out = self.mesh.empty(x.shape, x.dtype)
+        return add_repeated(x, self.table.value, self.first(micro), out)
+
+    def weight_grad(self, dx: Array, micro: Microbatch) -> None:
+        self.table.grad += sum_repeated(dx, self.first(micro), self.sizes.sequence)
+
+    def first(self, micro: Microbatch) -> int:
+        """The position in its sequence of the first token of this rank's rows."""
+        shape = micro.sequences * self.sizes.sequence, self.sizes.hidden
+        return self.layout.slices(shape, self.mesh)[0].start % self.sizes.sequence
+
+
 class Embeddings:
     """X[m, h] = table[token] + positions, unless these are rotary, and dropout."""
 
@@ -51,22 +78,16 @@ class Embeddings:
         shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
         self.lookup = Embedding(mesh, table, split.without_panels().next())
-        self.position = None
+        self.positions = None
         if not spec.family.rotary:
-            columns, partial = Layout("", " ".join(split.x[1])), row_axes(split.x)
-            where, how = (shape.sequence, shape.hidden), {"std": shape.std, "decay": True}
-            self.position = parameters.add(
-                "embedding.position", where, columns, partial=partial, **how
-            )
-        self.layout = split.x
+            self.positions = Positions(mesh, parameters, shape, split.x)
         self.drop = Dropout(mesh, "embedding.drop", split.x, shape.dropout, spec.seed)
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         x, saved = self.lookup.forward(micro)
-        if self.position:
+        if self.positions:
             with self.mesh.trace.span("embedding", "lookup"):
-                out = self.mesh.empty(x.shape, x.dtype)
-                x = add_repeated(x, self.position.value, self.first(micro), out)
+                x = self.positions.add(x, micro)
         return self.drop.apply(x, micro, self.shape.sequence, self.shape.hidden), saved
 
     def backward(
@@ -76,16 +97,10 @@ class Embeddings:
         defer(self.weight_grad, dx, saved, micro)
 
     def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
-        if self.position:
+        if self.positions:
             with self.mesh.trace.span("embedding", "lookup"):
-                first, period = self.first(micro), self.shape.sequence
-                self.position.grad += sum_repeated(dx, first, period)
+                self.positions.weight_grad(dx, micro)
         self.lookup.backward(dx, saved, micro)
-
-    def first(self, micro: Microbatch) -> int:
-        """The position in its sequence of the first token of this rank's rows."""
-        shape = micro.sequences * self.shape.sequence, self.shape.hidden
-        return self.layout.slices(shape, self.mesh)[0].start % self.shape.sequence
 
 
 class HeadSaved(NamedTuple):
@@ -97,7 +112,7 @@ class HeadSaved(NamedTuple):
 
 
 class Head:
-    """Logits Y[m, v] = norm(X) table' and their cross-entropy."""
+    """Logits Y[m, v] = norm(X) table' and their cross-entropy; some heads add a `bias`."""
 
     name = "head"
 
@@ -112,12 +127,16 @@ class Head:
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
+        self.bias: Parameter | None = None
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved]:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         logits = owned(self.mesh, logits)
+        if self.bias:
+            with self.mesh.trace.span("bias"):
+                add_bias(logits, self.bias.value, logits)
         targets = micro.cached("head.targets", self.targets)
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         saved = HeadSaved(saved_norm, saved_product, saved_loss)
@@ -131,6 +150,8 @@ class Head:
         """The gradient of X, of the summed loss times its factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
+        if self.bias:
+            defer(self.bias_grad, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
@@ -139,6 +160,10 @@ class Head:
             self.matmul.add_w(rest, self.table.grad)
             return
         self.table.grad += self.matmul.backward_weight(rest).wait()
+
+    def bias_grad(self, dlogits: Array) -> None:
+        with self.mesh.trace.span("gradient"):
+            self.bias.grad += sum_rows(dlogits)  # type: ignore[union-attr]
 
     def counts(self) -> bool:
         """Whether this rank's rows of the loss are the copy that counts."""
