@@ -114,7 +114,9 @@ class MaskedHead(Head):
             "head.bias", table.shape[:1], columns, partial=row_axes(self.layout), rows=table.rows
         )
 
-    def forward(self, x: Array, micro: Microbatch) -> tuple[Any, MaskedHeadSaved]:
+    def forward(  # type: ignore[override]  # it saves more
+        self, x: Array, micro: Microbatch
+    ) -> tuple[Any, MaskedHeadSaved]:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         h, saved = self.dense.forward(x)
         with self.mesh.trace.span("gelu"):
@@ -122,7 +124,7 @@ class MaskedHead(Head):
         loss, rest = super().forward(g, micro)
         return loss, MaskedHeadSaved(saved, h, rest)
 
-    def backward(
+    def backward(  # type: ignore[override]
         self, micro: Microbatch, saved: MaskedHeadSaved, defer: Callable[..., None]
     ) -> Array:
         """The gradient of X, of the summed loss times its factor."""

@@ -115,11 +115,11 @@ class Block:
         y, saved_down = self._add_residual(x, self.down, g, self.drop2, micro)
         y, after2 = self._norm(self.norm2, y, first=False)
         return y, BlockSaved(
-            norm1=before1 or after1,
+            norm1=before1 or after1,  # type: ignore[arg-type]  # one of them is there
             qkv_linear=saved_qkv,
             attention=saved_attention,
             proj_linear=saved_proj,
-            norm2=before2 or after2,
+            norm2=before2 or after2,  # type: ignore[arg-type]
             up_linear=saved_up,
             slopes=slopes,
             down_linear=saved_down,

@@ -11,14 +11,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.data.batches import Batches
+from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import philox_draws, philox_key
 
 if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
 _TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9  # of tokens; of targets, and those before it
 _DRAWS = 4  # of a token, of which three are used: one value of the generator's counter
+
+
+def batches_of(config: Config, tokens: Tokens) -> Batches:
+    """The batches that a run with a settled vocabulary learns from."""
+    model = config.model
+    sizes = model.sequence, config.train.batch, config.seed
+    if family_of(model).causal:
+        return Batches(tokens, *sizes)
+    assert model.vocabulary
+    return MaskedBatches(tokens, *sizes, model.vocabulary, model.padding)
 
 
 class MaskedBatches(Batches):
