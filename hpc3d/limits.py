@@ -33,6 +33,7 @@ SIZES = {
     "model.ffn": (1, 2**22),
     "model.sequence": (1, 2**27),
     "model.vocabulary": (1, 2**27),
+    "model.padding": (0, 2**27),
     "train.steps": (1, INT32),
     "train.batch": (1, 2**20),
     "train.warmup": (0, INT32),

@@ -98,11 +98,13 @@ def ranked(
     config: Config, ranks: int, machine: Machine, memory: float, top: int
 ) -> tuple[Found, Ranking]:
     """What was found on so many ranks, and its Ranking."""
+    from hpc3d.model.families import least_vocabulary
     from hpc3d.predict.planning.ranking import Ranking
     from hpc3d.predict.planning.search import Search
     from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
 
-    search = Search(config, ranks, config.model.vocabulary or BYTE_VOCABULARY, machine, memory)
+    vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
+    search = Search(config, ranks, vocabulary, machine, memory)
     found = search.run(top, _most_costs(ranks))
     ranking = Ranking(search, found, machine, _most_effort(ranks))
     ranking.widen()

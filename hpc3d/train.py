@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
+    from hpc3d.data.token_file import Tokens
     from hpc3d.pipeline.program import Program
     from hpc3d.runtime.job import Job
     from hpc3d.training.run_loop import RunningJob, RunPlan
@@ -142,27 +143,17 @@ def prepare(config: Config, run: Path | None) -> Opened:
     from hpc3d import shipped
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
-    from hpc3d.data.batches import Batches
     from hpc3d.data.token_file import open_tokens
     from hpc3d.pipeline.program import program_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
+    from hpc3d.training.masking import batches_of
     from hpc3d.training.run_loop import RunPlan
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
-    vocabulary = config.model.vocabulary or tokens.vocabulary
-    if vocabulary < tokens.vocabulary:
-        raise ValueError(
-            f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens; "
-            f"use at least that, or leave the key out"
-        )
-    config = replace(
-        config,
-        model=replace(config.model, vocabulary=vocabulary),
-        data=replace(config.data, tokenizer=tokens.tokenizer),
-    )
+    config = _settled(config, tokens)
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    batches = Batches(tokens, config.model.sequence, config.train.batch, config.seed)
+    batches = batches_of(config, tokens)
     program, changed = program_of(config), []
     if run:
         lock = folder.claim(run)
@@ -174,6 +165,24 @@ def prepare(config: Config, run: Path | None) -> Opened:
         lock = folder.claim(where)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, batches, program, lock)
+
+
+def _settled(config: Config, tokens: Tokens) -> Config:
+    """`config` with its vocabulary and its tokenizer; ValueError where tokens are too many."""
+    from hpc3d.config.rules import refuse, wrong_tokens
+    from hpc3d.model.families import least_vocabulary
+
+    least = least_vocabulary(config.model, tokens.vocabulary)
+    vocabulary = config.model.vocabulary or least
+    if vocabulary < least:
+        masked = ", and one stands for those that are masked" if least > tokens.vocabulary else ""
+        raise ValueError(
+            f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens"
+            f"{masked}; use at least {least}, or leave the key out"
+        )
+    model = replace(config.model, vocabulary=vocabulary)
+    refuse([*wrong_tokens(model)])
+    return replace(config, model=model, data=replace(config.data, tokenizer=tokens.tokenizer))
 
 
 def _programs(config: Config, program: Program) -> list[Program]:

@@ -1,8 +1,9 @@
 """The same model in torch, eager: what our gradients and our step time are compared with.
 
 It follows hpc3d.model in sizes, names and the order of columns, [q | k | v] of a head, unless
-these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear, layer_norm, rms_norm, gelu,
-silu, scaled_dot_product_attention, cross_entropy.  What a model has is told by its weights.
+these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear,
+layer_norm, rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy.  What a model has is
+told by its weights: one with segments is BERT, with norms last and attention without a causal mask.
 """
 
 from __future__ import annotations
@@ -47,14 +48,21 @@ def _projected(
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Any, rotary: bool
+    weights: dict[str, torch.Tensor],
+    name: str,
+    x: torch.Tensor,
+    shape: Any,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention, [B, T, hidden]; neighbouring queries share a key."""
-    if rotary:
+    """Attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T]; neighbouring
+    queries share a key."""
+    q, k, v = _projected(weights, name, x, shape)
+    if "embedding.position" not in weights:
         q, k = (_turned(each, shape.rotation) for each in (q, k))
     g = shape.heads // shape.kv_heads
     k, v = (each.repeat_interleave(g, 1) for each in (k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = None if seen is None else seen[:, None, None, :]
+    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=seen is None)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -72,22 +80,50 @@ def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
 def _block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    rotary = "embedding.position" not in weights
     n = norm(weights, f"{name}.norm1", x, shape.epsilon)
-    a = _attention(*_projected(weights, name, n, shape), shape, rotary)
-    x = x + linear(weights, f"{name}.proj", a)
-    h = linear(weights, f"{name}.up", norm(weights, f"{name}.norm2", x, shape.epsilon))
+    x = x + linear(weights, f"{name}.proj", _attention(weights, name, n, shape))
+    n = norm(weights, f"{name}.norm2", x, shape.epsilon)
+    return x + linear(weights, f"{name}.down", _hidden(weights, name, n, shape))
+
+
+def _last_norm_block(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any, seen: torch.Tensor
+) -> torch.Tensor:
+    """A block of BERT."""
+    a = linear(weights, f"{name}.proj", _attention(weights, name, x, shape, seen))
+    x = norm(weights, f"{name}.norm1", x + a, shape.epsilon)
+    h = linear(weights, f"{name}.down", _hidden(weights, name, x, shape))
+    return norm(weights, f"{name}.norm2", x + h, shape.epsilon)
+
+
+def _hidden(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
+) -> torch.Tensor:
+    """The hidden layer of an MLP."""
+    h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
-        h = functional.silu(h[..., ::2]) * h[..., 1::2]
-    else:
-        h = functional.gelu(h, approximate="tanh" if shape.gelu == "tanh" else "none")
-    return x + linear(weights, f"{name}.down", h)
+        return functional.silu(h[..., ::2]) * h[..., 1::2]
+    return _gelu(h, shape)
+
+
+def _gelu(h: torch.Tensor, shape: Any) -> torch.Tensor:
+    return functional.gelu(h, approximate="tanh" if shape.gelu == "tanh" else "none")
 
 
 def loss(
     weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     """The mean loss of tokens and targets [B, T] under a dict of weights by our names."""
+    if "embedding.segment" in weights:
+        logits = _masked_logits(weights, shape, tokens)
+    else:
+        logits = _logits(weights, shape, tokens)
+    return functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
+    )
+
+
+def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:
     table = weights["embedding.token"]
     x = table[tokens]
     if (positions := weights.get("embedding.position")) is not None:
@@ -95,10 +131,25 @@ def loss(
     for number in range(shape.layers):
         x = _block(weights, f"layers.{number}", x, shape)
     head = table if shape.tied else weights["head.table"]
-    logits = norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
-    return functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
-    )
+    return norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
+
+
+def _masked_logits(
+    weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Those of BERT: all tokens are of segment 0, those that are padding are not seen."""
+    table, positions = weights["embedding.token"], weights["embedding.position"]
+    x = table[tokens] + positions + weights["embedding.segment"][0]
+    x = norm(weights, "embedding.norm", x, shape.epsilon)
+    seen = torch.ones_like(tokens, dtype=torch.bool)
+    if shape.padding is not None:
+        seen = tokens != shape.padding
+    for number in range(shape.layers):
+        x = _last_norm_block(weights, f"layers.{number}", x, shape, seen)
+    h = _gelu(linear(weights, "head.dense", x), shape)
+    head = table if shape.tied else weights["head.table"]
+    logits = norm(weights, "head.norm", h, shape.epsilon) @ head.T + weights["head.bias"]
+    return logits[..., : shape.vocabulary]
 
 
 def weights_of(parameters: Parameters) -> dict[str, torch.Tensor]:

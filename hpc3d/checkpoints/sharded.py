@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 
 def _block_of(item: Parameter, mesh: Mesh) -> BlockSlices:
-    """The rectangle of this rank's block of a parameter; without the padding of a table."""
-    *rows, columns = item.layout.slices(item.shape, mesh)
-    rows = rows[0] if rows else slice(0, 1)
-    end = min(rows.stop, item.rows) if item.rows else rows.stop
-    return BlockSlices(rows.start, max(rows.start, end), columns.start, columns.stop)
+    """The rectangle of this rank's block of a parameter; without the padding of a table, or of a
+    vector with an element for each of its rows."""
+    first, *others = item.layout.slices(item.shape, mesh)
+    if item.rows:
+        first = slice(first.start, max(first.start, min(first.stop, item.rows)))
+    rows, columns = (first, *others) if others else (slice(0, 1), first)
+    return BlockSlices(rows.start, rows.stop, columns.start, columns.stop)
 
 
 class StoredPiece(NamedTuple):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hpc3d.extras import lacking
+from hpc3d.model.families import family_of
 from hpc3d.pipeline.schedule import find
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ def wrong_backend(config: Config) -> Iterator[str]:
     if train.tf32 and (train.backend, train.dtype) != ("cupy", "float32"):
         yield "train.tf32 = true: for train.backend = cupy with dtype = float32; use false"
     yield from _wrong_graph(config)
-    model = config.model
-    if train.fused_gelu and (train.backend, model.kind, model.gelu) != ("cupy", "gpt2", "tanh"):
+    model, gated = config.model, family_of(config.model).gated
+    if train.fused_gelu and (train.backend, gated, model.gelu) != ("cupy", False, "tanh"):
         yield (
-            "train.fused_gelu = true: for train.backend = cupy, model.kind = gpt2 and model.gelu "
-            "= tanh; use false"
+            "train.fused_gelu = true: for train.backend = cupy, model.kind = gpt2 or bert and "
+            "model.gelu = tanh; use false"
         )
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"

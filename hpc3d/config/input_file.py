@@ -127,9 +127,10 @@ class ModelConfig:
     """llama, qwen2: heads of keys and values, each shared by heads / kv_heads queries (absent:
     heads)"""
     ffn: int | None = None
-    """llama, qwen2: features of the hidden layer of the MLP (absent: 4 hidden)"""
-    norm_epsilon: float = 1e-5
-    """llama, qwen2: what norms add to the mean of squares"""
+    """llama, qwen2, bert: features of the hidden layer of the MLP (absent: 4 hidden)"""
+    norm_epsilon: float | None = None
+    """llama, qwen2, bert: what norms add to the mean of squares (absent: 1e-12 of bert, else
+    1e-5)"""
     rope_theta: float = 10000.0
     """llama, qwen2: rotary positions turn the slowest pair of a head by about 1 / rope_theta a
     token"""
@@ -138,6 +139,9 @@ class ModelConfig:
     { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
     gelu: Literal["tanh", "exact"] = "tanh"
     """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
+    padding: int | None = None
+    """bert: the token that fills up sequences, to which no token attends and which is no target
+    (absent: none)"""
     dropout: float = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
 

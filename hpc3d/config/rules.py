@@ -13,7 +13,7 @@ from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
-from hpc3d.model.families import FAMILIES, block_products, family_of
+from hpc3d.model.families import FAMILIES, block_products, family_of, with_epsilon
 from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
@@ -37,7 +37,7 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
         config = _enlarged_default(config, ranks)
     config = _with_cuboid(config, ranks)
     refuse(violations(config, ranks))
-    return config
+    return replace(config, model=with_epsilon(config.model))
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ def _out_of_range(config: Config) -> Iterator[str]:
         "seed": (config.seed, 0, 2**64),
         "parallel.bucket_mb": (config.parallel.bucket_mb, 0, inf),
         "model.dropout": (model.dropout, 0, 1),
-        "model.norm_epsilon": (model.norm_epsilon, 0, 1),
+        "model.norm_epsilon": (with_epsilon(model).norm_epsilon, 0, 1),
         "model.rope_theta": (model.rope_theta, 1, inf),
         "train.learning_rate": (train.learning_rate, 0, inf),
         "train.weight_decay": (train.weight_decay, 0, inf),
@@ -106,7 +106,8 @@ _SCALING = "factor", "low", "high", "original"
 
 def _wrong_family(model: ModelConfig) -> Iterator[str]:
     """Keys of another family, and rotary positions that are not known."""
-    usual, own = ModelConfig(), family_of(model).keys
+    usual, own = with_epsilon(ModelConfig(kind=model.kind)), family_of(model).keys
+    model = with_epsilon(model)
     for key in dict.fromkeys(key for family in FAMILIES.values() for key in family.keys):
         if key not in own and (value := getattr(model, key)) != getattr(usual, key):
             kinds = " or ".join(kind for kind, family in FAMILIES.items() if key in family.keys)
@@ -190,10 +191,38 @@ def wrong_parts(config: Config) -> Iterator[str]:
             f"model.heads = {model.heads} does not divide by model.kv_heads = {model.kv_heads}: "
             "change one of them"
         )
+    yield from wrong_tokens(model)
+    yield from _wrong_head(config)
     if sequences % micros:
         yield (
             f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
             f"use a multiple of {micros}, or other parallel.microbatches"
+        )
+
+
+def wrong_tokens(model: ModelConfig) -> Iterator[str]:
+    """A token for padding that is none of the text."""
+    last = (model.vocabulary or inf) - 1
+    if model.padding is not None and model.padding >= last:
+        yield (
+            f"model.padding = {model.padding}: must be below {last}, the last token of "
+            "model.vocabulary, which stands for masked ones; name another, or raise it"
+        )
+
+
+def _alike(model: ModelConfig) -> bool:
+    """Whether a product of the head is split so that Y lies as X does."""
+    family = family_of(model)
+    return any(each.alike for each in family.head(family.sizes(model, model.vocabulary or 0)))
+
+
+def _wrong_head(config: Config) -> Iterator[str]:
+    """Columns of X along several axes where a product of the head wants one."""
+    split = config.splits()["dense"]
+    if _alike(config.model) and len(split.x[1]) > 1:
+        yield (
+            f"parallel.split.k = {split.k}: a head of model.kind = {config.model.kind} takes one "
+            "axis at most; put the others on m or n"
         )
 
 
@@ -214,6 +243,9 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         (split.of_gradient.w[0], turned.of_gradient.w[0]),
         (turned.w[1], outer.next().w[1]),
     )
+    if _alike(model):
+        alike = split.alike()
+        inputs = *inputs, alike.w[0], alike.of_gradient.w[0]
     across = used(split.y[1], turned.x[1])
     needs = {
         (batch, sequences // micros): whole,

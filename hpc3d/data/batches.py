@@ -8,22 +8,24 @@ from hpc3d.data.token_file import Tokens
 class Batches:
     """The batches of a run.  Each depends on the tokens, the sizes, `seed` and its step only.
 
-    A window is `sequence` inputs and the token after the last; windows start every `sequence`
-    tokens, so that each token is a target once an epoch (the first never, nor a last part of a
-    window).  An epoch is a permutation of the windows.  A batch that reaches the end of an epoch
-    goes on in the next one.
+    A window is `sequence` inputs and AHEAD tokens after the last, the targets; windows start every
+    `sequence` tokens, so that each token is a target once an epoch (the first AHEAD never, nor a
+    last part of a window).  An epoch is a permutation of the windows.  A batch that reaches the
+    end of an epoch goes on in the next one.
 
     `windows` is their number.  Raises ValueError where the tokens do not fill one window.
     """
 
+    AHEAD = 1
+
     def __init__(self, tokens: Tokens, sequence: int, batch: int, seed: int) -> None:
         assert sequence > 0 and batch > 0 and 0 <= seed < 2**64
-        if len(tokens) < sequence + 1:
+        if len(tokens) < sequence + self.AHEAD:
             raise ValueError(
                 f"data.path: {len(tokens)} tokens, but model.sequence = {sequence} takes at least "
-                f"{sequence + 1}; give more text or lower model.sequence"
+                f"{sequence + self.AHEAD}; give more text or lower model.sequence"
             )
-        self.windows = (len(tokens) - 1) // sequence
+        self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, _permutation(self.windows, seed, 0)
         self._skipped = 0  # sequences beyond step * batch that were seen before a step
@@ -31,9 +33,9 @@ class Batches:
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous."""
         starts = [window * self._sequence for window in self._windows(step)]
-        reads = [self._tokens.read(start, start + self._sequence + 1) for start in starts]
-        windows = np.stack(reads)  # [batch, sequence + 1]
-        return windows[:, :-1].copy(), windows[:, 1:].copy()
+        length = self._sequence + self.AHEAD
+        windows = np.stack([self._tokens.read(start, start + length) for start in starts])
+        return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
         """Let `step` begin after the first `sequences`, whatever batches they came in."""

@@ -1,5 +1,6 @@
 """A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(f(up(norm(x)))), f GELU or
-SwiGLU.  What differs from family to family is data of `Family`."""
+SwiGLU; or with the norms last, norm(x + proj(attention(qkv(x)))), then norm(x + down(f(up(x)))).
+What differs from family to family is data of `Family`."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ class Block:
         self.parameters, self.recompute = parameters, spec.recompute
         self.name = name = f"layers.{number}"
         hidden = model.hidden
-        std, last = model.std, model.std / sqrt(2 * model.layers)
+        self.first_norm = family.first_norm
+        std = last = model.std
+        if self.first_norm:  # the sum of all halves is never normalised (Radford et al. 2019)
+            last = std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std):
             matmul = Matmul(mesh, split, spec.keep)
@@ -108,19 +112,21 @@ class Block:
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
         """The block of Y and what the backward pass works with."""
-        n1, saved_n1 = self.norm1.forward(x)
+        n1, before1 = self._norm(self.norm1, x, first=True)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
         x, saved_proj = self._add_residual(x, self.proj, a, self.drop1, micro)
-        n2, saved_n2 = self.norm2.forward(x)
+        x, after1 = self._norm(self.norm1, x, first=False)
+        n2, before2 = self._norm(self.norm2, x, first=True)
         g, saved_up, slopes = self._up(n2)
         y, saved_down = self._add_residual(x, self.down, g, self.drop2, micro)
+        y, after2 = self._norm(self.norm2, y, first=False)
         return y, BlockSaved(
-            norm1=saved_n1,
+            norm1=before1 or after1,  # type: ignore[arg-type]  # one of them is there
             qkv_linear=saved_qkv,
             attention=saved_attention,
             proj_linear=saved_proj,
-            norm2=saved_n2,
+            norm2=before2 or after2,  # type: ignore[arg-type]
             up_linear=saved_up,
             slopes=slopes,
             down_linear=saved_down,
@@ -135,19 +141,38 @@ class Block:
     ) -> Array:
         if isinstance(saved, BlockInput):
             saved = self._recomputed(saved, micro)
+        dy = self._last_norm_grad(self.norm2, dy, saved.norm2)
         dh = self._down_grad(
             self._apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.slopes, defer
         )
-        dy = self.norm2.backward(
-            self.up.backward(dh, saved.up_linear, defer), saved.norm2, residual=dy
-        )
+        dx = self.up.backward(dh, saved.up_linear, defer)
+        dy = self._first_norm_grad(self.norm2, dx, saved.norm2, dy)
+        dy = self._last_norm_grad(self.norm1, dy, saved.norm1)
         da = self.proj.backward(
             self._apply_dropout(self.drop1, dy, micro), saved.proj_linear, defer
         )
         dqkv = self.attention.backward(da, saved.attention, micro)
-        return self.norm1.backward(
-            self.qkv.backward(dqkv, saved.qkv_linear, defer), saved.norm1, residual=dy
-        )
+        dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
+        return self._first_norm_grad(self.norm1, dx, saved.norm1, dy)
+
+    def _norm(self, norm: LayerNorm, x: Array, first: bool) -> tuple[Array, NormSaved | None]:
+        """norm(x) and what backward needs of it, at the one of the two places where it is; x at
+        the other."""
+        return norm.forward(x) if first == self.first_norm else (x, None)
+
+    def _last_norm_grad(self, norm: LayerNorm, dy: Array, saved: NormSaved) -> Array:
+        """The gradient of what a half of a block ends with, before its norm if that is last."""
+        return dy if self.first_norm else norm.backward(dy, saved, residual=None)
+
+    def _first_norm_grad(
+        self, norm: LayerNorm, dx: Array, saved: NormSaved, residual: Array
+    ) -> Array:
+        """The gradient of what a half of a block begins with: that of the branch, before its norm
+        if that is first, plus that of the residual."""
+        if self.first_norm:
+            return norm.backward(dx, saved, residual)
+        with self.mesh.trace.span("residual"):
+            return add_bias(residual, dx, self.mesh.empty(dx.shape, dx.dtype))
 
     def _up(self, n: Array) -> tuple[Array, Saved, Array]:
         """f(up(n)), what backward needs of up, and the slopes of f; where products do GELU, what

@@ -103,10 +103,10 @@ class RingAttention(HeadBlock):
         """Those of this rank's chunks and of the chunks at a place of the ring that queries see."""
         mine, theirs = (list(self._chunks(which)) for which in (self.place, place))
         return tuple(
-            ChunkPair(queries, keys, position == other, position, other)
+            ChunkPair(queries, keys, self.causal and position == other, position, other)
             for queries, position in mine
             for keys, other in theirs
-            if other <= position
+            if other <= position or not self.causal
         )
 
     def _chunks(self, place: int) -> Iterator[tuple[slice, int]]:
@@ -134,15 +134,19 @@ class RingAttention(HeadBlock):
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
         """The `Chunks` of each place of the ring."""
-        drop = self._mask(micro)
-        return lambda place: Chunks(self.pairs[place], self.form, drop)
+        drop = self._drop(micro)
 
-    def _mask(self, micro: Microbatch) -> Mask | None:
+        def at(place):
+            return Chunks(self.pairs[place], self.form, drop, self.padding(micro, place))
+
+        return at
+
+    def _drop(self, micro: Microbatch) -> Mask | None:
         """That of a matrix [samples heads key, T], with the first row of each sample here."""
         if not self.dropped:
             return None
         length, first = self.context.length, self.heads().start
-        samples = np.array(self.samples(micro))
+        samples = micro.first + np.array(self.samples(micro))
         rows = (samples * self.sizes.heads + first) * length
         return Mask(self.key(micro), self.sizes.dropout, rows, range(length), length)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT
-from hpc3d.ops.attention import attend, attend_again, attend_grad
+from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import rotary_table, rotate
 from hpc3d.tensor.layout import Layout
@@ -43,7 +43,7 @@ class HeadBlock:
         self.form = spec.sizes.form_over(mesh.count(self.layout[1]))
         self.tokens = self.context.length // self.context.rings
         self.place, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
-        self.rotary = spec.family.rotary
+        self.rotary, self.causal = spec.family.rotary, spec.family.causal
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
         """With q and k turned by their positions, in place."""
@@ -70,11 +70,25 @@ class HeadBlock:
         return self.sizes.dropout > 0
 
     def samples(self, micro: Microbatch) -> range:
-        """The sequences of the batch that this rank has tokens of."""
+        """The sequences of the microbatch that this rank has tokens of."""
         rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = rows.slices((micro.sequences,), self.mesh)
-        first = micro.first + here.start % (micro.sequences // self.context.parts)
+        first = here.start % (micro.sequences // self.context.parts)
         return range(first, first + here.stop - here.start)
+
+    def padding(self, micro: Microbatch, place: int) -> Any:
+        """Which tokens [B, t] of these sequences at a place of the ring are padding; None where no
+        token is."""
+        if self.sizes.padding is None:
+            return None
+        name = f"attention.padding.{place}"
+        return micro.cached(name, lambda micro: self._padding(micro, place))
+
+    def _padding(self, micro: Microbatch, place: int) -> np.ndarray:
+        context, samples = self.context, self.samples(micro)
+        parts = micro.tokens.reshape(context.rings, context.heads, -1, context.tokens)
+        tokens = parts[place, :, samples.start : samples.stop].swapaxes(0, 1)
+        return tokens.reshape(len(samples), self.tokens) == self.sizes.padding
 
     def heads(self) -> range:
         """The heads of queries that this rank has."""
@@ -104,35 +118,42 @@ class CoreAttention(HeadBlock):
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""
-        mask, qkv = self._mask(micro), self.turned(qkv, micro)
+        qkv = self.turned(qkv, micro)
+        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
-            out, p = attend(qkv, self.tokens, self.form, self.mesh.empty, mask)
+            out, p = attend(qkv, self.tokens, *how)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
         """The gradient of [q|k|v] from that of the output."""
         qkv, p = saved
-        mask = self._mask(micro)
         if self.selective:
             p = self.recompute(qkv, micro)
+        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
         with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
-            dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, self.mesh.empty, mask)
+            dqkv = attend_grad(dout, qkv, p, self.tokens, *how)
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """The probabilities once more: half of the work."""
-        mask, trace, half = self._mask(micro), self.mesh.trace, self._flops(qkv) // 2
+        trace, half = self.mesh.trace, self._flops(qkv) // 2
+        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.tokens, self.form, self.mesh.empty, mask)
+            return attend_again(qkv, self.tokens, *how)
 
-    def _mask(self, micro: Microbatch) -> Mask | None:
+    def _mask(self, micro: Microbatch) -> AttentionMask:
+        """Which keys the queries of this rank's samples see."""
+        return AttentionMask(self.causal, self.padding(micro, 0))
+
+    def _drop(self, micro: Microbatch) -> Mask | None:
         """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""
         if not self.dropped:
             return None
         square, heads = self.tokens**2, self.heads()
         columns = range(heads.start * square, heads.stop * square)
-        width = self.sizes.heads * square
-        return Mask(self.key(micro), self.sizes.dropout, self.samples(micro), columns, width)
+        samples, width = self.samples(micro), self.sizes.heads * square
+        rows = range(micro.first + samples.start, micro.first + samples.stop)
+        return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
 
     def _flops(self, qkv: Array) -> int:
         """Of q k' and p v: 2 products of 2 T D for every row and head."""

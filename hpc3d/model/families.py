@@ -10,15 +10,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from hpc3d.model.bert import MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
 from hpc3d.model.spec import Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
+_BERT_EPSILON = 1e-12
+
 
 def _gpt2_sizes(model, vocabulary):
     named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout"
     return ModelSizes(vocabulary=vocabulary, **{name: getattr(model, name) for name in named})
+
+
+def _bert_sizes(model, vocabulary):
+    named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout", "padding"
+    return ModelSizes(
+        vocabulary=vocabulary,
+        ffn=model.ffn or 4 * model.hidden,
+        epsilon=_or_usual(model.norm_epsilon, _BERT_EPSILON),
+        **{name: getattr(model, name) for name in named},
+    )
+
+
+def _or_usual(value, usual):
+    return usual if value is None else value
 
 
 def _llama_sizes(model, vocabulary):
@@ -28,7 +45,7 @@ def _llama_sizes(model, vocabulary):
         vocabulary=vocabulary,
         kv_heads=model.kv_heads or model.heads,
         ffn=model.ffn or 4 * model.hidden,
-        epsilon=model.norm_epsilon,
+        epsilon=_or_usual(model.norm_epsilon, LayerNorm.EPSILON),
         rotation=rotation,
         **{name: getattr(model, name) for name in named},
     )
@@ -48,6 +65,11 @@ def _table_product(sizes):
     return (WeightProduct("head", sizes.hidden, sizes.vocabulary),)
 
 
+def _dense_and_table_product(sizes):
+    dense = WeightProduct("dense", sizes.hidden, sizes.hidden, alike=True)
+    return dense, *_table_product(sizes)
+
+
 def _full_attention(sizes):
     """Of q k' and p v, with the masked half: 2 T D for every head, each."""
     return 4 * sizes.sequence * sizes.hidden
@@ -65,7 +87,10 @@ GPT2 = Family(
     kind="gpt2",
     sizes=_gpt2_sizes,
     norm=LayerNorm,
+    first_norm=True,
+    epsilon=LayerNorm.EPSILON,
     gated=False,
+    causal=True,
     rotary=False,
     biased=frozenset({"qkv", "proj", "up", "down"}),
     keys=("gelu",),
@@ -81,7 +106,10 @@ LLAMA = Family(
     kind="llama",
     sizes=_llama_sizes,
     norm=RMSNorm,
+    first_norm=True,
+    epsilon=LayerNorm.EPSILON,
     gated=True,
+    causal=True,
     rotary=True,
     biased=frozenset(),
     keys=("kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"),
@@ -95,12 +123,36 @@ LLAMA = Family(
 
 QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
 
-FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2)}
+BERT = replace(
+    GPT2,
+    kind="bert",
+    sizes=_bert_sizes,
+    first_norm=False,
+    epsilon=_BERT_EPSILON,
+    causal=False,
+    keys=("gelu", "ffn", "norm_epsilon", "padding"),
+    first=SegmentedEmbeddings,
+    last=MaskedHead,
+    head=_dense_and_table_product,
+)
+
+FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
 
 
 def family_of(model: Any) -> Family:
     """The Family of a section [model]."""
     return FAMILIES[model.kind]
+
+
+def with_epsilon(model: Any) -> Any:
+    """A section [model] with that of its norms, which is its family's where it is absent."""
+    return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
+
+
+def least_vocabulary(model: Any, tokens: int) -> int:
+    """The least vocabulary for so many `tokens` of a tokenizer: where a family masks tokens there
+    is one more, the last, for these."""
+    return tokens if family_of(model).causal else tokens + 1
 
 
 def block_products(model: Any) -> tuple[WeightProduct, ...]:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
-from hpc3d.ops.embedding import gather_rows, scatter_rows
-from hpc3d.ops.rows import add_repeated, sum_repeated
+from hpc3d.model.positions import Positions
+from hpc3d.ops.rows import add_bias, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul, Saved
 
@@ -59,7 +58,8 @@ class Embeddings:
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         x, saved = self.lookup.forward(micro)
         if self.positions:
-            x = self.positions.add(x, micro)
+            with self.mesh.trace.span("embedding", "lookup"):
+                x = self.positions.add(x, micro)
         return self.drop.apply(x, micro, self.shape.hidden), saved
 
     def backward(
@@ -70,55 +70,9 @@ class Embeddings:
 
     def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
         if self.positions:
-            self.positions.weight_grad(dx, micro)
+            with self.mesh.trace.span("embedding", "lookup"):
+                self.positions.weight_grad(dx, micro)
         self.lookup.backward(dx, saved, micro)
-
-
-class Positions:
-    """A table of positions [T, h], added to X[m, h]; along a context axis a rank has the rows of
-    the positions of its tokens."""
-
-    def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
-        sizes, self.layout = spec.sizes, spec.splits["dense"].x
-        self.mesh, self.context = mesh, spec.context
-        columns, partial = Layout("", " ".join(self.layout[1])), row_axes(self.layout)
-        shape, how = (sizes.sequence, sizes.hidden), {"std": sizes.std, "decay": True}
-        self.table = parameters.add(
-            "embedding.position", shape, columns, partial=partial, **how
-        )
-
-    def add(self, x: Array, micro: Microbatch) -> Array:
-        """X with the positions of its rows."""
-        with self.mesh.trace.span("embedding", "lookup"):
-            table = self.table.value
-            if self.context.parts > 1:
-                table = gather_rows(table, micro.cached("embedding.positions", self.mine))
-            out = self.mesh.empty(x.shape, x.dtype)
-            return add_repeated(x, table, self.first(micro), out)
-
-    def weight_grad(self, dx: Array, micro: Microbatch) -> None:
-        """The gradient of the table: rows of X at the same position are summed."""
-        with self.mesh.trace.span("embedding", "lookup"):
-            grad = sum_repeated(dx, self.first(micro), self.context.tokens)
-            if self.context.parts == 1:
-                self.table.grad += grad
-                return
-            index = micro.cached("embedding.positions", self.mine)
-            order = micro.cached("embedding.positions.order", self.order)
-            self.table.grad += scatter_rows(grad, index, order, self.table.value.shape)
-
-    def mine(self, micro: Microbatch) -> np.ndarray:
-        """The positions of the tokens of this rank's virtual sequences."""
-        return self.context.positions(self.mesh.coord(CONTEXT))
-
-    def order(self, micro: Microbatch) -> np.ndarray:
-        """Their numbers by position."""
-        return np.argsort(self.mine(micro), kind="stable")
-
-    def first(self, micro: Microbatch) -> int:
-        """The place in its virtual sequence of the first token of this rank's rows."""
-        rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
-        return rows.slices((micro.tokens.size,), self.mesh)[0].start % self.context.tokens
 
 
 class HeadSaved(NamedTuple):
@@ -130,7 +84,7 @@ class HeadSaved(NamedTuple):
 
 
 class Head:
-    """Logits Y[m, v] = norm(X) table' and their cross-entropy."""
+    """Logits Y[m, v] = norm(X) table' and their cross-entropy; some heads add a `bias`."""
 
     name = "head"
 
@@ -145,12 +99,16 @@ class Head:
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
+        self.bias: Parameter | None = None
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved]:
         """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         logits = owned(self.mesh, logits)
+        if self.bias:
+            with self.mesh.trace.span("bias"):
+                add_bias(logits, self.bias.value, logits)
         targets = micro.cached("head.targets", self.targets)
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         saved = HeadSaved(saved_norm, saved_product, saved_loss)
@@ -164,6 +122,8 @@ class Head:
         """The gradient of X, of the summed loss times its factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
+        if self.bias:
+            defer(self.bias_grad, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
@@ -172,6 +132,10 @@ class Head:
             self.matmul.add_w(rest, self.table.grad)
             return
         self.table.grad += self.matmul.backward_weight(rest).wait()
+
+    def bias_grad(self, dlogits: Array) -> None:
+        with self.mesh.trace.span("gradient"):
+            self.bias.grad += sum_rows(dlogits)  # type: ignore[union-attr]
 
     def counts(self) -> bool:
         """Whether this rank's rows of the loss are the copy that counts."""

@@ -15,7 +15,8 @@ from hpc3d.tensor.split import Split
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model; `std` is that of the initial weights, `rotation` that of rotary
-    positions.  With `fused_gelu` a device does GELU within products, where it has whole matrices.
+    positions, `padding` the token that nobody attends to.  With `fused_gelu` a device does GELU
+    within products, where it has whole matrices.
 
     `kv_heads`, those of keys and values, are as many as `heads` where they are 0, and `ffn`, the
     features of the hidden layer of the MLP, are 4 hidden.
@@ -35,6 +36,7 @@ class ModelSizes:
     ffn: int = 0
     epsilon: float = 1e-5
     rotation: Rotation = field(default_factory=Rotation)
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -59,13 +61,15 @@ class ModelSizes:
 
 class WeightProduct(NamedTuple):
     """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
-    is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2)."""
+    is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2), `alike`
+    where it is the one of which Y lies as X does."""
 
     name: str
     inputs: int
     outputs: int
     turned: bool = False
     rows: float = 1
+    alike: bool = False
 
     @property
     def weights(self) -> int:
@@ -84,7 +88,11 @@ class Family:
 
     sizes     (the section [model], vocabulary) -> ModelSizes
     norm      that of blocks and head: (mesh, parameters, name, width, layout, epsilon)
+    first_norm whether a half of a block begins with its norm, else it ends with it
+    epsilon   that of norms where [model] has none
     gated     whether the MLP is SwiGLU, else GELU
+    causal    whether a token sees those before it alone and is followed by its target; else some
+              tokens are masked, and these are the targets
     rotary    whether positions turn q and k, else the first end has a table of them
     biased    the linear layers of a block that have a bias
     keys      those of the section [model] that not every family has
@@ -99,7 +107,10 @@ class Family:
     kind: str
     sizes: Callable
     norm: type
+    first_norm: bool
+    epsilon: float
     gated: bool
+    causal: bool
     rotary: bool
     biased: frozenset[str]
     keys: tuple[str, ...]

@@ -55,6 +55,22 @@ class Split:
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
     @cache  # noqa: B019
+    def alike(self) -> Split:
+        """The split of a product whose Y lies as its X does, and both as X of this one: for a
+        single product between two that store X alike.
+
+        An axis of n that shards X's rows, or lets one rank own them, has other rows: it is one
+        more of m.  X's columns go panel by panel.  Where X is replicated all do the same work.
+        """
+        panels = self.panels.split()
+        rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
+        columns, m = " ".join([*self.k.split(), *panels]), [*self.m.split(), *rows]
+        kept = " ".join(axis for axis in self.replicate.split() if axis in m)
+        return replace(
+            self, m=" ".join(m), n=columns, k="", panels=columns, replicate=kept, own=""
+        )
+
+    @cache  # noqa: B019
     def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:
         """This split on every replica along an axis whose ranks have other rows, such as the data
         axis; it is the innermost on m, or the `outermost`.

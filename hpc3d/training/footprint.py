@@ -48,8 +48,11 @@ def least(config: Config) -> float:
 def parameters(config: Config) -> float:
     """Bytes of values, gradients and the optimiser's states."""
     model, zero, d = config.model, config.parallel.zero, config.mesh.d
-    tables = model.vocabulary * (1 if model.tied else 2) + model.sequence
-    psi = model.layers * block_weights(model) + tables * model.hidden
+    family = family_of(model)
+    tables = 0 if model.tied else model.vocabulary
+    tables += 0 if family.rotary else model.sequence
+    head = sum(each.weights for each in family.head(family.sizes(model, model.vocabulary)))
+    psi = model.layers * block_weights(model) + head + tables * model.hidden
     e, specs = _itemsize(config), optimizer_of(config).STATES
     states = sum(_ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
     shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out

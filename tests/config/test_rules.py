@@ -8,6 +8,7 @@ import pytest
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
 from hpc3d.config.rules import received_elements, resolve, violations
+from hpc3d.model.families import with_epsilon
 from tests.config.refused import problems
 from tests.elided import elided
 
@@ -33,7 +34,7 @@ RULES = {
     "model.sequence": ("0", "model.sequence = 0: ... 1"),
     "model.vocabulary": ("0", "model.vocabulary = 0: ... 1"),
     "model.dropout": ("1", "model.dropout = 1.0: ... 0 ... 1"),
-    "model.kind": ("bert", "model.kind: ... 'llama' or 'qwen2', not 'bert'"),
+    "model.kind": ("t5", "model.kind: ... 'qwen2' or 'bert', not 't5'"),
     "train.steps": ("0", "train.steps = 0: ... 1"),
     "train.batch": ("0", "train.batch = 0: ... 1"),
     "train.warmup": ("-1", "train.warmup = -1: ... 0"),
@@ -132,6 +133,15 @@ def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
         (["--model.kind", "llama", "--model.gelu", "exact"], "model.gelu = exact: of model.kind"),
         ([*LLAMA, "--model.heads", "24", "--model.kv_heads", "16"], "model.heads = 24 does not"),
         (["--model.kind", "llama", "--model.heads", "128"], "model.hidden / model.heads = 3: "),
+        (["--model.padding", "3"], "model.padding = 3: of model.kind = bert alone"),
+        (
+            ["--model.kind", "bert", "--model.vocabulary", "30", "--model.padding", "29"],
+            "model.padding = 29: must be below 29",
+        ),
+        (
+            ["--model.kind", "bert", "--parallel.split", '{ m = "x", k = "y z" }'],
+            "parallel.split.k = y z: a head of model.kind = bert takes one axis",
+        ),
     ],
 )
 def test_what_a_family_does_not_have_is_refused(words, line):
@@ -373,7 +383,8 @@ def test_a_default_that_the_user_changed_does_not_grow():
     changed = load(None, ["--model.hidden", "128"])
     with pytest.raises(ValueError, match=r"mesh: .* 7 ranks"):
         resolve(changed, 7, default=True)
-    assert resolve(load(None, []), 64, default=True).model == Config().model
+    default = with_epsilon(Config().model)
+    assert resolve(load(None, []), 64, default=True).model == default
 
 
 def test_the_best_cuboid_moves_the_fewest_words():

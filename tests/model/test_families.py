@@ -1,4 +1,5 @@
-"""What counts a model asks the family's lists: planted is a GPT-2 with an MLP of 3 h."""
+"""What counts a model asks the family's lists: planted is a GPT-2 with an MLP of 3 h, and BERT in
+its place."""
 
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.input_file import Config
 from hpc3d.config.rules import received_elements
 from hpc3d.model import families
-from hpc3d.model.families import GPT2, block_products, block_weights
+from hpc3d.model.families import BERT, GPT2, block_products, block_weights
 from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
@@ -28,12 +29,20 @@ def narrow_sizes(model, vocabulary):
     return replace(GPT2.sizes(model, vocabulary), ffn=3 * model.hidden)
 
 
-@pytest.fixture(params=[4, 3], ids=["gpt2", "narrow"])
+PLANTED = {"gpt2": GPT2, "narrow": replace(GPT2, sizes=narrow_sizes), "bert": BERT}
+
+
+@pytest.fixture(params=PLANTED)
 def factor(request, monkeypatch):
     """The width of the MLP over that of the model."""
-    if request.param == 3:
-        monkeypatch.setitem(families.FAMILIES, "gpt2", replace(GPT2, sizes=narrow_sizes))
-    return request.param
+    monkeypatch.setitem(families.FAMILIES, "gpt2", PLANTED[request.param])
+    return 3 if request.param == "narrow" else 4
+
+
+@pytest.fixture
+def dense():
+    """The matrices of h^2 in the head, beside that of the table."""
+    return int(families.FAMILIES["gpt2"] is BERT)
 
 
 def model_of(config):
@@ -77,16 +86,18 @@ def test_what_a_block_keeps_of_a_token(factor, recompute):
 
 
 @pytest.mark.parametrize("mesh", [{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}])
-def test_the_operations_are_those_recorded(factor, mesh, tmp_path):
+def test_the_operations_are_those_recorded(factor, dense, mesh, tmp_path):
     trace = trained(tmp_path / "run", 8 if mesh else 1, train__steps=1, **mesh)
     found, model = efficiency_row(trace), config_of(1).model
     assert found["recorded_flop"] == pytest.approx(found["model_flop"], rel=1e-12)
     h, tokens = model.hidden, 24 * model.sequence
     block = 2 * (4 + 2 * factor) * h**2 + 4 * model.sequence * h
-    assert model_flops(model, 24, 24) == 3 * tokens * (model.layers * block + 2 * h * 24)
+    assert model_flops(model, 24, 24) == 3 * tokens * (
+        model.layers * block + 2 * h * (24 + dense * h)
+    )
 
 
-def test_words_volumes_and_memory_ask_the_products(factor):
+def test_words_volumes_and_memory_ask_the_products(factor, dense):
     config = replace(Config(), model=model_of(Config()))
     halves = replace(config, mesh=replace(config.mesh, x=2, y=1, z=1))
     weights = (4 + 2 * factor) * HIDDEN**2
@@ -96,5 +107,5 @@ def test_words_volumes_and_memory_ask_the_products(factor):
     replicas = replace(config, mesh=replace(config.mesh, d=2, x=1, y=1, z=1))
     assert volumes(replicas)["d"] == weights * config.model.layers
     alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
-    tables = (48 + SEQUENCE) * HIDDEN
+    tables = (48 + SEQUENCE + dense * HIDDEN) * HIDDEN
     assert footprint.parameters(alone) == 4 * 4 * (config.model.layers * weights + tables)

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
-from hpc3d.model.families import GPT2, LLAMA, QWEN2
+from hpc3d.model.families import BERT, GPT2, LLAMA, QWEN2
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -55,6 +55,14 @@ def test_qwen2_is_that_of_torch():
     same_as(torch_reference.loss, shape, QWEN2)
     biases = [name for name in names_of(shape, QWEN2) if name.endswith("bias")]
     assert sorted(biases) == [f"layers.{n}.{part}.bias" for n in range(3) for part in "kqv"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_bert_is_that_of_torch(tied, padding):
+    how = {"epsilon": 1e-12, "ffn": 40, "gelu": "exact", "padding": padding}
+    shape = ModelSizes(**SHAPE | how, tied=tied, std=0.3)
+    same_as(torch_reference.loss, shape, BERT)
 
 
 def names_of(shape, family):

@@ -103,6 +103,15 @@ d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1 keep_gathe
 p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme=2d-summa
 d=2 y=4 z=2 schedule=none microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48 dropout=0.25
 x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen2 kv_heads=1 scheme=3d-broadcast
+p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=bert padding=4
+p=2 d=2 y=2 z=2 schedule=zb-h1 microbatches=3 zero=3 kind=bert tied=false gelu=exact
+d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa kind=bert dropout=0.25
+x=4 batch=4 sequence=8 schedule=none microbatches=2 scheme=1d-sequence kind=bert padding=4
+p=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=4 scheme=3d-broadcast kind=bert
+p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=4 zero=1 scheme=1d kind=bert recompute=full
+d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d kind=bert recompute=selective padding=4
+d=2 c=2 y=2 schedule=none microbatches=2 zero=1 sequence=8 kind=bert padding=4 dropout=0.25
+p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind=bert padding=4
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
@@ -113,6 +122,7 @@ p=4 d=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=6 zero=3 layers=8
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=2
 p=2 d=2 c=2 x=2 y=2 z=2 schedule=1f1b microbatches=3 zero=1 sequence=4 kind=llama kv_heads=4 ffn=48
 c=4 x=2 y=2 z=4 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0.25
+p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=1 kind=bert padding=4
 p=4 d=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=6 zero=1 layers=8 dropout=0.25
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h2 microbatches=6 zero=3 tied=false gelu=exact
 """.strip().splitlines()

@@ -20,6 +20,7 @@ import numpy as np
 from hpc3d.comm import threads
 from hpc3d.config.load import load
 from hpc3d.config.rules import refuse, resolve, unknown_values
+from hpc3d.model.families import least_vocabulary
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
@@ -87,7 +88,8 @@ def load_resolved(
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
     config = resolve(config, ranks or mesh.grid().size)
-    vocabulary = config.model.vocabulary or BYTE_VOCABULARY
+    least = least_vocabulary(config.model, BYTE_VOCABULARY)
+    vocabulary = config.model.vocabulary or least
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
 
 
@@ -151,7 +153,8 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
 def _bytes_of_tables(parameters: Parameters) -> int:
     """Bytes of the values of token tables: the first stage has one, and the last its copy."""
-    places = [parameters.places[item].value for item in parameters if item.rows]
+    tables = [item for item in parameters if item.rows and len(item.shape) == 2]
+    places = [parameters.places[item].value for item in tables]
     return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
 
 

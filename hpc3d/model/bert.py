@@ -1,0 +1,135 @@
+"""The two ends of BERT (Devlin et al. 2019, arXiv:1810.04805): embeddings with segments and a
+norm, and the head that tells what masked tokens were.
+
+Next-sentence prediction is left out, so all tokens are of segment 0; the table has its two rows,
+so that published weights come and go whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.model.gpt2 import Head
+from hpc3d.model.layers import Dropout, Embedding, Linear, row_axes
+from hpc3d.model.positions import Positions
+from hpc3d.ops.gelu import GELU, gelu_grad
+from hpc3d.ops.rows import add_bias, sum_rows
+from hpc3d.tensor.layout import Layout
+from hpc3d.tensor.matmul import Matmul
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.gpt2 import HeadSaved
+    from hpc3d.model.layers import EmbeddingSaved, NormSaved
+    from hpc3d.model.microbatch import Microbatch
+    from hpc3d.model.parameters import Parameter, Parameters
+    from hpc3d.model.spec import ModelSpec
+    from hpc3d.tensor.matmul import Saved
+
+SEGMENTS = 2
+
+
+class SegmentedSaved(NamedTuple):
+    """What the backward pass of the embeddings works with."""
+
+    lookup: EmbeddingSaved
+    norm: NormSaved
+
+
+class SegmentedEmbeddings:
+    """X[m, h] = norm(table[token] + positions + the row of segment 0), and dropout."""
+
+    name = "embedding"
+
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
+    ) -> None:
+        sizes, split = spec.sizes, spec.splits["dense"]
+        self.mesh, self.sizes = mesh, sizes
+        self.lookup = Embedding(mesh, table, split.without_panels().next())
+        self.positions = Positions(mesh, parameters, spec)
+        columns, how = Layout("", " ".join(split.x[1])), {"std": sizes.std, "decay": True}
+        self.segments = parameters.add(
+            "embedding.segment",
+            (SEGMENTS, sizes.hidden),
+            columns,
+            partial=row_axes(split.x),
+            **how,
+        )
+        self.norm = spec.family.norm(
+            mesh, parameters, "embedding.norm", sizes.hidden, split.x, sizes.epsilon
+        )
+        self.drop = Dropout(mesh, "embedding.drop", split.x, spec)
+
+    def forward(self, micro: Microbatch) -> tuple[Array, SegmentedSaved]:
+        x, saved = self.lookup.forward(micro)
+        with self.mesh.trace.span("embedding", "lookup"):
+            x = self.positions.add(x, micro)
+            x = add_bias(x, self.segments.value[0], x)
+        x, saved_norm = self.norm.forward(x)
+        x = self.drop.apply(x, micro, self.sizes.hidden)
+        return x, SegmentedSaved(saved, saved_norm)
+
+    def backward(
+        self, dx: Array, saved: SegmentedSaved, micro: Microbatch, defer: Callable[..., None]
+    ) -> None:
+        dx = self.drop.apply(dx, micro, self.sizes.hidden)
+        dx = self.norm.backward(dx, saved.norm, residual=None)
+        defer(self.weight_grad, dx, saved.lookup, micro)
+
+    def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
+        with self.mesh.trace.span("embedding", "lookup"):
+            self.positions.weight_grad(dx, micro)
+            first = self.segments.grad[0]
+            first += sum_rows(dx)
+        self.lookup.backward(dx, saved, micro)
+
+
+class MaskedHeadSaved(NamedTuple):
+    """What the backward pass of the head works with."""
+
+    dense: Saved
+    slopes: Array
+    rest: HeadSaved
+
+
+class MaskedHead(Head):
+    """Logits Y[m, v] = norm(gelu(X W + b)) table' + b', and their cross-entropy where a target is.
+
+    The product with the table wants X as the blocks leave it, because the table lies as the lookup
+    wants it: so W has the split of which Y lies as X does, `Split.alike`.
+    """
+
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
+    ) -> None:
+        hidden, alike = spec.sizes.hidden, spec.splits["dense"].alike()
+        matmul = Matmul(mesh, alike, spec.keep)
+        self.gelu = GELU[spec.sizes.gelu]
+        self.dense = Linear(parameters, "head.dense", (hidden, hidden), matmul, spec.sizes.std)
+        super().__init__(mesh, parameters, spec, table)
+        columns = Layout(" ".join(self.layout[1]))
+        self.bias = parameters.add(
+            "head.bias", table.shape[:1], columns, partial=row_axes(self.layout), rows=table.rows
+        )
+
+    def forward(  # type: ignore[override]  # it saves more
+        self, x: Array, micro: Microbatch
+    ) -> tuple[Any, MaskedHeadSaved]:
+        """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
+        h, saved = self.dense.forward(x)
+        with self.mesh.trace.span("gelu"):
+            g = self.gelu(h, self.mesh.empty(h.shape, h.dtype))
+        loss, rest = super().forward(g, micro)
+        return loss, MaskedHeadSaved(saved, h, rest)
+
+    def backward(  # type: ignore[override]
+        self, micro: Microbatch, saved: MaskedHeadSaved, defer: Callable[..., None]
+    ) -> Array:
+        """The gradient of X, of the summed loss times its factor."""
+        dg = super().backward(micro, saved.rest, defer)
+        with self.mesh.trace.span("gelu"):
+            dh = gelu_grad(saved.slopes, dg)
+        return self.dense.backward(dh, saved.dense, defer)

@@ -1,0 +1,62 @@
+"""Learned positions: a table with a row per position of a sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.comm.mesh import CONTEXT
+from hpc3d.model.layers import row_axes
+from hpc3d.ops.embedding import gather_rows, scatter_rows
+from hpc3d.ops.rows import add_repeated, sum_repeated
+from hpc3d.tensor.layout import Layout
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.microbatch import Microbatch
+    from hpc3d.model.parameters import Parameters
+    from hpc3d.model.spec import ModelSpec
+
+
+class Positions:
+    """X[m, h] + W[position of a row in its sequence, h], X in the layout of the split's X."""
+
+    def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
+        sizes, self.layout = spec.sizes, spec.splits["dense"].x
+        self.mesh, self.context = mesh, spec.context
+        shape, how = (sizes.sequence, sizes.hidden), {"std": sizes.std, "decay": True}
+        columns = Layout("", " ".join(self.layout[1]))
+        self.table = parameters.add(
+            "embedding.position", shape, columns, partial=row_axes(self.layout), **how
+        )
+
+    def add(self, x: Array, micro: Microbatch) -> Array:
+        """The sum, in new memory."""
+        table = self.table.value
+        if self.context.parts > 1:
+            table = gather_rows(table, micro.cached("embedding.positions", self._here))
+        out = self.mesh.empty(x.shape, x.dtype)
+        return add_repeated(x, table, self._first(micro), out)
+
+    def weight_grad(self, dx: Array, micro: Microbatch) -> None:
+        grad = sum_repeated(dx, self._first(micro), self.context.tokens)
+        if self.context.parts > 1:
+            here = micro.cached("embedding.positions", self._here)
+            order = micro.cached("embedding.positions.order", self._order)
+            grad = scatter_rows(grad, here, order, self.table.value.shape)
+        self.table.grad += grad
+
+    def _here(self, micro: Microbatch) -> np.ndarray:
+        """The positions of the tokens of this rank's virtual sequences."""
+        return self.context.positions(self.mesh.coord(CONTEXT))
+
+    def _order(self, micro: Microbatch) -> np.ndarray:
+        """Their numbers by position."""
+        return np.argsort(self._here(micro), kind="stable")
+
+    def _first(self, micro: Microbatch) -> int:
+        """The place in its virtual sequence of the first token of this rank's rows."""
+        shape = micro.tokens.size, self.table.shape[1]
+        return self.layout.slices(shape, self.mesh)[0].start % self.context.tokens

@@ -1,0 +1,102 @@
+"""Which tokens are masked: the shares, what stays, and that it depends on seed and step alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpc3d.config.input_file import Config
+from hpc3d.data.batches import Batches
+from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.training.masking import MaskedBatches, batches_of
+from tests.data.test_batches import Numbers
+
+SEQUENCE, BATCH, VOCABULARY = 100, 300, 50  # [MASK] is 49
+
+
+class Text(Numbers):
+    """Token i is i modulo 49, so that all but [MASK] are as frequent."""
+
+    def read(self, start, stop):
+        return super().read(start, stop) % (VOCABULARY - 1)
+
+
+TEXT = Text(SEQUENCE * BATCH)
+
+
+def masked(step=0, seed=7, padding=None, batch=BATCH):
+    return MaskedBatches(TEXT, SEQUENCE, batch, seed, VOCABULARY, padding).batch(step)
+
+
+def whole(step=0):
+    """The batch before it is masked: there are as many windows as sequences, all of the text."""
+    numbers = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, VOCABULARY)
+    return super(MaskedBatches, numbers).batch(step)[0]
+
+
+def near(share, expected, count):
+    """Within five standard deviations of a share of so many draws."""
+    return abs(share - expected) < 5 * (expected * (1 - expected) / count) ** 0.5
+
+
+def test_the_shares_are_those_of_bert():
+    inputs, targets = masked()
+    text, chosen = whole(), targets != IGNORE
+    assert inputs.dtype == targets.dtype == np.int32
+    np.testing.assert_array_equal(targets[chosen], text[chosen])
+    np.testing.assert_array_equal(inputs[~chosen], text[~chosen])
+    count = int(chosen.sum())
+    assert near(count / chosen.size, 0.15, chosen.size)
+    hidden, kept = (inputs == VOCABULARY - 1)[chosen], (inputs == text)[chosen]
+    assert near(hidden.mean(), 0.8, count)
+    assert near(kept.mean(), 0.1 + 0.1 / 49, count)  # one of 49 is replaced by itself
+    other = inputs[chosen][~hidden & ~kept]
+    assert len(np.unique(other)) == VOCABULARY - 1
+    assert near((other < 7).mean(), 1 / 7, other.size)
+
+
+def test_every_token_is_a_target_once_in_a_while_the_last_too():
+    assert MaskedBatches(TEXT, SEQUENCE, BATCH, 7, VOCABULARY).windows == BATCH
+    chosen = sum((masked(step)[1] != IGNORE).astype(int) for step in range(80))
+    assert chosen.min() > 0
+    assert near(chosen.mean() / 80, 0.15, 80 * chosen.size)
+
+
+def test_a_step_is_masked_alike_whenever_it_is_made():
+    ahead = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, VOCABULARY)
+    ahead.batch(5)
+    for found, expected in zip(ahead.batch(3), masked(3), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("other", [{"step": 1}, {"seed": 8}])
+def test_steps_and_seeds_differ(other):
+    same = (masked()[1] != IGNORE) == (masked(**other)[1] != IGNORE)
+    assert near(same.mean(), 0.15**2 + 0.85**2, same.size)
+
+
+def test_the_masked_tokens_are_what_they_were():
+    """A run goes on with another NumPy: what is masked must not have moved."""
+    inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, VOCABULARY, padding=3).batch(0)
+    assert np.argwhere(targets != IGNORE).tolist() == [[0, 0], [0, 7], [1, 2]]
+    assert inputs.tolist() == [[49, 36, 37, 38, 39, 40, 41, 49], [14, 15, 49, 17, 18, 19, 20, 21]]
+
+
+def test_padding_is_no_target_and_takes_no_place():
+    inputs, targets = masked(padding=3)
+    text = whole()
+    assert (targets[text == 3] == IGNORE).all() and (inputs[text == 3] == 3).all()
+    assert not (inputs[text != 3] == 3).any()
+    replaced = (targets != IGNORE) & (inputs != text) & (inputs != VOCABULARY - 1)
+    assert set(range(VOCABULARY - 1)) - {*inputs[replaced]} == {3}
+
+
+@pytest.mark.parametrize(("kind", "made"), [("gpt2", Batches), ("bert", MaskedBatches)])
+def test_what_a_family_learns_from(kind, made):
+    config = Config()
+    model = replace(config.model, kind=kind, vocabulary=VOCABULARY, padding=None)
+    batches = batches_of(replace(config, model=model), TEXT)
+    assert type(batches) is made
+    tokens, targets = batches.batch(0)
+    assert tokens.shape == targets.shape == (config.train.batch, model.sequence)
+    assert (targets == IGNORE).any() == (kind == "bert")
