@@ -1,8 +1,9 @@
 """The same model in torch, eager: what our gradients and our step time are compared with.
 
 It follows hpc3d.model in sizes, names and the order of columns, [q | k | v] of a head, unless
-these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear, layer_norm, rms_norm, gelu,
-silu, scaled_dot_product_attention, cross_entropy.  What a model has is told by its weights.
+these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear,
+layer_norm, rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy.  What a model has is
+told by its weights.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ summed over n's axes when the step ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.model.layers import Linear, gradient, immediately, row_axes
 from hpc3d.ops.columns import accumulate_columns, join_columns
@@ -136,7 +136,7 @@ class GroupedQkv(Linear):
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             for part in self.parts:
-                accumulate_columns(part.weight.grad[:, part.needed], dw[:, part.joined])
+                accumulate_columns(part.weight.grad, part.needed, dw, part.joined.start)
             if self.parts[0].bias:
                 self._add_bias_grads(sum_rows(dy))
 
