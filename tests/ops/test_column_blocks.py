@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.ops.columns import accumulate_columns, join_columns
+from hpc3d.ops.column_blocks import accumulate_columns, join_columns
 
 RNG = np.random.default_rng(7)
 
