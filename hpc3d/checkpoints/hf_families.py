@@ -16,8 +16,9 @@
 Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
 
 Our columns of qkv are [q | k | v] for each head, and where several queries share a key q, k and v
-have an array each; those of a gated up are [gate | up] for each unit.  GPT-2 has all of q, all of k and all of v side by side, and a weight is [in, out], as
-ours; Llama has an array for each of them, and a weight is [out, in].
+have an array each; those of a gated up are [gate | up] for each unit.  GPT-2 has all of q, all of
+k and all of v side by side, and a weight is [in, out], as ours; Llama has an array for each of
+them, and a weight is [out, in].
 """
 
 from __future__ import annotations

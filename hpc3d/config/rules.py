@@ -271,11 +271,10 @@ def _unshared_keys(
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
     fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
-    nearest = {max(n for n in fit if n < keys), min(n for n in fit if n > keys)}
+    below, above = max(n for n in fit if n < keys), min(n for n in fit if n > keys)
     yield (
-        f"model.kv_heads = {keys}: over mesh axes {_named(axes, sizes)} = {count} the queries of a "
-        f"rank would belong to parts of several heads of keys; use "
-        f"{' or '.join(map(str, sorted(nearest)))}, or other [mesh] sizes"
+        f"model.kv_heads = {keys} neither divides over mesh axes {_named(axes, sizes)} = {count} "
+        f"nor divides {count}: use {below} or {above}, or other [mesh] sizes"
     )
 
 

@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.layers import Linear, gradient, immediately, row_axes
-from hpc3d.ops.columns import accumulate_columns, join_columns
+from hpc3d.ops.column_blocks import accumulate_columns, join_columns
 from hpc3d.ops.rows import sum_rows
 from hpc3d.tensor.layout import Layout
+from hpc3d.tensor.matmul import Saved
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.model.spec import ModelSizes
-    from hpc3d.tensor.matmul import Matmul, Saved, SavedForWeight
+    from hpc3d.tensor.matmul import Matmul, SavedForWeight
 
 
 class _Part(NamedTuple):
@@ -40,9 +41,12 @@ class _Part(NamedTuple):
 
 
 class GroupedSaved(NamedTuple):
-    """What the product saved; its W is None where it is joined again, from `weights`."""
+    """X and the gathered W as in `Saved`.  Where nothing is gathered or kept of W it is None, and
+    joined again from `weights`: copies of W for all microbatches in flight would be large."""
 
-    product: Saved
+    x: Array
+    w: Array | None
+    kept: str
     weights: list[Array]
 
 
@@ -111,9 +115,9 @@ class GroupedQkv(Linear):
         biases = [part.bias.value for part in self.parts if part.bias]
         w = self._joined(weights)
         y, saved = self.affine(x, w, self._joined(biases) if biases else None)
-        if saved.w is w:  # nothing was gathered: it is joined again rather than kept
-            saved = saved._replace(w=None, kept=saved.kept.replace("w", ""))
-        return y, GroupedSaved(saved, weights)
+        if saved.w is w:
+            return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
+        return y, GroupedSaved(*saved, weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
         """The columns that this rank multiplies with, side by side."""
@@ -126,23 +130,19 @@ class GroupedQkv(Linear):
     def backward(  # type: ignore[override]
         self, dy: Array, saved: GroupedSaved, defer: Callable[..., None] = immediately
     ) -> Array:
-        product, weights = saved
-        if product.w is None:
-            product = product._replace(w=self._joined(weights))
-        return super().backward(dy, product, defer)
+        x, w, kept, weights = saved
+        w = self._joined(weights) if w is None else w
+        return super().backward(dy, Saved(x, w, kept), defer)
 
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
         """The gradients of all weights and biases."""
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
-            for part in self.parts:
-                accumulate_columns(part.weight.grad[:, part.needed], dw[:, part.joined])
-            if self.parts[0].bias:
-                self._add_bias_grads(sum_rows(dy))
-
-    def _add_bias_grads(self, sums: Array) -> None:
-        for _, bias, needed, joined in self.parts:
-            bias.grad[needed] += sums[joined]
+            sums: Any = sum_rows(dy) if self.parts[0].bias else None
+            for weight, bias, needed, joined in self.parts:
+                accumulate_columns(weight.grad, needed, dw, joined.start)
+                if bias:
+                    bias.grad[needed] += sums[joined]
 
 
 def _uncut(layout: Layout) -> Layout:

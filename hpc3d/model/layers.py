@@ -84,7 +84,8 @@ class Linear:
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
         """Y, and what backward needs; a product that is all of Y adds the `residual`."""
-        return self.affine(x, self.weight.value, self.bias and self.bias.value, residual)
+        bias = self.bias.value if self.bias else None
+        return self.affine(x, self.weight.value, bias, residual)
 
     def affine(
         self, x: Array, w: Array, bias: Array | None, residual: Array | None = None

@@ -1,8 +1,8 @@
 """Multi-head attention on whole heads and whole sequences: nothing is communicated.
 
-The rows of a block are whole sequences of T tokens, its columns whole heads, each D wide.  With one
-query a key they are [q | k | v] of head after head; where g queries share keys and values (Ainslie
-et al. 2023, arXiv:2305.13245), all q, then all k, then all v: q 0 to g - 1 are those of k 0.
+The rows of a block are whole sequences of T tokens, its columns whole heads, each D wide.  With
+one query a key they are [q | k | v] of head after head; where g queries share keys and values
+(Ainslie et al. 2023, arXiv:2305.13245), all q, then all k, then all v: q 0 to g - 1 belong to k 0.
 """
 
 from __future__ import annotations

@@ -112,6 +112,21 @@ def test_any_layout_goes_on_from_any_other(checkpoints, before, after):
     cover(found, rest)
 
 
+KEYS = "kind=qwen2 kv_heads=2 ffn=48"
+WHOLE, CUT = (
+    f"y=4 d=2 zero=1 schedule=none microbatches=2 {KEYS}",
+    f"p=2 y=2 z=2 schedule=1f1b microbatches=3 {KEYS}",
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(WHOLE, CUT), pytest.param(CUT, WHOLE, marks=pytest.mark.slow)],
+)
+def test_keys_that_ranks_store_whole_go_on_where_they_are_cut(checkpoints, before, after):
+    test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+
+
 DRAWN = "steps=3 layers=4 hidden=24 heads=24 batch=48"
 
 

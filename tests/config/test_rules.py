@@ -149,6 +149,12 @@ def test_what_a_family_does_not_have_is_refused(words, line):
     assert said.startswith(line)
 
 
+@pytest.mark.parametrize(("kv_heads", "y"), [(1, 8), (2, 8), (4, 4), (8, 4), (24, 8)])
+def test_heads_of_keys_divide_over_ranks_or_divide_these(kv_heads, y):
+    words = sized({"--model.kind": "llama", "--model.kv_heads": kv_heads}, "--mesh.y", str(y))
+    assert resolve(load(None, words), y).model.kv_heads == kv_heads
+
+
 def test_a_decay_that_ends_within_the_warm_up_is_refused():
     (said,) = problems("--train.decay_steps", "1")
     assert re.fullmatch(elided("train.decay_steps = 1: ... train.warmup = 2"), said)
@@ -181,7 +187,15 @@ def sized(changes, *more):
         (
             {"--model.kind": "llama", "--model.kv_heads": 6, "--model.ffn": 180},
             {"y": 8},
-            ["model.kv_heads = 6 ... axes y 8 = 8", "model.ffn = 180 ... axes y 8 = 8: use ... 8"],
+            [
+                "model.kv_heads = 6 ... axes y 8 = 8 ... 8: use 4 or 8",
+                "model.ffn = 180 ... axes y 8 = 8: use ... 8",
+            ],
+        ),
+        (
+            {"--model.kind": "qwen2", "--model.heads": 36, "--model.kv_heads": 9},
+            {"x": 2, "y": 2, "z": 2},
+            ["model.kv_heads = 9 ... axes y 2 = 2 ... 2: use 6 or 12"],
         ),
         (
             {"--model.hidden": 150, "--model.heads": 25},

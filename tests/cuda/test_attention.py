@@ -153,7 +153,8 @@ def test_rotary_positions(form, sign, real, draw, emulate):
     rows, columns, first, period = 7, 2 * form.columns, 2, 5
     x, wide = draw(real, rows, columns)
     cosines, sines = table = rotary_table(Rotation(), period, form.width, np.float32)
-    sizes = {"parts": form.queries + 2, "turned": form.queries + 1, "width": form.width}
+    parts, turned = form.turned(columns)
+    sizes = {"parts": parts, "turned": turned, "width": form.width}
     given = {"cosines": cosines, "sines": sines, "first": first, "period": period, **sizes}
     emulate("rotate", rows, columns, x=x, columns=columns, sign=sign, **given)
     positions = (first + np.arange(rows)) % period

@@ -38,6 +38,20 @@ def test_flat_sums_and_products(size, offset, real, draw, emulate):
     real.same(x, wide_x * wide_y)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("offset", [0, 3, 8])
+def test_a_sum_of_some_columns(size, offset, real, draw, emulate):
+    """Of wider matrices; what stands beside the columns stays."""
+    rows, columns = size
+    (x, wide), (grad, before) = draw(real, rows, columns + 8), draw(FLOAT, rows, columns + 16)
+    some, expected = slice(offset, offset + columns), before.copy()
+    expected[:, some] += wide[:, 8:]
+    sizes = {"grad_first": offset, "grad_columns": columns + 16}
+    sizes |= {"dw_first": 8, "dw_columns": columns + 8, "columns": columns}
+    emulate("accumulate_columns", *size, grad=grad, dw=x, **sizes)
+    FLOAT.same(grad, expected)
+
+
 def test_a_grid_strides_over_what_it_cannot_cover(draw, emulate, monkeypatch):
     monkeypatch.setattr(launch_table, "BLOCKS", 2)
     (x, wide_x), (y, wide_y) = draw(FLOAT, 5000), draw(FLOAT, 5000)

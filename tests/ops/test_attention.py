@@ -6,6 +6,7 @@ import pytest
 from hpc3d.arrays.pool import Pool
 from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask, philox_key
+from tests.ops.by_head import by_head
 from tests.ops.differences import difference
 
 RNG = np.random.default_rng(7)
@@ -57,7 +58,7 @@ def test_attention_and_its_gradient(scores, rate, g, causal, padding, monkeypatc
     qkv = RNG.normal(size=(batch * sequence, heads * (g + 2) * width))
     drop, factors = masked(rate, batch, heads * g, sequence, sequence)
     out, p = attend(qkv, sequence, form, empty, drop, mask)
-    parts = qkv.reshape(batch, sequence, heads, g + 2, width)
+    parts = by_head(qkv, heads, form).reshape(batch, sequence, heads, g + 2, width)
     ordered = np.triu(np.ones((sequence, sequence), bool)) if causal else True
     hidden = np.zeros((batch, sequence), bool) if mask.padding is None else mask.padding
     seen = np.broadcast_to(~hidden[:, :, None] & ordered, (batch, sequence, sequence))

@@ -9,6 +9,7 @@ import torch
 
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
+from tests.ops.by_head import by_head
 from tests.ops.differences import difference
 
 RNG = np.random.default_rng(7)
@@ -16,15 +17,15 @@ BATCH, HEADS, SEQUENCE = 2, 3, 5
 
 
 def turned(x, base, form):
-    """q and k of qkv, the pair (a, b) as a + ib times exp(i angle)."""
-    parts = torch.tensor(x).reshape(BATCH, SEQUENCE, HEADS, form.queries + 2, form.width)
+    """By head, q and k of qkv, the pair (a, b) as a + ib times exp(i angle)."""
+    parts = torch.tensor(by_head(x, HEADS, form).reshape(BATCH, SEQUENCE, HEADS, -1, form.width))
     i = torch.arange(form.width // 2, dtype=torch.float64)
     positions = torch.arange(SEQUENCE, dtype=torch.float64)
     angles = torch.outer(positions, base ** (-2 * i / form.width))
     a, b = parts[:, :, :, :-1].chunk(2, dim=-1)
     pairs = torch.complex(a, b) * torch.exp(1j * angles)[:, None, None]
     parts[:, :, :, :-1] = torch.cat([pairs.real, pairs.imag], -1)
-    return parts.reshape(x.shape).numpy()
+    return parts.flatten(0, 1).numpy()
 
 
 @pytest.mark.parametrize("form", [HeadForm(2), HeadForm(8), HeadForm(6, 3)], ids=str)
@@ -33,9 +34,9 @@ def test_queries_and_keys_turn_and_values_do_not(form):
     x, dy = RNG.normal(size=(2, BATCH * SEQUENCE, HEADS * form.columns))
     table = rotary_table(rotation, SEQUENCE, form.width, np.dtype(np.float64))
     got = rotate(x.copy(), table, form)
-    np.testing.assert_allclose(got, turned(x, rotation.base, form), atol=1e-13)
-    values = (len(x), HEADS, form.queries + 2, form.width)
-    np.testing.assert_array_equal(got.reshape(values)[:, :, -1], x.reshape(values)[:, :, -1])
+    found, before = by_head(got, HEADS, form), by_head(x, HEADS, form)
+    np.testing.assert_allclose(found, turned(x, rotation.base, form), atol=1e-13)
+    np.testing.assert_array_equal(found[:, :, -1], before[:, :, -1])
     np.testing.assert_allclose(
         rotate(dy.copy(), table, form, sign=-1),
         difference(lambda each: rotate(each.copy(), table, form), x, dy),

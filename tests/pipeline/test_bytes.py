@@ -260,6 +260,28 @@ def posted_around_the_last_product(rank):
     return early.count(True), early.count(False)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_keys_that_several_ranks_need_are_summed_when_the_step_ends(kv_heads):
+    """2 (1 - 1/n) e of the elements of Wk, Wv and their biases, which a rank stores whole along
+    n's axes; biases are longer along m's; all else is what ranks with a key each receive."""
+    layers, x, n, width = 2, 2, 4, HIDDEN // 12
+    line = f"x={x} y={n} schedule=none microbatches=2 layers={layers} kind=qwen2 kv_heads="
+    columns = 2 * kv_heads * width
+    whole, longer = layers * (HIDDEN // x + 1) * columns, layers * (columns - 2 * width)
+    for rank, cut in zip(counted(f"{line}{kv_heads}"), counted(f"{line}{n}"), strict=True):
+        assert rank.calls.keys() == cut.calls.keys()
+        more = {key: sum(rank.calls[key]) - sum(cut.calls[key]) for key in cut.calls}
+        assert more.pop(("y", "all_reduce")) == 2 * whole * ITEM * (n - 1) // n
+        assert more.pop(("x", "all_reduce")) == 2 * longer * ITEM * (x - 1) // x
+        assert not any(more.values())
+
+
+def test_a_rank_gathers_the_columns_of_the_keys_that_it_needs():
+    """(1 - 1/m) e of [Wq | Wk | Wv], h (h / n + 2 D) elements."""
+    (rank, *_) = counted("x=2 y=4 microbatches=1 schedule=none layers=1 kind=llama kv_heads=2")
+    assert HIDDEN * (HIDDEN // 4 + 2 * HIDDEN // 12) * ITEM // 2 in rank.calls["x", "all_gather"]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rms_norm_sums_one_number_a_row(ranks):
     """2 (1 - 1/g) rows e bytes forward, as many backward, of two norms a layer and the last."""

@@ -260,6 +260,12 @@ def hurt_replica(kind, name, bit=3):
             ".*token: .* ranks 0 1 along p ",
         ),
         ("d=2 x=2 zero=3", "value", "gamma", ".* along [dx] "),
+        (
+            "y=3 kind=llama kv_heads=1",
+            "value",
+            "k.weight",
+            "rank 1: .*k.weight: .* ranks 0 1 2 along y ",
+        ),
     ],
 )
 def test_a_flip_in_a_parameter_or_its_state_is_found_by_comparing_replicas(line, kind, name, who):

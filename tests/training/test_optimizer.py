@@ -75,6 +75,8 @@ LAYOUTS = [
             "d=3 z=2 zero=2",
             "p=2 d=2 x=2 schedule=zb-h1 microbatches=4 zero=2 tied=false",
             "d=2 x=2 y=2 scheme=2d zero=3",
+            "d=2 x=2 y=2 scheme=2d zero=1 kind=qwen2 kv_heads=1",
+            "d=2 y=4 zero=2 kind=llama kv_heads=2",
             "p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=1 overlap=false",
         ]
     ),

@@ -51,16 +51,17 @@ __global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long
     });
 }
 
-// The same of some columns: from row to row it is `grad_stride` and `dw_stride` elements.  A block
-// has a row.
+// The same of some columns of grad [rows, grad_columns] and dw [rows, dw_columns], from the first of
+// each on.  A block has a row.
 // Launch: block_per_row; reads and writes grad
 template <typename T>
 __global__ void __launch_bounds__(256)
-accumulate_columns(float* grad, const T* dw, int columns, long long grad_stride,
-                   long long dw_stride)
+accumulate_columns(float* grad, const T* dw, int columns, int grad_first, int grad_columns,
+                   int dw_first, int dw_columns)
 {
     constexpr int N = WIDTH<T>;
-    grad += blockIdx.x * grad_stride, dw += blockIdx.x * dw_stride;
+    const long long row = blockIdx.x;
+    grad += row * grad_columns + grad_first, dw += row * dw_columns + dw_first;
     packs_of_row<N>(columns, aligned(grad, dw), [&](int c, auto pack) {
         auto sum = pack.load(grad + c);
         const auto a = pack.load(dw + c);

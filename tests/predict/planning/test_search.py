@@ -101,7 +101,9 @@ p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4 layers_per_stage=[0,2,2
 
 OF_LLAMA = """
 x=2 y=2 z=2 model.kind=llama model.kv_heads=4 model.ffn=640
+x=2 y=4 scheme=2d microbatches=2 model.kind=qwen2 model.kv_heads=1 model.ffn=640
 p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=4 train.backend=cupy
+p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=2 train.backend=cupy
 """.strip().splitlines()
 
 
@@ -129,15 +131,23 @@ def small():
     return search()
 
 
-def test_a_llama_is_planned_within_its_heads_of_keys():
+def test_a_llama_is_planned_on_more_ranks_than_heads_of_keys():
     """The model that shows what launches take has as many as queries."""
-    line = f"{SMALL} d=1 p=1 model.kind=llama model.kv_heads=2 model.ffn=640"
-    _, found = search(line, most=40, top=3)
-    assert found.timed
-    for each in found.timed:
-        config = each.best.config
-        split, sizes = config.splits()["dense"], config.mesh.sizes()
-        assert prod(sizes[axis] for axis in split.y[1]) <= 2
+    line = f"{SMALL} model.kind=llama model.kv_heads=2 model.ffn=640"
+    searched, found = search(line, most=40, top=3)
+    assert found.timed and over(searched) == {1, 2, 4, 8}
+
+
+def test_a_llama_is_planned_where_whole_heads_of_keys_are_shared():
+    line = f"{SMALL} model.hidden=384 model.heads=24 model.kind=llama model.ffn=640"
+    assert over(Search(config_of(f"{line} model.kv_heads=6"), 8, 256, CLUSTER, 16 * GB)) == {1, 2}
+
+
+def over(searched):
+    """Over how many ranks the candidates of a search cut heads."""
+    configs = [candidate.config for candidate in searched.allowed_candidates()]
+    sizes = [(config.mesh.sizes(), config.splits()["dense"].y[1]) for config in configs]
+    return {prod(size[axis] for axis in axes) for size, axes in sizes}
 
 
 def test_bounds_are_below_what_is_found(small):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.arrays.primitive import composite
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -26,24 +26,16 @@ def _(gpu, out, *parts):
     return join_columns.numpy(out, *parts)
 
 
-@primitive
-def accumulate_columns(grad: Array, dw: Array) -> None:
-    """grad += dW of some columns of both, views of wider matrices."""
-    grad += dw
-
-
-@accumulate_columns.abstract
-def _(grad, dw):
-    return None
+@composite
+def accumulate_columns(grad: Array, to: slice, dw: Array, start: int) -> None:
+    """Add the columns of dW from `start` on to the columns `to` of a gradient."""
+    some = grad[:, to]
+    some += dw[:, start : start + some.shape[1]]
 
 
 @accumulate_columns.cuda
-def _(gpu, grad, dw):
-    rows, columns = grad.shape
-    strides = {"grad_stride": _stride(grad), "dw_stride": _stride(dw)}
-    gpu.launch("accumulate_columns", rows, columns, grad=grad, dw=dw, columns=columns, **strides)
-
-
-def _stride(x: Array) -> int:
-    """Elements from a row to the next."""
-    return x.strides[0] // x.itemsize
+def _(gpu, grad, to, dw, start):
+    rows, columns = len(grad), to.stop - to.start
+    given = {"grad_first": to.start, "grad_columns": grad.shape[1]}
+    given |= {"dw_first": start, "dw_columns": dw.shape[1]}
+    gpu.launch("accumulate_columns", rows, columns, grad=grad, dw=dw, columns=columns, **given)

@@ -1,0 +1,13 @@
+"""The columns of qkv by head of keys, taken apart as hpc3d/ops/attention.py describes them."""
+
+import numpy as np
+
+
+def by_head(qkv, heads, form):
+    """qkv [rows, heads*(g+2)*D] as [rows, heads, g + 2, D]: the queries of a key, the key, v."""
+    rows, (width, g) = len(qkv), form
+    if g == 1:
+        return qkv.reshape(rows, heads, 3, width)
+    q, k, v = np.split(qkv, [heads * g * width, heads * (g + 1) * width], axis=1)
+    parts = (each.reshape(rows, heads, -1, width) for each in (q, k, v))
+    return np.concatenate([*parts], axis=2)
