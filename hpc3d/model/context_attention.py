@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-_CHUNK = 512  # tokens of a chunk, about, where no ring says how many
+_CHUNK = 256  # tokens of a chunk, about, where no ring says how many
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
