@@ -33,6 +33,7 @@ SEVERAL = [
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=2d-summa",
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=1 scheme=3d-broadcast",
     "x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=llama kv_heads=4 ffn=24",
+    "d=2 y=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=1 kind=llama kv_heads=1",
 ]
 
 

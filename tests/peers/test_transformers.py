@@ -23,6 +23,7 @@ x=2 y=2 z=2 microbatches=2
 p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 tied=false gelu=exact heads=4
 x=2 y=2 z=2 microbatches=2 kind=llama kv_heads=4 ffn=64
 x=2 microbatches=2 kind=qwen2 kv_heads=6 ffn=64
+x=2 y=4 microbatches=2 kind=llama kv_heads=2 ffn=64
 p=2 d=2 microbatches=2 zero=1 schedule=1f1b kind=llama tied=false norm_epsilon=0.01 rope_theta=50.0
 schedule=none microbatches=2 heads=1 sequence=11 layers=1 vocabulary=50 dropout=0.25
 y=3 microbatches=2 heads=3 hidden=48 sequence=64 batch=6
