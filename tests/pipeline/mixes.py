@@ -92,6 +92,7 @@ x=4 batch=4 sequence=8 schedule=none microbatches=2 scheme=1d-sequence kind=bert
 p=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=4 scheme=3d-broadcast kind=bert
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=4 zero=1 scheme=1d kind=bert recompute=full
 d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d kind=bert recompute=selective padding=4
+d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
