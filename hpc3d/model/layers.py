@@ -228,8 +228,9 @@ class Dropout:
         self.rate, self.seed = rate, seed
 
     def mask(self, micro: Microbatch, rows: int, columns: int) -> Mask | None:
-        """That of this rank's block of a tensor with `rows` rows a sequence; None at rate 0."""
-        if not self.rate:
+        """That of this rank's block of a tensor with `rows` rows a sequence; None where nothing is
+        dropped: at rate 0, and in a pass that is not for training."""
+        if not self.rate or not micro.training:
             return None
         shape = (micro.sequences * rows, columns)
         here, block = self.layout.slices(shape, self.mesh)
