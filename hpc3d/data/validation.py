@@ -43,7 +43,7 @@ class _OtherText(TokenRange):
             return super().read(start, stop)
 
 
-def divided(tokens: Tokens, validation: float | str | None) -> tuple[Tokens, Tokens | None]:
+def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
     """What is trained on and what is evaluated on: the last `validation` share of `tokens` is held
     out, or it names a text or token file; None or "" is no evaluation.
 
