@@ -100,7 +100,7 @@ def _begin(
     """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
     from hpc3d.checkpoints.saver import saver_of
     from hpc3d.comm.cartesian import build
-    from hpc3d.training.evaluation import Evaluator
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.log import layout_lines
     from hpc3d.training.run_loop import RunningJob, equipped
     from hpc3d.training.trainer import Trainer

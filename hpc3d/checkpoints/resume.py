@@ -13,14 +13,14 @@ from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.plain import Problems, lines_of
-from hpc3d.training.evaluation import restored
+from hpc3d.training.evaluator import restored
 from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, TrainConfig
     from hpc3d.data.batches import Batches
     from hpc3d.runtime.job import Job
-    from hpc3d.training.evaluation import Evaluator
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Trainer
 
 _Differs = Callable[[Checkpoint], str | None]

@@ -15,7 +15,7 @@ from hpc3d.trace.segment import sync
 if TYPE_CHECKING:
     from hpc3d.config.input_file import CheckpointConfig
     from hpc3d.runtime.job import Job
-    from hpc3d.training.evaluation import Evaluator
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.log import Log
     from hpc3d.training.run_loop import RunBatches, RunPlan
     from hpc3d.training.trainer import Trainer

@@ -145,7 +145,7 @@ class DataConfig:
     file says, byte for text)"""
     validation: float | str | None = None
     """what the model is evaluated on (train.eval_every): the share of the text that is held out, its
-    last part, such as 0.05; or a text as in path (absent or "": nothing)"""
+    last part, such as 0.05; or a text as in path (absent: nothing)"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
-    from hpc3d.training.evaluation import Best, Evaluation
+    from hpc3d.training.evaluator import Best, Evaluation
     from hpc3d.training.trainer import Step
 
 _LISTED = 8  # hosts, by name

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
-    from hpc3d.training.evaluation import Evaluator
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Step, Trainer
 
 

@@ -7,7 +7,7 @@ collective along an axis, a message to the next or from the previous rank on axi
 import numpy as np
 
 from hpc3d.trace import schema
-from hpc3d.trace.segment import TABLES, segment_path, write_segment
+from hpc3d.trace.segment import segment_path, write_segment
 
 FLUSHED = 1 << 14  # events after which a recorder writes a segment
 SLOT = 1_000_000  # ns
@@ -44,7 +44,7 @@ def generate(folder, sizes, steps, events):
                 "samples": samples_of(rank, number),
             }
             path, names = segment_path(folder, rank, number), [op for op, _ in ROUTINE]
-            write_segment(path, header(rank, sizes), names, *(tables[name] for name in TABLES))
+            write_segment(path, header(rank, sizes), names, *tables.values())
 
 
 def header(rank, sizes):
