@@ -173,6 +173,10 @@ class Job:
         (["--resume", "absent"], "--resume absent: "),
         (["--resume", "{run}", "--train.steps", 4], "4 steps ... --train.steps"),
         (["--resume", "{run}", "--model.layers", 3], "model.layers = "),
+        (
+            ["--resume", "{run}", "--train.steps", 9, "--data.validation", 0.05],
+            "data.validation = 0.05: nothing was held out until now, ...; name another text, or ...",
+        ),
         (["--resume", "{empty}"], ": ...train"),
     ],
 )

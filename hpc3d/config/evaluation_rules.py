@@ -19,7 +19,7 @@ def wrong_evaluation(config: Config) -> Iterator[str]:
         )
     if every > 0 and config.torch.factory:
         yield f"train.eval_every = {every}: not for torch modules; use 0"
-    elif every > 0 and not share:
+    elif every > 0 and share in (None, ""):
         yield (
             f"train.eval_every = {every}: there is nothing to evaluate on; name a text with "
             "data.validation, or hold out a share of data.path, such as 0.05"
