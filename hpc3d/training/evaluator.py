@@ -70,7 +70,8 @@ class Evaluator:
         self.trainer, self.mesh, self.batches, self.feed = trainer, trainer.mesh, batches, feed
         self.program = program or forward_program_of(trainer.config)
         count = np.array([batches.count if batches else 0])
-        self.count = int(self.mesh.world.all_reduce(count, "max").wait()[0])
+        with self.mesh.trace.scope(phase="evaluation"):
+            self.count = int(self.mesh.world.all_reduce(count, "max").wait()[0])
         weights = self.program.weights(trainer.parameters)
         self.engine = Engine(
             self.mesh,
