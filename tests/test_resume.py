@@ -206,7 +206,7 @@ class Job:
         (["--resume", "{run}", "--model.layers", 3], "model.layers = "),
         (
             ["--resume", "{run}", "--train.steps", 9, "--data.validation", 0.05],
-            "data.validation = 0.05: nothing was held out until now, ...; name another text, or ...",
+            "data.validation = 0.05: nothing was held out until now, ...; name another text, ...",
         ),
         (["--resume", "{empty}"], ": ...train"),
     ],

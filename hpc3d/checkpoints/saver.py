@@ -45,7 +45,7 @@ class Saver:
         self.exposed = 0.0  # seconds that the rank did not go on
 
     def after(self, number: int, best: bool = False) -> None:
-        """Save if it is time to, after step `number`, whose evaluation may be the `best` so far."""
+        """Save if it is time to, after step `number`; its evaluation may be the `best` so far."""
         if self.thread and not self.thread.is_alive():
             self.wait()
         done, last = number + 1, self.trainer.config.train.steps

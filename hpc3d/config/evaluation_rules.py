@@ -14,8 +14,8 @@ def wrong_evaluation(config: Config) -> Iterator[str]:
     share, every = config.data.validation, config.train.eval_every
     if isinstance(share, float) and not 0 < share < 1:
         yield (
-            f"data.validation = {share}: a share of the text must be above 0 and below 1; or name a "
-            "text"
+            f"data.validation = {share}: a share of the text must be above 0 and below 1; or name "
+            "a text"
         )
     if every > 0 and config.torch.factory:
         yield f"train.eval_every = {every}: not for torch modules; use 0"

@@ -144,8 +144,8 @@ class DataConfig:
     """byte has 256 tokens, bpe is for a token file that was made with it (absent: what the token
     file says, byte for text)"""
     validation: float | str | None = None
-    """what the model is evaluated on (train.eval_every): the share of the text that is held out, its
-    last part, such as 0.05; or a text as in path (absent: nothing)"""
+    """what the model is evaluated on (train.eval_every): the share of the text that is held out,
+    its last part, such as 0.05; or a text as in path (absent: nothing)"""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ class TrainConfig:
     eval_every: int = 0
     """evaluate on data.validation after every so many steps, and after the last (0: never)"""
     eval_batches: int = 16
-    """batches of an evaluation, of `batch` sequences each, as far as the text fills them (0: all)"""
+    """batches of an evaluation, of `batch` sequences each, as far as the text fills them (0: all
+    that it fills)"""
     tf32: bool = False
     """GPUs round the operands of float32 products to 10 bits"""
     cuda_graph: bool = False

@@ -16,7 +16,6 @@ from hpc3d.config.input_file import Config
 from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
 
-
 _KINDS = ("float", "str")  # of a value that may be either: pydantic says which it tried
 
 

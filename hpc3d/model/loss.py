@@ -54,8 +54,8 @@ class CrossEntropy:
         return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
 
     def score(self, logits: Array, targets: np.ndarray) -> Array:
-        """[the summed loss of this rank's rows, how many of them are predicted right], float64, for
-        a pass without backward; overwrites the logits.
+        """[the summed loss of this rank's rows, how many of them are predicted right], float64,
+        for a pass without backward; overwrites the logits.
 
         A row is right where no logit is above that of its target (`score_rows`): its maximum is
         known for the loss, so that this takes no further message.

@@ -25,7 +25,7 @@ def _ignore(unit: str) -> None:
 
 
 def _collect(saved: list[Any], micro: Microbatch, result: tuple[Any, Any]) -> Any:
-    """Y of a layer's result; what it keeps is added to `saved` if there will be a backward pass."""
+    """Y of a layer's result; what it keeps is added to `saved` if there is a backward pass."""
     y, kept = result
     if micro.training:
         saved.append(kept)

@@ -177,9 +177,9 @@ def check(
     """Run the lowered streams of all stages by the contract; ValueError for the first fault.
 
     Every stage does F, B and W, or BW, of all `micros` microbatches (of all steps together) and
-    chunks once and in this order (where `passes` are F alone, that), none before its input has come; every receive has its send and
-    every send its receive; both ends of a pair of stages name its messages in one order; and no
-    stage waits for ever.
+    chunks once and in this order, or of these the `passes` that there are, none before its input
+    has come; every receive has its send and every send its receive; both ends of a pair of stages
+    name its messages in one order; and no stage waits for ever.
     """
     streams = [list(chain.from_iterable(groups)) for groups in programs]
     for stage, stream in enumerate(streams):

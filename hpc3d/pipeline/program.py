@@ -23,8 +23,9 @@ class Program(NamedTuple):
 
     They are those of one training step, or under an asynchronous schedule those of all steps,
     where microbatches of up to `ahead` steps more are in flight before a step is over.  A training
-    step has so many `updates`, and what only evaluates has none; where microbatches are `alone`, each is a minibatch with an update
-    of its own.  `weights` are what the schedule does with older ones.
+    step has so many `updates`, and what only evaluates has none; where microbatches are `alone`,
+    each is a minibatch with an update of its own.  `weights` are what the schedule does with older
+    ones.
     """
 
     stages: list | dict

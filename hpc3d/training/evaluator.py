@@ -9,7 +9,7 @@ older ones.
 
 from __future__ import annotations
 
-from math import exp, inf, isfinite, nan
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,10 +41,9 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return exp(self.loss) if self.loss < _MOST else inf if self.loss >= _MOST else nan
-
-
-_MOST = 700.0  # nat: the exponential of more is no number
+        """exp(loss), infinite where it is beyond the largest number."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.loss))
 
 
 class Best(NamedTuple):

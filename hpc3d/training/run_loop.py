@@ -130,12 +130,12 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
 
 def _evaluate(run: RunningJob, number: int) -> bool:
     """Evaluate after step `number` if it is time to; whether that is the best so far."""
-    found = run.evaluator.after(number) if run.evaluator else None
-    if found is None:
+    if not run.evaluator or not (found := run.evaluator.after(number)):
         return False
     best = run.evaluator.best
-    run.log.evaluation(found, best)
-    return best is not None and best.step == number + 1
+    is_best = best is not None and best.step == number + 1
+    run.log.evaluation(found, is_best)
+    return is_best
 
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:

@@ -98,6 +98,8 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, text, bpe):
     bytes_of, learned_of = open_tokens(byte), open_tokens(learned)
     assert len(divided(open_tokens(text), byte)[1]) == len(bytes_of)
     for tokens, path in ((bytes_of, learned), (learned_of, byte), (learned_of, str(text))):
-        assert re.search(r"another tokenizer .* share of data.path", refused(divided, tokens, path))
+        assert re.search(
+            r"another tokenizer .* share of data.path", refused(divided, tokens, path)
+        )
     learned_of.json += " "  # the same name and vocabulary, other merges
     assert "another tokenizer" in refused(divided, learned_of, learned)

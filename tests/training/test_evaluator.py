@@ -53,7 +53,7 @@ def blocks_of(trainer):
 
 
 def trained(config, evaluate=True):
-    """Of each rank the evaluations after each step, the weights then, and what training came to."""
+    """Of each rank the evaluations after each step, the weights then, and its training."""
 
     def rank(mesh):
         trainer, found, weights, steps = trainer_of(mesh, config), [], [], []
@@ -204,9 +204,7 @@ def planted(monkeypatch, fault):
 
 def fewer(program):
     """Both stages leave the last microbatch out."""
-    stages = [
-        [group for group in groups if group[0].mb != 3] for groups in program.stages
-    ]
+    stages = [[group for group in groups if group[0].mb != 3] for groups in program.stages]
     return program._replace(stages=stages)
 
 
@@ -253,7 +251,9 @@ class Counting(Evaluator):
 
     def __init__(self, losses, **train):
         config = Config()
-        self.trainer = type("", (), {"config": replace(config, train=replace(config.train, **train))})
+        self.trainer = type(
+            "", (), {"config": replace(config, train=replace(config.train, **train))}
+        )
         self.best, self.losses = None, iter(losses)
 
     def evaluate(self, number):

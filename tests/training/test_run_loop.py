@@ -105,7 +105,7 @@ def test_an_evaluation_comes_before_the_checkpoint_of_its_step(tmp_path, monkeyp
     lines, _ = run(tmp_path, monkeypatch, Evaluating)
     after = [lines[place + 1] for place, line in enumerate(lines) if "evaluated" in str(line)]
     assert after == [{"best": number == 3} for number in range(STEPS)]
-    assert calls == [(1, None), (3, Best(4, 1.5)), (4, Best(4, 1.5))]
+    assert calls == [(1, False), (3, True), (4, False)]
 
 
 def test_who_asks_to_stop_does_not_wait_for_an_evaluation(tmp_path, monkeypatch):

@@ -161,7 +161,8 @@ def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
     with np.errstate(over="ignore"):
         perplexity = [finite(np.exp(row["loss"])) for row in rows]
     return [
-        row | {"loss": finite(row["loss"]), "accuracy": finite(row["accuracy"]), "perplexity": each}
+        row
+        | {"loss": finite(row["loss"]), "accuracy": finite(row["accuracy"]), "perplexity": each}
         for row, each in zip(rows, perplexity)
     ]
 

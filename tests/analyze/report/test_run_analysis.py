@@ -193,7 +193,9 @@ def test_a_step_is_the_same_where_a_run_evaluates(layout, tmp_path):
         for run in (found, expected)
     )
     times = "copy", "unrecorded"  # a call is a row of category copy where it took long
-    mine, others = ([row for row in rows if row["category"] not in times] for rows in (mine, others))
+    mine, others = (
+        [row for row in rows if row["category"] not in times] for rows in (mine, others)
+    )
     assert _sorted(mine) == _sorted(others)
     assert found.violations == expected.violations == [] and not found.missing
     for table, key in (("pipeline", "in_flight"), ("efficiency", "recorded_flop")):
