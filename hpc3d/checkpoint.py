@@ -98,20 +98,21 @@ def _parser() -> Parser:
 
 def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """One line per checkpoint of a run; of a single one also its tensors."""
-    from hpc3d.checkpoints.inspect import about, checkpoints, latest
-    from hpc3d.checkpoints.sharded import Checkpoint
+    from hpc3d.checkpoints.inspect import about, best_of, checkpoints, latest
+    from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 
     folders = checkpoints(options.source)
     newest = latest(folders[0].parent)
+    best = best_of(steps_of(folders[0].parent))
     if folders == [options.source]:
         found = [about(Checkpoint(options.source))]
-        print(plain(_line_of(found[0], newest)))
+        print(plain(_line_of(found[0], newest, best)))
         _print_tensors(found[0])
     else:
         found = [_about_or_problem(folder) for folder in folders]
         for one in found:
-            print(plain(_line_of(one, newest)))
-    return {"latest": newest, "checkpoints": found}
+            print(plain(_line_of(one, newest, best)))
+    return {"latest": newest, "best": best, "checkpoints": found}
 
 
 def _about_or_problem(folder: Path) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _about_or_problem(folder: Path) -> dict[str, Any]:
         return {"folder": str(folder), "problem": str(problem)}
 
 
-def _line_of(found: Mapping[str, Any], newest: str | None) -> str:
+def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
     """Name, date, layout and size of a checkpoint, or what is wrong with it."""
     name = Path(found["folder"]).name
     if "problem" in found:
@@ -134,7 +135,9 @@ def _line_of(found: Mapping[str, Any], newest: str | None) -> str:
     schedule = how["schedule"] or "none"
     layout = f"{mesh}, {how['split'] or how['scheme']}, {schedule}, ZeRO {how['zero']}"
     size = f"{found['parameters']:,} parameters, {found['bytes'] / 1e6:,.1f} MB"
-    mark = "  latest" if name == newest else ""
+    mark = "  latest" * (name == newest)
+    if name == best:
+        mark += f"  best, validation loss {found['best']['loss']:.4f}"
     files = f"{found['files']} file{'s' * (found['files'] > 1)}"
     return f"{name}  {found['written_utc']}  {layout}; {size} in {files}{mark}"
 

@@ -46,11 +46,17 @@ _reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPA
 class Tokens(contextlib.AbstractContextManager):
     """A long row of token ids that stays on disk: the documents, each followed by `END`.
 
-    `vocabulary` is the number of different ids, `tokenizer` the name of what made them.
+    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, and `json`
+    its rules.
     """
 
     tokenizer: str
     vocabulary: int
+    json: str
+
+    def made_by(self) -> tuple[str, int, str]:
+        """The tokenizer: tokens of two texts mean the same where it is the same."""
+        return self.tokenizer, self.vocabulary, self.json
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -89,6 +95,7 @@ class TextTokens(Tokens):
 
     tokenizer = ByteTokenizer.name
     vocabulary = ByteTokenizer.vocabulary
+    json = ByteTokenizer.json
 
     def __init__(self, texts: Sequence[Path]) -> None:
         sizes = [sum(map(len, pieces(text))) for text in texts]
@@ -137,6 +144,7 @@ class TokenFile(Tokens):
         if form != _FORMAT.encode() or version != _VERSION:
             raise ValueError(f"format {form}, version {version}, not {_FORMAT}, {_VERSION}")
         self.tokenizer = str(file.attrs["tokenizer"], "utf-8")
+        self.json = str(file.attrs["tokenizer_json"], "utf-8")
         self.sha256 = str(file.attrs["sha256"], "utf-8")
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])

@@ -143,7 +143,7 @@ class RingAttention(HeadBlock):
 
     def _drop(self, micro: Microbatch) -> Mask | None:
         """That of a matrix [samples heads key, T], with the first row of each sample here."""
-        if not self.dropped:
+        if not self.drops(micro):
             return None
         length, first = self.context.length, self.heads().start
         samples = micro.first + np.array(self.samples(micro))

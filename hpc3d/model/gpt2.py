@@ -106,10 +106,15 @@ class Head:
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
-    def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved]:
-        """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
+    def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
+        """The summed loss of this rank's rows, 0 where another rank counts the same rows; of a
+        microbatch that is not for training it comes with the rows that are predicted right
+        (`CrossEntropy.score`)."""
         logits, saved = self.logits(x)
         targets = micro.cached("head.targets", self.targets)
+        if not micro.training:
+            score = self.loss.score(logits, targets)
+            return score if self.counts() else 0.0, None
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
         return loss if self.counts() else 0.0, HeadSaved(saved, saved_loss)
 
