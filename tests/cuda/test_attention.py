@@ -42,6 +42,7 @@ def dropout_of(mask):
         names = "first_row", "first_column", "width", "limit", "factor"
         return {"dropout_key": None, **dict.fromkeys(names, 0)}
     given = drawn_by(mask)
+    del given["rows"]
     return {"dropout_key": given.pop("key"), **given}
 
 
@@ -153,7 +154,8 @@ def test_rotary_positions(form, sign, real, draw, emulate):
     rows, columns, first, period = 7, 2 * form.columns, 2, 5
     x, wide = draw(real, rows, columns)
     cosines, sines = table = rotary_table(Rotation(), period, form.width, np.float32)
-    sizes = {"parts": form.queries + 2, "turned": form.queries + 1, "width": form.width}
+    parts, turned = form.turned(columns)
+    sizes = {"parts": parts, "turned": turned, "width": form.width}
     given = {"cosines": cosines, "sines": sines, "first": first, "period": period, **sizes}
     emulate("rotate", rows, columns, x=x, columns=columns, sign=sign, **given)
     positions = (first + np.arange(rows)) % period
