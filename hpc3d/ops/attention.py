@@ -390,10 +390,8 @@ def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dic
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:
         given["heads"] //= max(1, len(mask.padding))
-    if drop is None:
-        names = "first_row", "first_column", "width", "limit", "factor"
-        return {**given, "dropout_key": None, **dict.fromkeys(names, 0)}
-    given["heads"] = len(drop.columns) // p.shape[1] ** 2
+    if drop is not None:
+        given["heads"] = len(drop.columns) // p.shape[1] ** 2
     return {**given, **cuda_mask(drop, "dropout_key")}
 
 

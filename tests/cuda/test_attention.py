@@ -42,6 +42,7 @@ def dropout_of(mask):
         names = "first_row", "first_column", "width", "limit", "factor"
         return {"dropout_key": None, **dict.fromkeys(names, 0)}
     given = drawn_by(mask)
+    del given["rows"]
     return {"dropout_key": given.pop("key"), **given}
 
 
