@@ -6,8 +6,9 @@ attention keeps keys and values (hpc3d.model.key_value_cache), and nothing is sa
 
 from __future__ import annotations
 
-from math import lcm
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from math import lcm, prod
+from typing import TYPE_CHECKING
 
 from hpc3d.arrays.pool import contiguous
 from hpc3d.model.key_value_cache import CachedAttention, KeptPositions
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from hpc3d.tensor.split import Split
 
 
-def sequences_for(mesh: Any, split: Split, samples: int) -> int:
-    """The fewest sequences, `samples` or more, that divide over the axes that cut rows anywhere:
-    with one new token a sequence is one row.  `mesh` may be any that counts the ranks of axes."""
+def sequences_for(sizes: Mapping[str, int], split: Split, samples: int) -> int:
+    """The fewest sequences, `samples` or more, that divide over the axes that cut rows anywhere,
+    of axes of these `sizes`: with one new token a sequence is one row."""
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next()
     layouts = [layout for each in splits for layout in (each.x, each.y)]
-    rows = lcm(*(mesh.count(layout[0]) for layout in layouts))
+    rows = lcm(*(prod(sizes.get(axis, 1) for axis in layout[0]) for layout in layouts))
     return -(-samples // rows) * rows
 
 

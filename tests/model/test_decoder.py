@@ -81,7 +81,7 @@ def step_by_step(line, tokens, parts):
     config = config_of(line)
 
     def rank(mesh):
-        assert sequences_for(mesh, config.splits()["dense"], len(tokens)) == len(tokens)
+        assert sequences_for(mesh.sizes, config.splits()["dense"], len(tokens)) == len(tokens)
         decoder, start, found = decoder_of(mesh, config), 0, []
         for count in parts:
             found.append(decoder.forward(tokens[:, start : start + count]).copy())
