@@ -10,7 +10,7 @@ from hpc3d import files, renamed
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import AXES, Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import options, override, to_toml, validate
-from hpc3d.config.rules import refuse, resolve
+from hpc3d.config.rules import refuse, resolve, unknown_values
 from hpc3d.model.decoder import sequences_for
 
 _OTHERS = ("p", "d", "c", "e")  # axes that are no tensor axes
@@ -28,9 +28,10 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
     tree = files.toml(to_toml(_base(trained, words, ranks)))
     renamed.warn(override(tree, words))
     config = validate(tree)
-    refuse([*_other_axes(config.mesh)])
+    refuse([*unknown_values(config), *_other_axes(config.mesh)])
     one_token = replace(config.model, sequence=1)
-    batch = -(-samples // ranks) * ranks  # divides over every mesh
+    every = ranks * config.mesh.grid().size  # sequences that divide over every mesh
+    batch = -(-samples // every) * every
     train = replace(config.train, batch=batch)
     config = resolve(replace(config, model=one_token, train=train), ranks)
     refuse([*untrainable(config)])

@@ -8,7 +8,8 @@ import pytest
 from hpc3d.comm.threads import run
 from hpc3d.model.decoder import Decoder, sequences_for
 from hpc3d.model.families import family_of
-from hpc3d.tensor.split import Split
+from hpc3d.model.microbatch import Microbatch
+from hpc3d.tensor.split import SCHEMES, Split
 from hpc3d.training.trainer import spec_of
 from tests.checkpoints.drawn_models import draw
 from tests.model.whole import Model
@@ -40,33 +41,28 @@ y=2 z=2 scheme=3d-broadcast
 """.strip().splitlines()
 
 
-def whole(line, tokens):
-    """The logits [sequences, T, vocabulary] of the forward pass of training, on one rank."""
+def forward_of(line):
+    """The forward pass of training on one rank: tokens [sequences, t] -> logits
+    [sequences, t, vocabulary]."""
     config = config_of(line)
     family, count = family_of(config.model), config.model.vocabulary
+    sizes = family.sizes(config.model, count)
+    (model,) = run({}, lambda mesh: Model(mesh, sizes, Split(), family=family))
+    for item in model.parameters:
+        draw(item, model.mesh)
 
-    def rank(mesh):
-        sizes = family.sizes(config.model, count)
-        model = Model(mesh, sizes, Split(), family=family)
-        for item in model.parameters:
-            draw(item, mesh)
-        padded = np.zeros((len(tokens), SEQUENCE), int)
+    def logits(tokens):
+        padded = np.zeros((len(tokens), config.model.sequence), int)
         padded[:, : tokens.shape[1]] = tokens
-        micro = micro_of(padded)
-        x, _ = model.stage.embeddings.forward(micro)
-        for block in model.stage.blocks:
+        micro, stage = Microbatch(0, 0, padded, padded, 1.0), model.stage
+        x, _ = stage.embeddings.forward(micro)
+        for block in stage.blocks:
             x, _ = block.forward(x, micro)
-        x, _ = model.stage.head.norm.forward(x)
-        found, _ = model.stage.head.matmul.forward_saving(x, model.stage.head.table.value)
-        return found.reshape(*padded.shape, -1)[..., :count]
+        x, _ = stage.head.norm.forward(x)
+        found, _ = stage.head.matmul.forward_saving(x, stage.head.table.value)
+        return found.reshape(*padded.shape, -1)[:, : tokens.shape[1], :count]
 
-    return run({}, rank)[0]
-
-
-def micro_of(tokens):
-    from hpc3d.model.microbatch import Microbatch
-
-    return Microbatch(0, 0, tokens, tokens, 1.0)
+    return logits
 
 
 def decoder_of(mesh, config, capacity=SEQUENCE):
@@ -98,7 +94,48 @@ def test_logits_are_those_of_the_forward_pass(mesh, kind):
     ranks = prod(config_of(line).mesh.sizes().values())
     tokens = np.random.default_rng(3).integers(0, 29, (2 * ranks, SEQUENCE))
     parts = [4, 1, 1, 2, 1]
-    expected = whole(f"{COMMON} {kind}", tokens)[:, np.cumsum(parts) - 1]
+    expected = forward_of(f"{COMMON} {kind}")(tokens)[:, np.cumsum(parts) - 1]
     for found in step_by_step(line, tokens, parts):
         for number, logits in enumerate(found):
             np.testing.assert_allclose(logits, expected[:, number], rtol=0, atol=1e-10)
+
+
+def test_a_decoder_begins_anew():
+    tokens = np.random.default_rng(3).integers(0, 29, (1, 5))
+
+    def rank(mesh):
+        decoder = decoder_of(mesh, config_of(f"{COMMON} {KINDS[2]}"))
+        first = decoder.forward(tokens).copy()
+        other = decoder.forward(tokens[:, :2])
+        decoder.forget()
+        return first, other, decoder.forward(tokens)
+
+    first, other, again = run({}, rank)[0]
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.01
+
+
+def test_a_decoder_has_neither_gradients_nor_a_state():
+    def rank(mesh):
+        decoder = decoder_of(mesh, config_of(COMMON))
+        return decoder.parameters.value.size, decoder.parameters.grad.size, mesh.pool.live
+
+    values, gradients, live = run({}, rank)[0]
+    assert values and not gradients and not live["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "samples", "expected"),
+    [
+        ("1d", {"x": 4}, 1, 1),
+        ("1d", {"x": 4}, 3, 3),
+        ("1d-sequence", {"x": 4}, 3, 4),
+        ("1d-sequence", {"x": 4}, 5, 8),
+        ("2d", {"x": 2, "y": 3}, 1, 6),  # X[m_xy], Y[m_x]
+        ("3d", {"x": 2, "y": 3, "z": 5}, 1, 30),  # X[m_xy], Y[m_xz]
+        ("3d", {"y": 3, "z": 5}, 1, 15),
+        ("3d-broadcast", {"x": 2, "y": 3, "z": 5}, 1, 2),
+    ],
+)
+def test_sequences_divide_over_the_axes_that_cut_rows(scheme, sizes, samples, expected):
+    assert sequences_for(sizes, SCHEMES[scheme], samples) == expected
