@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, complain, run
+from hpc3d.cli import Parser, complain, parted, run
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
@@ -34,7 +33,7 @@ _EXITS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit code is 2 for bad input, 3 for damage."""
-    words, settings = _parted(sys.argv[1:] if argv is None else argv)
+    words, settings = parted(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
     options = _parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
 
@@ -46,18 +45,6 @@ def _act(options: Namespace, settings: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(found))
     return 0 if found.get("whole", True) else CHECK_FAILED
-
-
-def _parted(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The command line without its `--section.key value`, and those."""
-    ours, settings, words = [], [], iter(words)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name in ("--name", "--seed") or (name.startswith("--") and "." in name):
-            settings += [word, *islice(words, 0 if equals else 1)]
-        else:
-            ours.append(word)
-    return ours, settings
 
 
 def _parser() -> Parser:

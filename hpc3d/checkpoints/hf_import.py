@@ -43,14 +43,14 @@ class Pretrained:
     """The model in a folder or a file.
 
     `model` has the keys of the section [model] that are known of it, `undecided` those that must
-    be given, each with the reason.  ValueError, in one line, if it cannot be trained here.
+    be given, each with the reason, and `settings` what config.json says.  ValueError, in one line, if it cannot be trained here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         files = _weight_files(self.path)
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
-        settings = _read_json(told) if told.exists() else {}
+        self.settings = settings = _read_json(told) if told.exists() else {}
         try:
             self.family = _family_of(settings, files)
             self.places = _places(files, self.family.prefix)

@@ -259,14 +259,14 @@ class Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
-    """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint and
-    in whatever type: values and their master copies come from those that are there in full."""
+    """Fill the parameters and the optimiser of a rank, if it has one, whatever layout wrote the
+    checkpoint and in whatever type: values and their master copies come from those that are there in full."""
     exact = checkpoint.exact
     for item, place in parameters.places.items():
         block = _block_of(item, parameters.mesh)
         _fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
         first = place.own_value.start - place.value.start
-        for kind, state in optimizer.states.items():
+        for kind, state in optimizer.states.items() if optimizer else ():
             stored = exact if kind == MASTER.name else kind
             _fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 

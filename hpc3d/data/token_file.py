@@ -25,6 +25,7 @@ from hpc3d.data.tokenizer import (
     reading,
     reading_text,
     text_files,
+    tokenizer_named,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     return tokens
 
 
+def tokenizer_of(path: str | Path) -> Tokenizer:
+    """Return what makes tokens of such a text, or made those of such a token file; ValueError,
+    one line that begins with `data.path`, where that cannot be read."""
+    if Path(path).suffix != SUFFIX:
+        return ByteTokenizer()
+    with TokenFile(Path(path)) as tokens:
+        return tokenizer_named(tokens.tokenizer, tokens.tokenizer_json)
+
+
 class TextTokens(Tokens):
     """The bytes of text files, of which only the lengths are kept in memory."""
 
@@ -148,6 +158,7 @@ class TokenFile(Tokens):
         self.sha256 = str(file.attrs["sha256"], "utf-8")
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])
+        self.tokenizer_json = str(file.attrs["tokenizer_json"], "utf-8")
         self._tokens = _own_dataset(file, "tokens")
         self.dtype = self._tokens.dtype
         length = int(file.attrs["length"])

@@ -130,3 +130,25 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
             sum = column_all<Sum>(sum);
     }
 }
+
+// p = softmax(scale scores) in the scores' memory, of attention to keys that are kept: the rows are
+// [B heads, queries] and the columns keys, of which query i of `queries` sees first + i + 1 and the
+// others get 0.  A block has a row.
+// Launch: block_per_row; reads and writes scores
+template <typename T>
+__global__ void __launch_bounds__(256)
+cached_softmax(T* scores, int queries, int first, int columns, float scale)
+{
+    const long long row = blockIdx.x;
+    const int seen = first + static_cast<int>(row % queries) + 1;
+    T* mine = scores + row * columns;
+    float most = minus_infinity(), sum = 0;
+    for (int c = threadIdx.x; c < seen; c += blockDim.x)
+        most = Max::of(most, scale * to_float(mine[c]));
+    most = block_all<Max>(most);
+    for (int c = threadIdx.x; c < seen; c += blockDim.x)
+        sum += expf(scale * to_float(mine[c]) - most);
+    sum = block_sum(sum);
+    for (int c = threadIdx.x; c < columns; c += blockDim.x)
+        put(mine[c], c < seen ? expf(scale * to_float(mine[c]) - most) / sum : 0);
+}
