@@ -78,16 +78,15 @@ class Decoder:
         """X of the tokens, at the positions after those that are kept."""
         first, embeddings = self.kept.length, self.stage.embeddings
         x, _ = embeddings.lookup.forward(micro)
-        if not embeddings.position:
+        if not embeddings.positions:
             return x
-        rows = embeddings.position.value[first : first + count]
+        rows = embeddings.positions.table.value[first : first + count]
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:
         """Of the last rows X[sequences, h], on all ranks."""
         head = self.stage.head
-        x, _ = head.norm.forward(x)
-        logits, _ = head.matmul.forward_saving(x, head.table.value)
+        logits, _ = head.logits(x)
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:

@@ -34,7 +34,8 @@ class CachedAttention:
     """
 
     def __init__(self, mesh: Mesh, spec: ModelSpec, kept: KeptPositions) -> None:
-        self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form
+        across = mesh.count(spec.splits["dense"].y[1])
+        self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form_over(across)
         self.rotary, self.kept = spec.family.rotary, kept
         self.cache = None  # [2, B, heads, T, D], keys and values
 
