@@ -8,6 +8,7 @@ from itertools import product
 from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.comm.mesh import data_group
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts
 
@@ -161,7 +162,8 @@ def seconds_of(estimate: Estimate) -> float:
 
 def _floor(estimate: Estimate) -> float:
     """Seconds that no other schedule nor ZeRO saves."""
-    return estimate.seconds - estimate.bubble - estimate.waits["d"]
+    sums = estimate.waits[data_group(estimate.config.mesh.sizes())]
+    return estimate.seconds - estimate.bubble - sums
 
 
 def _keeps_more(way: tuple[bool, str], other: tuple[bool, str]) -> bool:
