@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
-from hpc3d.config.input_file import MeshConfig
+from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.plain import Problems, lines_of
@@ -52,10 +53,11 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
         return config
-    stages = mesh.p * mesh.d
-    kept = {"p": mesh.p, "d": mesh.d} if ranks % stages == 0 else {}
+    wanted = {"p": mesh.p, "d": mesh.d, "c": mesh.c}
+    kept = wanted if ranks % prod(wanted.values()) == 0 else {}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
-    freed = {} if kept else {"schedule": None, "chunks": None, "layers_per_stage": None, "zero": 0}
+    usual = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
+    freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in usual}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 

@@ -18,6 +18,7 @@ from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")
+_LONG = 1024  # tokens from which on attention is no slower chunk by chunk, in NumPy
 STRICT = {"extra": "forbid"}
 
 
@@ -90,8 +91,8 @@ class ParallelConfig:
     ulysses: int = 1
     """of the ranks along c those that exchange heads, with context = "both" """
     attention: Literal["full", "chunked"] | None = None
-    """full keeps all T x T probabilities, chunked a sum per row, for memory linear in T (absent:
-    {attention})"""
+    """full keeps all T x T probabilities, chunked a sum per row: memory linear in T (absent: full,
+    but on CPUs from 1024 tokens on chunked, which is faster there; a ring is chunked)"""
     recompute: Literal["none", "selective", "full"] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks"""
@@ -311,7 +312,9 @@ class Config:
 
     def chunked(self) -> bool:
         """Whether attention works chunk by chunk."""
-        return self.parallel.attention == "chunked" or self.context().rings > 1
+        long = self.train.backend == "numpy" and self.model.sequence >= _LONG
+        asked = self.parallel.attention or ("chunked" if long else "full")
+        return asked == "chunked" or self.context().rings > 1
 
     def layers(self) -> list[range]:
         """The blocks of each part of the pipeline, in model order, as ranges."""

@@ -10,7 +10,9 @@ from math import inf, isqrt, prod
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
+from hpc3d.comm.mesh import CONTEXT
 from hpc3d.config.backend_rules import wrong_backend
+from hpc3d.config.context_rules import unexchanged_heads, wrong_context
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.model.families import FAMILIES, block_products, family_of, with_epsilon
@@ -32,7 +34,7 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
     """
     refuse([*unknown_values(config), *not_there_yet(config)])
     config = _with_schedule(config)
-    refuse([*wrong_parts(config), *wrong_pipeline(config)])
+    refuse([*wrong_context(config), *wrong_parts(config), *wrong_pipeline(config)])
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
         config = _enlarged_default(config, ranks)
     config = _with_cuboid(config, ranks)
@@ -237,6 +239,9 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
     def used(*places):
         return {tuple(axis for axis in axes if sizes[axis] > 1) for axes in places}
 
+    def without_context(places):
+        return {tuple(axis for axis in axes if axis != CONTEXT) for axes in places}
+
     whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
     rows = sequences // micros * model.sequence
     inputs, outputs = (
@@ -248,7 +253,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         inputs = *inputs, alike.w[0], alike.of_gradient.w[0]
     across = used(split.y[1], turned.x[1])
     needs = {
-        (batch, sequences // micros): whole,
+        (batch, sequences // micros): without_context(whole),
         (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
         ("model.heads", model.heads): across,
         ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
@@ -261,6 +266,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
             yield from _indivisible(key, value, axes, sizes)
     for axes in sorted(across):
         yield from _unshared_keys(model, axes, sizes)
+        yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
 
 
 def _unshared_keys(
@@ -312,7 +318,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
             f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
             "its gradient overflows; use bfloat16, or a schedule that is synchronous"
         )
-    if parallel.zero == 2 and config.mesh.d > 1 and {*split.own.split()} & {*split.m.split()}:
+    if parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and {*split.own.split()} & {*split.m.split()}:
         yield (
             f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
             "parallel.zero = 1 or 3, or scheme 3d"

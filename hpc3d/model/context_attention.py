@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-_CHUNK, _CHUNKS = 512, 32  # tokens of a chunk, about, where no ring says how many, and how many
+_CHUNK, _CHUNKS = 256, 64  # tokens of a chunk, about, where no ring says how many, and how many
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:

@@ -75,12 +75,16 @@ def _full_attention(sizes):
     return 4 * sizes.sequence * sizes.hidden
 
 
-def _block_kept(sizes, recompute, gated):
+def _block_kept(sizes, recompute, chunked, gated):
     """Korthikanti et al. 2022, section 4, without dropout's masks: the inputs of norms, of qkv, of
-    proj and of up, q, k and v, and what activation and down work with."""
-    scores = sizes.heads * sizes.sequence
+    proj and of up, q, k and v, and what activation and down work with.  Attention keeps its
+    probabilities, or chunk by chunk a sum of every row and head."""
     rest = 5 * sizes.hidden + sizes.qkv + (2 + gated) * sizes.ffn
-    return {"none": rest + scores, "selective": rest, "full": sizes.hidden}[recompute]
+    if recompute == "full":
+        return sizes.hidden
+    if chunked:
+        return rest + sizes.heads
+    return rest + (sizes.heads * sizes.sequence if recompute == "none" else 0)
 
 
 GPT2 = Family(

@@ -101,7 +101,8 @@ class Family:
     products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
     head      of the last end: the same
     attention operations of the core of attention, of a token in a block, forward: (sizes)
-    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute)
+    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute, whether
+              attention is chunked)
     """
 
     kind: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,19 +153,18 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
     q, _, _ = heads_of(qkv, sequence, form)
     out = queries_of(merged.out, sequence, form)
     for at, tile in chunks.tiles(kv):
-        queries = q[at][:, :, tile.queries]
-        s, _ = _scores(queries, kv[0], at, tile, chunks.padding)
-        top = _finite(s.max(1))
-        s -= top[:, None]
+        s, _ = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
+        old = merged.sums[at][:, :, tile.queries]
+        top = _finite(s.max(0))
+        s -= top
         np.exp(s, out=s)
         with np.errstate(divide="ignore"):
-            new = np.log(s.sum(1)) + top
-        old = merged.sums[at][:, :, tile.queries]
+            new = np.log(_column_sums(s)) + top
         total = np.logaddexp(old, new.reshape(old.shape))
         base = _finite(total)
         if chunks.drop is not None:
             s *= _factors(chunks.drop, at, tile, s, form)
-        added = s.swapaxes(1, 2) @ kv[1][at][:, tile.keys]
+        added = s.transpose(1, 2, 0) @ kv[1][at][:, tile.keys]
         added *= np.exp(top - base.reshape(top.shape))[..., None]
         rows = out[at][:, :, tile.queries]
         rows *= np.exp(old - base)[..., None]
@@ -224,21 +224,21 @@ def chunks_grad(
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
         p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
-        p -= _finite(_by_column(grad.sums[at][:, :, tile.queries], p))
+        p -= _finite(grad.sums[at][:, :, tile.queries]).reshape(p.shape[1:])
         np.exp(p, out=p)
         d = _together(dout[at][:, :, tile.queries])
-        dp = v @ d.swapaxes(1, 2)
+        dp = _by_columns(v, d)
         weights = p
         if drop is not None:
             factors = _factors(drop, at, tile, p, form)
             weights = p * factors
             dp *= factors
-        dv += weights @ d
-        dp -= _by_column(grad.dots[at][:, :, tile.queries], p)
+        dv += weights.swapaxes(0, 1) @ d
+        dp -= grad.dots[at][:, :, tile.queries].reshape(p.shape[1:])
         dp *= p
-        dk += dp @ scaled
+        dk += dp.swapaxes(0, 1) @ scaled
         rows = dq[at][:, :, tile.queries]
-        rows += (dp.swapaxes(1, 2) @ (k * k.dtype.type(scale))).reshape(rows.shape)
+        rows += (dp.transpose(1, 2, 0) @ (k * k.dtype.type(scale))).reshape(rows.shape)
     return dkv
 
 
@@ -285,25 +285,42 @@ def _together(q: Array) -> Array:
     return q.reshape(heads, g * tokens, width)
 
 
-def _by_column(sums: Array, scores: Array) -> Array:
-    """[heads, g, query] for the columns of scores [heads, key, g*query]."""
-    return sums.reshape(scores.shape[0], 1, -1)
+def _by_columns(k: Array, q: Array) -> Array:
+    """k q' of [heads, key, D] and [heads, g*query, D] as [key, heads, g*query]: what is done to a
+    query's scores runs down a column, on long rows."""
+    heads, keys, _ = k.shape
+    scores = np.empty((keys, heads, q.shape[1]), q.dtype)
+    np.matmul(k, q.swapaxes(1, 2), out=scores.swapaxes(0, 1))
+    return scores
+
+
+def _column_sums(scores: Array) -> Array:
+    """The sum over keys, [heads, g*query]: one product with a vector of ones."""
+    flat = scores.reshape(len(scores), -1)
+    return (np.ones(len(flat), flat.dtype) @ flat).reshape(scores.shape[1:])
 
 
 def _scores(
     q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, padding: Array | None
 ) -> tuple[Array, Array]:
-    """S[heads, key, g*query] = k q' / sqrt(D) of a tile, -inf for keys that are hidden; and the
+    """S[key, heads, g*query] = k q' / sqrt(D) of a tile, -inf for keys that are hidden; and the
     scaled q."""
     scaled = _together(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
-    scores = k[at][:, tile.keys] @ scaled.swapaxes(1, 2)
+    scores = _by_columns(k[at][:, tile.keys], scaled)
     if tile.masked:
-        keys = tile.key_position + np.arange(scores.shape[1])
-        queries = tile.query_position + np.arange(q.shape[2])
-        scores[:, np.tile(keys[:, None] > queries, q.shape[1])] = -np.inf
+        ahead = tile.key_position - tile.query_position
+        scores += _later(ahead, len(scores), *q.shape[1:3], scores.dtype)[:, None]
     if padding is not None:
-        scores[:, padding[at[0], tile.keys]] = -np.inf
+        scores[padding[at[0], tile.keys]] = -np.inf
     return scores, scaled
+
+
+@lru_cache(64)
+def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.ndarray:
+    """[key, g*query]: -inf where a key is later than the query, the first keys being so many
+    tokens ahead of the first queries; else 0."""
+    later = ahead + np.arange(keys)[:, None] > np.arange(queries)
+    return np.tile(np.where(later, -np.inf, 0).astype(dtype), g)
 
 
 def _finite(sums: Array) -> Array:
@@ -314,13 +331,13 @@ def _finite(sums: Array) -> Array:
 def _factors(
     drop: Mask, at: tuple[int, slice], tile: ChunkPair, scores: Array, form: HeadForm
 ) -> Array:
-    """Those of a tile [heads, key, g*query], out of those of all [heads, g, key, query]."""
+    """Those of a tile [key, heads, g*query], out of those of all [heads, g, key, query]."""
     sample, heads = at
     g = form.queries
     each = np.arange(heads.start * g, heads.stop * g)[:, None] * drop.width
-    keys = tile.key_position + np.arange(scores.shape[1])
+    keys = tile.key_position + np.arange(len(scores))
     rows = (drop.rows[sample] + each + keys).ravel()
     queries = range(tile.query_position, tile.query_position + scores.shape[2] // g)
     kept = keep_mask(drop.key, drop.rate, rows, queries, drop.width)
-    kept = kept.reshape(len(scores), g, len(keys), -1).swapaxes(1, 2)
+    kept = kept.reshape(scores.shape[1], g, len(keys), -1).transpose(2, 0, 1, 3)
     return kept.reshape(scores.shape) * scores.dtype.type(1 / (1 - drop.rate))

@@ -1,12 +1,13 @@
 """What a rank of a run holds at least: a run that cannot fit is refused before it starts.
 
-With Psi parameters of e bytes on p t ranks (t = x y z) and d replicas, n = b s h elements of a
-microbatch's block on t d ranks, L layers and a heads:
+With Psi parameters of e bytes on p t ranks (t = x y z) and r = c d ranks with other tokens,
+n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
 
-    parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over d; states
+    parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over r; states
                     of another type have bytes of their own
-    activations     one microbatch: k n e L / (p t d), k = 16 + a s / h, 16 or 1 (recompute)
-    logits          b s V e / (p t d), on the last stage
+    activations     one microbatch: k n e L / (p t r), k = 16 + a s / h, 16 + a / h (chunked), 16 or
+                    1 (recompute)
+    logits          b s V e / (p t r), on the last stage
     batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
 
 These are means over the ranks; whatever the split, some rank holds as much.
@@ -47,7 +48,7 @@ def least(config: Config) -> float:
 
 def parameters(config: Config) -> float:
     """Bytes of values, gradients and the optimiser's states."""
-    model, zero, d = config.model, config.parallel.zero, config.mesh.d
+    model, zero, copies = config.model, config.parallel.zero, config.mesh.d * config.mesh.c
     family = family_of(model)
     tables = 0 if model.tied else model.vocabulary
     tables += 0 if family.rotary else model.sequence
@@ -56,7 +57,7 @@ def parameters(config: Config) -> float:
     e, specs = _itemsize(config), optimizer_of(config).STATES
     states = sum(_ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
     shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
-    held = sum(size / (d if zero >= stage else 1) for size, stage in shares)
+    held = sum(size / (copies if zero >= stage else 1) for size, stage in shares)
     return held * psi / (config.mesh.p * _tensor(config))
 
 
@@ -65,9 +66,10 @@ def _activations(config: Config) -> float:
     model, mesh = config.model, config.mesh
     rows = config.train.batch * model.sequence / config.parallel.microbatches
     family = family_of(model)
-    kept = family.kept(family.sizes(model, model.vocabulary), config.parallel.recompute)
+    sizes = family.sizes(model, model.vocabulary)
+    kept = family.kept(sizes, config.parallel.recompute, config.chunked())
     elements = rows * (kept * model.layers + model.vocabulary)
-    return elements * _itemsize(config) / (mesh.p * mesh.d * _tensor(config))
+    return elements * _itemsize(config) / (mesh.p * mesh.d * mesh.c * _tensor(config))
 
 
 def _itemsize(config: Config) -> int:

@@ -83,6 +83,18 @@ def layout_lines(config: Config) -> Iterator[str]:
         f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
         f"{layers} layers; ZeRO {parallel.zero}"
     )
+    if config.mesh.c > 1:
+        yield f"context: {_context_line(config)}"
+
+
+def _context_line(config: Config) -> str:
+    """How the tokens of a sequence lie on the ranks along c."""
+    context, parts = config.context(), []
+    if context.rings > 1:
+        parts.append(f"a ring of {context.rings}, each with 2 chunks of {context.chunk} tokens")
+    if context.heads > 1:
+        parts.append(f"{context.heads} ranks with {context.tokens} tokens each exchange heads")
+    return "; ".join(parts)
 
 
 def hosts(names: Sequence[str]) -> Iterator[str]:

@@ -49,12 +49,12 @@ def model_of(config):
     return replace(config.model, hidden=HIDDEN, heads=HEADS, sequence=SEQUENCE, vocabulary=48)
 
 
-def stage_of(config, recompute="none"):
+def stage_of(config, recompute="none", chunked=False):
     family = families.family_of(config.model)
     sizes = family.sizes(config.model, config.model.vocabulary)
     mesh = abstract_mesh({}, {})
     parameters = Parameters(mesh, "float64")
-    spec = ModelSpec(family, sizes, {"dense": Split()}, recompute=recompute)
+    spec = ModelSpec(family, sizes, {"dense": Split()}, recompute=recompute, chunked=chunked)
     (stage,) = build(mesh, parameters, spec, [LAYER])
     parameters.allocate(1)
     return mesh, parameters, stage
@@ -71,10 +71,11 @@ def test_the_products_are_the_matrices_of_a_block(factor):
     assert block_weights(config.model) == (4 + 2 * factor) * HIDDEN**2
 
 
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_what_a_block_keeps_of_a_token(factor, recompute):
+def test_what_a_block_keeps_of_a_token(factor, recompute, chunked):
     config = replace(Config(), model=model_of(Config()))
-    mesh, _, stage = stage_of(config, recompute)
+    mesh, _, stage = stage_of(config, recompute, chunked)
     tokens = np.zeros((2, SEQUENCE), np.int32)
     (micro,) = microbatches(0, tokens, tokens, 1)
     before = mesh.pool.live.total()
@@ -82,7 +83,7 @@ def test_what_a_block_keeps_of_a_token(factor, recompute):
     assert kept
     family = families.family_of(config.model)
     elements = (mesh.pool.live.total() - before) / 8 / tokens.size
-    assert elements == family.kept(family.sizes(config.model, 48), recompute)
+    assert elements == family.kept(family.sizes(config.model, 48), recompute, chunked)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}])

@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.comm.mesh import CONTEXT, DATA
 
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
+
+_DATA = {DATA, CONTEXT}
 
 
 class RunLayout(NamedTuple):
@@ -42,9 +45,9 @@ def layout_of(trace: Trace) -> RunLayout:
 
 
 def _tensor_axes(config):
-    """{loop: the axes that cut it}, of loops that any axis cuts, without the data axis."""
+    """{loop: the axes that cut it}, of loops that any axis cuts, without the data axes."""
     split = config.splits()["dense"]
-    axes = {letter: {*getattr(split, letter).split()} - {"d"} for letter in "mnk"}
+    axes = {letter: {*getattr(split, letter).split()}.difference(_DATA) for letter in "mnk"}
     return {letter: names for letter, names in axes.items() if names}
 
 
@@ -57,7 +60,9 @@ def _kind(config, cut, wide):
         parts.append(f"{name}{along}")
     if "p" in wide:
         parts.append(parallel.schedule or "pipeline")
-    if "d" in wide and (parallel.zero or not parts):
+    if "c" in wide:
+        parts.append(f"context {parallel.context}")
+    if wide & _DATA and (parallel.zero or not parts):
         parts.append(f"ZeRO {parallel.zero}" if parallel.zero else "data parallel")
     return ", ".join(parts)
 
@@ -65,7 +70,7 @@ def _kind(config, cut, wide):
 def _family(config, cut, wide):
     """As many dimensions as loops are cut; m alone is data parallelism."""
     split = config.splits()["dense"]
-    deep = {*split.replicate.split()} & {*split.m.split()} & wide - {"d"}
+    deep = {*split.replicate.split()} & {*split.m.split()} & wide - _DATA
     if cut in ([], ["m"]):
         return None
     return "2.5d" if len(cut) == 2 and deep else f"{len(cut)}d"

@@ -1,0 +1,187 @@
+"""Rings, exchanges of heads, and both, against attention on one rank; what they move and keep."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.abstract_communicator import abstract_mesh
+from hpc3d.comm.threads import run
+from hpc3d.model.context import Context
+from hpc3d.model.context_attention import attention_of
+from hpc3d.model.families import BERT, GPT2, LLAMA
+from hpc3d.model.microbatch import Microbatch
+from hpc3d.model.spec import ModelSizes, ModelSpec
+from hpc3d.predict.simulation.count import CAPACITY, InMemory
+from hpc3d.tensor.split import Split
+from hpc3d.trace.schema import EVENTS, OP, PHASE, record_type
+
+B, T, WIDTH, HEADS = 2, 24, 4, 12
+PADDING = 3
+RNG = np.random.default_rng(11)
+TOKENS = RNG.integers(0, 5, (B, T))
+TOKENS[1, 4:] = PADDING  # nearly all of a sequence
+
+
+def sizes_of(kv_heads=HEADS, **more):
+    hidden = HEADS * WIDTH
+    return ModelSizes(1, hidden, HEADS, T, 5, kv_heads=kv_heads, ffn=4, **more)
+
+
+KINDS = {
+    "causal": (GPT2, sizes_of()),
+    "dropout": (GPT2, sizes_of(dropout=0.25)),
+    "several queries a key": (LLAMA, sizes_of(kv_heads=6)),
+    "both": (LLAMA, sizes_of(kv_heads=6, dropout=0.25)),
+    "bidirectional": (BERT, sizes_of()),
+    "padded": (BERT, sizes_of(padding=PADDING, dropout=0.25)),
+}
+CONTEXTS = {
+    "chunked": Context(T),
+    "ring of 2": Context(T, 2),
+    "ring of 3": Context(T, 3),
+    "ring of 4": Context(T, 4),
+    "2 exchange": Context(T, 1, 2),
+    "3 exchange": Context(T, 1, 3),
+    "ring of 2, 2 exchange": Context(T, 2, 2),
+    "ring of 3, 2 exchange": Context(T, 3, 2),
+}
+
+
+def spec_of(kind, context, chunked):
+    family, sizes = KINDS[kind]
+    split = Split(m="c", replicate="c")
+    return ModelSpec(family, sizes, {"dense": split}, seed=3, context=context, chunked=chunked)
+
+
+def blocks(kind):
+    """[q|k|v] of whole sequences, and the gradient of the output."""
+    sizes = KINDS[kind][1]
+    shapes = (B * T, sizes.qkv), (B * T, sizes.hidden)
+    draw = np.random.default_rng(5)
+    return [draw.normal(size=shape) for shape in shapes]
+
+
+def micro_of(context):
+    tokens = context.cut(TOKENS)
+    return Microbatch(4, 7, tokens, tokens, 1.0)
+
+
+def attended(mesh, kind, context, chunked=True):
+    """Output and gradient of [q|k|v] of this rank's rows, and which rows these are."""
+    layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, chunked))
+    part = slice(mesh.coord("c") * B * context.tokens, (mesh.coord("c") + 1) * B * context.tokens)
+    rows = np.array(context.rows(part, B * context.parts, 0))
+    qkv, dout = (block[rows] for block in blocks(kind))
+    micro = micro_of(context)
+    out, saved = layer.forward(qkv, micro)
+    return out, layer.backward(dout, saved, micro), rows
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_is_attention_on_one_rank(kind, context):
+    out, dqkv, _ = run({}, lambda mesh: attended(mesh, kind, Context(T), chunked=False))[0]
+    for found, gradient, rows in run(
+        {"c": context.parts}, lambda mesh: attended(mesh, kind, context)
+    ):
+        np.testing.assert_allclose(found, out[rows], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
+
+
+def test_without_chunks_whole_sequences_are_exchanged():
+    context = Context(T, 1, 2)
+    out, dqkv, _ = run({}, lambda mesh: attended(mesh, "causal", Context(T), chunked=False))[0]
+    for found, gradient, rows in run(
+        {"c": 2}, lambda mesh: attended(mesh, "causal", context, chunked=False)
+    ):
+        np.testing.assert_allclose(found, out[rows], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
+
+
+def counted(kind, context, dtype="float64"):
+    """(op, phase) -> bytes received by a rank along c, and the operations of attention."""
+    recorder = InMemory(None, {"rank": 0}, CAPACITY, clock=lambda: 0)
+    bare = abstract_mesh({"c": context.parts}, {"c": 0})
+    mesh = bare.traced(recorder)
+    layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, True))
+    sizes, rows = KINDS[kind][1], B * context.tokens
+    micro = micro_of(context)
+    with mesh.trace.scope(phase="forward"):
+        _, saved = layer.forward(mesh.empty((rows, sizes.qkv), dtype), micro)
+    with mesh.trace.scope(phase="backward"):
+        layer.backward(mesh.empty((rows, sizes.hidden), dtype), saved, micro)
+    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    received, flops = Counter(), Counter()
+    for event in events:
+        op, phase = OP[event["op"]], PHASE[event["phase"]]
+        received[op, phase] += int(event["bytes"])
+        flops[phase] += event["flops"] if op == "attention" else 0
+    return received, flops
+
+
+@pytest.mark.parametrize(("dtype", "item", "wide"), [("float64", 8, 8), ("float32", 4, 4), ("float16", 2, 4)])
+@pytest.mark.parametrize("kind", ["causal", "both"])
+@pytest.mark.parametrize("c", [2, 3, 4])
+def test_what_a_ring_receives(c, kind, dtype, item, wide):
+    """2 (c-1) K e forward, 2 (c-1) K (e + w) backward."""
+    keys = B * T // c * KINDS[kind][1].kv_heads * WIDTH
+    received, _ = counted(kind, Context(T, c), dtype)
+    assert received["recv", "forward"] == 2 * (c - 1) * keys * item
+    assert received["recv", "backward"] == 2 * (c - 1) * keys * (item + wide)
+
+
+@pytest.mark.parametrize("kind", ["causal", "both"])
+@pytest.mark.parametrize("u", [2, 3])
+def test_what_an_exchange_receives(u, kind):
+    """(1 - 1/u) (2 Q + 2 K) e, in each direction: all_to_all, or among neighbours messages."""
+    sizes = KINDS[kind][1]
+    for rings, op in ((1, "all_to_all"), (2, "recv")):
+        context = Context(T, rings, u)
+        tokens = B * context.tokens
+        queries, keys = tokens * sizes.hidden, tokens * sizes.kv_heads * WIDTH
+        moved = (u - 1) * (2 * queries + 2 * keys) * 8 // u
+        ring = (rings - 1) * 2 * keys * 8
+        received, _ = counted(kind, context)
+        assert received[op, "forward"] == moved + ring
+        assert received[op, "backward"] == moved + 2 * ring
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_operations_of_pairs_of_chunks(context):
+    """4 D a score forward and 10 backward, where p is made again: of the square (2r+1) / (4r)
+    under a causal mask, all of it without; T / 256 chunks on one rank are one here."""
+    square, chunks = B * HEADS * T * T * WIDTH // context.parts, 2 * context.rings
+    share = 1 if context.rings == 1 else (chunks + 1) / (2 * chunks)
+    for kind, seen in (("causal", share), ("bidirectional", 1)):
+        _, flops = counted(kind, context)
+        assert flops["forward"] == pytest.approx(4 * square * seen)
+        assert flops["backward"] == pytest.approx(10 * square * seen)
+
+
+def kept(length, rings=1, chunked=True):
+    """Elements that attention keeps beside [q|k|v], of a sequence on `rings` ranks."""
+    sizes = ModelSizes(1, HEADS * WIDTH, HEADS, length, 5)
+    spec = ModelSpec(
+        GPT2,
+        sizes,
+        {"dense": Split(m="c", replicate="c")},
+        context=Context(length, rings),
+        chunked=chunked,
+    )
+    mesh = abstract_mesh({"c": rings}, {"c": 0})
+    layer, tokens = attention_of(mesh, "p", spec), spec.context.tokens
+    zeros = np.zeros((rings, tokens), np.int32)
+    qkv = mesh.empty((tokens, sizes.qkv), "float64")
+    _, saved = layer.forward(qkv, Microbatch(0, 0, zeros, zeros, 1.0))
+    assert saved
+    return (mesh.pool.live.total() - qkv.nbytes) / 8
+
+
+def test_what_is_kept_is_linear_in_the_sequence_and_falls_with_the_ring():
+    """The output and a sum per row and head; whole attention keeps T per row and head, too."""
+    per_token = HEADS * WIDTH + HEADS
+    assert kept(1024) == 1024 * per_token
+    assert kept(4096) == 4096 * per_token
+    assert kept(4096, rings=4) == 1024 * per_token
+    assert kept(1024, chunked=False) == 1024 * (HEADS * WIDTH + HEADS * 1024)
