@@ -49,6 +49,7 @@ class Candidates:
     def ways(self, config: Config) -> list[MemoryOption]:
         """What backward may do again.  Without tensor axes there is nothing to gather again, and
         chunk by chunk there are no probabilities to be made again."""
+        config = replace(config, parallel=replace(config.parallel, attention=None))
         mesh, chunked = config.mesh, config.chunked()
         gathers, widest = mesh.x * mesh.y * mesh.z > 1, self.estimator.machine.max_fused_head_dim
         save = _chunks_save(config, widest)
