@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = (
-    *("train", "plan", "simulate", "partition"),
+    *("train", "generate", "plan", "simulate", "partition"),
     *("report", "checkpoint", "prepare", "bench", "doctor"),
 )
 USAGE = """

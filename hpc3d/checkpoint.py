@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, complain, run
+from hpc3d.cli import Parser, complain, parted, run
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
@@ -34,7 +33,7 @@ _EXITS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit code is 2 for bad input, 3 for damage."""
-    words, settings = _parted(sys.argv[1:] if argv is None else argv)
+    words, settings = parted(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
     options = _parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
 
@@ -46,18 +45,6 @@ def _act(options: Namespace, settings: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(found))
     return 0 if found.get("whole", True) else CHECK_FAILED
-
-
-def _parted(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The command line without its `--section.key value`, and those."""
-    ours, settings, words = [], [], iter(words)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name in ("--name", "--seed") or (name.startswith("--") and "." in name):
-            settings += [word, *islice(words, 0 if equals else 1)]
-        else:
-            ours.append(word)
-    return ours, settings
 
 
 def _parser() -> Parser:
@@ -98,20 +85,21 @@ def _parser() -> Parser:
 
 def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """One line per checkpoint of a run; of a single one also its tensors."""
-    from hpc3d.checkpoints.inspect import about, checkpoints, latest
-    from hpc3d.checkpoints.sharded import Checkpoint
+    from hpc3d.checkpoints.inspect import about, best_of, checkpoints, latest
+    from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 
     folders = checkpoints(options.source)
     newest = latest(folders[0].parent)
+    best = best_of(steps_of(folders[0].parent))
     if folders == [options.source]:
         found = [about(Checkpoint(options.source))]
-        print(plain(_line_of(found[0], newest)))
+        print(plain(_line_of(found[0], newest, best)))
         _print_tensors(found[0])
     else:
         found = [_about_or_problem(folder) for folder in folders]
         for one in found:
-            print(plain(_line_of(one, newest)))
-    return {"latest": newest, "checkpoints": found}
+            print(plain(_line_of(one, newest, best)))
+    return {"latest": newest, "best": best, "checkpoints": found}
 
 
 def _about_or_problem(folder: Path) -> dict[str, Any]:
@@ -124,7 +112,7 @@ def _about_or_problem(folder: Path) -> dict[str, Any]:
         return {"folder": str(folder), "problem": str(problem)}
 
 
-def _line_of(found: Mapping[str, Any], newest: str | None) -> str:
+def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
     """Name, date, layout and size of a checkpoint, or what is wrong with it."""
     name = Path(found["folder"]).name
     if "problem" in found:
@@ -134,7 +122,9 @@ def _line_of(found: Mapping[str, Any], newest: str | None) -> str:
     schedule = how["schedule"] or "none"
     layout = f"{mesh}, {how['split'] or how['scheme']}, {schedule}, ZeRO {how['zero']}"
     size = f"{found['parameters']:,} parameters, {found['bytes'] / 1e6:,.1f} MB"
-    mark = "  latest" if name == newest else ""
+    mark = "  latest" * (name == newest)
+    if name == best:
+        mark += f"  best, validation loss {found['best']['loss']:.4f}"
     files = f"{found['files']} file{'s' * (found['files'] > 1)}"
     return f"{name}  {found['written_utc']}  {layout}; {size} in {files}{mark}"
 

@@ -6,8 +6,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn
 
 from hpc3d.limits import INT32, MOST_RANKS
@@ -63,6 +64,19 @@ def complain(verb: str, lines: Iterable[str]) -> None:
 def read_no_more() -> None:
     """Who reads our output has enough, also of what Python flushes when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parted(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """A command line without its options `--section.key value`, and those; `also` names options
+    without a section that are of them."""
+    ours, settings, words = [], [], iter(words)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in also or (name.startswith("--") and "." in name):
+            settings += [word, *islice(words, 0 if equals else 1)]
+        else:
+            ours.append(word)
+    return ours, settings
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

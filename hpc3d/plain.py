@@ -84,7 +84,7 @@ def why(error: OSError) -> str:
 
 class Plain:
     """A text stream that escapes what is written to it, and what it has no letters for.  A write
-    of "\\r" alone ends a line that the next one replaces."""
+    of "\\r" alone ends a line that the next one replaces, one of "\\t" alone is a tab."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -94,7 +94,7 @@ class Plain:
 
     def write(self, text: str) -> int:
         encoding = self.stream.encoding or "utf-8"
-        visible = text if text == "\r" else plain_lines(text)
+        visible = text if text in ("\r", "\t") else plain_lines(text)
         self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 

@@ -55,7 +55,8 @@ makespan [s], bubble, in_flight and weight_inputs of each stage"""
 _STEP_JSON = """\
 print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_s, bubble,
 communication (share of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
-bytes (axis, operation: calls and bytes that a rank of stage 0 receives)"""
+bytes (axis, operation: calls and bytes that a rank of stage 0 receives), and with
+train.eval_every evaluation_batch_s, the seconds of a batch of an evaluation"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +98,7 @@ def _step(options, overrides):
     config = load_resolved(source, overrides, options.ranks, of_run=folder is not None)
     machine = load(options.machine)
     runs = simulate(config, config.model.vocabulary, machine)
-    found = summary(runs, config, machine)
+    found = summary(runs, config, machine) | _evaluation(config, machine)
     kept = []
     if folder:
         kept.append(_keep_beside(folder, runs, found))
@@ -110,11 +111,28 @@ def _step(options, overrides):
         print(json.dumps(found))
 
 
+def _evaluation(config, machine):
+    """What evaluations add to the numbers of a step, where there are any."""
+    if not config.train.eval_every:
+        return {}
+    from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
+
+    return {"evaluation_batch_s": seconds_of_batch(config, config.model.vocabulary, machine)}
+
+
 def _keep(out, runs, config, machine):
     from hpc3d.predict.simulation.write_trace import write_trace
 
     out.mkdir(parents=True)
     return f"written to {write_trace(out, runs, config, machine)}"
+
+
+def _batches(train, seconds):
+    """How many batches an evaluation has at most, and how long they take."""
+    often = f"every {train.eval_every} steps"
+    if not train.eval_batches:
+        return f"all that the text fills, {often}"
+    return f"{train.eval_batches} at most, {train.eval_batches * seconds:.6g} s, {often}"
 
 
 def _keep_beside(folder, runs, found):
@@ -134,7 +152,10 @@ def _print_step(config, found):
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
     waits = "of the step, of the busiest stage and without messages between stages"
-    print(f"communication   {found['communication']:.1%} {waits}\n")
+    print(f"communication   {found['communication']:.1%} {waits}")
+    if seconds := found.get("evaluation_batch_s"):
+        print(f"evaluation      {seconds:.6g} s a batch; {_batches(config.train, seconds)}")
+    print()
     _print_memory(found["memory"])
     print("\naxis    operation         calls     received [MB]  (a rank of stage 0)")
     for axis, ops in found["bytes"].items():

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
     from hpc3d.data.token_file import Tokens
+    from hpc3d.data.validation import ValidationBatches
     from hpc3d.pipeline.program import Program
     from hpc3d.runtime.job import Job
     from hpc3d.training.run_loop import RunningJob, RunPlan
@@ -46,13 +47,21 @@ class Asked(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What rank 0 has opened for a run: its plan, the data, the program of all stages, and the
-    lock of its folder, which is held as long as this lives."""
+    """What rank 0 has opened for a run: its plan, the data, the program of all stages, the lock of
+    its folder, which is held as long as this lives, and what the model is evaluated on."""
 
     plan: RunPlan
     batches: Batches
     program: Program
     lock: TextIO
+    validation: ValidationBatches | None
+
+
+class RunText(NamedTuple):
+    """What a run reads: to train, and to evaluate the model if it is to."""
+
+    batches: Batches | None
+    validation: ValidationBatches | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,17 +89,18 @@ def train(job: Job, words: list[str]) -> None:
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    batches = opened.batches if opened else None
-    run = _begin(job, plan, program, batches, ours._replace(homes=homes))
+    text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
+    run = _begin(job, plan, program, text, ours._replace(homes=homes))
     trained(job, plan, run, stop)
 
 
 def _begin(
-    job: Job, plan: RunPlan, program: Program, batches: Batches | None, hardware: Hardware
+    job: Job, plan: RunPlan, program: Program, text: RunText, hardware: Hardware
 ) -> RunningJob:
     """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
     from hpc3d.checkpoints.saver import saver_of
     from hpc3d.comm.cartesian import build
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.log import layout_lines
     from hpc3d.training.run_loop import RunningJob, equipped
     from hpc3d.training.trainer import Trainer
@@ -103,14 +113,15 @@ def _begin(
         job.exit_hooks.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
-    trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
+    trainer = Trainer(mesh, config, config.model.vocabulary, text.batches, program, clock)
+    evaluator = Evaluator(trainer, text.validation) if config.train.eval_every else None
     start = 0
     if plan.resumed:
         from hpc3d.checkpoints.resume import resume
 
-        start = resume(job, plan.folder, trainer, log.say)
-    saver = saver_of(job, plan, trainer, batches, log)
-    return RunningJob(trainer, saver, watchdog, log, batches, start)
+        start = resume(job, plan.folder, trainer, log.say, evaluator=evaluator)
+    saver = saver_of(job, plan, trainer, text.batches, log, evaluator)
+    return RunningJob(trainer, saver, watchdog, log, text.batches, start, evaluator)
 
 
 def explain() -> None:
@@ -147,13 +158,12 @@ def prepare(config: Config, run: Path | None) -> Opened:
     from hpc3d.pipeline.program import program_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
-    from hpc3d.training.masking import batches_of
     from hpc3d.training.run_loop import RunPlan
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     config = _settled(config, tokens)
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    batches = batches_of(config, tokens)
+    text = _text_of(config, tokens)
     program, changed = program_of(config), []
     if run:
         lock = folder.claim(run)
@@ -164,7 +174,19 @@ def prepare(config: Config, run: Path | None) -> Opened:
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
-    return Opened(plan, batches, program, lock)
+    return Opened(plan, text.batches, program, lock, text.validation)
+
+
+def _text_of(config: Config, tokens: Tokens) -> RunText:
+    """The batches of a run; ValueError where the text does not fill one window of each."""
+    from hpc3d import shipped
+    from hpc3d.data.validation import divided
+    from hpc3d.training.masking import batches_of, validation_of
+
+    held = config.data.validation
+    named = held and isinstance(held, str)
+    trained, held = divided(tokens, shipped.text(held) if named else held)
+    return RunText(batches_of(config, trained), held and validation_of(config, held))
 
 
 def _settled(config: Config, tokens: Tokens) -> Config:

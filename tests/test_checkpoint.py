@@ -61,6 +61,18 @@ def test_show_has_a_line_for_each_checkpoint(original, capsys):
     assert first["parallel"]["scheme"] == "3d" and first["written_utc"].startswith("20")
 
 
+def test_show_says_which_is_the_best(run, capsys):
+    for number, best in ((0, {"step": 1, "loss": 2.5}), (1, {"step": 1, "loss": 2.5})):
+        path = checkpoint(run, number) / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"best": best}))
+    code, lines, _ = call(capsys, "show", run, "--json")
+    assert code == 0 and lines[0].endswith("  latest")
+    assert lines[1].endswith("  best, validation loss 2.5000")
+    assert json.loads(lines[-1])["best"] == STEPS[1]
+    _, lines, _ = call(capsys, "show", checkpoint(run, 1))
+    assert "  best, validation loss 2.5000" in lines[0]
+
+
 def test_show_has_the_tensors_of_a_checkpoint(original, capsys):
     code, lines, _ = call(capsys, "show", checkpoint(original), "--json")
     assert code == 0 and lines[0].startswith(STEPS[0])

@@ -4,8 +4,10 @@ arrays of host and device, every call waits for what it must, and the result is 
 import pytest
 
 from hpc3d.comm import threads
+from hpc3d.training.evaluator import Evaluator
 from tests.fakes.fake_device import on_device, plain
-from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train
+from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train, trainer_of
+from tests.training.test_evaluator import Held
 
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
@@ -27,3 +29,25 @@ def test_a_mix_on_devices_is_serial(transport, line):
 
     for trained in threads.run(config.mesh.sizes(), rank):
         same(trained, serial(alone(line)))
+
+
+@pytest.mark.parametrize("line", ["x=2 scheme=1d", "p=2 schedule=1f1b microbatches=4"])
+def test_an_evaluation_on_devices_is_serial(line):
+    config = config_of(line)
+    beside, _ = threads.meshes(config.mesh.sizes())
+
+    def rank(mesh):
+        with on_device(mesh, beside[mesh.rank], "nccl") as device:
+            return evaluated(device, config)
+
+    (expected,) = threads.run({}, lambda mesh: evaluated(mesh, config_of(alone(line))))
+    for found in threads.run(config.mesh.sizes(), rank):
+        assert found[:4] == pytest.approx(expected[:4], rel=1e-10)
+
+
+def evaluated(mesh, config):
+    """The Evaluation after a step."""
+    trainer = trainer_of(mesh, config)
+    evaluator = Evaluator(trainer, Held(config) if mesh.rank == 0 else None)
+    trainer.step(0)
+    return evaluator.evaluate(0)

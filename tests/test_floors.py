@@ -22,7 +22,7 @@ FLOORS = [
     {"config"},
     {"training"},
     {"analyze", "checkpoints"},
-    {"predict"},
+    {"predict", "generation"},
     {"partition"},
     {"studies", "benchmarks", "cli"},
 ]

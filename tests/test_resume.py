@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 
+import numpy as np
 import pytest
 
 import hpc3d.trace
@@ -160,6 +161,36 @@ def test_a_run_that_goes_on_is_not_gone_on_with_by_another(tmp_path):
     assert re.search(r": process \d+ ", line)
 
 
+def evaluations(run):
+    """(step, loss, tokens, accuracy) of each, from the trace."""
+    with hpc3d.trace.open(run) as trace:
+        assert violations(trace) == []
+        columns = [trace.evaluation[key] for key in ("step", "loss", "tokens", "accuracy")]
+    return np.transpose(columns)
+
+
+HELD = {"data__validation": 0.003, "train__eval_every": 3, "checkpoint__keep_best": "true"}
+
+
+@pytest.mark.slow
+def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
+    """After the last step there is one, and a run that goes on makes none of those again.  The
+    best is known to it."""
+    expected = evaluations(train(1, tmp_path / "alone", train__steps=STEPS, **HELD))
+    assert expected[:, 0].tolist() == [2, 5, 7]
+    run = part(tmp_path / "parts", 6, mesh__p=2, parallel__microbatches=4, **HELD)
+    np.testing.assert_allclose(evaluations(run), expected[:2], rtol=1e-10)
+    resumed(8, run)
+    np.testing.assert_allclose(evaluations(run), expected, rtol=1e-10)
+    log = (run / "train.log").read_text(encoding="utf-8")
+    found = re.findall(r"(evaluation after step \d+: .* in \d+\.\d\d s)(, the best so far)?", log)
+    best = [loss <= expected[: place + 1, 1].min() for place, loss in enumerate(expected[:, 1])]
+    assert [bool(mark) for *_, mark in found] == best
+    assert len(found) == 3
+    kept = [int(path.name.removeprefix("step-")) for path in steps_of(run / "checkpoints")]
+    assert 1 + expected[expected[:, 1].argmin(), 0] in kept and len(kept) <= 3
+
+
 class Job:
     """Rank 0 of a job of two ranks, as far as it reads the input."""
 
@@ -173,6 +204,10 @@ class Job:
         (["--resume", "absent"], "--resume absent: "),
         (["--resume", "{run}", "--train.steps", 4], "4 steps ... --train.steps"),
         (["--resume", "{run}", "--model.layers", 3], "model.layers = "),
+        (
+            ["--resume", "{run}", "--train.steps", 9, "--data.validation", 0.05],
+            "data.validation = 0.05: nothing was held out until now, ...; name another text, ...",
+        ),
         (["--resume", "{empty}"], ": ...train"),
     ],
 )

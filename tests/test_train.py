@@ -49,6 +49,13 @@ def short_text(tmp_path):
     return {"data__path": path}, ["data.path: 4 tokens, but model.sequence = 4 takes at least 5"]
 
 
+def short_validation(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("abc")
+    line = "data.validation: 4 tokens, but model.sequence = 4 takes at least 5; hold out more"
+    return {"data__validation": path, "train__eval_every": 1}, [line]
+
+
 def small_vocabulary(tmp_path):
     return {"model__vocabulary": 100}, ["model.vocabulary = 100: the tokenizer has 25"]
 
@@ -78,6 +85,7 @@ BAD = [
     bad_tokens,
     missing_text,
     short_text,
+    short_validation,
     small_vocabulary,
     unwritable,
     several,
@@ -87,7 +95,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", TWO_AND_16)
-@pytest.mark.parametrize("bad", strided(BAD, 9, ids=lambda bad: bad.__name__))
+@pytest.mark.parametrize("bad", strided(BAD, 10, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)

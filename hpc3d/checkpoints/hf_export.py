@@ -17,6 +17,7 @@ from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import config_of, shapes_in
+from hpc3d.model.families import with_epsilon
 from hpc3d.trace.segment import replacing
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     weights.parent.mkdir(parents=True, exist_ok=True)
     if config_of(opened).torch.factory:
         return _export_module(opened, weights)
-    shapes, model = shapes_in(opened), config_of(opened).model
+    shapes, model = shapes_in(opened), with_epsilon(config_of(opened).model)
     family, arrays = PUBLISHED[model.kind], {}
     dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
     for name, shape in shapes.items():
         given = family.given(name, _value_of(opened, name, shape, dtype), model)
         arrays |= {family.full_name_of(theirs): array for theirs, array in given.items()}
+    if not model.tied:
+        arrays |= {copy: arrays[name].copy() for copy, name in family.copies.items()}
     safetensors.write(weights, arrays)
     for path in settings:
         with replacing(path) as temporary:

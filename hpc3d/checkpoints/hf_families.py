@@ -15,6 +15,17 @@
 
 Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
 
+    ours                       BertForMaskedLM, bert.*
+    embedding.token, .position, .segment
+                               embeddings.word_embeddings, position_, token_type_ .weight
+    embedding.norm             embeddings.LayerNorm
+    layers.N.qkv               encoder.layer.N.attention.self.query, key, value
+    layers.N.proj, norm1       encoder.layer.N.attention.output.dense, LayerNorm
+    layers.N.up                encoder.layer.N.intermediate.dense
+    layers.N.down, norm2       encoder.layer.N.output.dense, LayerNorm
+    head.dense, norm, bias     cls.predictions.transform.dense, LayerNorm, cls.predictions.bias
+    head.table                 cls.predictions.decoder.weight; where it is tied, none
+
 Our columns of qkv are [q | k | v] for each head, and where several queries share a key q, k and v
 have an array each; those of a gated up are [gate | up] for each unit.  GPT-2 has all of q, all of
 k and all of v side by side, and a weight is [in, out], as ours; Llama has an array for each of
@@ -29,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import GPT2, LLAMA, QWEN2
+from hpc3d.model.families import BERT, GPT2, LLAMA, QWEN2
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -43,12 +54,13 @@ class PublishedFamily(NamedTuple):
 
     types         its model_types, of which the first is written
     architecture  the class of the model
-    prefix        that of all names but the head's
+    prefix        that of all names but those that begin with `bare`
     block         what stands before the number of a layer
     ends          {parameter of ours: its name}
     layers        {layer of ours: the names of the arrays that have its columns}
     transposed    whether the weights of layers are [out, in]
     measured      {key of [model]: (name, dimension)}, the arrays that tell a size
+    copies        {name: name of which it is a copy where head and table are two}
     tied          whether head and table are one where config.json does not tell
     settings      its config.json
     """
@@ -57,11 +69,13 @@ class PublishedFamily(NamedTuple):
     types: tuple[str, ...]
     architecture: str
     prefix: str
+    bare: str
     block: str
     ends: Mapping[str, str]
     layers: Mapping[str, tuple[str, ...]]
     transposed: bool
     measured: Mapping[str, tuple[str, int]]
+    copies: Mapping[str, str]
     tied: bool
     settings: hf_settings.Settings
 
@@ -75,7 +89,7 @@ class PublishedFamily(NamedTuple):
 
     def full_name_of(self, name: str) -> str:
         """The same with the prefix."""
-        return name if name == self.ends["head.table"] else self.prefix + name
+        return name if name.startswith(self.bare) else self.prefix + name
 
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
@@ -125,7 +139,7 @@ class PublishedFamily(NamedTuple):
         return (1, 1) if layer == "up" and self.family.gated else (columns,)
 
     def _turns(self, ours: str, dims: int) -> bool:
-        return self.transposed and dims == 2 and ours not in self.ends
+        return self.transposed and dims == 2 and ours.endswith(".weight")
 
 
 _TRANSFORMERS_GPT2 = PublishedFamily(
@@ -133,6 +147,7 @@ _TRANSFORMERS_GPT2 = PublishedFamily(
     types=("gpt2",),
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
+    bare="lm_head.",
     block="h",
     ends={
         "embedding.token": "wte.weight",
@@ -155,6 +170,7 @@ _TRANSFORMERS_GPT2 = PublishedFamily(
         "hidden": ("wte.weight", 1),
         "sequence": ("wpe.weight", 0),
     },
+    copies={},
     tied=True,
     settings=hf_settings.GPT2,
 )
@@ -164,6 +180,7 @@ _TRANSFORMERS_LLAMA = PublishedFamily(
     types=("llama", "mistral"),
     architecture="LlamaForCausalLM",
     prefix="model.",
+    bare="lm_head.",
     block="layers",
     ends={
         "embedding.token": "embed_tokens.weight",
@@ -187,6 +204,7 @@ _TRANSFORMERS_LLAMA = PublishedFamily(
         "hidden": ("embed_tokens.weight", 1),
         "ffn": ("layers.0.mlp.gate_proj.weight", 0),
     },
+    copies={},
     tied=False,
     settings=hf_settings.LLAMA,
 )
@@ -198,7 +216,47 @@ _TRANSFORMERS_QWEN2 = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.QWEN2,
 )
 
+_TRANSFORMERS_BERT = PublishedFamily(
+    family=BERT,
+    types=("bert",),
+    architecture="BertForMaskedLM",
+    prefix="bert.",
+    bare="cls.",
+    block="encoder.layer",
+    ends={
+        "embedding.token": "embeddings.word_embeddings.weight",
+        "embedding.position": "embeddings.position_embeddings.weight",
+        "embedding.segment": "embeddings.token_type_embeddings.weight",
+        "embedding.norm.gamma": "embeddings.LayerNorm.weight",
+        "embedding.norm.beta": "embeddings.LayerNorm.bias",
+        "head.dense.weight": "cls.predictions.transform.dense.weight",
+        "head.dense.bias": "cls.predictions.transform.dense.bias",
+        "head.norm.gamma": "cls.predictions.transform.LayerNorm.weight",
+        "head.norm.beta": "cls.predictions.transform.LayerNorm.bias",
+        "head.bias": "cls.predictions.bias",
+        "head.table": "cls.predictions.decoder.weight",
+    },
+    layers={
+        "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+        "proj": ("attention.output.dense",),
+        "norm1": ("attention.output.LayerNorm",),
+        "up": ("intermediate.dense",),
+        "down": ("output.dense",),
+        "norm2": ("output.LayerNorm",),
+    },
+    transposed=True,
+    measured={
+        "vocabulary": ("embeddings.word_embeddings.weight", 0),
+        "hidden": ("embeddings.word_embeddings.weight", 1),
+        "sequence": ("embeddings.position_embeddings.weight", 0),
+        "ffn": ("encoder.layer.0.intermediate.dense.weight", 0),
+    },
+    copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+    tied=True,
+    settings=hf_settings.BERT,
+)
+
 PUBLISHED = {
     each.family.kind: each
-    for each in (_TRANSFORMERS_GPT2, _TRANSFORMERS_LLAMA, _TRANSFORMERS_QWEN2)
+    for each in (_TRANSFORMERS_GPT2, _TRANSFORMERS_LLAMA, _TRANSFORMERS_QWEN2, _TRANSFORMERS_BERT)
 }

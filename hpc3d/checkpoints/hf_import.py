@@ -23,28 +23,34 @@ from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, resolve
+from hpc3d.model.families import with_epsilon
 
 if TYPE_CHECKING:
     from hpc3d.checkpoints.safetensors import Entry
     from hpc3d.config.input_file import Config, ModelConfig
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-# Of older versions: no parameters.
-_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# Of older versions: no parameters.  And what BERT has for tasks that are left out here.
+_IGNORED = re.compile(
+    r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
+)
+# How TensorFlow called a norm, in BERT's first files.
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 class Pretrained:
     """The model in a folder or a file.
 
     `model` has the keys of the section [model] that are known of it, `undecided` those that must
-    be given, each with the reason.  ValueError, in one line, if it cannot be trained here.
+    be given, each with the reason, and `settings` what config.json says.  ValueError, in one line, if it cannot be trained here.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         files = _weight_files(self.path)
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
-        settings = _read_json(told) if told.exists() else {}
+        self.settings = settings = _read_json(told) if told.exists() else {}
         try:
             self.family = _family_of(settings, files)
             self.places = _places(files, self.family.prefix)
@@ -80,6 +86,10 @@ class Pretrained:
             )
         if tied:
             self.places.pop(head, None)
+        for copy, name in self.family.copies.items():
+            place = self.places.pop(copy, None)
+            if place and not tied:  # the one that the model works with
+                self.places[name] = place
         return tied
 
     def parameter(self, ours: str, model: ModelConfig) -> np.ndarray:
@@ -108,7 +118,8 @@ class Pretrained:
         """The keys of [model] that a user must give, each with the reason."""
         reasons = {}
         if "heads" not in self.model:
-            reasons["heads"] = f"there is no {CONFIG} that tells n_head"
+            theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
+            reasons["heads"] = f"there is no {CONFIG} that tells {theirs['heads']}"
         if self.family.settings.rates(settings) and "dropout" not in self.model:
             keys = (key for key in self.family.settings.dropouts if key in settings)
             rates = ", ".join(f"{key} = {settings[key]!r}" for key in keys)
@@ -157,9 +168,11 @@ def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, s
     for file in files:
         for stored in file.entries:
             name = stored.removeprefix(prefix)
+            for old, new in _OLD_NAMES.items():
+                name = name.replace(old, new)
             if name in found:
                 raise ValueError(f"{file.path}: {name!r} is there twice")
-            if not _BUFFERS.fullmatch(name):
+            if not _IGNORED.fullmatch(name):
                 found[name] = file, stored
     return found
 
@@ -183,7 +196,9 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
     block = f"{family.block}."
     sizes = {ours: entries[name].shape[dim] for ours, (name, dim) in family.measured.items()}
     return sizes | {
-        "layers": len({name.split(".")[1] for name in entries if name.startswith(block)})
+        "layers": len(
+            {name.removeprefix(block).split(".")[0] for name in entries if name.startswith(block)}
+        )
     }
 
 
@@ -212,4 +227,4 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     resolve(config, config.mesh.grid().size)
     refuse([*untrainable(config)])
     pretrained.check(config.model)
-    return config
+    return replace(config, model=with_epsilon(config.model))

@@ -39,6 +39,13 @@ _HARMLESS = """
 """
 
 
+# Those of BERT: its activation, and what its masked tokens have nothing to do with.
+_OF_BERT = """
+    chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+"""
+
+
 class Settings(NamedTuple):
     """The config.json of a family.
 
@@ -100,20 +107,37 @@ class Settings(NamedTuple):
                 )
 
 
+def _bert_written(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "intermediate_size": model.ffn or 4 * model.hidden,
+        "hidden_act": GELU[model.gelu],
+        "pad_token_id": model.padding,
+    }
+
+
+def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # theirs, where none is told
+    return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-12)}
+
+
+def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
+    """Our name of the activation under a key."""
+    name = str(settings.get(key, usual))
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"{CONFIG}: {key} = {name!r}: known here: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
 def _gpt2_written(model: ModelConfig) -> dict[str, Any]:
     return {"activation_function": GELU[model.gelu]}
 
 
 def _gpt2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    name = str(settings.get("activation_function", GELU["tanh"]))
-    if name not in _ACTIVATIONS:
-        raise ValueError(
-            f"{CONFIG}: activation_function = {name!r}: known here: {', '.join(_ACTIVATIONS)}"
-        )
+    gelu = _gelu_of(settings, "activation_function", GELU["tanh"])
     if settings.get("n_inner", 4 * model["hidden"]) != 4 * model["hidden"]:
         raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
     heads = settings.get("n_head", settings.get("num_attention_heads"))
-    return {"gelu": _ACTIVATIONS[name], **({} if heads is None else {"heads": heads})}
+    return {"gelu": gelu, **({} if heads is None else {"heads": heads})}
 
 
 def _llama_written(model: ModelConfig) -> dict[str, Any]:
@@ -186,6 +210,28 @@ GPT2 = Settings(
     ),
     written=_gpt2_written,
     told=_gpt2_told,
+)
+
+BERT = Settings(
+    sizes={
+        "num_hidden_layers": "layers",
+        "hidden_size": "hidden",
+        "intermediate_size": "ffn",
+        "num_attention_heads": "heads",
+        "max_position_embeddings": "sequence",
+        "vocab_size": "vocabulary",
+        "layer_norm_eps": "norm_epsilon",
+    },
+    fixed={
+        "type_vocab_size": 2,
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "add_cross_attention": False,
+    },
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    others=frozenset(_OF_BERT.split()),
+    written=_bert_written,
+    told=_bert_told,
 )
 
 LLAMA = Settings(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.checkpoints.block_slices import coverage_error, stored_shape, whole_of
-from hpc3d.checkpoints.sharded import Checkpoint, steps_of
+from hpc3d.checkpoints.sharded import Checkpoint, named, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
@@ -58,6 +59,16 @@ def latest(parent: Path) -> str:
         return (parent / "latest").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def best_of(folders: Sequence[Path]) -> str:
+    """The name of the checkpoint whose evaluation is the best of a run, by the newest of its
+    `folders` that can be read; empty if that knows of none."""
+    for folder in folders:
+        with suppress(OSError, ValueError):
+            best = Checkpoint(folder).header.get("best")
+            return named(best["step"]) if best else ""
+    return ""
 
 
 def config_of(opened: Checkpoint) -> Config:
@@ -129,6 +140,7 @@ def about(opened: Checkpoint) -> dict[str, Any]:
         "step": opened.header["step"],
         "updates": opened.header["updates"],
         "written_utc": datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
+        "best": opened.header.get("best"),
         "files": len(opened.files),
         "mesh": {axis: size for axis, size in config.mesh.sizes().items() if size > 1},
         "parallel": {
@@ -178,7 +190,7 @@ def inconsistencies(
     `shapes` has, and those of which there is not every element once.  Of `frozen` ones there is
     the value alone."""
     step = opened.header["step"]
-    if opened.folder.name.startswith("step-") and opened.folder.name != f"step-{step:08d}":
+    if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
         yield f"its manifest is of step {step}"
     kinds = kinds_of(opened)
     keys = [(name, kind) for name in shapes for kind in (("value",) if name in frozen else kinds)]

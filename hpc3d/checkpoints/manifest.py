@@ -82,8 +82,16 @@ def _check_header(header: Any) -> None:
     for key in position:
         known = _number(position[key], MOST_COUNT)
         _require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
+    best = header.get("best")
+    _require(best is None or _sound_best(best), "its manifest has an invalid best evaluation")
     module = header.get("module")
     _require(module is None or _sound_module(module), "its manifest describes no torch module")
+
+
+def _sound_best(best: Any) -> bool:
+    """Whether it has the `step` and the `loss` of an evaluation, and nothing else."""
+    sound = isinstance(best, dict) and {*best} == {"step", "loss"}
+    return sound and _number(best["step"], MOST_COUNT) and type(best["loss"]) is float
 
 
 def _sound_module(module: Any) -> bool:

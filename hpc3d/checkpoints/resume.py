@@ -14,12 +14,14 @@ from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.plain import Problems, lines_of
+from hpc3d.training.evaluator import restored
 from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, TrainConfig
     from hpc3d.data.batches import Batches
     from hpc3d.runtime.job import Job
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Trainer
 
 _Differs = Callable[[Checkpoint], str | None]
@@ -70,7 +72,10 @@ def continued(
     ValueError, before anything is changed, if it cannot go on.
     """
     done = _check(run, config, differs or partial(mismatch, config))
-    begun = load(run / "config.toml", [], of_run=True).train if done else config.train
+    stored = load(run / "config.toml", [], of_run=True)
+    begun = stored.train if done else config.train
+    if done:
+        refuse([*_other_share(stored.data.validation, config.data.validation)])
     config = with_decay_steps(config, begun)
     return config, [*changes(run, config), *rate_notes(begun, config.train, done)]
 
@@ -83,6 +88,17 @@ def changes(run: Path, config: Config) -> list[str]:
         for key in now
         if before[key] not in (None, now[key])
     ]
+
+
+def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
+    """A line where another part of the text would be held out than until now."""
+    if before != now and float in (type(before), type(now)):
+        was = f"it was {before}" if before else "nothing was held out"
+        keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
+        yield (
+            f"data.validation = {now or ''!r}: {was} until now, and a run trains on the same part "
+            f"of the text to its end; {keep}, or begin a new run"
+        )
 
 
 def _check(run: Path, config: Config, differs: _Differs) -> int:
@@ -139,12 +155,13 @@ def resume(
     trainer: Trainer,
     say: Callable[[str], object],
     differs: _Differs | None = None,
+    evaluator: Evaluator | None = None,
 ) -> int:
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
 
     `say(line)` logs which one that is, and what is wrong with those after it; `differs` is that of
-    `continued`.
+    `continued`.  An `evaluator` learns which evaluation was the best.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     problem = _attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
@@ -155,6 +172,12 @@ def resume(
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    if evaluator:
+        from hpc3d.checkpoints.inspect import config_of
+
+        evaluator.best = job.from_root(
+            lambda: restored(opened.header, config_of(opened), trainer.config)
+        )
     _go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.checkpoints.sharded import Snapshot, complete, write_shard
+from hpc3d.checkpoints.sharded import Snapshot, complete, named, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import sync
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import CheckpointConfig
     from hpc3d.runtime.job import Job
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.log import Log
     from hpc3d.training.run_loop import RunBatches, RunPlan
     from hpc3d.training.trainer import Trainer
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 class Saver:
     """Saves the state of a trainer as `how` says: after every `every`-th step and the last one
-    (0: never), of which it keeps `keep`.
+    (0: never), of which it keeps `keep`; with `keep_best` also after the best evaluation so far,
+    and that one is kept, too.
 
     The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
     checkpoint.  `header(done)` is plain data for the manifest; `say(line)` logs, on rank 0,
@@ -42,12 +44,13 @@ class Saver:
         self.report = ""  # by the thread, of what it has written
         self.exposed = 0.0  # seconds that the rank did not go on
 
-    def after(self, number: int) -> None:
-        """Save if it is time to, after step `number`."""
+    def after(self, number: int, best: bool = False) -> None:
+        """Save if it is time to, after step `number`; its evaluation may be the `best` so far."""
         if self.thread and not self.thread.is_alive():
             self.wait()
         done, last = number + 1, self.trainer.config.train.steps
-        if self.how.every and (done % self.how.every == 0 or done == last):
+        due = self.how.every and (done % self.how.every == 0 or done == last)
+        if due or (best and self.how.keep_best):
             self.save(done)
 
     def stop(self, number: int) -> bool:
@@ -83,13 +86,15 @@ class Saver:
 
     def write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
         mesh = self.trainer.mesh
-        final = self.parent / f"step-{header['step']:08d}"
+        final = self.parent / named(header["step"])
         folder = final.with_suffix(".tmp")
         folder.mkdir(parents=True, exist_ok=True)
         write_shard(folder, mesh.rank, snapshot)
         if mesh.rank == 0:
             sync(self.parent.parent)
-            damage = complete(folder, mesh.ranks, header, self.how.keep)
+            best = header.get("best") if self.how.keep_best else None
+            spared = named(best["step"]) if best else None
+            damage = complete(folder, mesh.ranks, header, self.how.keep, spared)
             size = sum(path.stat().st_size for path in final.iterdir())
             seconds = time.monotonic() - begin
             self.report = (
@@ -110,19 +115,26 @@ class Saver:
 
 
 def saver_of(
-    job: Job, plan: RunPlan, trainer: Trainer, batches: RunBatches | None, log: Log
+    job: Job,
+    plan: RunPlan,
+    trainer: Trainer,
+    batches: RunBatches | None,
+    log: Log,
+    evaluator: Evaluator | None = None,
 ) -> Saver:
     """What saves the run; if it does so by itself, what that takes is said first."""
     how = plan.config.checkpoint
-    if how.every:
+    if how.every or how.keep_best:
         from hpc3d.checkpoints.cost import forecast
 
-        for line in forecast(job, plan.folder, trainer, how.keep):
+        for line in forecast(job, plan.folder, trainer, how.keep + how.keep_best):
             log.say(line)
 
     def header(done):
         position = batches.position(done) if batches else None
         header = {"run_id": plan.folder.name, "config": to_toml(plan.config)}
+        if evaluator and evaluator.best:
+            header["best"] = evaluator.best._asdict()
         return header | {"position": position} | trainer.manifest()
 
     return Saver(plan.folder, trainer, how, header, log.say)

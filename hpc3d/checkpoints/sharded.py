@@ -123,10 +123,12 @@ def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> N
     os.replace(message, path.with_suffix(".json"))
 
 
-def complete(folder: Path, ranks: int, header: Mapping[str, Any], keep: int) -> str | None:
+def complete(
+    folder: Path, ranks: int, header: Mapping[str, Any], keep: int, spared: str | None = None
+) -> str | None:
     """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
-    it the latest, read it again, and remove all before it but `keep` - 1; or return what is wrong
-    with it, and remove none.
+    it the latest, read it again, and remove all before it but `keep` - 1 and the one that is named
+    `spared`; or return what is wrong with it, and remove none.
 
     Those of later steps are what an attempt left that did not go on from them: they stay.
     """
@@ -150,7 +152,8 @@ def complete(folder: Path, ranks: int, header: Mapping[str, Any], keep: int) -> 
         return damage
     before = [path for path in steps_of(final.parent) if path.name < final.name]
     for old in before[keep - 1 :]:
-        _discard(old)
+        if old.name != spared:
+            _discard(old)
     return None
 
 
@@ -168,6 +171,11 @@ def _describe_error(error: Any) -> Any:
     """An error in words, with the name of its file."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {why(error)}" if name else error
+
+
+def named(step: int) -> str:
+    """What the checkpoint after so many steps is called."""
+    return f"step-{step:08d}"
 
 
 def steps_of(parent: Path) -> list[Path]:
@@ -251,14 +259,14 @@ class Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
-    """Fill the parameters and the optimiser of a rank, whatever layout wrote the checkpoint and
-    in whatever type: values and their master copies come from those that are there in full."""
+    """Fill the parameters and the optimiser of a rank, if it has one, whatever layout wrote the
+    checkpoint and in whatever type: values and their master copies come from those that are there in full."""
     exact = checkpoint.exact
     for item, place in parameters.places.items():
         block = _block_of(item, parameters.mesh)
         _fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
         first = place.own_value.start - place.value.start
-        for kind, state in optimizer.states.items():
+        for kind, state in optimizer.states.items() if optimizer else ():
             stored = exact if kind == MASTER.name else kind
             _fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 

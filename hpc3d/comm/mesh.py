@@ -76,6 +76,8 @@ class MeshRecorder(Protocol):
     @property
     def end_step(self) -> Callable[..., None]: ...
     @property
+    def end_evaluation(self) -> Callable[..., None]: ...
+    @property
     def communication(self) -> float: ...
 
 
@@ -144,6 +146,9 @@ class NullRecorder:
 
     def end_step(self, *results: object) -> None:
         self.step = -1
+
+    def end_evaluation(self, *results: object) -> None:
+        pass
 
     def __enter__(self) -> NullRecorder:
         return self

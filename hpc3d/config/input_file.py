@@ -157,6 +157,9 @@ class DataConfig:
     tokenizer: Literal["byte", "bpe"] | None = None
     """byte has 256 tokens, bpe is for a token file that was made with it (absent: what the token
     file says, byte for text)"""
+    validation: float | str | None = None
+    """what the model is evaluated on (train.eval_every): the share of the text that is held out,
+    its last part, such as 0.05; or a text as in path (absent: nothing)"""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,11 @@ class TrainConfig:
     """of parameters and activations; those of 16 bits are for GPUs"""
     backend: Literal["numpy", "cupy"] = "numpy"
     """numpy computes on CPUs, cupy on GPUs"""
+    eval_every: int = 0
+    """evaluate on data.validation after every so many steps, and after the last (0: never)"""
+    eval_batches: int = 16
+    """batches of an evaluation, of `batch` sequences each, as far as the text fills them (0: all
+    that it fills)"""
     tf32: bool = False
     """GPUs round the operands of float32 products to 10 bits"""
     cuda_graph: bool = False
@@ -224,6 +232,8 @@ class CheckpointConfig:
     """save after every so many steps, and after the last (0: never, unless asked to stop)"""
     keep: int = 2
     """checkpoints that are kept, the newest ones"""
+    keep_best: bool = False
+    """save after an evaluation that is the best so far, and keep that checkpoint, too"""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from hpc3d.config.input_file import Config
 from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
 
+_KINDS = ("float", "str")  # of a value that may be either: pydantic says which it tried
+
 
 def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
     """The values of the input `path` (a file, or a name of hpc3d.shipped; None: the default) and
@@ -122,7 +124,7 @@ def validate(tree: dict[str, Any]) -> Config:
 
 def _explain(error: Mapping[str, Any]) -> str:
     """One line for one of pydantic's errors."""
-    path = [str(part) for part in error["loc"]]
+    path = [str(part) for part in error["loc"] if part not in _KINDS]
     key = ".".join(path)
     if error["type"] == "unexpected_keyword_argument":
         return f"{key}: unknown key; {_hint(path[:-1], path[-1])}"

@@ -13,6 +13,7 @@ from hpc3d import limits
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.context_rules import unexchanged_heads, wrong_context
+from hpc3d.config.evaluation_rules import wrong_evaluation
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.model.families import FAMILIES, block_products, family_of, with_epsilon
@@ -66,6 +67,7 @@ def unknown_values(config: Config) -> Iterator[str]:
     yield from _wrong_family(config.model)
     yield from wrong_backend(config)
     yield from _wrong_decay(config.train)
+    yield from wrong_evaluation(config)
     if not re.fullmatch(r"[\w .+-]+", config.name):
         yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
     yield from _not_of_names(config)
@@ -308,11 +310,13 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
             f"whole run, here {passes} forward passes; use at most "
             f"{_MOST_PASSES // (config.mesh.p * parallel.microbatches)} steps"
         )
-    if schedule.asynchronous and config.checkpoint.every:
-        yield (
-            f"checkpoint.every = {config.checkpoint.every}: schedule {schedule.name} has passes "
-            "in flight whenever a step ends; use 0, or a schedule that is synchronous"
-        )
+    saving = config.checkpoint
+    for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
+        if schedule.asynchronous and value:
+            yield (
+                f"checkpoint.{key} = {str(value).lower()}: schedule {schedule.name} has passes in "
+                f"flight whenever a step ends; use {none}, or a schedule that is synchronous"
+            )
     if schedule.asynchronous and config.train.dtype == "float16":
         yield (
             f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "

@@ -31,29 +31,40 @@ RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # those that the frontend loo
 
 
 class Case(NamedTuple):
-    """What a graph is built for."""
+    """What a graph is built for: `queries` heads of q for each of the `heads` of k and v."""
 
     batch: int
     heads: int
+    queries: int
     sequence: int
     width: int
     dtype: str
     causal: bool
 
     @classmethod
-    def of(cls, qkv: Any, sequence: int, width: int, causal: bool) -> Case:
-        """Of an array [B*T, heads*3*D]."""
-        rows, columns = qkv.shape
-        name = np.dtype(qkv.dtype).name
-        return cls(rows // sequence, columns // (3 * width), sequence, width, name, causal)
+    def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
+        """Of an array [B*T, heads*(g+2)*D], whose `form` is (D, g) (hpc3d.ops.attention)."""
+        (rows, columns), (width, queries) = qkv.shape, form
+        heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
+        return cls(rows // sequence, heads, queries, sequence, width, name, causal)
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """The shape [B, heads, T, D] of a tensor, and its strides in elements."""
-        batch, heads, sequence, width, *_ = self
+        batch, heads, queries, sequence, width, *_ = self
+        count = heads * (1 if tensor in (_K, _V, _DK, _DV) else queries)
         if tensor == _STATS:
-            return [batch, heads, sequence, 1], [heads * sequence, sequence, 1, 1]
-        head = width if tensor in (_OUT, _DOUT) else 3 * width
-        return [batch, heads, sequence, width], [sequence * heads * head, head, heads * head, 1]
+            return [batch, count, sequence, 1], [count * sequence, sequence, 1, 1]
+        row, head = heads * (queries + 2) * width, 3 * width if queries == 1 else width
+        if tensor in (_OUT, _DOUT):
+            row, head = count * width, width
+        return [batch, count, sequence, width], [sequence * row, head, row, 1]
+
+    def places(self, array: Any) -> list[int]:
+        """Where q, k and v begin in an array like qkv: they are [q | k | v] of head after head,
+        or with several queries a key all q, then all k, then all v."""
+        heads, queries, width = self.heads, self.queries, self.width
+        keys = (1, 2) if queries == 1 else (queries * heads, (queries + 1) * heads)
+        return [array.data.ptr + head * width * array.dtype.itemsize for head in (0, *keys)]
 
     @property
     def operation(self) -> dict[str, float]:
@@ -123,18 +134,20 @@ class Flash:
         """
         return sequence % 128 == 0
 
-    def forward(self, qkv: Any, sequence: int, width: int, causal: bool = True) -> tuple[Any, Any]:
+    def forward(
+        self, qkv: Any, sequence: int, form: tuple[int, int], causal: bool = True
+    ) -> tuple[Any, Any]:
         """softmax(q k' / sqrt(D) + mask) v, and what backward needs beside it.
 
-        qkv [B*T, heads*3*D] -> out [B*T, heads*D], and stats [B, heads, T, 1] in float32: the
-        logarithm of the sum of exponentials of every row of scores.  Raises RuntimeError where
+        qkv [B*T, heads*(g+2)*D] -> out [B*T, heads*g*D], and stats [B, heads*g, T, 1] in float32:
+        the logarithm of the sum of exponentials of every row of scores.  Raises RuntimeError where
         cuDNN cannot, as with T = 1.
         """
-        case = Case.of(qkv, sequence, width, causal)
+        case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention, case)
-        out = self.empty((qkv.shape[0], case.heads * width), qkv.dtype)
+        out = self.empty((qkv.shape[0], case.heads * case.queries * case.width), qkv.dtype)
         stats = self.empty(tuple(case.layout(_STATS)[0]), np.dtype(np.float32))
-        q, k, v = _parts(qkv, width)
+        q, k, v = case.places(qkv)
         self.run(plan, {_Q: q, _K: k, _V: v, _OUT: out.data.ptr, _STATS: stats.data.ptr})
         return out, stats
 
@@ -145,14 +158,15 @@ class Flash:
         out: Any,
         stats: Any,
         sequence: int,
-        width: int,
+        form: tuple[int, int],
         causal: bool = True,
     ) -> Any:
-        """The gradient of qkv [B*T, heads*3*D] from that of out, and what forward returned."""
+        """The gradient of qkv from that of out, and what forward returned."""
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
-        plan = self.plan(self.attention_grad, Case.of(qkv, sequence, width, causal))
+        case = Case.of(qkv, sequence, form, causal)
+        plan = self.plan(self.attention_grad, case)
         dqkv = self.empty(qkv.shape, qkv.dtype)
-        (q, k, v), (dq, dk, dv) = _parts(qkv, width), _parts(dqkv, width)
+        (q, k, v), (dq, dk, dv) = case.places(qkv), case.places(dqkv)
         given = {_OUT: out.data.ptr, _STATS: stats.data.ptr, _DOUT: dout.data.ptr}
         self.run(plan, {_Q: q, _K: k, _V: v, **given, _DQ: dq, _DK: dk, _DV: dv})
         return dqkv
@@ -284,9 +298,3 @@ def _widest(capability: int) -> int:
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128
-
-
-def _parts(array: Any, width: int) -> list[int]:
-    """Where q, k and v begin in an array whose heads are [q | k | v]."""
-    size = width * array.dtype.itemsize
-    return [array.data.ptr + part * size for part in range(3)]

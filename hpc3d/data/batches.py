@@ -4,6 +4,8 @@ import numpy as np
 
 from hpc3d.data.token_file import Tokens
 
+IGNORE = -100  # the target of a token that counts for nothing
+
 
 class Batches:
     """The batches of a run.  Each depends on the tokens, the sizes, `seed` and its step only.
@@ -27,7 +29,7 @@ class Batches:
             )
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
-        self._epoch, self._order = 0, _permutation(self.windows, seed, 0)
+        self._epoch, self._order = 0, permutation(self.windows, seed, 0)
         self._skipped = 0  # sequences beyond step * batch that were seen before a step
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,11 +56,11 @@ class Batches:
 
     def _window(self, epoch: int, offset: int) -> int:
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, _permutation(self.windows, self._seed, epoch)
+            self._epoch, self._order = epoch, permutation(self.windows, self._seed, epoch)
         return int(self._order[offset])
 
 
-def _permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of an epoch's windows, int64[windows]; any epoch without those before."""
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     return np.random.Generator(bits).permutation(windows)

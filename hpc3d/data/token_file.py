@@ -25,6 +25,7 @@ from hpc3d.data.tokenizer import (
     reading,
     reading_text,
     text_files,
+    tokenizer_named,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +47,17 @@ _reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPA
 class Tokens(contextlib.AbstractContextManager):
     """A long row of token ids that stays on disk: the documents, each followed by `END`.
 
-    `vocabulary` is the number of different ids, `tokenizer` the name of what made them.
+    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, and `json`
+    its rules.
     """
 
     tokenizer: str
     vocabulary: int
+    json: str
+
+    def made_by(self) -> tuple[str, int, str]:
+        """The tokenizer: tokens of two texts mean the same where it is the same."""
+        return self.tokenizer, self.vocabulary, self.json
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -84,11 +91,21 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     return tokens
 
 
+def tokenizer_of(path: str | Path) -> Tokenizer:
+    """Return what makes tokens of such a text, or made those of such a token file; ValueError,
+    one line that begins with `data.path`, where that cannot be read."""
+    if Path(path).suffix != SUFFIX:
+        return ByteTokenizer()
+    with TokenFile(Path(path)) as tokens:
+        return tokenizer_named(tokens.tokenizer, tokens.tokenizer_json)
+
+
 class TextTokens(Tokens):
     """The bytes of text files, of which only the lengths are kept in memory."""
 
     tokenizer = ByteTokenizer.name
     vocabulary = ByteTokenizer.vocabulary
+    json = ByteTokenizer.json
 
     def __init__(self, texts: Sequence[Path]) -> None:
         sizes = [sum(map(len, pieces(text))) for text in texts]
@@ -137,9 +154,11 @@ class TokenFile(Tokens):
         if form != _FORMAT.encode() or version != _VERSION:
             raise ValueError(f"format {form}, version {version}, not {_FORMAT}, {_VERSION}")
         self.tokenizer = str(file.attrs["tokenizer"], "utf-8")
+        self.json = str(file.attrs["tokenizer_json"], "utf-8")
         self.sha256 = str(file.attrs["sha256"], "utf-8")
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])
+        self.tokenizer_json = str(file.attrs["tokenizer_json"], "utf-8")
         self._tokens = _own_dataset(file, "tokens")
         self.dtype = self._tokens.dtype
         length = int(file.attrs["length"])

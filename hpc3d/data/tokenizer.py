@@ -111,6 +111,11 @@ class BpeTokenizer:
 Tokenizer = ByteTokenizer | BpeTokenizer
 
 
+def tokenizer_named(name: str, json: str) -> Tokenizer:
+    """Return the tokenizer of a name that a token file has, and of its JSON text."""
+    return BpeTokenizer(json) if name == BpeTokenizer.name else ByteTokenizer()
+
+
 def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
     """Learn merges from `pieces` of text until there are `vocabulary` ids.
 

@@ -8,7 +8,7 @@ so that published weights come and go whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.model.gpt2 import Head
 from hpc3d.model.layers import Dropout, Embedding, Linear, row_axes
@@ -21,7 +21,7 @@ from hpc3d.tensor.matmul import Matmul
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.gpt2 import HeadSaved
+    from hpc3d.model.gpt2 import LogitsSaved
     from hpc3d.model.layers import EmbeddingSaved, NormSaved
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
@@ -87,12 +87,12 @@ class SegmentedEmbeddings:
         self.lookup.backward(dx, saved, micro)
 
 
-class MaskedHeadSaved(NamedTuple):
-    """What the backward pass of the head works with."""
+class MaskedLogitsSaved(NamedTuple):
+    """What the backward pass of the logits works with."""
 
     dense: Saved
     slopes: Array
-    rest: HeadSaved
+    rest: LogitsSaved
 
 
 class MaskedHead(Head):
@@ -115,21 +115,26 @@ class MaskedHead(Head):
             "head.bias", table.shape[:1], columns, partial=row_axes(self.layout), rows=table.rows
         )
 
-    def forward(  # type: ignore[override]  # it saves more
-        self, x: Array, micro: Microbatch
-    ) -> tuple[Any, MaskedHeadSaved]:
-        """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
+    def logits(self, x: Array) -> tuple[Array, MaskedLogitsSaved]:
+        """Y, and what `logits_grad` needs."""
         h, saved = self.dense.forward(x)
         with self.mesh.trace.span("gelu"):
             g = self.gelu(h, self.mesh.empty(h.shape, h.dtype))
-        loss, rest = super().forward(g, micro)
-        return loss, MaskedHeadSaved(saved, h, rest)
+        logits, rest = super().logits(g)
+        with self.mesh.trace.span("bias"):
+            add_bias(logits, self.bias.value, logits)
+        return logits, MaskedLogitsSaved(saved, h, rest)
 
-    def backward(  # type: ignore[override]
-        self, micro: Microbatch, saved: MaskedHeadSaved, defer: Callable[..., None]
+    def logits_grad(
+        self, dlogits: Array, saved: MaskedLogitsSaved, defer: Callable[..., None]
     ) -> Array:
-        """The gradient of X, of the summed loss times its factor."""
-        dg = super().backward(micro, saved.rest, defer)
+        """The gradient of X from that of Y."""
+        defer(self.bias_grad, dlogits)
+        dg = super().logits_grad(dlogits, saved.rest, defer)
         with self.mesh.trace.span("gelu"):
             dh = gelu_grad(saved.slopes, dg)
         return self.dense.backward(dh, saved.dense, defer)
+
+    def bias_grad(self, dlogits: Array) -> None:
+        with self.mesh.trace.span("gradient"):
+            self.bias.grad += sum_rows(dlogits)

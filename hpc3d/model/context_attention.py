@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.core_attention import CoreAttention, HeadBlock
@@ -143,11 +141,12 @@ class RingAttention(HeadBlock):
 
     def _drop(self, micro: Microbatch) -> Mask | None:
         """That of a matrix [samples heads key, T], with the first row of each sample here."""
-        if not self.dropped:
+        if not self.drops(micro):
             return None
-        length, first = self.context.length, self.heads().start
-        samples = micro.first + np.array(self.samples(micro))
-        rows = (samples * self.sizes.heads + first) * length
+        length, samples = self.context.length, self.samples(micro)
+        sample, first = self.sizes.heads * length, self.heads().start * length
+        ends = ((micro.first + edge) * sample + first for edge in (samples.start, samples.stop))
+        rows = range(*ends, sample)
         return Mask(self.key(micro), self.sizes.dropout, rows, range(length), length)
 
 

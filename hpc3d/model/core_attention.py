@@ -64,10 +64,9 @@ class HeadBlock:
         parts = [self.context.positions(first + number) for number in range(count)]
         return np.ascontiguousarray(table[:, np.concatenate(parts)])
 
-    @property
-    def dropped(self) -> bool:
+    def drops(self, micro: Microbatch) -> bool:
         """Whether probabilities are dropped."""
-        return self.sizes.dropout > 0
+        return self.sizes.dropout > 0 and micro.training
 
     def samples(self, micro: Microbatch) -> range:
         """The sequences of the microbatch that this rank has tokens of."""
@@ -147,7 +146,7 @@ class CoreAttention(HeadBlock):
 
     def _drop(self, micro: Microbatch) -> Mask | None:
         """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""
-        if not self.dropped:
+        if not self.drops(micro):
             return None
         square, heads = self.tokens**2, self.heads()
         columns = range(heads.start * square, heads.stop * square)

@@ -75,16 +75,22 @@ class Embeddings:
         self.lookup.backward(dx, saved, micro)
 
 
-class HeadSaved(NamedTuple):
-    """What the backward pass of the head works with."""
+class LogitsSaved(NamedTuple):
+    """What the backward pass of the logits works with."""
 
     norm: NormSaved
     product: Saved
+
+
+class HeadSaved(NamedTuple):
+    """What the backward pass of the head works with."""
+
+    logits: Any
     loss: LossSaved
 
 
 class Head:
-    """Logits Y[m, v] = norm(X) table' and their cross-entropy; some heads add a `bias`."""
+    """Logits Y[m, v] = norm(X) table' and their cross-entropy."""
 
     name = "head"
 
@@ -99,20 +105,24 @@ class Head:
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
-        self.bias: Parameter | None = None
 
-    def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved]:
-        """The summed loss of this rank's rows, 0 where another rank counts the same rows."""
+    def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
+        """The summed loss of this rank's rows, 0 where another rank counts the same rows; of a
+        microbatch that is not for training it comes with the rows that are predicted right
+        (`CrossEntropy.score`)."""
+        logits, saved = self.logits(x)
+        targets = micro.cached("head.targets", self.targets)
+        if not micro.training:
+            score = self.loss.score(logits, targets)
+            return score if self.counts() else 0.0, None
+        loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
+        return loss if self.counts() else 0.0, HeadSaved(saved, saved_loss)
+
+    def logits(self, x: Array) -> tuple[Array, Any]:
+        """Y, and what `logits_grad` needs."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
-        logits = owned(self.mesh, logits)
-        if self.bias:
-            with self.mesh.trace.span("bias"):
-                add_bias(logits, self.bias.value, logits)
-        targets = micro.cached("head.targets", self.targets)
-        loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
-        saved = HeadSaved(saved_norm, saved_product, saved_loss)
-        return loss if self.counts() else 0.0, saved
+        return owned(self.mesh, logits), LogitsSaved(saved_norm, saved_product)
 
     def targets(self, micro: Microbatch) -> np.ndarray:
         """Those of this rank's rows."""
@@ -121,9 +131,11 @@ class Head:
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
         """The gradient of X, of the summed loss times its factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
+        return self.logits_grad(dlogits, saved.logits, defer)
+
+    def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:
+        """The gradient of X from that of Y."""
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
-        if self.bias:
-            defer(self.bias_grad, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
 
@@ -132,10 +144,6 @@ class Head:
             self.matmul.add_w(rest, self.table.grad)
             return
         self.table.grad += self.matmul.backward_weight(rest).wait()
-
-    def bias_grad(self, dlogits: Array) -> None:
-        with self.mesh.trace.span("gradient"):
-            self.bias.grad += sum_rows(dlogits)  # type: ignore[union-attr]
 
     def counts(self) -> bool:
         """Whether this rank's rows of the loss are the copy that counts."""

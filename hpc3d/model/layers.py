@@ -235,8 +235,9 @@ class Dropout:
         self.rate, self.seed, self.context = spec.sizes.dropout, spec.seed, spec.context
 
     def mask(self, micro: Microbatch, columns: int) -> Mask | None:
-        """That of this rank's block of a tensor with one row per token; None at rate 0."""
-        if not self.rate:
+        """That of this rank's block of a tensor with one row per token; None where nothing is
+        dropped: at rate 0, and in a pass that is not for training."""
+        if not self.rate or not micro.training:
             return None
         _, block = self.layout.slices((micro.tokens.size, columns), self.mesh)
         rows = self.rows(micro)

@@ -14,6 +14,7 @@ from hpc3d.ops.cross_entropy import (
     local_sums,
     negative_log,
     row_max,
+    score_rows,
     softmax_grad,
 )
 
@@ -48,6 +49,24 @@ class CrossEntropy:
             with self.mesh.trace.span("loss", "loss"):
                 loss, saved = cross_entropy(logits, targets, self.vocabulary, scale)
             return loss, LossSaved(*saved)
+        sums, at = self._sums(logits, targets)
+        valid = targets != IGNORE
+        return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
+
+    def score(self, logits: Array, targets: np.ndarray) -> Array:
+        """[the summed loss of this rank's rows, how many of them are predicted right], float64,
+        for a pass without backward; overwrites the logits.
+
+        A row is right where no logit is above that of its target (`score_rows`): its maximum is
+        known for the loss, so that this takes no further message.
+        """
+        sums, _ = self._sums(logits, targets)
+        with self.mesh.trace.span("loss", "loss"):
+            return score_rows(sums, targets != IGNORE)
+
+    def _sums(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
+        """`local_sums` over the whole vocabulary, and where the targets are in this rank's part;
+        the logits become exponentials."""
         first = self.mesh.index(self.place) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
@@ -57,8 +76,7 @@ class CrossEntropy:
             sums, at = local_sums(logits, top, targets - first)
         for axis in self.axes:
             sums = self.mesh.comm(axis).all_reduce(sums).wait()
-        valid = targets != IGNORE
-        return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
+        return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
         """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""

@@ -27,7 +27,8 @@ class Microbatch(NamedTuple):
 
     `first` is the number of its first sequence in the batch of training step `step`; the gradient
     is that of its summed loss times `scale`.  `cache` brings numbers of the host to where the
-    model's arrays are.
+    model's arrays are.  One that is not for `training` has no backward pass: nothing is kept for
+    it, and nothing is dropped.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Microbatch(NamedTuple):
     targets: np.ndarray
     scale: float
     cache: Callable = _without_cache
+    training: bool = True
 
     @property
     def sequences(self) -> int:

@@ -24,6 +24,14 @@ def _ignore(unit: str) -> None:
     """The `finished` of a backward pass that nobody waits for."""
 
 
+def _collect(saved: list[Any], micro: Microbatch, result: tuple[Any, Any]) -> Any:
+    """Y of a layer's result; what it keeps is added to `saved` if there is a backward pass."""
+    y, kept = result
+    if micro.training:
+        saved.append(kept)
+    return y
+
+
 class LayerRange(NamedTuple):
     """Which blocks of the model, with which of its ends."""
 
@@ -82,24 +90,20 @@ class Stage:
             self.head = spec.family.last(mesh, parameters, spec, table)
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
-        """Y, or of the last part this rank's share of the summed loss; and what backward needs.
+        """Y, or of the last part what its head returns; and what backward needs, which is nothing
+        of a microbatch that is not for training.
 
         Parts with the embeddings take no x.
         """
         saved: list[Any] = []
         if self.embeddings:
-            x = self.collect(saved, self.embeddings.forward(micro))
+            x = _collect(saved, micro, self.embeddings.forward(micro))
         for block in self.blocks:
             with self.mesh.trace.scope(layer=block.number):
-                x = self.collect(saved, block.forward(x, micro))
+                x = _collect(saved, micro, block.forward(x, micro))
         if self.head:
-            x = self.collect(saved, self.head.forward(x, micro))
+            x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved
-
-    def collect(self, saved: list[Any], result: tuple[Any, Any]) -> Any:
-        y, kept = result
-        saved.append(kept)
-        return y
 
     def backward(
         self,

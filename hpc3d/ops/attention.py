@@ -199,7 +199,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 @attend.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     if _by_cudnn(gpu, qkv, form, drop, mask):
-        out, stats = gpu.flash.forward(qkv, sequence, form.width, mask.causal)
+        out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     p, weights = _softmax(gpu, q, k, empty, drop, mask)
@@ -237,7 +237,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 @attend_again.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     if _by_cudnn(gpu, qkv, form, drop, mask):
-        return gpu.flash.forward(qkv, sequence, form.width, mask.causal)
+        return gpu.flash.forward(qkv, sequence, form, mask.causal)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
     return _softmax(gpu, q, k, empty, None, mask)[0]
 
@@ -290,7 +290,7 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
 @attend_grad.cuda
 def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     if _by_cudnn(gpu, qkv, form, drop, mask):
-        return gpu.flash.backward(dout, qkv, *kept, sequence, form.width, mask.causal)
+        return gpu.flash.backward(dout, qkv, *kept, sequence, form, mask.causal)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
     weights = kept if drop is None else _dropped_again(gpu, kept, drop)
@@ -330,9 +330,8 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
 def _by_cudnn(
     gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
 ) -> bool:
-    """Its tensors have one stride from head to head: none with several queries a key; and it is
-    told of no padding."""
-    flash = gpu.flash and form.queries == 1 and mask.padding is None
+    """It is told of no padding."""
+    flash = gpu.flash and mask.padding is None
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
 
@@ -391,10 +390,8 @@ def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dic
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:
         given["heads"] //= max(1, len(mask.padding))
-    if drop is None:
-        names = "first_row", "first_column", "width", "limit", "factor"
-        return {**given, "dropout_key": None, **dict.fromkeys(names, 0)}
-    given["heads"] = len(drop.columns) // p.shape[1] ** 2
+    if drop is not None:
+        given["heads"] = len(drop.columns) // p.shape[1] ** 2
     return {**given, **cuda_mask(drop, "dropout_key")}
 
 

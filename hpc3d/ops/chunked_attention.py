@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,14 +29,17 @@ from hpc3d.ops.attention import (
     heads_of,
     queries_of,
 )
-from hpc3d.ops.random import keep_mask
+from hpc3d.ops.random import cuda_mask, keep_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
+    from hpc3d.arrays.primitive import Primitive
+    from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
 _TILE = 256  # tokens of a tile of scores, on either side: 256 KB of float32
 _SCORES = 1 << 18  # bytes of the tiles of several heads that are worked on at a time
+_GPU_TILE, _GPU_SCORES = 1024, 1 << 26  # the same on a GPU
 
 
 class ChunkPair(NamedTuple):
@@ -55,7 +58,7 @@ class Chunks(NamedTuple):
 
     `padding`, booleans [B, t], says which keys are not seen.  What is multiplied with v are the
     probabilities times the factors of `drop`: draws of a matrix [samples heads key, T], in which
-    `rows` are the first of each sample of this rank.
+    `rows` are the first of each sample of this rank, as far apart as its heads and keys.
     """
 
     pairs: Sequence[ChunkPair]
@@ -63,12 +66,16 @@ class Chunks(NamedTuple):
     drop: Mask | None = None
     padding: Array | None = None
 
-    def tiles(self, kv: Array) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
-        """(sample, heads) and part of a pair, for tiles whose scores fit the cache."""
+    def tiles(
+        self, kv: Array, tokens: int, nbytes: int
+    ) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
+        """(sample, heads) and part of a pair, for tiles of so many `tokens` on either side at
+        most, as many heads at a time as have `nbytes` of scores."""
         _, batch, heads, _, _ = kv.shape
-        for tile in (tile for pair in self.pairs for tile in _cut(pair, self.form.queries)):
-            rows, keys = _count(tile.queries) * self.form.queries, _count(tile.keys)
-            count = max(1, _SCORES // (rows * keys * kv.itemsize))
+        g = self.form.queries
+        for tile in (tile for pair in self.pairs for tile in _cut(pair, g, tokens)):
+            rows, keys = _count(tile.queries) * g, _count(tile.keys)
+            count = max(1, nbytes // (rows * keys * kv.itemsize))
             for sample in range(batch):
                 for first in range(0, heads, count):
                     yield (sample, slice(first, min(first + count, heads))), tile
@@ -152,7 +159,7 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
     sequence, form = kv.shape[3], chunks.form
     q, _, _ = heads_of(qkv, sequence, form)
     out = queries_of(merged.out, sequence, form)
-    for at, tile in chunks.tiles(kv):
+    for at, tile in chunks.tiles(kv, _TILE, _SCORES):
         s, _ = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
         old = merged.sums[at][:, :, tile.queries]
         top = _finite(s.max(0))
@@ -175,6 +182,21 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
 @merge_chunks.abstract
 def _(qkv, kv, merged, chunks):
     chunks.meter(kv, inward=1, outward=1, kernels=[attend.__name__])
+
+
+@merge_chunks.cuda
+def _(gpu, qkv, kv, merged, chunks):
+    q, _, _ = heads_of(qkv, kv.shape[3], chunks.form)
+    for at, tile in chunks.tiles(kv, _GPU_TILE, _GPU_SCORES):
+        k, v = (each[at][:, tile.keys] for each in kv)
+        queries = _gpu_queries(gpu, q, at, tile)
+        p, place = _gpu_scores(gpu, k, queries), _Place(chunks, at, tile)
+        kept = gpu.empty((len(p) * chunks.form.queries, _count(tile.queries)), np.float32)
+        given = {"sums": merged.sums[at], "kept": kept, **place.given(merged.sums.shape[-1])}
+        gpu.launch("chunk_softmax", *kept.shape, scores=p, **given)
+        added = gpu.empty(queries.shape, np.float32)
+        gpu.multiply(p.swapaxes(1, 2), v, added)
+        place.add(gpu, added, merged.out, kv.shape[3], kept)
 
 
 @composite
@@ -202,6 +224,15 @@ def _(dout, out, sequence, form, empty):
     return empty((dout.shape[0] // sequence, heads, form.queries, sequence), wide(dout.dtype))
 
 
+@row_dots.cuda
+def _(gpu, dout, out, sequence, form, empty):
+    heads = dout.shape[1] // (form.queries * form.width)
+    dots = empty((len(dout) // sequence, heads, form.queries, sequence), np.float32)
+    sizes = {"heads": heads * form.queries, "width": form.width, "sequence": sequence}
+    gpu.launch("row_dots", *dout.shape, x=dout, y=out, dots=dots, **sizes)
+    return dots
+
+
 @primitive
 def chunks_grad(
     qkv: Array,
@@ -220,7 +251,7 @@ def chunks_grad(
     dout, dq = queries_of(grad.dout, sequence, form), queries_of(dq, sequence, form)
     dkv = empty(kv.shape, wide(kv.dtype))
     dkv[...], scale = 0, 1 / sqrt(form.width)
-    for at, tile in chunks.tiles(kv):
+    for at, tile in chunks.tiles(kv, _TILE, _SCORES):
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
         p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
@@ -249,6 +280,27 @@ def _(qkv, kv, grad, dq, chunks, empty):
     return empty(kv.shape, wide(kv.dtype))
 
 
+@chunks_grad.cuda
+def _(gpu, qkv, kv, grad, dq, chunks, empty):
+    q, _, _ = heads_of(qkv, kv.shape[3], chunks.form)
+    dout = queries_of(grad.dout, kv.shape[3], chunks.form)
+    dkv = empty(kv.shape, np.float32)
+    dkv.fill(0)
+    for at, tile in chunks.tiles(kv, _GPU_TILE, _GPU_SCORES):
+        (k, v), (dk, dv) = ([each[at][:, tile.keys] for each in both] for both in (kv, dkv))
+        queries, d = (_gpu_queries(gpu, each, at, tile) for each in (q, dout))
+        p, ds, place = _gpu_scores(gpu, k, queries), _gpu_scores(gpu, v, d), _Place(chunks, at, tile)
+        given = {"sums": grad.sums[at], "dots": grad.dots[at], **place.given(kv.shape[3])}
+        work = len(p) * chunks.form.queries, _count(tile.queries)
+        gpu.launch("chunk_softmax_grad", *work, scores=p, dweights=ds, **given)
+        gpu.multiply(p, d, dv, add=dv)
+        gpu.multiply(ds, queries, dk, add=dk)
+        added = gpu.empty(queries.shape, np.float32)
+        gpu.multiply(ds.swapaxes(1, 2), k, added)
+        place.add(gpu, added, dq, kv.shape[3])
+    return dkv
+
+
 @primitive
 def join_grads(qkv: Array, dq: Array, dkv: Array, form: HeadForm, empty: Empty) -> Array:
     """The gradient of qkv from those of its parts."""
@@ -265,13 +317,22 @@ def _(qkv, dq, dkv, form, empty):
     return empty(qkv.shape, qkv.dtype)
 
 
-def _cut(pair: ChunkPair, g: int) -> Iterator[ChunkPair]:
+def _as_numpy(op: Primitive) -> None:
+    """Let an op do on devices what it does in NumPy: fills and copies."""
+    op.cuda(lambda gpu, *given: op.numpy(*given))
+
+
+for _op in (keys_and_values, begin_merging, end_merging, join_grads):
+    _as_numpy(_op)
+
+
+def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
     """The tiles of a pair of chunks."""
-    rows = max(1, _TILE // g)
+    rows = max(1, tokens // g)
     for q in range(pair.queries.start, pair.queries.stop, rows):
         queries = slice(q, min(q + rows, pair.queries.stop))
-        for k in range(pair.keys.start, pair.keys.stop, _TILE):
-            keys = slice(k, min(k + _TILE, pair.keys.stop))
+        for k in range(pair.keys.start, pair.keys.stop, tokens):
+            keys = slice(k, min(k + tokens, pair.keys.stop))
             places = (
                 pair.query_position + q - pair.queries.start,
                 pair.key_position + k - pair.keys.start,
@@ -341,3 +402,62 @@ def _factors(
     kept = keep_mask(drop.key, drop.rate, rows, queries, drop.width)
     kept = kept.reshape(scores.shape[1], g, len(keys), -1).transpose(2, 0, 1, 3)
     return kept.reshape(scores.shape) * scores.dtype.type(1 / (1 - drop.rate))
+
+
+def _gpu_queries(gpu: Gpu, q: Array, at: tuple[int, slice], tile: ChunkPair) -> Array:
+    """Those of a tile, or their gradients, [heads, g*t, D] in one piece."""
+    part = q[at][:, :, tile.queries]
+    heads, g, tokens, width = part.shape
+    return gpu.contiguous(part).reshape(heads, g * tokens, width)
+
+
+def _gpu_scores(gpu: Gpu, k: Array, q: Array) -> Array:
+    """k q' [heads, key, g*query]."""
+    scores = gpu.empty((len(k), k.shape[1], q.shape[1]), k.dtype)
+    gpu.multiply(k, q.swapaxes(1, 2), scores)
+    return scores
+
+
+class _Place(NamedTuple):
+    """A tile among the chunks of which it is one."""
+
+    chunks: Chunks
+    at: tuple[int, slice]
+    tile: ChunkPair
+
+    def given(self, sequence: int) -> dict[str, Any]:
+        """The arguments of the kernels of the softmax besides scores and sums."""
+        (sample, _), tile, (width, g) = self.at, self.tile, self.chunks.form
+        keys, padding = _count(tile.keys), self.chunks.padding
+        return {
+            "padding": None if padding is None else padding[sample, tile.keys],
+            "keys": keys,
+            "queries": _count(tile.queries),
+            "group": g,
+            "ahead": tile.query_position - tile.key_position if tile.masked else keys,
+            "first": tile.queries.start,
+            "sequence": sequence,
+            "scale": 1 / sqrt(width),
+            **cuda_mask(self.drop(), "dropout_key"),
+        }
+
+    def drop(self) -> Mask | None:
+        """That of the first head of the tile."""
+        (sample, heads), tile, drop = self.at, self.tile, self.chunks.drop
+        if drop is None:
+            return None
+        row = drop.rows[sample] + heads.start * self.chunks.form.queries * drop.width
+        row += tile.key_position
+        columns = range(tile.query_position, drop.width)
+        return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
+
+    def add(
+        self, gpu: Gpu, added: Array, out: Array, sequence: int, kept: Array | None = None
+    ) -> None:
+        """out = kept out + added [heads, g*t, D], in the tile's part of out [B*t, heads*g*D]."""
+        (sample, heads), tile, (width, g) = self.at, self.tile, self.chunks.form
+        rows = out[sample * sequence :][tile.queries]
+        columns = len(added) * g * width
+        given = {"queries": len(rows), "columns": columns, "width": width, "kept": kept}
+        given |= {"first": heads.start * g * width, "stride": out.shape[1]}
+        gpu.launch("merge_chunk", len(rows), columns, out=rows, added=added, **given)

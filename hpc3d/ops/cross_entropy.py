@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.data.batches import IGNORE
 from hpc3d.ops.update import sum_parts
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-
-IGNORE = -100
 
 
 class LossRows(NamedTuple):
@@ -107,6 +106,26 @@ def _(gpu, sums, valid):
     total, rows = gpu.empty((1,), np.float64), sums.shape[1]
     gpu.launch("negative_log", 1, rows, sums=sums, valid=valid, loss=total, rows=rows)
     return total
+
+
+@primitive
+def score_rows(sums: Array, valid: Array) -> Array:
+    """Of valid rows [`negative_log`, how many have no logit above that of their target], float64:
+    a prediction that others tie with counts as right."""
+    right = np.count_nonzero(valid & (sums[1] == 0))  # the highest logit was taken off
+    return np.array([negative_log(sums, valid), right], np.float64)
+
+
+@score_rows.abstract
+def _(sums, valid):
+    return np.zeros(2)
+
+
+@score_rows.cuda
+def _(gpu, sums, valid):
+    score, rows = gpu.empty((2,), np.float64), sums.shape[1]
+    gpu.launch("score_rows", 1, rows, sums=sums, valid=valid, score=score, rows=rows)
+    return score
 
 
 @primitive

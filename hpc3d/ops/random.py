@@ -108,8 +108,11 @@ class Mask(NamedTuple):
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 
 
-def cuda_mask(mask: Mask, key: str) -> dict[str, Any]:
-    """The arguments of a kernel for dropout, the key under the name `key`."""
+def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
+    """The arguments of a kernel for dropout, the key under the name `key`; null without."""
+    if mask is None:
+        names = "first_row", "first_column", "width", "limit", "factor"
+        return {key: None, **dict.fromkeys(names, 0)}
     return {
         key: mask.key,
         "first_row": mask.rows.start if isinstance(mask.rows, range) else 0,

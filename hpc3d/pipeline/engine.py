@@ -40,6 +40,7 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # of passes that are for no training step
 
 
 class DeferredWeightGrads:
@@ -63,8 +64,9 @@ class Engine:
     """The stages of this rank (`PipelineStage`), a chunk each, and what is in flight between them.
 
     `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
-    training step, `seconds` the time of a run by operation on `clock`, and `peak` the largest
-    number of microbatches and chunks that ever were between F and the end of their B.
+    training step, or what the last part returns of microbatches that are not for training, which
+    have no backward pass.  `seconds` is the time of a run by operation on `clock`, and `peak` the
+    largest number of microbatches and chunks that ever were between F and the end of their B.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         self.buckets, self.weights, self.update, self.clock = buckets, weights, update, clock
         self.stage = mesh.coord("p")
         self.micros: Mapping[int, Microbatch] = {}
+        self.phases: Mapping[str, str] = PHASE
         # By microbatch and chunk; messages by kind before that, those that are sent by channel.
         self.saved: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
@@ -103,10 +106,15 @@ class Engine:
             "Step": self.step,
         }
 
-    def run(self, groups: Iterable[Group], micros: Mapping[int, Microbatch]) -> None:
+    def run(
+        self,
+        groups: Iterable[Group],
+        micros: Mapping[int, Microbatch],
+        phases: Mapping[str, str] = PHASE,
+    ) -> None:
         """Execute groups of instructions; `micros` maps the number of a microbatch to a
-        Microbatch."""
-        self.micros, trace = micros, self.mesh.trace
+        Microbatch, `phases` an operation to what it is in the trace."""
+        self.micros, self.phases, trace = micros, phases, self.mesh.trace
         self.seconds.clear()
         for group in groups:
             self.closing = group[-1].op == "Reduce"
@@ -121,7 +129,7 @@ class Engine:
         """One entry of the table, for one instruction."""
         trace, start = self.mesh.trace, self.clock()
         trace.at(self.stage, instruction.chunk, instruction.mb)
-        with trace.scope(phase=PHASE[instruction.op]):
+        with trace.scope(phase=self.phases[instruction.op]):
             self.table[instruction.op](instruction)
         self.seconds[instruction.op] += self.clock() - start
 
@@ -130,8 +138,10 @@ class Engine:
         micro = self.micros[mb]
         self.weights.before_forward(micro.step)
         x = None if self.placement.first(self.stage, chunk) else self.inbox.pop(("F", *key)).wait()
-        y, self.saved[key] = self.stages[chunk].forward(x, micro)
-        self.peak = max(self.peak, len(self.saved))
+        y, saved = self.stages[chunk].forward(x, micro)
+        if micro.training:
+            self.saved[key] = saved
+            self.peak = max(self.peak, len(self.saved))
         if self.placement.last(self.stage, chunk):
             self.losses[micro.step] += y
         else:

@@ -35,9 +35,10 @@ def lower(
 
 
 def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
-    """The stream with a Step at its end, unless it has steps of its own."""
+    """The stream with a Step at its end, unless it has steps of its own, or no gradients."""
     stream, step = list(stream), Instruction("Step")
-    return stream if step in stream else [*stream, step]
+    backward = any(instruction.op in COMPUTE[1:] for instruction in stream)
+    return stream if step in stream or not backward else [*stream, step]
 
 
 def _add_messages(
@@ -170,22 +171,24 @@ def in_flight(stream: Iterable[Instruction]) -> InFlight:
     return InFlight(peak, peak_kept)
 
 
-def check(programs: Sequence[Sequence[Group]], placement: Placement, micros: int) -> None:
+def check(
+    programs: Sequence[Sequence[Group]], placement: Placement, micros: int, passes: str = "FBW"
+) -> None:
     """Run the lowered streams of all stages by the contract; ValueError for the first fault.
 
     Every stage does F, B and W, or BW, of all `micros` microbatches (of all steps together) and
-    chunks once and in this order, none before its input has come; every receive has its send and
-    every send its receive; both ends of a pair of stages name its messages in one order; and no
-    stage waits for ever.
+    chunks once and in this order, or of these the `passes` that there are, none before its input
+    has come; every receive has its send and every send its receive; both ends of a pair of stages
+    name its messages in one order; and no stage waits for ever.
     """
     streams = [list(chain.from_iterable(groups)) for groups in programs]
     for stage, stream in enumerate(streams):
-        _check_passes(stage, stream, placement, micros)
+        _check_passes(stage, stream, placement, micros, passes)
     _check_pairs(streams, placement)
     _check_rendezvous(programs, placement)
 
 
-def _check_passes(stage, stream, placement, micros):
+def _check_passes(stage, stream, placement, micros, passes):
     """All passes of a stage once, after what they need from this stage and after its receives."""
     done = set()
     for instruction in stream:
@@ -196,7 +199,7 @@ def _check_passes(stage, stream, placement, micros):
             if each in done:
                 raise ValueError(f"stage {stage}: {instruction} does {each} a second time")
             done.add(each)
-    every = product("FBW", range(micros), range(placement.chunks))
+    every = product(passes, range(micros), range(placement.chunks))
     wanted = {Instruction(*each) for each in every}
     for missing in sorted(wanted - done):
         raise ValueError(f"stage {stage}: {missing} is missing")

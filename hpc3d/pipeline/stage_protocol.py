@@ -32,7 +32,9 @@ class PipelineStage(Protocol):
 
         x is a block, to read and not to write into; None for the model's first part, which reads
         `micro.tokens`.  Y is the block for the next part; the last part returns this rank's share
-        of the summed loss instead, a number or a device's array of one.
+        of the summed loss instead, a number or a device's array of one.  Where a microbatch is not
+        for `training` nothing is kept, and the last part returns its share of [the summed loss,
+        the tokens that are predicted right].
         """
 
     def backward(

@@ -8,6 +8,7 @@ CHECK_FAILED = 3  # something that was stored or computed is wrong
 NOT_FINITE = 4
 STALLED = 5  # nothing moved for run.watchdog_s
 STOPPED = 75  # before its last step, on request, with everything saved: sysexits' EX_TEMPFAIL
+INTERRUPTED = 130  # by Ctrl-C, with what there was printed: 128 + SIGINT
 
 
 # What bad input raises: a path that is too long, a number beyond NumPy's, a size beyond memory.

@@ -61,6 +61,18 @@ class Job:
             self.refuse(*problems)
         return value
 
+    def on_all_ranks(self, function: Callable[[], Any]) -> Any:
+        """The value of `function()` on every rank; what of REFUSED it raises on any is refused on
+        all, each line once."""
+        value, problems = None, []
+        try:
+            value = function()
+        except REFUSED as error:
+            problems = lines_of(error)
+        if found := dict.fromkeys(line for lines in self.gather(problems) for line in lines):
+            self.refuse(*found)
+        return value
+
     def refuse(self, *problems: str) -> NoReturn:
         """End the job on all ranks with a line of rank 0 for each problem."""
         if self.rank == 0:

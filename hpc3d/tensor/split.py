@@ -60,11 +60,13 @@ class Split:
         single product between two that store X alike.
 
         An axis of n that shards X's rows, or lets one rank own them, has other rows: it is one
-        more of m.  X's columns go panel by panel.  Where X is replicated all do the same work.
+        more of m, the outermost, for the axes of `over` to stay the innermost of W.  (In which
+        order axes have rows of X is nothing to a product that does not move them.)  X's columns go
+        panel by panel.  Where X is replicated all do the same work.
         """
         panels = self.panels.split()
         rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
-        columns, m = " ".join([*self.k.split(), *panels]), [*self.m.split(), *rows]
+        columns, m = " ".join([*self.k.split(), *panels]), [*rows, *self.m.split()]
         kept = " ".join(axis for axis in self.replicate.split() if axis in m)
         return replace(
             self, m=" ".join(m), n=columns, k="", panels=columns, replicate=kept, own=""

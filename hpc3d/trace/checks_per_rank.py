@@ -25,6 +25,7 @@ _TABLES = {
     "events": "events",
     "steps": "steps",
     "memory": "memory",
+    "evaluation": "evaluation",
     "clock_samples": "clock/samples",
     "clock_model": "clock/model",
     "prediction": "prediction",
@@ -38,7 +39,10 @@ def violations(trace: Trace) -> list[str]:
     What a trace lacks that is not complete is no violation.  Between hosts the corrected clocks
     are compared: what they are uncertain by, a message may seem to come too early.
     """
-    checks = order, overlap, _nesting, inside, _steps, memory, _together, collectives, messages
+    checks = (
+        *(order, overlap, _nesting, inside, _steps, memory, _together, _evaluations),
+        *(collectives, messages),
+    )
     return [*_damages(trace)] or [
         f"/{table}: {what}: {_where(getattr(trace, table), rows)}"
         for check in checks
@@ -176,6 +180,14 @@ def memory(trace: Trace) -> Iterator[Violation]:
     """The peak of a step is at least what was live at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
     yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
+
+
+def _evaluations(trace: Trace) -> Iterator[Violation]:
+    """After a step comes one evaluation at most, and all have one order; none is a step's work."""
+    steps = trace.evaluation["step"]
+    yield "evaluation", "not after the one before", 1 + np.flatnonzero(np.diff(steps) <= 0)
+    inside = labelled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
+    yield "events", "an evaluation inside of a step", np.flatnonzero(inside)
 
 
 def _together(trace: Trace) -> Iterator[Violation]:

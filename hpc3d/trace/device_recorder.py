@@ -134,6 +134,11 @@ class DeviceRecorder(Recorder):
         self.device.compare()
         super().end_step(*results)
 
+    def end_evaluation(self, *results: Any) -> None:
+        """The same of an evaluation."""
+        self.device.compare()
+        super().end_evaluation(*results)
+
     def flush(self) -> None:
         """Write the rows whose moments are past; the others wait for the next segment."""
         if os.getpid() == self.process:  # a child that saves what there is has no device

@@ -37,6 +37,7 @@ _SMALL = {
     "steps": schema.STEPS,
     "memory": schema.MEMORY,
     "clock_samples": schema.CLOCK_SAMPLES,
+    "evaluation": schema.EVALUATION,
     "clock_model": schema.CLOCK_MODEL,
 }
 
@@ -206,8 +207,10 @@ class Earlier:
         events["parent"] -= np.where(events["parent"] < 0, 0, self.trace.rows(rank).start)
         steps, memory = (self.of(rank, name) for name in ("steps", "memory"))
         steps, memory = (rows[rows["step"] < self.first] for rows in (steps, memory))
-        samples = self.of(rank, "clock_samples")
-        return [Segment(self.header(rank), events, steps, memory, samples)] if count else []
+        evaluation = self.tables["evaluation"] if rank == 0 else self.tables["evaluation"][:0]
+        evaluation = evaluation[evaluation["step"] < self.first]
+        others = steps, memory, self.of(rank, "clock_samples"), evaluation
+        return [Segment(self.header(rank), events, *others)] if count else []
 
     def header(self, rank: int) -> dict[str, Any]:
         """The header of the attempt that goes on, as if that of a segment of a rank."""

@@ -107,6 +107,11 @@ class Trace:
         return self._table("memory", schema.MEMORY)
 
     @cached_property
+    def evaluation(self) -> Table:
+        """One row per evaluation: columns EVALUATION."""
+        return self._table("evaluation", schema.EVALUATION)
+
+    @cached_property
     def clock_model(self) -> Table:
         """Pieces of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
         return self._table("clock/model", schema.CLOCK_MODEL)

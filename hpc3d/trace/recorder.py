@@ -19,6 +19,7 @@ from hpc3d.comm.mesh import Scope
 from hpc3d.trace.schema import (
     CATEGORY,
     CLOCK_SAMPLES,
+    EVALUATION,
     EVENTS,
     MEMORY,
     MEMORY_KIND,
@@ -74,6 +75,7 @@ class Recorder:
         self.steps: Any = []
         self.memory: list[tuple[int, ...]] = []
         self.samples: list[Sample] = []
+        self.evaluations: list[tuple[float, ...]] = []
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # nanoseconds in calls since the step began
@@ -201,6 +203,18 @@ class Recorder:
             row = (self.rank, self.step, number, live.get(kind, 0), pool.peak[kind])
             self.memory.append(row)
         self.step = -1
+        self._flush_if_due(now)
+
+    def end_evaluation(
+        self, step: int, loss: float, tokens: int, accuracy: float, seconds: float
+    ) -> None:
+        """Close an evaluation after `step`: its row, which rank 0 has, and a segment if one is
+        due."""
+        if self.rank == 0:
+            self.evaluations.append((step, loss, tokens, accuracy, seconds))
+        self._flush_if_due(self.clock())
+
+    def _flush_if_due(self, now: int) -> None:
         if 2 * self.count > self.capacity or now - self.flushed > self.every_s * _NANOSECONDS:
             self.flush()
 
@@ -210,10 +224,13 @@ class Recorder:
         steps = np.array(self.steps, record_type(STEPS))
         memory = np.array(self.memory, record_type(MEMORY))
         samples = np.array(self.samples, record_type(CLOCK_SAMPLES))
+        evaluation = np.array(self.evaluations, record_type(EVALUATION))
         path = segment_path(self.run_dir, self.rank, self.segments)
         header = {**self.header, "dropped": self.dropped}
-        write_segment(path, header, list(self.strings), events, steps, memory, samples)
+        tables = steps, memory, samples, evaluation
+        write_segment(path, header, list(self.strings), events, *tables)
         self.steps, self.memory, self.samples, self.count = [], [], [], 0
+        self.evaluations = []
         self.segments, self.flushed = self.segments + 1, self.clock()
 
 

@@ -23,6 +23,7 @@ PHASE = (
     "recompute",
     "optimizer",
     "other",
+    "evaluation",
 )
 OP = (
     "none",
@@ -136,6 +137,14 @@ MEMORY = (
     Column("peak", "i8", "B", "highest of the step", 0),
 )
 
+EVALUATION = (
+    Column("step", "i4", "1", "training step that it came after", 0),
+    Column("loss", "f8", "nat", "mean loss a token that counts, NaN if unknown", optional=True),
+    Column("tokens", "i8", "1", "tokens that count", 0),
+    Column("accuracy", "f8", "1", "share of them that are predicted right", optional=True),
+    Column("seconds", "f8", "s", "what it took, on rank 0", 0),
+)
+
 RANKS = (
     Column("rank", "i4", "1", "rank in the mesh: the number of the row", 0, "ranks"),
     Column("host_id", "i4", "index", "name of the rank's host, -1 if unknown", -1, "strings"),
@@ -231,6 +240,11 @@ LAYOUT = {
     "index": TableSchema("Where in /events the rows of a rank are.", (RANK_PTR,)),
     "memory": TableSchema("One row per rank, completed step and kind of arrays.", MEMORY),
     "steps": TableSchema("One row per rank and completed step.", STEPS),
+    "evaluation": TableSchema(
+        "One row per evaluation on text that is not trained on, for all ranks together; its events"
+        " are of no step and of phase evaluation.",
+        EVALUATION,
+    ),
     "calibration": TableSchema(
         "What calls cost by themselves, one group per operation and mesh axis."
     ),

@@ -1,7 +1,7 @@
 """A segment: what one rank recorded between two flushes, closed and safe on disk.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
-                                     samples of its host's clock
+                                     samples of its host's clock, evaluations
 
 A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.file.merge` makes
 one file of all of them.
@@ -19,9 +19,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.trace.schema import CLOCK_SAMPLES, EVENTS, MEMORY, STEPS, VERSION, record_type
+from hpc3d.trace.schema import (
+    CLOCK_SAMPLES,
+    EVALUATION,
+    EVENTS,
+    MEMORY,
+    STEPS,
+    VERSION,
+    record_type,
+)
 
-TABLES = {"events": EVENTS, "steps": STEPS, "memory": MEMORY, "samples": CLOCK_SAMPLES}
+TABLES = {
+    "events": EVENTS,
+    "steps": STEPS,
+    "memory": MEMORY,
+    "samples": CLOCK_SAMPLES,
+    "evaluation": EVALUATION,
+}
 _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
@@ -33,6 +47,7 @@ class Segment(NamedTuple):
     steps: np.ndarray
     memory: np.ndarray
     samples: np.ndarray
+    evaluation: np.ndarray = np.zeros(0, record_type(EVALUATION))  # older segments have none
 
 
 @contextmanager
@@ -91,14 +106,15 @@ def write_segment(
 ) -> None:
     """Write a segment: afterwards it is whole and on disk, or not there at all.
 
-    `header` is plain data (JSON); the tables are record arrays, those of `TABLES` in their order.
+    `header` is plain data (JSON); the tables are record arrays, those of `TABLES` in their order,
+    of which the last may be left out.
     `events["name"]` indexes `strings`, `events["group"]` indexes `header["groups"]`, and
     `events["parent"]` the rows of this segment.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**header, "strings": list(strings)}).encode()
-    named: dict[str, Any] = dict(zip(TABLES, tables, strict=True))
+    named: dict[str, Any] = dict(zip(TABLES, tables, strict=False))
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, header=np.frombuffer(text, "u1"), **named)
 
@@ -108,7 +124,7 @@ def read_segment(path: Path, rank: int) -> Segment:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
-            segment = Segment(header, *(arrays[table] for table in TABLES))
+            segment = Segment(header, **{name: arrays[name] for name in TABLES if name in arrays})
         _check(segment, rank)
     except Exception as error:  # on damaged bytes zipfile, NumPy and json raise nearly anything
         reason = getattr(error, "strerror", None) or error
@@ -121,7 +137,8 @@ def _check(segment, rank):
     for columns, table in zip(TABLES.values(), segment[1:]):
         if table.dtype != record_type(columns):
             raise ValueError(f"its columns are not those of version {VERSION}")
-        if header["rank"] != rank or (table["rank"] != rank).any():
+        own = "rank" not in table.dtype.names or (table["rank"] == rank).all()
+        if header["rank"] != rank or not own:
             raise ValueError(f"it has rows of other ranks than {rank}")
     limits = {"name": header["strings"], "group": header["groups"], "parent": events}
     for column, target in limits.items():

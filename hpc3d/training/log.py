@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
+    from hpc3d.training.evaluator import Evaluation
     from hpc3d.training.trainer import Step
 
 _LISTED = 8  # hosts, by name
@@ -71,6 +72,14 @@ class Log:
         self.say(
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
             f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
+        )
+
+    def evaluation(self, done: Evaluation, best: bool) -> None:
+        """A line for an evaluation, which may be the `best` so far."""
+        self.say(
+            f"evaluation after step {done.step}: loss {done.loss:.4f}, perplexity "
+            f"{done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %; {done.tokens} tokens "
+            f"in {done.seconds:.2f} s" + ", the best so far" * best
         )
 
 

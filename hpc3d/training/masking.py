@@ -6,11 +6,12 @@ vocabulary, 10 % by another token, and 10 % stay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpc3d.data.batches import Batches
+from hpc3d.data.validation import ValidationBatches
 from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import philox_draws, philox_key
@@ -29,52 +30,82 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
     sizes = model.sequence, config.train.batch, config.seed
     if family_of(model).causal:
         return Batches(tokens, *sizes)
-    assert model.vocabulary
-    return MaskedBatches(tokens, *sizes, model.vocabulary, model.padding)
+    return MaskedBatches(tokens, *sizes, _masking_of(config))
 
 
-class MaskedBatches(Batches):
-    """The batches of a run, masked.
+def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
+    """The batches that it is evaluated on."""
+    sizes = config.model.sequence, config.train.batch, config.train.eval_batches
+    if family_of(config.model).causal:
+        return ValidationBatches(tokens, *sizes)
+    return MaskedValidation(tokens, *sizes, _masking_of(config))
 
-    What becomes of token number e of a step's batch is made of draws 4 e to 4 e + 2 of the key
-    (seed, "masking", step): the same on every mesh, and where a run goes on.  Tokens that are
-    `padding` are no targets.
-    """
 
-    AHEAD = 0
+def _masking_of(config: Config) -> Masking:
+    assert config.model.vocabulary
+    return Masking(config.model.vocabulary, config.model.padding)
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        sequence: int,
-        batch: int,
-        seed: int,
-        vocabulary: int,
-        padding: int | None = None,
-    ) -> None:
-        super().__init__(tokens, sequence, batch, seed)
-        self._seed, self._mask, self._padding = seed, vocabulary - 1, padding
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous; where
-        nothing is to be told the target is IGNORE."""
-        tokens, _ = super().batch(step)
-        draws = philox_draws(philox_key((self._seed, "masking", step)), 0, _DRAWS * tokens.size)
+class Masking(NamedTuple):
+    """How tokens below `vocabulary` are masked; those that are `padding` are no targets."""
+
+    vocabulary: int
+    padding: int | None = None
+
+    def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, int32 as `tokens` [B, T]; where nothing is to be told the target is
+        IGNORE.  What becomes of token number e is made of draws 4 e to 4 e + 2 of the key."""
+        draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]
         chosen = _below_one(drawn) < _TARGETS
-        if self._padding is not None:
-            chosen &= tokens != self._padding
+        if self.padding is not None:
+            chosen &= tokens != self.padding
         kind = _below_one(kind)
-        masked = np.where(kind < _MASKED, self._mask, self._tokens_of(other))
+        masked = np.where(kind < _MASKED, self.vocabulary - 1, self._tokens_of(other))
         inputs = np.where(chosen & (kind < _REPLACED), masked, tokens)
         return inputs.astype(np.int32), np.where(chosen, tokens, np.int32(IGNORE))
 
     def _tokens_of(self, draws: np.ndarray) -> np.ndarray:
         """Tokens at random, neither [MASK] nor padding."""
-        if self._padding is None:
-            return (draws % np.uint64(self._mask)).astype(np.int32)
-        tokens = (draws % np.uint64(self._mask - 1)).astype(np.int32)
-        return tokens + (tokens >= self._padding)
+        others = self.vocabulary - 1
+        if self.padding is None:
+            return (draws % np.uint64(others)).astype(np.int32)
+        tokens = (draws % np.uint64(others - 1)).astype(np.int32)
+        return tokens + (tokens >= self.padding)
+
+
+class MaskedBatches(Batches):
+    """The batches of a run, masked: by the key (seed, "masking", step), so that they are the same
+    on every mesh, and where a run goes on."""
+
+    AHEAD = 0
+
+    def __init__(
+        self, tokens: Tokens, sequence: int, batch: int, seed: int, masking: Masking
+    ) -> None:
+        super().__init__(tokens, sequence, batch, seed)
+        self._seed, self._masking = seed, masking
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous."""
+        tokens, _ = super().batch(step)
+        return self._masking.masked(tokens, philox_key((self._seed, "masking", step)))
+
+
+class MaskedValidation(ValidationBatches):
+    """The batches of an evaluation, masked: the same ones every time, whatever the seed."""
+
+    def __init__(
+        self, tokens: Tokens, sequence: int, batch: int, most: int, masking: Masking
+    ) -> None:
+        super().__init__(tokens, sequence, batch, most)
+        self._masking = masking
+
+    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of batch `number`, each int32 [batch, sequence] and contiguous."""
+        tokens, shifted = super().batch(number)
+        inputs, targets = self._masking.masked(tokens, philox_key(("validation", number)))
+        return inputs, np.where(shifted == IGNORE, shifted, targets)
 
 
 def _below_one(draws: np.ndarray) -> np.ndarray:

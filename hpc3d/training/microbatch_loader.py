@@ -67,7 +67,8 @@ class MicrobatchLoader:
         self.context = config.context()
         self.asynchronous, self.ahead = program.asynchronous, program.ahead
         self.last = config.train.steps - 1
-        recorded = config.train.cuda_graph and mesh.pool.on_device
+        self.training = program.training
+        recorded = config.train.cuda_graph and mesh.pool.on_device and program.training
         self.cache = (_PersistentDeviceCache if recorded else DeviceCache)(mesh.pool)
         self.micros, self.valid = {}, {}
 
@@ -90,8 +91,10 @@ class MicrobatchLoader:
         first = step * self.count if self.asynchronous else 0
         how = self.count, self.alone, self.cache, self.context
         cut = microbatches(step, tokens, targets, *how)
-        scaled = (micro._replace(scale=factor * micro.scale) for micro in cut)
-        self.micros.update(enumerate(scaled, first))
+        here = (
+            micro._replace(scale=factor * micro.scale, training=self.training) for micro in cut
+        )
+        self.micros.update(enumerate(here, first))
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of a whole batch; in memory of this rank's own."""

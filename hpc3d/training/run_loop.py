@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
+    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Step, Trainer
 
 
@@ -28,7 +29,7 @@ class RunSaver(Protocol):
 
     saved: int
 
-    def after(self, number: int) -> None: ...
+    def after(self, number: int, best: bool = False) -> None: ...
     def stop(self, number: int) -> bool: ...
     def wait(self) -> None: ...
 
@@ -59,7 +60,8 @@ class Equipment(NamedTuple):
 
 
 class RunningJob(NamedTuple):
-    """What takes part in the steps, of which number `start` is the first; `batches` on rank 0."""
+    """What takes part in the steps, of which number `start` is the first; `batches` on rank 0.  No
+    `evaluator`: there are no evaluations."""
 
     trainer: Trainer
     saver: RunSaver
@@ -67,6 +69,7 @@ class RunningJob(NamedTuple):
     log: Log
     batches: RunBatches | None
     start: int
+    evaluator: Evaluator | None = None
 
 
 def equipped(
@@ -115,13 +118,24 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
         if line := spikes.see(step.loss):
             log.say(line)
         replicas.after(number)
-        run.saver.after(number)
-        if step.stop_request and number + 1 < config.train.steps:
+        stopping = bool(step.stop_request) and number + 1 < config.train.steps
+        run.saver.after(number, best=not stopping and _evaluate(run, number))
+        if stopping:
             _stop_early(plan, run, step)
             return number + 1
     if spikes.count:
         log.say(f"{spikes.count} loss spikes in all")
     return config.train.steps
+
+
+def _evaluate(run: RunningJob, number: int) -> bool:
+    """Evaluate after step `number` if it is time to; whether that is the best so far."""
+    if not run.evaluator or not (found := run.evaluator.after(number)):
+        return False
+    best = run.evaluator.best
+    is_best = best is not None and best.step == number + 1
+    run.log.evaluation(found, is_best)
+    return is_best
 
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
@@ -148,7 +162,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
         from hpc3d.trace.merge import merge
 
         merge(plan.folder)
-    if plan.resumed and run.saver.saved < done:
+    if plan.resumed and not run.saver.saved:
         run.log.say("nothing of these steps is saved: checkpoint.every is 0")
     run.log.say(f"run kept in {plan.folder}")
     job.barrier()

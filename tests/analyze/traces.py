@@ -13,6 +13,7 @@ from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.segment import TABLES, segment_path, write_segment
+from hpc3d.training.evaluator import Evaluator
 from hpc3d.training.trainer import Trainer
 
 STEPS = 3
@@ -55,16 +56,25 @@ def header(config, rank, ranks):
     }
 
 
-def trained(folder, ranks, **values):
-    """A run of all its steps on threads, and its trace."""
+class Held(RandomBatches):
+    """Of an evaluation."""
+
+    count = 2
+
+
+def trained(folder, ranks, evaluate=False, **values):
+    """A run of all its steps on threads, perhaps with an evaluation after each, and its trace."""
     config = config_of(ranks, **values)
 
     def rank(mesh):
         recorder = Recorder(folder, header(config, mesh.rank, ranks))
-        batches = RandomBatches(config, 17) if mesh.rank == 0 else None
+        batches = Held(config, 17) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, 17, batches)
+        evaluator = Evaluator(trainer, batches) if evaluate else None
         for number in range(config.train.steps):
             trainer.step(number)
+            if evaluator:
+                evaluator.evaluate(number)
         recorder.flush()
 
     folder.mkdir(exist_ok=True)

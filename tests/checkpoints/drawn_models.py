@@ -70,8 +70,7 @@ def logits(folder, tokens):
     x, _ = stage.embeddings.forward(micro)
     for block in stage.blocks:
         x, _ = block.forward(x, micro)
-    x, _ = stage.head.norm.forward(x)
-    found, _ = stage.head.matmul.forward_saving(x, stage.head.table.value)
+    found, _ = stage.head.logits(x)
     return found.reshape(*tokens.shape, -1)
 
 

@@ -44,25 +44,32 @@ class Ranks:
         raise Problems(problems)
 
 
-def live(folder, layout, until):
-    """Go on with the run in `folder`, saving every step, until so many are done.
+def live(folder, layout, until, every=1, evaluations=None):
+    """Go on with the run in `folder`, saving every so many steps, until so many are done.
 
-    Lines are added to its files: to `losses` of steps, to `said` of what the log is told.
+    Lines are added to its files: to `losses` of steps, to `said` of what the log is told.  Of
+    `evaluations`, {steps done: loss}, the best is kept.
     """
     clear(folder)
     config = config_of(LAYOUTS[layout])
-    header = {"run_id": folder.name, "config": to_toml(config), "position": None}
+    plain, losses = {"run_id": folder.name, "config": to_toml(config)}, evaluations or {}
+
+    def header(done):
+        known = [(loss, step) for step, loss in losses.items() if step <= done]
+        best = {"best": dict(zip(("loss", "step"), min(known)))} if known else {}
+        return plain | {"position": None} | best
 
     def rank(mesh):
         trainer = trainer_of(mesh, config)
         say = note(folder / "said", mesh)
         begun = steps_of(folder / "checkpoints")
         start = resume(Ranks(mesh), folder, trainer, say) if begun else 0
-        how = CheckpointConfig(every=1, keep=2)
-        saver = Saver(folder, trainer, how, lambda done: header, say)
+        how = CheckpointConfig(every=every, keep=2, keep_best=bool(evaluations))
+        saver = Saver(folder, trainer, how, header, say)
         for number in range(start, until):
             note(folder / "losses", mesh)(f"{number} {trainer.step(number).loss!r}")
-            saver.after(number)
+            best = header(number + 1).get("best", {})
+            saver.after(number, best.get("step") == number + 1)
         saver.wait()
 
     run(config.mesh.sizes(), rank)

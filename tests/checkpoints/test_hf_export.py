@@ -24,6 +24,8 @@ tied=false gelu=exact dropout=0.25
 dtype=float32
 kind=llama kv_heads=4 ffn=60
 kind=llama kv_heads=12 ffn=96 tied=false norm_epsilon=1e-6 rope_theta=5e5 dropout=0.25
+kind=bert ffn=60
+kind=bert ffn=96 tied=false gelu=exact norm_epsilon=0.01 dropout=0.25
 """.strip().splitlines()
 SERIAL = "schedule=none microbatches=2"
 

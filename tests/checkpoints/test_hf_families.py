@@ -50,6 +50,20 @@ def their_gpt2(weights, told, tokens):
             "layers.12.qkv.bias",
             [f"model.layers.12.self_attn.{part}_proj.bias" for part in "qkv"],
         ),
+        (
+            "bert",
+            "layers.11.qkv.bias",
+            [
+                f"bert.encoder.layer.11.attention.self.{part}.bias"
+                for part in ("query", "key", "value")
+            ],
+        ),
+        (
+            "bert",
+            "layers.0.norm1.gamma",
+            ["bert.encoder.layer.0.attention.output.LayerNorm.weight"],
+        ),
+        ("bert", "head.bias", ["cls.predictions.bias"]),
     ],
 )
 def test_names(kind, ours, theirs):
@@ -131,5 +145,54 @@ def test_a_llama_by_their_names_computes_the_same(tmp_path, model):
     tokens = drawn_models.tokens_of(told["vocab_size"], told["max_position_embeddings"])
     found = drawn_models.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
     expected = their_llama(load_file(target / "model.safetensors"), told, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert np.abs(found).max() > 0.1
+
+
+def their_bert(weights, told, tokens):
+    """BERT in torch, by the names and the layout that Hugging Face gave it."""
+    heads, gelu = told["num_attention_heads"], {"gelu_new": "tanh", "gelu": "none"}
+    w = {name.removeprefix("bert."): torch.tensor(a) for name, a in weights.items()}
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(name, x):
+        weight, bias = w[f"{name}.LayerNorm.weight"], w[f"{name}.LayerNorm.bias"]
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, told["layer_norm_eps"])
+
+    def activation(x):
+        return functional.gelu(x, approximate=gelu[told["hidden_act"]])
+
+    table = w["embeddings.word_embeddings.weight"]
+    segments = w["embeddings.token_type_embeddings.weight"]
+    x = table[tokens] + w["embeddings.position_embeddings.weight"] + segments[0]
+    x = norm("embeddings", x)
+    for n in range(told["num_hidden_layers"]):
+        at = f"encoder.layer.{n}"
+        q, k, v = (
+            linear(f"{at}.attention.self.{part}", x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part in ("query", "key", "value")
+        )
+        a = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = norm(f"{at}.attention.output", x + linear(f"{at}.attention.output.dense", a))
+        up = activation(linear(f"{at}.intermediate.dense", x))
+        x = norm(f"{at}.output", x + linear(f"{at}.output.dense", up))
+    at = "cls.predictions"
+    x = norm(f"{at}.transform", activation(linear(f"{at}.transform.dense", x)))
+    if told["tie_word_embeddings"]:
+        return x @ table.T + w[f"{at}.bias"]
+    return x @ w[f"{at}.decoder.weight"].T + w[f"{at}.decoder.bias"]
+
+
+@pytest.mark.parametrize(
+    "model", ["kind=bert ffn=60", "kind=bert tied=false gelu=exact heads=3 norm_epsilon=0.01"]
+)
+def test_a_bert_by_their_names_computes_the_same(tmp_path, model):
+    target = exported(tmp_path, f"{SERIAL} {model}")
+    told = json.loads((target / "config.json").read_text())
+    tokens = drawn_models.tokens_of(told["vocab_size"], told["max_position_embeddings"])
+    found = drawn_models.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
+    expected = their_bert(load_file(target / "model.safetensors"), told, tokens)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert np.abs(found).max() > 0.1

@@ -1,6 +1,7 @@
 """Weights of Hugging Face transformers as this program reads them."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -242,3 +243,27 @@ def test_dropout_is_theirs_or_what_is_asked(files):
 def test_settings_that_do_not_fit_are_refused(files, words, said):
     with pytest.raises(ValueError, match=said):
         configured(Pretrained(files()), words)
+
+
+def test_what_bert_has_for_other_tasks_is_left_and_old_names_are_known(tmp_path):
+    """Of the first published files; where head and table are two, so are the biases."""
+    target = exported(tmp_path, f"{SERIAL} kind=bert ffn=60 tied=false")
+    path = target / "model.safetensors"
+    stored = load_file(path)
+    head = "cls.predictions"
+    stored[f"{head}.decoder.bias"] = stored[f"{head}.bias"] + 1
+    stored |= {f"bert.pooler.dense.{part}": SQUARE for part in ("weight", "bias")}
+    stored |= {"cls.seq_relationship.weight": SQUARE, "bert.embeddings.position_ids": SQUARE}
+    old = {"weight": "gamma", "bias": "beta"}
+    renamed = {
+        re.sub(r"(?<=LayerNorm\.)(\w+)$", lambda found: old[found[1]], name): array
+        for name, array in stored.items()
+    }
+    assert "bert.embeddings.LayerNorm.gamma" in renamed
+    save_file(renamed, path)
+    found = values(imported(target, tmp_path / "back"))
+    expected = drawn_models.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
+    for name, array in found.items():
+        np.testing.assert_array_equal(
+            array, expected[name, "value"] + (name == "head.bias"), err_msg=name
+        )

@@ -2,8 +2,9 @@
 
 import pytest
 
-from hpc3d.checkpoints.hf_settings import GPT2, LLAMA, QWEN2
+from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, QWEN2
 from hpc3d.config.input_file import ModelConfig
+from hpc3d.model.families import with_epsilon
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 12, "kv_heads": 4, "sequence": 3, "vocabulary": 29}
 MODEL = ModelConfig("llama", **SIZES)
@@ -69,3 +70,36 @@ def test_windows_of_qwen2_are_refused():
 def test_what_a_configuration_tells(told, found):
     """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
     assert GPT2.model(told, {"hidden": 24}) == {"hidden": 24, **found}
+
+
+BERT_MODEL = ModelConfig("bert", layers=4, hidden=24, heads=12, sequence=3, vocabulary=29)
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"gelu": "tanh", "norm_epsilon": 1e-12, "dropout": 0.0, "heads": 12}),
+        ({"hidden_act": None}, {"gelu": "exact"}),
+        ({"layer_norm_eps": 1e-5, "pad_token_id": 7}, {"norm_epsilon": 1e-5}),
+        ({"pooler_type": "first_token_transform"}, {"gelu": "tanh"}),
+        ({"attention_probs_dropout_prob": 0.25}, {"dropout": None}),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu': known here: gelu_new"),
+        ({"is_decoder": True}, "is_decoder = True: here it can be False only"),
+        ({"add_cross_attention": True}, "add_cross_attention = True: .* False only"),
+        ({"type_vocab_size": 1}, "type_vocab_size = 1: here it can be 2 only"),
+        (
+            {"position_embedding_type": "relative_key"},
+            "position_embedding_type = 'relative_key': .* 'absolute' only",
+        ),
+        ({"embedding_size": 128}, "embedding_size = 128: not known here"),
+    ],
+)
+def test_what_the_configuration_of_a_bert_tells(told, found):
+    settings = BERT.of(with_epsilon(BERT_MODEL)) | told
+    measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29, "sequence": 3}
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            BERT.model(settings, measured)
+        return
+    model = BERT.model(settings, measured)
+    assert {key: model.get(key) for key in found} == found

@@ -12,7 +12,8 @@ from tempfile import gettempdir
 
 import pytest
 
-from hpc3d.checkpoints.sharded import Checkpoint, steps_of
+from hpc3d.checkpoints.inspect import best_of
+from hpc3d.checkpoints.sharded import Checkpoint, named, steps_of
 from tests.checkpoints.lives import at_write, child, ended, kill, live, losses
 
 BEFORE, END = 2, 4
@@ -40,14 +41,14 @@ def base(layout, tmp_path):
     return tmp_path / "base"
 
 
-def attempts(base, layout, act):
+def attempts(base, layout, act, **how):
     """Attempts to go on by a step, with `act(path)` at one point after the other: (number of the
-    point, exit code, folder)."""
+    point, exit code, folder); `how` is that of `live`."""
     folder, points = base.with_name("attempt"), base.with_name("points")
 
     def attempt(point):
         paths = at_write(point, act)
-        live(folder, layout, BEFORE + 1)
+        live(folder, layout, BEFORE + 1, **how)
         points.write_text(str(len(paths)))
 
     shutil.copytree(base, folder)
@@ -169,3 +170,40 @@ def test_what_has_its_name_is_on_disk(base, layout, monkeypatch):
         for path in renamed:
             after = done[done.index(f"renamed {path}") + 1]
             assert after == path.rpartition("/")[0], path
+
+
+EVALUATIONS = {1: 5.0, 2: 3.0, 3: 4.0, 5: 3.5, 6: 2.0, 7: 2.5}
+
+
+@pytest.mark.parametrize(("every", "kept"), [
+    (1, {1: [1], 2: [2, 1], 3: [3, 2], 4: [4, 3, 2], 5: [5, 4, 2], 6: [6, 5], 8: [8, 7, 6]}),
+    (3, {1: [1], 2: [2, 1], 3: [3, 2], 5: [3, 2], 6: [6, 3], 8: [6, 3]}),
+    (0, {1: [1], 5: [2, 1], 6: [6, 2], 8: [6, 2]}),
+])  # fmt: skip
+def test_the_best_is_kept_beyond_the_newest(every, kept, tmp_path, layout):
+    """It is saved where it is no step to be saved, and is none of those any more when another one
+    is better."""
+    for until, expected in kept.items():
+        (folder := tmp_path / str(until)).mkdir()
+        live(folder, layout, until, every, EVALUATIONS)
+        assert whole_ones(folder) == expected, until
+        best = min((loss, step) for step, loss in EVALUATIONS.items() if step <= until)[1]
+        assert best in expected and best_of(steps_of(folder / "checkpoints")) == named(best)
+
+
+@pytest.mark.slow
+def test_the_best_is_there_whatever_is_killed(layout, tmp_path):
+    """What the newest whole checkpoint calls the best is whole, at every point of a save that
+    makes another one the best."""
+    evaluations, saved = {1: 5.0, 3: 4.0}, []
+    (tmp_path / "base").mkdir()
+    live(tmp_path / "base", layout, BEFORE, 1, evaluations)
+    how = {"every": 1, "evaluations": evaluations}
+    for point, code, folder in attempts(tmp_path / "base", layout, kill, **how):
+        whole = whole_ones(folder)
+        assert code == -9 and whole[0] >= BEFORE, point
+        best = best_of(steps_of(folder / "checkpoints"))
+        assert best == named(3 if whole[0] == 3 else 1), point
+        assert int(best.removeprefix("step-")) in whole, point
+        saved.append(best)
+    assert {*saved} == {named(1), named(3)}

@@ -14,7 +14,7 @@ from hpc3d.arrays.pool import contiguous, from_host, on_host, to_host, value_of,
 from hpc3d.comm import threads
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.gpu import Gpu, add_gpu
-from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_grad
+from hpc3d.ops.attention import AttentionMask, attend, attend_grad
 from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import config_of
 
@@ -176,16 +176,16 @@ class Flash:
     def suits(self, dtype, width, drop):
         return drop is None and dtype.itemsize == 2
 
-    def forward(self, qkv, sequence, width, causal):
+    def forward(self, qkv, sequence, form, causal):
         mask = AttentionMask(causal)
-        out, p = attend(wide(qkv), sequence, HeadForm(width), np.empty, mask=mask)
+        out, p = attend(wide(qkv), sequence, form, np.empty, mask=mask)
         return kept(out, qkv.dtype), kept(p, np.float32)
 
-    def backward(self, dout, qkv, out, stats, sequence, width, causal):
+    def backward(self, dout, qkv, out, stats, sequence, form, causal):
         assert out.shape == dout.shape
         given = wide(dout), wide(qkv), wide(stats)
         mask = AttentionMask(causal)
-        dqkv = attend_grad(*given, sequence, HeadForm(width), np.empty, mask=mask)
+        dqkv = attend_grad(*given, sequence, form, np.empty, mask=mask)
         return kept(dqkv, qkv.dtype)
 
 

@@ -18,14 +18,17 @@ STREAM = 0x5E
 GUARD = 64  # bytes
 SPACING = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the numbers from 1 to 2
 SHAPES = [
-    # B, T, heads, D
-    (2, 5, 3, 8),
-    (1, 7, 1, 16),
-    (3, 2, 2, 64),
-    (1, 33, 4, 128),
-    (2, 128, 1, 24),
-    (1, 3, 2, 256),
+    # B, T, heads of keys, (D, queries of a key)
+    (2, 5, 3, HeadForm(8)),
+    (1, 7, 1, HeadForm(16)),
+    (3, 2, 2, HeadForm(64)),
+    (1, 33, 4, HeadForm(128)),
+    (2, 128, 1, HeadForm(24)),
+    (1, 3, 2, HeadForm(256)),
+    (2, 5, 3, HeadForm(8, 2)),
+    (1, 7, 1, HeadForm(16, 4)),
 ]
+ONE = HeadForm(8)
 
 
 class Memory:
@@ -84,9 +87,10 @@ def normal(*shape, seed=3):
 
 def given(memory, shape, dtype):
     """qkv and the gradient of out on the device, as they are after rounding."""
-    batch, sequence, heads, width = shape
-    qkv = memory.bring(normal(batch * sequence, heads * 3 * width), dtype)
-    dout = memory.bring(normal(batch * sequence, heads * width, seed=4), dtype)
+    batch, sequence, heads, form = shape
+    qkv = memory.bring(normal(batch * sequence, heads * form.columns), dtype)
+    columns = heads * form.queries * form.width
+    dout = memory.bring(normal(batch * sequence, columns, seed=4), dtype)
     return qkv, dout
 
 
@@ -103,11 +107,11 @@ def close(array, expected, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_as_the_plain_path(attention, memory, shape, dtype, causal):
-    _, sequence, _, width = shape
+    _, sequence, _, form = shape
     qkv, dout = given(memory, shape, dtype)
-    out, stats = attention.forward(qkv, sequence, width, causal)
-    dqkv = attention.backward(dout, qkv, out, stats, sequence, width, causal)
-    sizes = sequence, HeadForm(width), np.empty
+    out, stats = attention.forward(qkv, sequence, form, causal)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, form, causal)
+    sizes = sequence, form, np.empty
     mask = AttentionMask(causal)
     expected, probabilities = attend(wide(qkv), *sizes, mask=mask)
     assert out.dtype == dqkv.dtype == dtype and stats.dtype == np.float32
@@ -117,22 +121,29 @@ def test_as_the_plain_path(attention, memory, shape, dtype, causal):
 
 
 def test_stats_are_logarithms_of_sums(attention, memory):
-    qkv, _ = given(memory, (2, 6, 3, 8), "float16")
-    _, stats = attention.forward(qkv, 6, 8)
+    qkv, _ = given(memory, (2, 6, 3, ONE), "float16")
+    _, stats = attention.forward(qkv, 6, ONE)
     q, k, _ = wide(qkv).reshape(2, 6, 3, 3, 8).transpose(3, 0, 2, 1, 4)
     for place in np.ndindex(2, 3, 6):
         row = k[place[:2]][: place[2] + 1] @ q[place] / np.sqrt(8)
         np.testing.assert_allclose(stats[place], np.log(np.exp(row).sum()), rtol=1e-5)
 
 
-def test_as_torch(attention, memory):
-    batch, sequence, heads, width = 2, 37, 3, 32
-    qkv, dout = given(memory, (batch, sequence, heads, width), "bfloat16")
-    out, stats = attention.forward(qkv, sequence, width)
-    dqkv = attention.backward(dout, qkv, out, stats, sequence, width)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_as_torch(attention, memory, queries):
+    batch, sequence, heads, form = 2, 37, 3, HeadForm(32, queries)
+    qkv, dout = given(memory, (batch, sequence, heads, form), "bfloat16")
+    out, stats = attention.forward(qkv, sequence, form)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, form)
     leaf = torch.from_numpy(wide(qkv)).requires_grad_()
-    q, k, v = leaf.view(batch, sequence, heads, 3, width).permute(3, 0, 2, 1, 4)
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if queries == 1:
+        q, k, v = leaf.view(batch, sequence, heads, 3, 32).permute(3, 0, 2, 1, 4)
+    else:
+        parts = leaf.view(batch, sequence, -1, 32).transpose(1, 2)
+        q, k, v = parts.split([queries * heads, heads, heads], 1)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     theirs = theirs.transpose(1, 2).reshape(out.shape)
     theirs.backward(torch.from_numpy(wide(dout)))
     close(out, theirs.detach().numpy(), "bfloat16")
@@ -145,8 +156,9 @@ def test_a_graph_is_built_once_a_shape_and_a_type(attention, cudnn, memory):
         out, stats = attention.forward(qkv, shape[1], shape[3])
         attention.backward(dout, qkv, out, stats, shape[1], shape[3])
 
-    first = 2, 6, 3, 8
-    others = (1, 6, 3, 8), (2, 3, 3, 8), (2, 6, 1, 8), (2, 6, 3, 16), (1, 6, 6, 8)
+    first = 2, 6, 3, ONE
+    others = (1, 6, 3, ONE), (2, 3, 3, ONE), (2, 6, 1, ONE), (1, 6, 6, ONE)
+    others += (2, 6, 3, HeadForm(16)), (2, 6, 3, HeadForm(8, 2))
     cases = [(first, "float16"), (first, "bfloat16"), *((other, "float16") for other in others)]
     for case in cases:
         call(*case)
@@ -162,16 +174,16 @@ def test_a_graph_is_built_once_a_shape_and_a_type(attention, cudnn, memory):
 
 def test_a_graph_keeps_its_workspace_when_a_larger_one_comes(attention, cudnn, memory):
     for batch, sequence in (1, 2), (2, 16), (2, 2), (1, 2):
-        qkv, _ = given(memory, (batch, sequence, 1, 8), "float16")
-        attention.forward(qkv, sequence, 8)
+        qkv, _ = given(memory, (batch, sequence, 1, ONE), "float16")
+        attention.forward(qkv, sequence, ONE)
     small, large = (array.data.ptr for array in memory.arrays if array.dtype == np.uint8)
     assert [graph.workspaces for graph in cudnn.graphs] == [[small] * 2, [large], [large]]
 
 
 def test_no_workspace_is_one_too(attention, cudnn, memory):
     cudnn.workspace = 0
-    qkv, _ = given(memory, (1, 4, 1, 8), "float16")
-    attention.forward(qkv, 4, 8)
+    qkv, _ = given(memory, (1, 4, 1, ONE), "float16")
+    attention.forward(qkv, 4, ONE)
     assert type(attention.workspace.data.ptr) is int
 
 
@@ -182,9 +194,9 @@ def test_it_runs_on_the_stream_it_was_given(attention, cudnn):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_backward(cudnn, memory, deterministic):
     attention = Flash(memory.empty, STREAM, "90", deterministic)
-    qkv, dout = given(memory, (1, 4, 1, 8), "float16")
-    out, stats = attention.forward(qkv, 4, 8)
-    attention.backward(dout, qkv, out, stats, 4, 8)
+    qkv, dout = given(memory, (1, 4, 1, ONE), "float16")
+    out, stats = attention.forward(qkv, 4, ONE)
+    attention.backward(dout, qkv, out, stats, 4, ONE)
     assert [graph.arguments for graph in cudnn.graphs] == [{}, {"deterministic": deterministic}]
 
 
@@ -211,28 +223,28 @@ def test_what_may_be_replayed():
     ids=lambda failure: type(failure).__name__,
 )
 def test_what_cudnn_refuses_is_one_line(attention, cudnn, memory, failure):
-    qkv, _ = given(memory, (1, 4, 1, 8), "bfloat16")
+    qkv, _ = given(memory, (1, 4, 1, ONE), "bfloat16")
     cudnn.failure = failure
     with pytest.raises(
         RuntimeError, match=r"^cuDNN 9.19.0 cannot build .*sequence=4.*: no engine$"
     ):
-        attention.forward(qkv, 4, 8)
+        attention.forward(qkv, 4, ONE)
     cudnn.failure = RuntimeError("No valid engine configs\n" + 500 * "engine: not supported\n")
     with pytest.raises(RuntimeError, match="No valid engine configs engine: not") as raised:
-        attention.forward(qkv, 4, 8)
+        attention.forward(qkv, 4, ONE)
     assert len(f"{raised.value}".splitlines()) == 1 and len(f"{raised.value}") < 600
     cudnn.failure = None
-    attention.forward(qkv, 4, 8)  # nothing of the failure was kept
+    attention.forward(qkv, 4, ONE)  # nothing of the failure was kept
     cudnn.failure = failure
     with pytest.raises(RuntimeError, match=r"^cuDNN 9.19.0 cannot run attention: no engine$"):
-        attention.forward(qkv, 4, 8)
+        attention.forward(qkv, 4, ONE)
 
 
 def test_one_token_has_no_gradient_in_cudnn(attention, memory):
-    qkv, dout = given(memory, (2, 1, 1, 8), "bfloat16")
-    out, stats = attention.forward(qkv, 1, 8)
+    qkv, dout = given(memory, (2, 1, 1, ONE), "bfloat16")
+    out, stats = attention.forward(qkv, 1, ONE)
     with pytest.raises(RuntimeError, match=r"build attention_grad .*= 1 is not supported.$"):
-        attention.backward(dout, qkv, out, stats, 1, 8)
+        attention.backward(dout, qkv, out, stats, 1, ONE)
 
 
 def no_cudnn(self):

@@ -20,11 +20,13 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero
 
 ONE = "p=1 schedule=none microbatches=2 layers=1 batch=4 steps=4 dtype=float32"
 LLAMA = "kind=llama kv_heads=4 ffn=20"  # of 12 heads: three queries a key
+BERT = "kind=bert padding=4"
 LINES = [
     ONE,
     f"{ONE} tied=false gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} optimizer=sgd learning_rate=0.1 recompute=full dropout=0.25",
     f"{ONE} {LLAMA} recompute=selective dropout=0.25",
+    f"{ONE} {BERT} recompute=selective dropout=0.25",
 ]
 SEVERAL = [
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=3d",
@@ -33,6 +35,8 @@ SEVERAL = [
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=2d-summa",
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=1 scheme=3d-broadcast",
     "x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=llama kv_heads=4 ffn=24",
+    "d=2 y=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=1 kind=llama kv_heads=1",
+    f"x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 {BERT}",
 ]
 
 

@@ -93,6 +93,9 @@ def test_cross_entropy_over_two_ranks(valid, real, draw, emulate):
         emulate("local_sums", rows, half, logits=block, top=top, **given)
     sums, lost = sum(parts), np.full(1, np.nan)
     emulate("negative_log", 1, rows, sums=sums, valid=present, loss=lost, rows=rows)
+    score, right = np.full(2, np.nan), wide[np.arange(rows), targets.clip(0)] == top
+    emulate("score_rows", 1, rows, sums=sums, valid=present, score=score, rows=rows)
+    assert score.tolist() == [pytest.approx(lost[0]), np.count_nonzero(right & present)]
     for block, at in zip(blocks, index):
         given = {"top": top, "total": sums[0].copy(), "index": at, "valid": present}
         emulate("softmax_grad", rows, half, logits=block, scale=scale, columns=half, **given)

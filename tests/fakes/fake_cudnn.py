@@ -146,6 +146,7 @@ class Graph:
         self.step("validate")
         for tensor in self.tensors:
             tensor.check()
+        self.check_shapes()
         numbers = [tensor.uid for tensor in self.tensors]
         assert all(type(uid) is int and uid > 0 for uid in numbers)
         assert len(set(numbers)) == len(numbers)
@@ -153,6 +154,16 @@ class Graph:
             raise self.cudnn.failure
         if len(self.tensors) == 9 and self.tensors[0].dim[2] == 1:
             raise NotSupportedError("s_q = s_kv = 1\n is not supported.")
+
+    def check_shapes(self):
+        """q and what is like it has [B, heads, T, D], k and v a divisor of the heads."""
+        (batch, heads, *rest), results = self.tensors[0].dim, self.tensors[-3:]
+        keys = self.tensors[1].dim[1]
+        assert heads % keys == 0
+        like_k = [*self.tensors[1:3], *(results[1:] if len(self.tensors) == 9 else [])]
+        assert all(tensor.dim == [batch, keys, *rest] for tensor in like_k)
+        like_q = [tensor for tensor in self.tensors if tensor not in like_k]
+        assert all(tensor.dim[:3] == [batch, heads, rest[0]] for tensor in like_q)
 
     def build_operation_graph(self):
         self.step("build_operation_graph")
@@ -184,6 +195,17 @@ class Graph:
         self.compute({tensor: tensor.at(pointers[tensor.uid], holds) for tensor in self.tensors})
 
 
+def of_every_query(x, heads):
+    """[B, heads of keys, T, D] of k or v, each as often as neighbouring queries share it."""
+    return np.repeat(x, heads // x.shape[1], axis=1)
+
+
+def summed(dx, heads):
+    """Its gradient, of what every query has."""
+    batch, _, *rest = dx.shape
+    return dx.reshape(batch, heads, -1, *rest).sum(2)
+
+
 def scores(q, k, scale, bound):
     """Of queries and keys up to `bound` places to the right of the diagonal, all without one."""
     s = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale)
@@ -194,7 +216,8 @@ def scores(q, k, scale, bound):
 
 
 def forward(inputs, outputs, scale, bound):
-    q, k, v = (array.astype(np.float32) for array in inputs)
+    q, *others = (array.astype(np.float32) for array in inputs)
+    k, v = (of_every_query(each, q.shape[1]) for each in others)
     out, stats = outputs
     s = scores(q, k, scale, bound)
     stats[...] = np.logaddexp.reduce(s, -1, keepdims=True)
@@ -202,11 +225,12 @@ def forward(inputs, outputs, scale, bound):
 
 
 def backward(inputs, outputs, scale, bound):
-    q, k, v, out, dout, stats = (array.astype(np.float32) for array in inputs)
+    q, *others, out, dout, stats = (array.astype(np.float32) for array in inputs)
+    k, v = (of_every_query(each, q.shape[1]) for each in others)
     dq, dk, dv = outputs
     p = np.exp(scores(q, k, scale, bound) - stats)
     dp = np.einsum("bhid,bhjd->bhij", dout, v)
     ds = p * (dp - np.sum(dout * out, -1, keepdims=True)) * np.float32(scale)
     dq[...] = np.einsum("bhij,bhjd->bhid", ds, k)
-    dk[...] = np.einsum("bhij,bhid->bhjd", ds, q)
-    dv[...] = np.einsum("bhij,bhid->bhjd", p, dout)
+    dk[...] = summed(np.einsum("bhij,bhid->bhjd", ds, q), dk.shape[1])
+    dv[...] = summed(np.einsum("bhij,bhid->bhjd", p, dout), dv.shape[1])

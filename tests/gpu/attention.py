@@ -6,18 +6,21 @@ from functools import partial
 import numpy as np
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops.attention import HeadForm, attend, attend_grad, heads_of
+from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_grad, heads_of
 from hpc3d.ops.random import Mask, philox_key
 from tests.gpu.notes import Skip
 
-# batch, heads, sequence, width
+# batch, heads of keys, sequence, (width, queries of a key)
 SHAPES = {
-    "GPT-2": (2, 12, 1024, 64),
-    "wide heads": (2, 4, 512, 128),
-    "odd": (3, 5, 77, 32),
-    "tiny": (2, 3, 16, 8),
+    "GPT-2": (2, 12, 1024, HeadForm(64)),
+    "Llama-3": (2, 2, 1024, HeadForm(128, 4)),
+    "wide heads": (2, 4, 512, HeadForm(128)),
+    "odd": (3, 5, 77, HeadForm(32)),
+    "odd, three queries a key": (3, 5, 77, HeadForm(32, 3)),
+    "tiny": (2, 3, 16, HeadForm(8)),
+    "tiny, two queries a key": (2, 3, 16, HeadForm(8, 2)),
 }
-QUICK = ("tiny",)
+QUICK = ("tiny", "tiny, two queries a key")
 BOUND = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 RATE = 0.25
 
@@ -27,7 +30,8 @@ def cases(device, quick):
         for name in QUICK if quick else SHAPES:
             place = device, real, SHAPES[name]
             if real != "float32":
-                yield f"cuDNN [{real}, {name}]", partial(fused, *place)
+                yield f"cuDNN [{real}, {name}]", partial(fused, *place, True)
+                yield f"cuDNN [{real}, {name}, no mask]", partial(fused, *place, False)
             yield f"the program [{real}, {name}]", partial(ours, *place, 0.0)
             yield f"the program [{real}, {name}, dropout]", partial(ours, *place, RATE)
 
@@ -35,23 +39,23 @@ def cases(device, quick):
 class Problem:
     """qkv, the gradient of out, and what must come of them."""
 
-    def __init__(self, device, real, shape, rate=0.0):
+    def __init__(self, device, real, shape, rate=0.0, causal=True):
         self.shape, random = shape, np.random.default_rng(17)
-        batch, heads, self.sequence, self.width = shape
-        self.sizes = self.sequence, HeadForm(self.width)
-        rows, columns = batch * self.sequence, heads * self.width
+        batch, keys, self.sequence, self.form = shape
+        self.sizes, heads = (self.sequence, self.form), keys * self.form.queries
+        rows, self.causal = batch * self.sequence, causal
 
         def draw(columns):
             return random.standard_normal((rows, columns), np.float32).astype(np.dtype(real))
 
-        qkv, dout = draw(3 * columns), draw(columns)
+        qkv, dout = draw(keys * self.form.columns), draw(heads * self.form.width)
         self.qkv, self.dout = device.upload(qkv), device.upload(dout)
         self.wide = qkv.astype(np.float64), dout.astype(np.float64)
         self.rate, self.row = rate, heads * self.sequence**2
         self.key = philox_key((7, "drop_p", 3))
-        drop = self.mask(self.key)
-        self.out, p = attend(self.wide[0], *self.sizes, Pool().empty, drop)
-        self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *self.sizes, Pool().empty, drop)
+        how = *self.sizes, Pool().empty, self.mask(self.key), AttentionMask(causal)
+        self.out, p = attend(self.wide[0], *how)
+        self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *how)
 
     def mask(self, key):
         """Dropout of the probabilities, [B, heads * T * T], or None."""
@@ -62,18 +66,20 @@ class Problem:
     def stats(self):
         """log(sum(exp(scores))) of every query [B, heads, T, 1]."""
         q, k, _ = heads_of(self.wide[0], *self.sizes)
-        scores = q[:, :, 0] @ k.swapaxes(-1, -2) / self.width**0.5
-        scores += np.triu(np.full(scores.shape[-2:], -np.inf), 1)
+        scores = q @ k[:, :, None].swapaxes(-1, -2) / self.form.width**0.5
+        if self.causal:
+            scores += np.triu(np.full(scores.shape[-2:], -np.inf), 1)
         top = scores.max(-1, keepdims=True)
-        return top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        sums = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
+        return sums.reshape(self.shape[0], -1, self.sequence, 1)
 
 
-def fused(device, real, shape, notes):
-    flash, problem = device.flash(), Problem(device, real, shape)
-    notes.fact("suits", bool(flash.suits(real, problem.width)))
-    if not flash.suits(real, problem.width):
-        raise Skip(f"cuDNN does not take {real} with heads of {problem.width}")
-    sizes = problem.sequence, problem.width
+def fused(device, real, shape, causal, notes):
+    flash, problem = device.flash(), Problem(device, real, shape, causal=causal)
+    width, sizes = problem.form.width, (*problem.sizes, causal)
+    notes.fact("suits", bool(flash.suits(real, width)))
+    if not flash.suits(real, width):
+        raise Skip(f"cuDNN does not take {real} with heads of {width}")
     out, stats = flash.forward(problem.qkv, *sizes)
     notes.near("out", device.download(out), problem.out, BOUND[real])
     notes.near("stats", device.download(stats), problem.stats(), 1e-3)

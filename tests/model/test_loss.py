@@ -35,3 +35,26 @@ def test_loss_and_gradient_are_those_of_torch(ranks, size):
     for total, found, wanted in run({"x": ranks}, rank):
         assert total == pytest.approx(expected.item(), rel=1e-11)
         np.testing.assert_allclose(found, wanted, atol=1e-11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 12])
+def test_the_score_is_the_loss_and_what_is_predicted_right(ranks):
+    """Of one target two rows have the highest logit, one of them with another: a tie is right."""
+    logits = np.random.default_rng(3).normal(0, 3, (ROWS, COLUMNS))
+    logits[1, 9], logits[2, 4], logits[4, 5] = 20, 20, 20
+    logits[4, 3] = 20  # a tie
+    logits[5, 11] = 30  # padding
+    given, targets = torch.tensor(logits[:, :VOCABULARY]), torch.tensor(TARGETS)
+    how = {"ignore_index": IGNORE, "reduction": "sum"}
+    expected = functional.cross_entropy(given, targets, **how).item()
+    top, valid = given.max(1).values, targets != IGNORE
+    right = int((given[torch.arange(ROWS), targets.clamp(0)] == top)[valid].sum())
+
+    def rank(mesh):
+        width = COLUMNS // ranks
+        part = slice(mesh.rank * width, (mesh.rank + 1) * width)
+        loss = CrossEntropy(mesh, ("x",), VOCABULARY)
+        return loss.score(logits[:, part].copy(), TARGETS)
+
+    for found in run({"x": ranks}, rank):
+        assert found.tolist() == pytest.approx([expected, right], rel=1e-11) and right >= 2

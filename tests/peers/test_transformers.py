@@ -23,6 +23,9 @@ x=2 y=2 z=2 microbatches=2
 p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 tied=false gelu=exact heads=4
 x=2 y=2 z=2 microbatches=2 kind=llama kv_heads=4 ffn=64
 x=2 microbatches=2 kind=qwen2 kv_heads=6 ffn=64
+x=2 y=4 microbatches=2 kind=llama kv_heads=2 ffn=64
+x=2 y=2 z=2 microbatches=2 kind=bert ffn=64 heads=4
+p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 kind=bert tied=false gelu=exact dropout=0.25
 p=2 d=2 microbatches=2 zero=1 schedule=1f1b kind=llama tied=false norm_epsilon=0.01 rope_theta=50.0
 schedule=none microbatches=2 heads=1 sequence=11 layers=1 vocabulary=50 dropout=0.25
 y=3 microbatches=2 heads=3 hidden=48 sequence=64 batch=6
@@ -45,6 +48,8 @@ THEIRS = [
     {"kind": "llama", "rope_parameters": LLAMA3},
     {"kind": "mistral", "num_attention_heads": 4},
     {"kind": "qwen2"},
+    {"kind": "bert"},
+    {"kind": "bert", "tie_word_embeddings": False, "hidden_act": "gelu_new", "vocab_size": 50},
     {"vocab_size": 50, "n_positions": 64, "n_embd": 48, "n_head": 3, "n_inner": 192},
 ]
 SMALL = {
@@ -65,7 +70,16 @@ SMALL_LLAMA = {
     "max_position_embeddings": 19,
     "vocab_size": 29,
 }
+SMALL_BERT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 19,
+    "vocab_size": 29,
+}
 OF_KIND = {
+    "bert": SMALL_BERT,
     "gpt2": SMALL,
     "llama": SMALL_LLAMA,
     "mistral": {**SMALL_LLAMA, "sliding_window": None},
@@ -88,12 +102,18 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+def auto(kind):
+    """Their class for models of a kind."""
+    masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
+    return masked if kind == "bert" else causal
+
+
 def theirs(seed=4, kind="gpt2", **settings):
     """A model of theirs, every number of it random, and none so large that their own float32 is
     further than 1e-5 from float64."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **{**OF_KIND[kind], **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = auto(kind).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -105,16 +125,15 @@ def test_they_load_what_we_export(tmp_path, line):
     folder = drawn_models.saved(tmp_path / "run", f"{line} dtype=float32")
     config = config_of(Checkpoint(folder)).model
     command("export", folder, "-o", tmp_path / "out")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    model, report = auto(config.kind).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()), report
     told = model.config
     assert told.model_type == config.kind
     if config.kind == "gpt2":
         assert told.attn_pdrop == told.embd_pdrop == told.resid_pdrop == config.dropout
     assert told.tie_word_embeddings == config.tied
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == config.tied
+    head = model.get_output_embeddings().weight
+    assert (head is model.get_input_embeddings().weight) == config.tied
     assert model.dtype == torch.float32
     tokens = drawn_models.tokens_of(config.vocabulary, config.sequence)
     same(drawn_models.logits(folder, tokens), logits(model, tokens))
@@ -128,7 +147,8 @@ def test_we_load_what_they_save(tmp_path, settings):
     told = model.config
     folder = tmp_path / "run" / "checkpoints" / "step-00000000"
     found = config_of(Checkpoint(folder)).model
-    assert found.dropout == getattr(told, "resid_pdrop", 0)
+    rate = getattr(told, "hidden_dropout_prob", getattr(told, "resid_pdrop", 0))
+    assert found.dropout == rate
     tokens = drawn_models.tokens_of(told.vocab_size, found.sequence)
     same(drawn_models.logits(folder, tokens), logits(model, tokens))
 
@@ -144,13 +164,16 @@ def test_several_short_files_become_what_they_say(tmp_path):
     same(drawn_models.logits(folder, tokens), logits(model.float(), tokens))
 
 
-@pytest.mark.parametrize("settings", [{}, {"kind": "llama", "rope_parameters": LLAMA3}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kind": "llama", "rope_parameters": LLAMA3}, {"kind": "bert", "hidden_act": "gelu_new"}],
+)
 def test_there_and_back_is_the_same_to_the_last_bit(tmp_path, settings):
     before = theirs(**settings)
     before.save_pretrained(tmp_path / "out")
     command("import", tmp_path / "out", "-o", tmp_path / "run")
     command("export", tmp_path / "run", "-o", tmp_path / "back")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    model = auto(settings.get("kind")).from_pretrained(tmp_path / "back")
     after = model.state_dict()
     assert after.keys() == before.state_dict().keys()
     assert all(torch.equal(after[name], array) for name, array in before.state_dict().items())

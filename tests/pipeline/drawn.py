@@ -16,6 +16,7 @@ MODELS = (
     f"{SGD} layers=4 hidden=24 heads=12 batch=24 sequence=2 clip=0 gelu=exact",
     f"{SGD} layers=2 hidden=12 heads=6 batch=12 sequence=6 clip=0 dropout=0.25",
     "steps=3 layers=4 hidden=24 heads=12 batch=48 sequence=1 vocabulary=23",
+    f"{SGD} layers=2 hidden=24 heads=12 batch=24 sequence=4 clip=0 kind=bert padding=4",
 )
 MOST = st.integers(0, 9).map(bool)  # and at last its contrary
 

@@ -112,6 +112,7 @@ p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=4 zero=1 scheme=1d kind=bert rec
 d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d kind=bert recompute=selective padding=4
 d=2 c=2 y=2 schedule=none microbatches=2 zero=1 sequence=8 kind=bert padding=4 dropout=0.25
 p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind=bert padding=4
+d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from pathlib import Path
 
 from hpc3d.runtime import exit_codes
@@ -18,6 +19,7 @@ def test_the_codes_are_those_that_the_readme_lists():
         "NOT_FINITE": 4,
         "STALLED": 5,
         "STOPPED": os.EX_TEMPFAIL,
+        "INTERRUPTED": 128 + signal.SIGINT,
     }
     table = README.read_text(encoding="utf-8").split("| exit code |")[1].split("\n\n")[0]
     listed = {int(code) for code in re.findall(r"^\| (\d+) ", table, re.MULTILINE)}

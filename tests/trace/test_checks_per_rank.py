@@ -152,6 +152,12 @@ TAMPERED = {
         "/steps: begins before ...: 1 row, ... 4 (rank 1, step 1)",
     ),
     "own step": (change("steps/step", 5, 9), "/steps: ... ranks: 16 rows"),
+    "evaluated twice": (change("evaluation/step", 1, 0), "/evaluation: ... before: 1 row, ... 1"),
+    "evaluated before": (change("evaluation/step", 0, -1), "/evaluation: step is less than 0: 1"),
+    "evaluation in a step": (
+        change("events/phase", 5, schema.PHASE.index("evaluation")),
+        "/events: an evaluation ... step: 1 row",
+    ),
     "peak": (change("memory/peak", 8, 1), "/memory: ... peak ... bytes: 1 row"),
     **{
         name: (

@@ -347,3 +347,12 @@ def test_the_share_of_communication_is_known_of_moments_with_and_without_times(r
     stalls = call_rows(recorder)["comm"]
     assert spent == pytest.approx(stalls["dur"][stalls["step"] == 1].sum(), abs=100 * TICK)
     assert spent > 100 * 45_000
+
+
+def test_an_evaluation_between_steps_is_what_the_device_does(recorder, device):
+    """After the last step, too: nothing compares the clocks any more."""
+    before = step(recorder, device, 0)
+    with recorder.scope(phase="evaluation"):
+        done = [work(recorder, device, name, 300_000) for name in ("a", "b")]
+    recorder.end_evaluation(0, 2.5, 64, 0.5, 0.1)
+    agree(rows(recorder, 1), before + done)

@@ -213,7 +213,7 @@ def test_a_whole_file_is_read(whole):
     ("column", "value", "reason"),
     [
         ("events/op", 77, "events/op .*: 77"),
-        ("events/phase", 7, "events/phase .*: 7"),
+        ("events/phase", 8, "events/phase .*: 8"),
         ("memory/kind", 7, "memory/kind .*: 7"),
         ("events/name", 10**9, "events/name .*: 1000000000"),
         ("events/group", 4, "events/group .*: 4"),

@@ -50,6 +50,7 @@ def attempt(folder, first, last, created=5, clock=time.monotonic_ns, layout=PIPE
             trainer.step(number)
             with trainer.mesh.trace.span("snapshot", "none"):  # between steps
                 time.sleep(0.001)
+            trainer.mesh.trace.end_evaluation(number, first + 0.5, 34, 0.25, 0.1)
         recorder.flush()
 
     threads.run(config.mesh.sizes(), rank)
@@ -93,6 +94,8 @@ def test_what_was_not_undone_is_followed_by_what_was_done_then(tmp_path):
         assert all(steps_of(trace, rank) == [*range(6)] for rank in range(RANKS))
         assert {*trace.memory["step"].tolist()} == {*range(6)}
         assert trace.attrs["segments"] == RANKS
+        evaluated = [trace.evaluation[name].tolist() for name in ("step", "loss")]
+        assert evaluated == [[*range(6)], [0.5, 0.5, 2.5, 2.5, 2.5, 2.5]]
     for (rank, step), values in found.items():
         if step >= 0:
             assert values == (before if step < 2 else after)[rank, step], (rank, step)

@@ -5,6 +5,7 @@ import pytest
 
 import hpc3d.trace
 from hpc3d.trace.merge import merge
+from tests.trace import small
 from tests.trace.large import generate
 from tests.trace.small import AHEAD, SEGMENTS, expected_events, header
 
@@ -66,3 +67,11 @@ def test_rows_are_read_without_those_of_other_ranks(tmp_path):
         assert len(trace.events["dur", trace.rows(0)]) == 66000
         with pytest.raises(ValueError, match="filter returned failure"):
             trace.events["dur", trace.rows(2)]
+
+
+def test_a_file_from_before_there_were_evaluations_has_none(tmp_path):
+    path = merge(small.write_all(tmp_path))
+    with h5py.File(path, "r+") as file:
+        del file["evaluation"]
+    with hpc3d.trace.open(path) as trace:
+        assert len(trace.evaluation) == 0 and trace.evaluation["loss"].tolist() == []

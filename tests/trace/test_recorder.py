@@ -149,3 +149,29 @@ def test_a_scope_is_of_a_layer_and_a_phase_and_restores_them(recorder, kind):
     back = -1, "backward"
     inside = [(2, "backward"), (5, "recompute"), (2, "backward"), (0, "optimizer")]
     assert seen == [(-1, "other"), back, *inside, (-1, "other")]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_evaluation_is_a_row_of_rank_0(rank, tmp_path, clock):
+    recorder = Recorder(tmp_path, {**HEADER, "rank": rank}, 8, clock=clock)
+    recorder.begin_step(0)
+    end_step(recorder)
+    with recorder.scope(phase="evaluation"), recorder.span("gemm", "gemm"):
+        pass
+    recorder.end_evaluation(0, 2.5, 96, 0.25, 0.5)
+    recorder.flush()
+    found = read_segment(segment_path(tmp_path, rank, 0), rank)
+    assert found.evaluation.tolist() == [(0, 2.5, 96, 0.25, 0.5)] * (rank == 0)
+    assert found.events["step"].tolist() == [-1]
+    assert PHASE[found.events["phase"][0]] == "evaluation"
+    recorder.flush()
+    assert not len(read_segment(segment_path(tmp_path, rank, 1), rank).evaluation)
+
+
+def test_a_long_evaluation_does_not_fill_the_table(tmp_path, clock):
+    recorder = Recorder(tmp_path, HEADER, 8, clock=clock)
+    for number in range(3):
+        for _ in range(5):
+            recorder.mark("m")
+        recorder.end_evaluation(number, 2.5, 96, 0.25, 0.5)
+    assert (recorder.capacity, recorder.segments) == (8, 3)

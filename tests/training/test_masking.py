@@ -8,7 +8,7 @@ import pytest
 from hpc3d.config.input_file import Config
 from hpc3d.data.batches import Batches
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.training.masking import MaskedBatches, batches_of
+from hpc3d.training.masking import MaskedBatches, Masking, batches_of, validation_of
 from tests.data.test_batches import Numbers
 
 SEQUENCE, BATCH, VOCABULARY = 100, 300, 50  # [MASK] is 49
@@ -25,12 +25,12 @@ TEXT = Text(SEQUENCE * BATCH)
 
 
 def masked(step=0, seed=7, padding=None, batch=BATCH):
-    return MaskedBatches(TEXT, SEQUENCE, batch, seed, VOCABULARY, padding).batch(step)
+    return MaskedBatches(TEXT, SEQUENCE, batch, seed, Masking(VOCABULARY, padding)).batch(step)
 
 
 def whole(step=0):
     """The batch before it is masked: there are as many windows as sequences, all of the text."""
-    numbers = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, VOCABULARY)
+    numbers = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY))
     return super(MaskedBatches, numbers).batch(step)[0]
 
 
@@ -56,14 +56,14 @@ def test_the_shares_are_those_of_bert():
 
 
 def test_every_token_is_a_target_once_in_a_while_the_last_too():
-    assert MaskedBatches(TEXT, SEQUENCE, BATCH, 7, VOCABULARY).windows == BATCH
+    assert MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY)).windows == BATCH
     chosen = sum((masked(step)[1] != IGNORE).astype(int) for step in range(80))
     assert chosen.min() > 0
     assert near(chosen.mean() / 80, 0.15, 80 * chosen.size)
 
 
 def test_a_step_is_masked_alike_whenever_it_is_made():
-    ahead = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, VOCABULARY)
+    ahead = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY))
     ahead.batch(5)
     for found, expected in zip(ahead.batch(3), masked(3), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -77,7 +77,7 @@ def test_steps_and_seeds_differ(other):
 
 def test_the_masked_tokens_are_what_they_were():
     """A run goes on with another NumPy: what is masked must not have moved."""
-    inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, VOCABULARY, padding=3).batch(0)
+    inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, Masking(VOCABULARY, 3)).batch(0)
     assert np.argwhere(targets != IGNORE).tolist() == [[0, 0], [0, 7], [1, 2]]
     assert inputs.tolist() == [[49, 36, 37, 38, 39, 40, 41, 49], [14, 15, 49, 17, 18, 19, 20, 21]]
 
@@ -100,3 +100,18 @@ def test_what_a_family_learns_from(kind, made):
     tokens, targets = batches.batch(0)
     assert tokens.shape == targets.shape == (config.train.batch, model.sequence)
     assert (targets == IGNORE).any() == (kind == "bert")
+
+
+def test_an_evaluation_masks_the_same_tokens_whatever_the_seed():
+    """And none of the sequences that fill its last batch: of a batch of 192 there are 20."""
+    config, windows = Config(), 20
+    model = replace(config.model, kind="bert", vocabulary=VOCABULARY)
+    text = Text(windows * model.sequence + 1)
+    one, other = (
+        validation_of(replace(config, model=model, seed=seed), text).batch(0) for seed in (1, 2)
+    )
+    for ours, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    _, targets = one
+    assert (targets[:windows] != IGNORE).any()
+    assert (targets[windows:] == IGNORE).all()

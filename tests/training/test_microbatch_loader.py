@@ -1,12 +1,15 @@
 """Which microbatches a step brings, and how they count."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from hpc3d.arrays.pool import Pool
 from hpc3d.comm.threads import run
 from hpc3d.model.microbatch import microbatches
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.pipeline.program import program_of
-from hpc3d.training.microbatch_loader import MicrobatchLoader
+from hpc3d.pipeline.program import forward_program_of, program_of
+from hpc3d.training.microbatch_loader import DeviceCache, MicrobatchLoader
 from tests.pipeline.test_program import STEPS, config
 
 
@@ -81,3 +84,20 @@ def test_a_microbatch_without_targets_has_a_scale():
     targets = np.full((2, 4), IGNORE)
     (micro,) = microbatches(0, targets, targets, 1)
     assert micro.scale == 1
+
+
+def test_those_of_an_evaluation_are_not_for_training_and_have_a_cache_of_their_own(monkeypatch):
+    """Also where a CUDA graph keeps the place of the arrays of training."""
+    settled = config("1f1b", 2, 3, batch=6)
+    graphed = replace(settled, train=replace(settled.train, cuda_graph=True))
+    monkeypatch.setattr(Pool, "on_device", True)
+
+    def rank(mesh):
+        made = [
+            MicrobatchLoader(mesh, graphed, Counting(), program)
+            for program in (program_of(settled), forward_program_of(settled))
+        ]
+        flags = [{micro.training for micro in feed.fetch(0).values()} for feed in made]
+        return flags, [type(feed.cache) is DeviceCache for feed in made]
+
+    assert run({}, rank) == [([{True}, {False}], [False, True])]

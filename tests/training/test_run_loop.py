@@ -7,6 +7,7 @@ import pytest
 from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.runtime.exit_codes import CHECK_FAILED, FAILED, STOPPED, JobExit
 from hpc3d.training import run_loop
+from hpc3d.training.evaluator import Best, Evaluation
 from hpc3d.training.guard import Corrupt, GuardFinding
 from hpc3d.training.run_loop import RunningJob, RunPlan, trained
 from hpc3d.training.trainer import Step
@@ -46,14 +47,14 @@ class Recorded:
         return [value]
 
 
-def run(tmp_path, monkeypatch, **how):
+def run(tmp_path, monkeypatch, evaluator=None, **how):
     """(what the loop said, the exit code that it ended with, or None)."""
     monkeypatch.setattr(run_loop.launch, "finish", lambda job: None)
     config = Config(train=TrainConfig(steps=STEPS))
     one = Recorded(**how)
     one.mesh, one.rank, one.trace = SimpleNamespace(trace=one, sizes={}), 1, one
     one.request, one.trainer = int, one
-    running = RunningJob(one, one, one, one, None, 0)
+    running = RunningJob(one, one, one, one, None, 0, evaluator and evaluator(one))
     try:
         trained(one, RunPlan(config, tmp_path, "", False, []), running, one)
     except JobExit as end:
@@ -81,3 +82,32 @@ def test_a_wrong_number_ends_the_run(tmp_path, monkeypatch):
     lines, code = run(tmp_path, monkeypatch, fails_in=3)
     assert code == CHECK_FAILED and "a wrong number" in lines
     assert lines[-1] == "nothing was saved (checkpoint.every): start again"
+
+
+class Evaluating:
+    """Evaluates after every second step and the last; the one after step 3 is the best."""
+
+    def __init__(self, one):
+        self.one, self.best = one, None
+
+    def after(self, number):
+        self.one.lines.append(f"evaluated {number}")
+        self.best = Best(4, 1.5) if number == 3 else self.best
+        return Evaluation(number, 2.0, 8, 0.5, 0.1) if number in (1, 3, 4) else None
+
+
+def test_an_evaluation_comes_before_the_checkpoint_of_its_step(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Recorded, "after", lambda one, *given, **how: one.lines.append(how), False)
+    monkeypatch.setattr(
+        Recorded, "evaluation", lambda one, found, best: calls.append((found.step, best)), False
+    )
+    lines, _ = run(tmp_path, monkeypatch, Evaluating)
+    after = [lines[place + 1] for place, line in enumerate(lines) if "evaluated" in str(line)]
+    assert after == [{"best": number == 3} for number in range(STEPS)]
+    assert calls == [(1, False), (3, True), (4, False)]
+
+
+def test_who_asks_to_stop_does_not_wait_for_an_evaluation(tmp_path, monkeypatch):
+    lines, _ = run(tmp_path, monkeypatch, Evaluating, stop_after=2)
+    assert [line for line in lines if "evaluated" in line] == ["evaluated 0", "evaluated 1"]

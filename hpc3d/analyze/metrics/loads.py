@@ -4,11 +4,13 @@ shares it out; and what must be said before their times are compared."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.run_summary import outnumbered
 from hpc3d.config.load import flat
+from hpc3d.model.families import with_epsilon
 
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
@@ -23,6 +25,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
     config = configuration(trace)
     if config is None:
         return None
+    config = replace(config, model=with_epsilon(config.model))
     model = "torch." if config.torch.factory else "model."
     return {
         key: value for key, value in flat(config).items() if key.startswith(model) or key in _TRAIN

@@ -64,8 +64,9 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
 
 def between_rows(trace: Trace) -> list[dict[str, Any]]:
     """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
-    most, and of all on a rank."""
-    between = np.flatnonzero((trace.events["step"] < 0) & ~overlapped(trace))
+    most, and of all on a rank.  Evaluations have a table of their own."""
+    evaluation = labelled(trace.events, "phase", ["evaluation"])
+    between = np.flatnonzero((trace.events["step"] < 0) & ~evaluation & ~overlapped(trace))
     if not len(between):
         return []
     kinds, kind = combinations([event_values(trace, key, between) for key in ("name", "category")])
@@ -153,9 +154,22 @@ def loss_rows(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
+def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
+    """One row per evaluation; its perplexity is the exponential of its loss."""
+    table, keys = trace.evaluation, ("step", "loss", "accuracy", "tokens", "seconds")
+    rows = [dict(zip(keys, row)) for row in zip(*(table[key].tolist() for key in keys))]
+    with np.errstate(over="ignore"):
+        perplexity = [finite(np.exp(row["loss"])) for row in rows]
+    return [
+        row
+        | {"loss": finite(row["loss"]), "accuracy": finite(row["accuracy"]), "perplexity": each}
+        for row, each in zip(rows, perplexity)
+    ]
+
+
 def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
-    """One row per run: its steps, its loss after the last step that all runs have, and the largest
-    difference of its losses from those of the first run."""
+    """One row per run: its steps, its loss after the last step that all runs have, the largest
+    difference of its losses from those of the first run, and its last and best evaluations."""
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
     return [
@@ -163,8 +177,16 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
         | run.tables["step"][0]
         | {"loss_step": step, "loss": own.get(step)}
         | {"loss_difference": _largest_difference(own, losses[0])}
+        | _evaluated(run.tables["evaluation"])
         for run, own in zip(runs, losses)
     ]
+
+
+def _evaluated(rows):
+    """The last loss of some evaluations, and the lowest one."""
+    known = [row["loss"] for row in rows if row["loss"] is not None]
+    last = rows[-1]["loss"] if rows else None
+    return {"validation_loss": last, "validation_best": min(known, default=None)}
 
 
 def _largest_difference(losses, others):

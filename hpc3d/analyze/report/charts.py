@@ -92,16 +92,20 @@ class Heat(NamedTuple):
 
 
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
-    """The loss by step, one line per run, and its difference from the first run."""
-    lines = {run.label: _losses(run) for run in runs}
+    """The loss by step, one line per run and one of its evaluations, and the difference of the
+    training losses from the first run."""
+    lines = {run.label: _losses(run, "loss") for run in runs}
     first = lines[runs[0].label]
     below = {run.label: _less(lines[run.label], first) for run in runs[1:]}
+    evaluated = [run for run in runs if run.tables["evaluation"]]
+    lines |= {f"{run.label}, validation": _losses(run, "evaluation") for run in evaluated}
     beneath = "difference from\nthe first run [nat]"
     return Lines("training step", "loss [nat per token]", lines, beneath, below or None)
 
 
-def _losses(run):
-    rows = run.tables["loss"]
+def _losses(run, table):
+    """(steps, losses) of a table of a run."""
+    rows = run.tables[table]
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 

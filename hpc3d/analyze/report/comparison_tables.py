@@ -39,6 +39,8 @@ _RUNS = TableSpec(
         ColumnSpec("loss_step", "loss after step", integer),
         ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
         ColumnSpec("loss_difference", "largest difference [nat]", "{:.1e}".format),
+        ColumnSpec("validation_loss", "validation loss [nat]", "{:.6f}".format),
+        ColumnSpec("validation_best", "best [nat]", "{:.6f}".format),
     ),
 )
 _SCALING = TableSpec(

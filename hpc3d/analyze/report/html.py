@@ -132,6 +132,10 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     yield "memory", *_memory(tables["memory_ranks"])
     last = tables["loss"][-1]
     yield "loss", _written(last["loss"], "{:.4f}".format), f"nat a token after step {last['step']}"
+    if tables["evaluation"]:
+        last = tables["evaluation"][-1]
+        loss = _written(last["loss"], "{:.4f}".format)
+        yield "validation", loss, f"nat a token after step {last['step']}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -29,6 +29,7 @@ from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import (
     between_rows,
     comparison_rows,
+    evaluation_rows,
     loss_rows,
     median_step,
     peak_rows,
@@ -182,6 +183,7 @@ def _of_all_steps(trace):
     """The tables that are no averages."""
     return {
         "loss": loss_rows(trace),
+        "evaluation": evaluation_rows(trace),
         "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": memory_rows(trace),

@@ -274,8 +274,22 @@ _LOSS = TableSpec(
     rows_shown=-1,
 )
 
+_EVALUATION = TableSpec(
+    "evaluation",
+    "Evaluation",
+    (
+        ColumnSpec("step", "after step", integer),
+        ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
+        ColumnSpec("perplexity", "perplexity", "{:.4f}".format),
+        ColumnSpec("accuracy", "accuracy", percent),
+        ColumnSpec("tokens", "tokens", integer),
+        ColumnSpec("seconds", "time [ms]", milliseconds),
+    ),
+    rows_shown=10,
+)
+
 OF_A_RUN = (
-    *(_STEP, _EFFICIENCY, _PREDICTION, _LOSS),
+    *(_STEP, _EFFICIENCY, _PREDICTION, _LOSS, _EVALUATION),
     *(_TIME, _BETWEEN, _LAYERS, _RANKS, _IMBALANCE),
     *(_WAITS, _STRAGGLERS, _PATH),
     *(_COLLECTIVES, _TRAFFIC, _CROSSING, _CROSSING_PAIRS),

@@ -76,6 +76,11 @@ measured` below 1 means that the run took more than predicted. step_s is the med
 the slowest rank [s], peak_KIND_bytes the highest peak of a kind of memory on a rank [B].""",
     "loss": """\
 The mean loss of a token after each step, and the `norm of the gradient` before it is clipped.""",
+    "evaluation": """\
+What the model was worth on text that it is not trained on, after some steps: the mean loss of
+the `tokens` that count, the `perplexity` exp(loss), and the `accuracy`, the share of the
+tokens to which the model gives the highest probability. The `time [ms]` of an evaluation is
+no part of a step.""",
     "time": """\
 Where the `time [ms]` of a mean step goes. `category` is what a rank did: compute, comm (the
 wait for the result of a call), copy (a call that is waited for later), optimizer, io (reading

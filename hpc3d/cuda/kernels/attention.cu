@@ -3,33 +3,7 @@
 //
 // All matrices are [B, heads, key, query]: a softmax runs down a column, neighbouring threads have
 // neighbouring queries, and dropout numbers its draws as hpc3d/model/attention.py does.
-//
-// The grid is (B heads, tiles of queries), a block 8 x 32 threads: thread (x, y) has a pack of
-// queries, 8 packs are 128 bytes, and every 32nd key.
-#include "common.cuh"
-#include "random.cuh"
-
-// Over the 32 threads with the same x, the same in each of them.
-template <typename Of, int N>
-__device__ Pack<N> column_all(const Pack<N>& mine)
-{
-    __shared__ float tile[32][8 * N];
-    const int k = threadIdx.y * 8 + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        tile[threadIdx.y][threadIdx.x * N + i] = mine[i];
-    __syncthreads();
-    if (k < 8 * N)
-        for (int y = 1; y < 32; y++)
-            tile[0][k] = Of::of(tile[0][k], tile[y][k]);
-    __syncthreads();
-    Pack<N> all;
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        all[i] = tile[0][threadIdx.x * N + i];
-    __syncthreads();  // the tile may be filled again
-    return all;
-}
+#include "attention.cuh"
 
 // Dropout's factors of N queries of a key: all samples are rows of a matrix with `width` columns,
 // of which those from first_column on are [heads, key, query] of this rank.
@@ -155,4 +129,26 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
         if (pass == 1)
             sum = column_all<Sum>(sum);
     }
+}
+
+// p = softmax(scale scores) in the scores' memory, of attention to keys that are kept: the rows are
+// [B heads, queries] and the columns keys, of which query i of `queries` sees first + i + 1 and the
+// others get 0.  A block has a row.
+// Launch: block_per_row; reads and writes scores
+template <typename T>
+__global__ void __launch_bounds__(256)
+cached_softmax(T* scores, int queries, int first, int columns, float scale)
+{
+    const long long row = blockIdx.x;
+    const int seen = first + static_cast<int>(row % queries) + 1;
+    T* mine = scores + row * columns;
+    float most = minus_infinity(), sum = 0;
+    for (int c = threadIdx.x; c < seen; c += blockDim.x)
+        most = Max::of(most, scale * to_float(mine[c]));
+    most = block_all<Max>(most);
+    for (int c = threadIdx.x; c < seen; c += blockDim.x)
+        sum += expf(scale * to_float(mine[c]) - most);
+    sum = block_sum(sum);
+    for (int c = threadIdx.x; c < columns; c += blockDim.x)
+        put(mine[c], c < seen ? expf(scale * to_float(mine[c]) - most) / sum : 0);
 }

@@ -67,6 +67,25 @@ negative_log(const float* sums, const bool* valid, double* loss, int rows)
         *loss = sum;
 }
 
+// score = the same, and the number of valid rows whose target has the highest logit.  One block.
+// Launch: one_block
+__global__ void __launch_bounds__(1024)
+score_rows(const float* sums, const bool* valid, double* score, int rows)
+{
+    double sum = 0, right = 0;
+    for (int row = threadIdx.x; row < rows; row += blockDim.x)
+        if (valid[row]) {
+            sum += logf(sums[row]) - sums[rows + row];
+            right += sums[rows + row] == 0;
+        }
+    sum = block_sum(sum);
+    right = block_sum(right);
+    if (threadIdx.x == 0) {
+        score[0] = sum;
+        score[1] = right;
+    }
+}
+
 // In the memory of a row of logits: factor exp(logit - top), 0 from column `valid` on, minus
 // `scale` at column `at`.
 template <typename T>

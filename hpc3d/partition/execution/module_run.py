@@ -46,8 +46,7 @@ from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
-from hpc3d.plain import lines_of
-from hpc3d.runtime.exit_codes import REFUSED, BadData
+from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
 from hpc3d.training import run_folder
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
@@ -94,24 +93,12 @@ def run(job: Job, words: list[str]) -> None:
     if job.size != asked.plan.ranks:
         job.refuse(f"the plan is for {asked.plan.ranks} ranks, but {job.size} were started")
     torch.set_num_threads(1)
-    model = _on_all_ranks(job, lambda: _model(asked.plan))
+    model = job.on_all_ranks(lambda: _model(asked.plan))
     opened = job.on_root(lambda: _prepare(asked, model))
     plan = job.from_root(lambda: opened.plan)
     stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
     source = job.on_root(lambda: _source(asked.plan, plan.config, model))
     trained(job, plan, _begin(job, plan, model, source), stop)
-
-
-def _on_all_ranks(job: Job, make: Callable[[], Any]) -> Any:
-    """What `make()` returns; what it refuses on any rank is refused."""
-    found, problems = None, []
-    try:
-        found = make()
-    except REFUSED as error:
-        problems = lines_of(error)
-    if lines := dict.fromkeys(line for lines in job.gather(problems) for line in lines):
-        job.refuse(*lines)
-    return found
 
 
 def asked_for(words: list[str]) -> RunRequest:

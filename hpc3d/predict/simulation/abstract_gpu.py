@@ -95,11 +95,12 @@ class _AbstractAttention:
         return takes(dtype, width, drop, self.pool.meter.widest)
 
     def forward(
-        self, qkv: AbstractArray, sequence: int, width: int, causal: bool
+        self, qkv: AbstractArray, sequence: int, form: tuple[int, int], causal: bool
     ) -> tuple[AbstractArray, AbstractArray]:
-        case = Case.of(qkv, sequence, width, causal)
-        out = self.pool.empty((qkv.shape[0], case.heads * width), qkv.dtype)
-        stats = self.pool.empty((case.batch, case.heads, sequence, 1), np.float32)
+        case = Case.of(qkv, sequence, form, causal)
+        heads = case.heads * case.queries
+        out = self.pool.empty((qkv.shape[0], heads * case.width), qkv.dtype)
+        stats = self.pool.empty((case.batch, heads, sequence, 1), np.float32)
         self.tell(case, 2, (qkv, out, stats))
         return out, stats
 
@@ -110,22 +111,16 @@ class _AbstractAttention:
         out: AbstractArray,
         stats: AbstractArray,
         sequence: int,
-        width: int,
+        form: tuple[int, int],
         causal: bool,
     ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
-        self.tell(Case.of(qkv, sequence, width, causal), 5, (dout, qkv, out, stats, dqkv))
+        self.tell(Case.of(qkv, sequence, form, causal), 5, (dout, qkv, out, stats, dqkv))
         return dqkv
 
     def tell(self, case: Any, products: int, arrays: Sequence[AbstractArray]) -> None:
-        flop = (
-            products
-            * (1 if case.causal else 2)
-            * case.batch
-            * case.heads
-            * case.sequence**2
-            * case.width
-        )
+        heads = case.batch * case.heads * case.queries
+        flop = products * (1 if case.causal else 2) * heads * case.sequence**2 * case.width
         self.pool.meter.fused(flop, sum(array.nbytes for array in arrays), arrays[1].dtype)
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.model.parameters import Parameters
+    from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.program import Program
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulated_clock import Clock
@@ -130,7 +131,7 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
     )
     logits = _bytes_of_logits(trainer)
     if not program.asynchronous:
-        _replay_passes(trainer, mesh, ledger, clock, program)
+        replay_passes(trainer.engine, config, mesh, ledger, clock, program)
     for number in range(_SECOND + 1):
         log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
         ledger.count, busy, wired = 0, clock.busy, clock.wired
@@ -171,17 +172,22 @@ def _bytes_of_logits(trainer: Trainer) -> int:
     return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
-def _replay_passes(
-    trainer: Trainer, mesh: Mesh, ledger: MemoryRecorder, clock: Clock, program: Program
+def replay_passes(
+    engine: Engine,
+    config: Config,
+    mesh: Mesh,
+    ledger: MemoryRecorder,
+    clock: Clock,
+    program: Program,
 ) -> None:
-    """Let the engine of a trainer run few of its passes and play the others."""
-    recorder, train = PassRecorder(mesh, ledger, clock), trainer.config.train
-    count = trainer.config.parallel.microbatches
+    """Let an engine run few of the passes of its program and play the others."""
+    recorder, train = PassRecorder(mesh, ledger, clock), config.train
+    count = config.parallel.microbatches
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
     chosen = microbatches_to_run(program.stages[mesh.coord("p")], sizes)
-    trainer.engine.stages = [
+    engine.stages = [
         ReplayedStage(stage, recorder, chunk, chosen[chunk])
-        for chunk, stage in enumerate(trainer.engine.stages)
+        for chunk, stage in enumerate(engine.stages)
     ]
 
 

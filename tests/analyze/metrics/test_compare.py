@@ -172,7 +172,7 @@ def scheme_of(
 SETTING = (
     "model.kind = gpt2, model.vocabulary = None, model.tied = True, model.kv_heads = None, "
     "model.ffn = None, model.norm_epsilon = 1e-05, model.rope_theta = 10000.0, "
-    "model.rope_scaling = None, model.gelu = tanh, "
+    "model.rope_scaling = None, model.gelu = tanh, model.padding = None, "
     "model.dropout = 0.0, train.optimizer = adamw, train.dtype = float32"
 )
 

@@ -56,6 +56,9 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+EVALUATION = {"step": 1, "loss": 2.5, "tokens": 96, "accuracy": 0.25, "seconds": 0.5}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The report of a real pipeline of 2 stages on 4 ranks."""
@@ -65,6 +68,9 @@ def folder(tmp_path_factory):
     write_prediction(out / "run" / "trace.h5", {"quantity": ["step_s"], "value": [0.5]} | whole)
     with h5py.File(out / "run" / "trace.h5", "r+") as file:  # the last update is between steps
         file["events/step"][np.flatnonzero(file["events/seq"][:] < 0)[-1]] = -1
+        for name, value in EVALUATION.items():
+            file[f"evaluation/{name}"].resize(1, axis=0)
+            file[f"evaluation/{name}"][0] = value
     with trace.open(out / "run") as opened:
         write(compare([opened], [analyze_run(opened, peak=1e9)]), out)
     return out
@@ -73,6 +79,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(folder):
     return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_an_evaluation_is_a_card_and_a_row(page):
+    text = Reader(page).text
+    assert "validation 2.5000 nat a token after step 1" in text
+    assert "2.500000 12.1825 25.0% 96 500.00" in text
 
 
 def reported(opened, out):

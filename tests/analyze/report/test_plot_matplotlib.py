@@ -18,10 +18,11 @@ NAN = float("nan")
 class Run:
     """As much of a run as a chart of its loss needs."""
 
-    def __init__(self, label, losses):
+    def __init__(self, label, losses, evaluations=()):
         self.label = label
         rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
-        self.tables = {"loss": rows}
+        evaluated = [{"step": step, "loss": loss} for step, loss in evaluations]
+        self.tables = {"loss": rows, "evaluation": evaluated}
 
 
 def test_the_loss_has_a_line_a_run_and_its_difference():
@@ -42,6 +43,14 @@ def test_the_loss_has_a_line_a_run_and_its_difference():
 def test_one_run_has_no_differences():
     (axes,) = draw(charts.loss([Run("3d", (3.5, 3.25))])).axes
     assert axes.get_legend().get_texts()[0].get_text() == "3d"
+
+
+def test_evaluations_are_a_curve_beside_the_loss_of_training():
+    runs = [Run("3d", (3.5, 3.25, 3.0), [(0, 3.75), (2, 3.5)]), Run("1d", (3.5, 3.0))]
+    loss, difference = draw(charts.loss(runs)).axes
+    assert [line.get_label() for line in loss.lines] == ["3d", "1d", "3d, validation"]
+    np.testing.assert_array_equal(loss.lines[2].get_xydata(), [(0, 3.75), (2, 3.5)])
+    assert len(difference.lines) == 1
 
 
 def stack(count):

@@ -1,12 +1,17 @@
 """The report of small runs against numbers worked out by hand."""
 
 import csv
+import math
+from types import SimpleNamespace
 
 import h5py
 import pytest
 
 from hpc3d import report
+from hpc3d.analyze.metrics.step import comparison_rows
+from hpc3d.analyze.report.run_analysis import analyze_run
 from hpc3d.trace.segment import segment_path
+from tests.analyze import traces
 from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, reported, write_run
 from tests.analyze.small import small
 from tests.analyze.synthetic import call
@@ -163,3 +168,65 @@ def test_what_ranks_have_written_since_is_reported(run, capsys):
     before = (run / "trace.h5").stat().st_mtime_ns
     reported(capsys, run)
     assert (run / "trace.h5").stat().st_mtime_ns == before, "merged again for nothing"
+
+
+COUNTED = ("category", "phase", "axis", "op", "calls", "bytes", "flop")
+LAYOUTS = {
+    "1f1b": {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4},
+    "zb-v": {"mesh__p": 2, "parallel__schedule": "zb-v", "parallel__microbatches": 4},
+    "pipedream-2bw": {
+        **{"mesh__p": 2, "parallel__schedule": "pipedream-2bw", "parallel__microbatches": 4}
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_step_is_the_same_where_a_run_evaluates(layout, tmp_path):
+    """Its calls, bytes, operations, passes and what is in flight; the trace is sound."""
+    ranks = layout["mesh__p"] * layout.get("mesh__x", 1)
+    found, expected = (
+        _analysed(traces.trained(tmp_path / str(evaluate), ranks, evaluate, **layout))
+        for evaluate in (True, False)
+    )
+    mine, others = (
+        [{key: row[key] for key in COUNTED} for row in run.tables["time"]]
+        for run in (found, expected)
+    )
+    times = "copy", "unrecorded"  # a call is a row of category copy where it took long
+    mine, others = (
+        [row for row in rows if row["category"] not in times] for rows in (mine, others)
+    )
+    assert _sorted(mine) == _sorted(others)
+    assert found.violations == expected.violations == [] and not found.missing
+    for table, key in (("pipeline", "in_flight"), ("efficiency", "recorded_flop")):
+        mine, others = ([row[key] for row in run.tables[table]] for run in (found, expected))
+        assert mine == others
+    assert _sorted(found.tables["traffic"]) == _sorted(expected.tables["traffic"])
+    assert found.tables["between"] == expected.tables["between"] == []
+    evaluations = found.tables["evaluation"]
+    assert [row["step"] for row in evaluations] == [*range(traces.STEPS)]
+    for row in evaluations:
+        assert row["tokens"] == 2 * 24 * 4 and row["seconds"] > 0 and 0 <= row["accuracy"] < 1
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert not expected.tables["evaluation"]
+
+
+def _sorted(rows):
+    return sorted(map(str, rows))
+
+
+def _analysed(folder):
+    with traces.opened(folder) as trace:
+        return analyze_run(trace)
+
+
+def test_runs_are_compared_by_their_last_and_best_evaluations():
+    def run(*losses):
+        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+        return SimpleNamespace(label="", tables={"loss": [], "step": [{}], "evaluation": rows})
+
+    found = comparison_rows([run(3.0, 2.0, 2.5), run(), run(None)])
+    keys = "validation_loss", "validation_best"
+    assert [tuple(row[key] for key in keys) for row in found] == [
+        (2.5, 2.0), (None, None), (None, None),
+    ]  # fmt: skip

@@ -107,7 +107,13 @@ p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=2 train.bac
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA], 3))
+OF_BERT = """
+x=2 y=2 z=2 model.kind=bert model.padding=0
+p=2 x=4 schedule=1f1b microbatches=4 model.kind=bert scheme=1d-sequence train.backend=cupy
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA, *OF_BERT], 3))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
@@ -10,9 +11,12 @@ from hpc3d.predict.simulation import count
 from hpc3d.predict.simulation.count import Prediction, every_rank, predict
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
+from hpc3d.training.evaluator import Evaluator
+from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
 from tests.strided import strided
+from tests.training.test_evaluator import Held
 
 slow = pytest.mark.slow
 
@@ -55,6 +59,40 @@ def test_predicted_is_counted(line):
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert ours.moved() == theirs.moved()
         assert ours.flops() == theirs.flops()
+
+
+EVALUATED = [
+    "p=2 d=2 x=2 schedule=1f1b microbatches=3 zero=3",
+    "p=2 schedule=zb-v chunks=2 microbatches=3",
+    "x=2 y=2 schedule=none scheme=2d microbatches=2 kind=llama kv_heads=4 ffn=48",
+]
+
+
+def evaluated(mesh, config, feed, batches):
+    """What a rank does in an evaluation of two batches, as a Prediction."""
+    recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15)
+    mesh = mesh.traced(recorder)
+    trainer = Trainer(mesh, config, config.model.vocabulary, batches, feed=feed)
+    evaluator = Evaluator(trainer, batches, feed=feed)
+    recorder.count, evaluator.count = 0, 2
+    evaluator.evaluate(0)
+    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    return Prediction(events, [group["axis"] for group in recorder.header["groups"]], {})
+
+
+@pytest.mark.parametrize("line", EVALUATED)
+def test_an_evaluation_moves_what_is_predicted(line):
+    config = config_of(line)
+    grid = config.mesh.grid()
+
+    def rank(mesh):
+        return evaluated(mesh, config, MicrobatchLoader, Held(config) if mesh.rank == 0 else None)
+
+    for place, theirs in enumerate(run(grid.sizes, rank)):
+        mesh = abstract_mesh(grid.sizes, grid.coords(place))
+        ours = evaluated(mesh, config, count.ZeroBatches, None)
+        assert ours.moved() == theirs.moved() and ours.flops() == theirs.flops()
+        assert {phase for *_, phase in ours.moved()} <= {"evaluation"}
 
 
 def test_calls_bytes_and_operations_are_added_up():

@@ -1,0 +1,109 @@
+"""The text that a model is evaluated on: one of its own, or the last part of what it trains on.
+
+An evaluation reads the same windows in the same order every time, whatever the seed, the step, the
+mesh and the microbatches: its losses can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from hpc3d.data.batches import IGNORE, permutation
+from hpc3d.data.token_file import Tokens, open_tokens
+from hpc3d.data.tokenizer import END
+
+_KEY = "data.validation"
+_ORDER = 0  # the key of the order of the windows: not the seed of a run
+
+
+class TokenRange(Tokens):
+    """The tokens [start, stop) of others, as a text of its own."""
+
+    def __init__(self, tokens: Tokens, start: int, stop: int) -> None:
+        self.tokens, self.start, self.stop = tokens, start, stop
+        self.tokenizer, self.vocabulary, self.json = tokens.made_by()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        return self.tokens.read(self.start + start, self.start + stop)
+
+
+class _OtherText(TokenRange):
+    """A text of data.validation, whose faults name this key."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        with _of_validation():
+            return super().read(start, stop)
+
+
+def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
+    """What is trained on and what is evaluated on: the last `validation` share of `tokens` is held
+    out, or it names a text or token file; None or "" is no evaluation.
+
+    Raises ValueError, one line that begins with data.validation, for a text that cannot be read or
+    has other tokens.
+    """
+    if not validation:
+        return tokens, None
+    if isinstance(validation, float):
+        edge = len(tokens) - int(len(tokens) * validation)
+        return TokenRange(tokens, 0, edge), TokenRange(tokens, edge, len(tokens))
+    with _of_validation():
+        other = open_tokens(validation)
+    if other.made_by() != tokens.made_by():
+        other.close()
+        raise ValueError(
+            f"{_KEY}: {validation} has tokens of another tokenizer ({other.tokenizer}, vocabulary "
+            f"{other.vocabulary}) than data.path ({tokens.tokenizer}, vocabulary "
+            f"{tokens.vocabulary}); give a share of data.path, such as 0.05, instead"
+        )
+    return tokens, _OtherText(other, 0, len(other))
+
+
+@contextmanager
+def _of_validation() -> Iterator[None]:
+    """An error about a text names the key of this one."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(str(error).replace("data.path", _KEY, 1)) from error
+
+
+class ValidationBatches:
+    """The batches of an evaluation, `count` of them: as many as the windows of `tokens` fill, and
+    at most `most` (0: all).
+
+    A window is that of hpc3d.data.batches.  Where they do not fill the last batch, it ends in
+    sequences without targets.  Raises ValueError where the tokens do not fill one window.
+    """
+
+    def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:
+        assert sequence > 0 and batch > 0 and most >= 0
+        windows = (len(tokens) - 1) // sequence
+        if windows < 1:
+            raise ValueError(
+                f"{_KEY}: {len(tokens)} tokens, but model.sequence = {sequence} takes at least "
+                f"{sequence + 1}; hold out more, or name a longer text"
+            )
+        filled = -(-windows // batch)
+        self.count = min(filled, most) if most else filled
+        self._tokens, self._shape = tokens, (batch, sequence)
+        self._order = permutation(windows, _ORDER, 0)
+
+    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of batch `number`, each int32 [batch, sequence] and contiguous."""
+        batch, sequence = self._shape
+        tokens, targets = (np.full(self._shape, value, np.int32) for value in (END, IGNORE))
+        windows = self._order[number * batch : (number + 1) * batch].tolist()
+        for row, window in enumerate(windows):
+            start = window * sequence
+            read = self._tokens.read(start, start + sequence + 1)
+            tokens[row], targets[row] = read[:-1], read[1:]
+        return tokens, targets

@@ -1,0 +1,241 @@
+"""Continue a text with a trained model.
+
+    python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT|- [--tokens N] [--temperature 0] ...
+    mpirun -np N python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT [--section.key value ...]
+
+RUN_DIR is the folder of a run, which continues with its newest whole checkpoint, or one of its
+checkpoints; FOLDER has config.json, safetensors and perhaps tokenizer.json of transformers.  The
+text goes to standard output as it comes, all else to standard error.
+
+On N ranks the model is cut as in training, by tensor axes: --mesh.x 2 --parallel.scheme 2d, as an
+input file has them; without these the run's own mesh, if it is one for N ranks, or the best
+cuboid.  It computes in float64 (--train.dtype), so that one seed gives one text on every layout.
+
+A model sees the last model.sequence tokens at most: when they are full, the newer half stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from hpc3d.cli import Parser, parted, positive, read_no_more, whole
+from hpc3d.runtime import environment, launch
+from hpc3d.runtime.exit_codes import INTERRUPTED, JobExit
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.config.input_file import Config
+    from hpc3d.generation.continuation import Wanted
+    from hpc3d.generation.samples import Samples
+    from hpc3d.generation.trained_model import TrainedModel, WeightSource
+    from hpc3d.model.decoder import Decoder
+    from hpc3d.runtime.job import Job
+
+_EXITS = "exit codes: 0 good, 2 bad input (one line each on stderr), 130 stopped by Ctrl-C"
+_MOST_SAMPLES = 4096
+_MOST_SEED = 2**64 - 1
+
+
+class _Plan(NamedTuple):
+    """What all ranks do."""
+
+    config: Config
+    source: WeightSource
+    wanted: Wanted
+
+
+class _Opened(NamedTuple):
+    """What rank 0 has read: the options, the model, the text to continue; and the plan."""
+
+    options: Namespace
+    model: TrainedModel
+    prompt: str
+    plan: _Plan
+
+
+class _Words(Parser):
+    """The parser of rank 0, whose errors all ranks hear of."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+class _Screen:
+    """Rank 0's standard output, for as long as somebody reads it and nobody presses Ctrl-C."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.closed = job, False
+
+    def write(self, text: str) -> None:
+        """Show a text as it is, but for what a terminal would obey."""
+        try:
+            for part in [] if self.closed else re.split("(\t)", text):
+                sys.stdout.write(part)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self.closed = True
+            read_no_more()
+
+    def interrupted(self) -> bool:
+        return signal.SIGINT in self.job.signals
+
+    def unwanted(self) -> bool:
+        """Whether no more text is wanted."""
+        return self.closed or self.interrupted()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    return launch.run("generate", lambda job: generate(job, list(words)))
+
+
+def generate(job: Job, words: list[str]) -> None:
+    """The whole continuation on one rank."""
+    if {"-h", "--help"} & {*words}:
+        job.from_root(lambda: _parser().print_help())
+        return
+    from hpc3d.generation.continuation import continue_text
+
+    _note_interrupts()
+    opened = job.on_root(lambda: _prepare(job, words))
+    plan = job.from_root(lambda: opened.plan)
+    decoder = _decoder(job, plan)
+    screen, samples, choose = _Screen(job), None, None
+    if opened:
+        samples = _samples(opened, screen)
+        choose = samples.choose
+    continue_text(decoder, plan.wanted, choose)
+    if job.from_root(lambda: _conclude(opened, samples, screen)):
+        raise JobExit(INTERRUPTED)
+
+
+def _note_interrupts() -> None:
+    """Let a first Ctrl-C be noted (hpc3d.runtime.launch), and a second one end this process."""
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def _prepare(job: Job, words: Sequence[str]) -> _Opened:
+    """Rank 0: read all that there is to read; ValueError for what is wrong."""
+    from hpc3d.generation.continuation import Wanted
+    from hpc3d.generation.standard_input import standard_input
+    from hpc3d.generation.tensor_layout import laid_out
+    from hpc3d.generation.trained_model import find_model, layout_words
+
+    ours, settings = parted(words)
+    options = _parser().parse_args(ours)
+    model = find_model(options.model, settings)
+    config = laid_out(model.config, layout_words(settings), job.size, options.samples)
+    for line in (*model.notes, _summary(config, model)):
+        job.complain(line)
+    text = os.fsencode(options.prompt)
+    if options.prompt == "-":
+        text = standard_input(environment.number_in(environment.WORLD_RANKS, default=0) > 0)
+    sequences = config.train.batch
+    wanted = Wanted(model.prompt(text), options.samples, sequences, options.tokens)
+    plan = _Plan(config, model.source, wanted)
+    return _Opened(options, model, text.decode("utf-8", "replace"), plan)
+
+
+def _summary(config: Config, model: TrainedModel) -> str:
+    """The model and how ranks share it, in a line."""
+    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
+    how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
+    return f"{model.source.path}: {config.model.kind} on {how}, {config.train.dtype}"
+
+
+def _decoder(job: Job, plan: _Plan) -> Decoder:
+    """The model of this rank with its values."""
+    from hpc3d.checkpoints.sharded import restore
+    from hpc3d.comm.cartesian import build
+    from hpc3d.comm.device_setup import hardware
+    from hpc3d.model.decoder import Decoder
+    from hpc3d.training.trainer import spec_of
+
+    config, ours = plan.config, hardware(job, plan.config)
+    values = job.on_all_ranks(lambda: plan.source.open(config.model))
+    mesh = build(config.mesh.sizes(), transport=ours.transport, device=ours.device)
+    if ours.device:
+        from hpc3d.cuda.gpu import use
+
+        job.exit_hooks.append(ours.device.close)
+        use(mesh.pool, config.train.tf32)
+    spec = spec_of(config, config.model.vocabulary)
+    capacity = plan.wanted.capacity(config.model.sequence)
+    decoder = Decoder(mesh, spec, config.train.dtype, capacity)
+    job.on_all_ranks(lambda: restore(values, decoder.parameters, None))
+    return decoder
+
+
+def _samples(opened: _Opened, screen: _Screen) -> Samples:
+    """Rank 0: what draws the tokens; the text to continue is the first that is shown."""
+    from hpc3d.generation.samples import Samples
+    from hpc3d.generation.sampling import Sampling
+
+    options = opened.options
+    how = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if options.samples == 1:
+        screen.write(opened.prompt)
+    return Samples(opened.model, how, options.samples, screen.write, screen.unwanted)
+
+
+def _conclude(opened: _Opened, samples: Samples, screen: _Screen) -> bool:
+    """Rank 0: show what is left; whether the user has stopped it."""
+    samples.finish(opened.prompt)
+    if opened.options.json:
+        screen.write(json.dumps(_result(opened, samples)) + "\n")
+    return screen.interrupted()
+
+
+def _result(opened: _Opened, samples: Samples) -> Mapping[str, Any]:
+    """What --json tells."""
+    config, options = opened.plan.config, opened.options
+    return {
+        "model": str(opened.model.source.path),
+        "mesh": {axis: size for axis, size in config.mesh.sizes().items() if size > 1},
+        "dtype": config.train.dtype,
+        **{key: getattr(options, key) for key in ("temperature", "top_k", "top_p", "seed")},
+        "prompt": opened.prompt,
+        "samples": samples.results(),
+        "stopped_by": samples.reason,
+    }
+
+
+def _parser() -> _Words:
+    usage = "%(prog)s RUN_DIR|FOLDER --prompt TEXT|- [options] [--section.key value ...]"
+    command = _Words("generate", __doc__, _EXITS, usage=usage)
+    add = command.add_argument
+    add("model", type=Path, metavar="RUN_DIR|FOLDER", help="a run, or files of transformers")
+    add("--prompt", required=True, metavar="TEXT", help="what to continue; - reads it from stdin")
+    add("--tokens", type=positive, default=200, help="the most that are added (default: 200)")
+    add("--temperature", type=_number(0, 1e6), default=1.0, help="0: the likeliest (default: 1)")
+    add("--top-k", type=positive, default=0, help="draw from the K likeliest (default: all)")
+    add("--top-p", type=_number(0, 1), default=1.0, help="and of those that make up P (default: 1)")
+    add("--seed", type=whole(0, _MOST_SEED), default=1234, help="of what is drawn (default: 1234)")
+    add("--samples", type=whole(1, _MOST_SAMPLES), default=1, help="continuations (default: 1)")
+    add("--json", action="store_true", help="one JSON object on the last line")
+    return command
+
+
+def _number(least: float, most: float) -> Callable[[str], float]:
+    """The type of an option that takes numbers between two."""
+
+    def number(text):
+        value = float(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text:.40}: must be from {least} to {most:g}")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

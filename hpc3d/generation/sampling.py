@@ -1,0 +1,55 @@
+"""Which token comes next: drawn from the logits by a number of (seed, sample, position) alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.ops.random import philox_draws, philox_key
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn, as `transformers` does: the logits are divided by the `temperature`,
+    then the `top_k` largest stay (0: all), then of these the fewest whose probabilities, the
+    largest first, make up `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
+
+    A temperature of 0 takes the largest logit.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+
+    def draw(self, logits: np.ndarray, sample: int, position: int) -> int:
+        """The token, of logits [vocabulary], at a position of a sample.
+
+        The layout of the ranks has no part in it: draw `position` of the stream of (seed, sample)
+        is looked up in the distribution function, in the order of the tokens.
+        """
+        if not self.temperature:
+            return int(logits.argmax())
+        chances = self.probabilities(logits).cumsum()
+        bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
+        place = int(bits[0] >> np.uint64(11)) * 2.0**-53 * chances[-1]
+        below = min(place, np.nextafter(chances[-1], 0))
+        return int(np.searchsorted(chances, below, side="right"))
+
+    def probabilities(self, logits: np.ndarray) -> np.ndarray:
+        """Those that tokens are drawn with, float64[vocabulary]."""
+        scores = logits.astype(np.float64) / self.temperature
+        if 0 < self.top_k < len(scores):
+            scores[scores < np.partition(scores, -self.top_k)[-self.top_k]] = -np.inf
+        p = _softmax(scores)
+        if self.top_p < 1:
+            order = np.argsort(p, kind="stable")
+            less = order[p[order].cumsum() <= 1 - self.top_p]
+            p[less[less != order[-1]]] = 0
+            p /= p.sum()
+        return p
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    p = np.exp(scores - scores.max())
+    return p / p.sum()

@@ -1,0 +1,189 @@
+"""The model that continues a text: that of a run's checkpoint, or one in files of `transformers`.
+
+Rank 0 finds out what it is; then every rank opens its weights and takes what its blocks need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpc3d import files, shipped
+from hpc3d.checkpoints.block_slices import BlockSlices, whole_of
+from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
+from hpc3d.checkpoints.hf_import import Pretrained, configured
+from hpc3d.checkpoints.hf_settings import CONFIG
+from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.config.load import options
+from hpc3d.data.token_file import tokenizer_of
+from hpc3d.data.tokenizer import END, BpeTokenizer, ByteTokenizer
+from hpc3d.model.families import FAMILIES, family_of
+from hpc3d.model.gpt2 import Head
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config, ModelConfig
+    from hpc3d.data.tokenizer import Tokenizer
+
+_TOKENIZER = "tokenizer.json"
+_LAYOUT = ("mesh.", "parallel.", "train.dtype", "train.backend", "train.tf32")
+
+
+class WeightSource(NamedTuple):
+    """Where values come from: the folder of a checkpoint or, where they are `published`, a folder
+    or a file of `transformers`."""
+
+    path: Path
+    published: bool
+
+    def open(self, model: ModelConfig) -> Checkpoint | PublishedValues:
+        """What `checkpoints.sharded.restore` fills parameters from; ValueError if it cannot be
+        read on this rank."""
+        if self.published:
+            return PublishedValues(Pretrained(self.path), model)
+        return Checkpoint(self.path)
+
+
+class TrainedModel(NamedTuple):
+    """A model: the configuration that it was trained with, its tokenizer, where its values are.
+
+    A text is over at a token of `ends`; one that is empty begins with `begin`.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    source: WeightSource
+    ends: frozenset[int]
+    begin: int | None
+    notes: Sequence[str] = ()
+
+    @property
+    def choices(self) -> int:
+        """Tokens that may be drawn: those that have a text."""
+        return min(self.config.model.vocabulary, self.tokenizer.vocabulary)
+
+    def prompt(self, text: bytes) -> np.ndarray:
+        """The ids of a text, int64; ValueError if the model has none for it."""
+        try:
+            ids = self.tokenizer.encode(text).astype(np.int64)
+        except UnicodeDecodeError:
+            raise ValueError("--prompt: no UTF-8; convert it with iconv") from None
+        if not len(ids):
+            ids = np.array([] if self.begin is None else [self.begin], np.int64)
+        if not len(ids):
+            raise ValueError("--prompt: it is empty, and no token begins a text; give a word")
+        known = self.config.model.vocabulary
+        if ids.max() >= known:
+            raise ValueError(
+                f"--prompt: it has token {ids.max()}, and the model knows {known}; use the "
+                f"{_TOKENIZER} that the model was trained with"
+            )
+        return ids
+
+
+class PublishedValues:
+    """The parameters in files of `transformers`, to be read like a checkpoint."""
+
+    exact = "value"
+
+    def __init__(self, pretrained: Pretrained, model: ModelConfig) -> None:
+        self.pretrained, self.model = pretrained, model
+        self._last = "", np.empty((0, 0))
+
+    def fill(self, array: np.ndarray, name: str, kind: str, rectangle: BlockSlices) -> None:
+        """Copy a rectangle of a parameter into an array of its shape."""
+        if self._last[0] != name:
+            value = self.pretrained.parameter(name, self.model)
+            self._last = name, value.reshape(-1, value.shape[-1])
+        whole = self._last[1]
+        array[...] = whole[rectangle.index_in(whole_of(whole.shape))]
+
+
+def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
+    """Rank 0: the model that a path names; ValueError if it cannot continue a text.
+
+    Of the `words`, options `--section.key value`, those about the model are for it alone.
+    """
+    published = path.suffix == ".safetensors" or any(
+        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX)
+    )
+    _refuse_others(words, (*_LAYOUT, "model." if published else "data.path"))
+    found = _published(path, words) if published else _of_run(path, words)
+    if not issubclass(family_of(found.config.model).last, Head):
+        able = [kind for kind, family in FAMILIES.items() if issubclass(family.last, Head)]
+        kind = found.config.model.kind
+        raise ValueError(f"{path}: a {kind} continues no text; known here: {', '.join(able)}")
+    return found
+
+
+def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
+    for option, _ in options(words):
+        if not option.removeprefix("--").startswith(tuple(known)):
+            names = ", ".join(f"--{name}" for name in known)
+            raise ValueError(f"{option}: settled by the model; keys begin with {names} here")
+
+
+def layout_words(words: Iterable[str]) -> list[str]:
+    """Those of some options that say how ranks share the work."""
+    return _words(words, _LAYOUT)
+
+
+def _words(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
+    found = options(words)
+    return [
+        word for pair in found if pair[0].removeprefix("--").startswith(beginnings) for word in pair
+    ]
+
+
+def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
+    opened, wrong = newest_whole(checkpoints(path))
+    config = config_of(opened)
+    if config.torch.factory:
+        raise ValueError(f"{path}: a run of {config.torch.factory}, whose text is not known here")
+    given = dict(options(_words(words, ("data.path",))))
+    tokenizer = _tokenizer_of_run(config, path, given.get("--data.path"))
+    source = WeightSource(opened.folder, published=False)
+    return TrainedModel(config, tokenizer, source, frozenset({END}), END, wrong)
+
+
+def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
+    """That of the text which a run was trained on."""
+    name, vocabulary = config.data.tokenizer, config.model.vocabulary
+    if text is None and (name == ByteTokenizer.name or (name is None and vocabulary == 256)):
+        return ByteTokenizer()
+    if text is None and name is None:
+        raise ValueError(
+            f"{path}: trained on no text yet, and a vocabulary of {vocabulary} is not bytes: give "
+            "--data.path TOKENS.h5 with its tokenizer, or the folder that it was imported from"
+        )
+    return tokenizer_of(shipped.text(text or config.data.path))
+
+
+def _published(path: Path, words: Sequence[str]) -> TrainedModel:
+    pretrained = Pretrained(path)
+    config = configured(pretrained, ["--model.dropout", "0", *_words(words, ("model.",))])
+    told = pretrained.settings
+    ends = told.get("eos_token_id")
+    ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    tokenizer = _published_tokenizer(path, config.model.vocabulary)
+    source = WeightSource(path, published=True)
+    return TrainedModel(config, tokenizer, source, ends, told.get("bos_token_id"))
+
+
+def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
+    """That of a folder; without one, a vocabulary of 256 is bytes."""
+    file = (path if path.is_dir() else path.parent) / _TOKENIZER
+    if file.exists():
+        try:
+            return BpeTokenizer(files.read(file, files.MOST_JSON).decode())
+        except UnicodeDecodeError:
+            raise ValueError(f"{file}: no UTF-8") from None
+    if vocabulary != ByteTokenizer.vocabulary:
+        raise ValueError(
+            f"{path}: no {_TOKENIZER}, and a vocabulary of {vocabulary} is not bytes: write it "
+            "there with tokenizer.save_pretrained(FOLDER) of transformers"
+        )
+    return ByteTokenizer()

@@ -1,0 +1,100 @@
+"""A model that continues texts: the logits of the token that follows, for sequences of one length.
+
+The parts are those of training (hpc3d.model.stage), and so every scheme on every tensor layout is;
+attention keeps keys and values (hpc3d.model.key_value_cache), and nothing is saved for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm, prod
+from typing import TYPE_CHECKING
+
+from hpc3d.arrays.pool import contiguous
+from hpc3d.model.key_value_cache import CachedAttention, KeptPositions
+from hpc3d.model.microbatch import Microbatch
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import LayerRange, build
+from hpc3d.ops.rows import add_repeated
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.spec import ModelSpec
+    from hpc3d.tensor.layout import Layout
+    from hpc3d.tensor.split import Split
+
+
+def sequences_for(sizes: Mapping[str, int], split: Split, samples: int) -> int:
+    """The fewest sequences, `samples` or more, that divide over the axes that cut rows anywhere,
+    of axes of these `sizes`: with one new token a sequence is one row."""
+    ends = split.without_panels()
+    splits = split, split.next(), ends, ends.next()
+    layouts = [layout for each in splits for layout in (each.x, each.y)]
+    rows = lcm(*(prod(sizes.get(axis, 1) for axis in layout[0]) for layout in layouts))
+    return -(-samples // rows) * rows
+
+
+class Decoder:
+    """The whole model of a `spec` on a mesh of tensor axes, its values to be filled in, with room
+    for the keys and values of `capacity` positions of each sequence."""
+
+    def __init__(self, mesh: Mesh, spec: ModelSpec, dtype: DTypeLike, capacity: int) -> None:
+        self.mesh, self.parameters = mesh, Parameters(mesh, dtype)
+        self.kept, self.vocabulary = KeptPositions(capacity), spec.sizes.vocabulary
+        whole = LayerRange(range(spec.sizes.layers), first=True, last=True)
+        (self.stage,) = build(mesh, self.parameters, spec, [whole])
+        for block in self.stage.blocks:
+            block.attention = CachedAttention(mesh, spec, self.kept)
+        for item in self.parameters:
+            item.frozen, item.std = True, 0.0
+        self.parameters.allocate(seed=0)
+
+    def forget(self) -> None:
+        """Begin anew, with the first position."""
+        self.kept.length = 0
+
+    def forward(self, tokens: np.ndarray) -> Array:
+        """The logits [sequences, vocabulary] of what follows `tokens` [sequences, t], which follow
+        those of the calls before; the same array on all ranks."""
+        count = tokens.shape[1]
+        assert self.kept.length + count <= self.kept.capacity
+        micro = Microbatch(0, 0, tokens, tokens, 1.0, self._brought)
+        x = self._embedded(micro, count)
+        for block in self.stage.blocks:
+            with self.mesh.trace.scope(layer=block.number):
+                x, _ = block.forward(x, micro)
+        self.kept.length += count
+        return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
+
+    def _brought(self, micro, name, make):
+        """The numbers of a microbatch where the model's arrays are."""
+        return self.mesh.pool.bring(make(micro))
+
+    def _embedded(self, micro: Microbatch, count: int) -> Array:
+        """X of the tokens, at the positions after those that are kept."""
+        first, embeddings = self.kept.length, self.stage.embeddings
+        x, _ = embeddings.lookup.forward(micro)
+        if not embeddings.positions:
+            return x
+        rows = embeddings.positions.table.value[first : first + count]
+        return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
+
+    def _logits(self, x: Array) -> Array:
+        """Of the last rows X[sequences, h], on all ranks."""
+        head = self.stage.head
+        logits, _ = head.logits(x)
+        return self._gathered(logits, head.layout)[:, : self.vocabulary]
+
+    def _gathered(self, block: Array, layout: Layout) -> Array:
+        """The whole matrix of a `layout` from its blocks."""
+        for axis in reversed(layout.owned):
+            owner = layout.owner(axis, self.mesh)
+            block = self.mesh.comm(axis).broadcast(block, owner).wait()
+        for dim in (1, 0):
+            for axis in reversed(layout[dim]):
+                block = self.mesh.comm(axis).all_gather(block, dim).wait()
+        return block

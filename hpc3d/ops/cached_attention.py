@@ -1,0 +1,84 @@
+"""Causal attention of new tokens to the keys and values of all before them, which are kept."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.attention import HeadForm, heads_of
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array, Empty
+
+SCORES = 1 << 22  # bytes of the scores that are worked on at a time
+
+
+@primitive
+def attend_cached(
+    qkv: Array, sequence: int, form: HeadForm, cache: Array, first: int, empty: Empty
+) -> Array:
+    """softmax(q k' / sqrt(D) + mask) v of `sequence` = t new tokens a sample, at the positions
+    from `first` on: qkv [B*t, heads*(g+2)*D] -> [B*t, heads*g*D].
+
+    `cache` [2, B, heads, T, D] has the keys and values of the positions before; those of the new
+    ones are added.  This is inference: nothing is kept for a backward pass.
+    """
+    q, k, v = heads_of(qkv, sequence, form)
+    batch, heads, g, _, width = q.shape
+    keys, values = _extended(cache, k, v, first)
+    out = empty((batch * sequence, heads * g * width), qkv.dtype)
+    by_query = out.reshape(batch, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
+    future = np.triu(np.full((sequence, first + sequence), -np.inf, qkv.dtype), first + 1)
+    fit = max(1, SCORES // (g * future.nbytes))
+    scale = qkv.dtype.type(1 / sqrt(width))
+    for sample in range(batch):
+        for start in range(0, heads, fit):
+            here = sample, slice(start, start + fit)
+            scores = (q[here] * scale) @ keys[here][:, None].swapaxes(-1, -2)
+            scores += future
+            scores -= scores.max(-1, keepdims=True)
+            np.exp(scores, out=scores)
+            scores /= scores.sum(-1, keepdims=True)
+            np.matmul(scores, values[here][:, None], out=by_query[here])
+    return out
+
+
+@attend_cached.abstract
+def _(qkv, sequence, form, cache, first, empty):
+    rows, heads = qkv.shape[0], qkv.shape[1] // form.columns * form.queries
+    count, seen = rows // sequence * heads, first + sequence
+    qkv.meter.product(sequence, seen, form.width, qkv.dtype, count)
+    qkv.meter.product(sequence, form.width, seen, qkv.dtype, count)
+    return empty((rows, heads * form.width), qkv.dtype)
+
+
+@attend_cached.cuda
+def _(gpu, qkv, sequence, form, cache, first, empty):
+    q, k, v = heads_of(qkv, sequence, form)
+    batch, heads, g, _, width = q.shape
+    seen = first + sequence
+    keys, values = (
+        gpu.contiguous(part).reshape(-1, seen, width) for part in _extended(cache, k, v, first)
+    )
+    queries = gpu.contiguous(q).reshape(batch * heads, g * sequence, width)
+    scores = gpu.empty((batch * heads, g * sequence, seen), qkv.dtype)
+    gpu.multiply(queries, keys.swapaxes(1, 2), scores)
+    sizes = {"queries": sequence, "first": first, "columns": seen, "scale": 1 / sqrt(width)}
+    gpu.launch("cached_softmax", batch * heads * g * sequence, seen, scores=scores, **sizes)
+    out = gpu.empty(queries.shape, qkv.dtype)
+    gpu.multiply(scores, values, out)
+    joined = empty((batch * sequence, heads * g * width), qkv.dtype)
+    by_query = joined.reshape(batch, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
+    by_query[...] = out.reshape(q.shape)
+    return joined
+
+
+def _extended(cache: Array, k: Array, v: Array, first: int) -> list[Array]:
+    """The keys and the values of all positions [B, heads, first + t, D], the new ones added."""
+    seen = first + k.shape[2]
+    for kept, new in zip(cache, (k, v), strict=True):
+        kept[:, :, first:seen] = new
+    return [kept[:, :, :seen] for kept in cache]

@@ -1,0 +1,32 @@
+"""The passes of an evaluation: forward ones alone, for any placement of the parts of a model."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from hpc3d.pipeline.instruction import Instruction
+
+if TYPE_CHECKING:
+    from hpc3d.pipeline.instruction import Placement
+
+
+def forward_only(placement: Placement, micros: int) -> list[list[Instruction]]:
+    """The stream of each stage: in every round it runs the deepest of its parts that has an input.
+
+    So no stage waits while it has work, what is near the end of the model leaves it first, and few
+    microbatches wait between two parts.
+    """
+    waiting: list[deque[int]] = [deque() for _ in range(placement.parts)]
+    waiting[0].extend(range(micros))
+    streams: list[list[Instruction]] = [[] for _ in range(placement.stages)]
+    while any(waiting):
+        filled = [part for part, queue in enumerate(waiting) if queue]
+        deepest = {placement.place(part)[0]: part for part in filled}
+        moved = [(part, waiting[part].popleft()) for part in deepest.values()]
+        for part, micro in moved:
+            stage, chunk = placement.place(part)
+            streams[stage].append(Instruction("F", micro, chunk))
+            if part + 1 < placement.parts:
+                waiting[part + 1].append(micro)
+    return streams

@@ -1,0 +1,52 @@
+"""What cannot be evaluated, or kept for it, is refused in one line with the key and the remedy."""
+
+import re
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from tests.config.refused import problems
+from tests.elided import elided
+
+HELD = "--data.validation", "0.05"
+EVERY = "--train.eval_every", "5"
+BEST = "--checkpoint.keep_best", "true"
+PIPEDREAM = (
+    *("--mesh.p", "2", "--parallel.schedule", "pipedream-2bw", "--parallel.microbatches", "2"),
+    *("--train.batch", "16"),
+)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (("--data.validation", "1.5"), "data.validation = 1.5: ... above 0 and below 1; ... a text"),
+    (("--data.validation", "1"), "data.validation = 1.0: ... above 0 and below 1"),
+    (("--data.validation", "0.0", *EVERY), "data.validation = 0.0: ... above 0"),
+    (("--data.validation", "-0.1"), "data.validation = -0.1: ... above 0"),
+    (("--data.validation", "nan"), "data.validation = nan: ... above 0"),
+    (EVERY, "train.eval_every = 5: ... data.validation, or ... such as 0.05"),
+    ((*EVERY, "--data.validation", ""), "train.eval_every = 5: ... data.validation"),
+    (("--train.eval_every", "-1"), "train.eval_every = -1: must be at least 0"),
+    (("--train.eval_batches", "-1"), "train.eval_batches = -1: must be at least 0"),
+    ((*BEST, *HELD), "checkpoint.keep_best = true: ... train.eval_every, or keep_best = false"),
+    ((*BEST, *HELD, *EVERY, *PIPEDREAM), "checkpoint.keep_best = true: ... use false, or ..."),
+    (("--torch.factory", "m:f", *EVERY), "train.eval_every = 5: not for torch modules; use 0"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(words, line):
+    found = problems(*words, ranks=2)
+    assert any(re.match(elided(line), each) for each in found), found
+
+
+def test_a_wrong_type_names_the_key():
+    found = problems("--data.validation", "[1]")
+    assert found and all(each.startswith("data.validation: ") for each in found)
+
+
+@pytest.mark.parametrize("words", [(*HELD, *EVERY, *BEST), HELD, ("--data.validation", "")])
+def test_what_can_be_is_taken(words):
+    config = resolve(load(None, words), 8)
+    assert config.data.validation in (0.05, "")
+
+
+def test_asynchronous_schedules_may_evaluate():
+    assert resolve(load(None, (*HELD, *EVERY, *PIPEDREAM)), 2).train.eval_every == 5

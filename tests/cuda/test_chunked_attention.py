@@ -1,0 +1,207 @@
+"""The kernels of attention chunk by chunk on the host, against dense sums of NumPy in float64; and
+its rules, tile by tile, against those of NumPy."""
+
+import numpy as np
+import pytest
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.ops import chunked_attention
+from hpc3d.ops.attention import HeadForm
+from hpc3d.ops.chunked_attention import (
+    ChunkGrad,
+    ChunkPair,
+    Chunks,
+    begin_merging,
+    chunks_grad,
+    end_merging,
+    join_grads,
+    keys_and_values,
+    merge_chunks,
+    row_dots,
+)
+from hpc3d.ops.random import Mask, cuda_mask, keep_mask, philox_key
+from tests.cuda import rules
+from tests.cuda.conftest import FLOAT
+from tests.fakes.fake_device import plain
+
+HEADS, SEQUENCE, FIRST, SCALE = 2, 90, 7, 0.3
+# keys, queries, group, how far ahead of the first query its last key is (None: no key is later)
+TILES = [(1, 1, 1, None), (5, 9, 2, None), (40, 72, 1, 3), (33, 16, 3, -2), (70, 70, 1, 0)]
+
+
+def dropped(rate, shape):
+    """A `Mask` of a tile, and its factors [heads, key, group, query]."""
+    heads, keys, group, queries = shape
+    if not rate:
+        return None, np.ones(shape)
+    width, row, column = 200, 1003, 11
+    mask = Mask(philox_key("p"), rate, range(row, row + keys), range(column, width), width)
+    heads_of_queries = np.arange(heads * group)[:, None] * width
+    rows = (row + heads_of_queries + np.arange(keys)).ravel()
+    kept = keep_mask(mask.key, rate, rows, range(column, column + queries), width)
+    return mask, kept.reshape(heads, group, keys, queries).swapaxes(1, 2) / (1 - rate)
+
+
+class Tile:
+    """Random scores, sums so far, and what hides keys."""
+
+    def __init__(self, draw, real, size, rate, padded):
+        keys, queries, group, ahead = size
+        self.shape = HEADS, keys, group, queries
+        self.scores, wide = draw(real, *self.shape)
+        self.sums, _ = draw(FLOAT, HEADS, group, SEQUENCE)
+        self.sums[0, 0, FIRST] = -np.inf
+        self.here = np.s_[:, :, FIRST : FIRST + queries]
+        self.mask, factors = dropped(rate, self.shape)
+        self.factors = real.back(real.cast(factors.astype(np.float32))).astype(np.float64)
+        self.padding = np.arange(keys) % 4 == 1 if padded else None
+        hidden = np.zeros((keys, queries), bool)
+        if ahead is not None:
+            hidden |= np.arange(keys)[:, None] > np.arange(queries) + ahead
+        if padded:
+            hidden[self.padding] = True
+        self.s = np.where(hidden[:, None], -np.inf, SCALE * wide.astype(np.float64))
+        self.work = HEADS * group, queries
+        self.given = {"keys": keys, "queries": queries, "group": group, "first": FIRST}
+        self.given |= {"ahead": keys if ahead is None else ahead, "sequence": SEQUENCE}
+        self.given |= {"scale": SCALE, "padding": self.padding}
+        self.given |= cuda_mask(self.mask, "dropout_key")
+
+    def total(self):
+        """The log-sum-exps [heads, group, query] with this tile."""
+        with np.errstate(divide="ignore"):
+            return np.logaddexp(self.sums[self.here], np.log(np.exp(self.s).sum(1)))
+
+
+def cases(function):
+    for mark in (
+        pytest.mark.parametrize("size", TILES, ids=str),
+        pytest.mark.parametrize(("rate", "padded"), [(0, False), (0.25, False), (0.25, True)]),
+    ):
+        function = mark(function)
+    return function
+
+
+def base_of(total):
+    return np.where(np.isneginf(total), 0, total)
+
+
+@cases
+def test_a_tile_of_the_softmax(size, rate, padded, real, draw, emulate):
+    """A query that sees no key, here or before, has sums of -inf and weights of 0."""
+    tile = Tile(draw, real, size, rate, padded)
+    total, before = tile.total(), tile.sums.astype(np.float64)
+    kept = FLOAT.empty(HEADS, tile.shape[2], tile.shape[3])
+    arrays = {"scores": tile.scores, "sums": tile.sums, "kept": kept}
+    emulate("chunk_softmax", *tile.work, **arrays, **tile.given)
+    p = np.exp(tile.s - base_of(total)[:, None])
+    real.same(tile.scores, p * tile.factors)
+    expected = before.copy()
+    expected[tile.here] = total
+    np.testing.assert_allclose(tile.sums, expected, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(kept, np.exp(before[tile.here] - base_of(total)), rtol=1e-5)
+
+
+@cases
+def test_its_gradient(size, rate, padded, real, draw, emulate):
+    tile = Tile(draw, real, size, rate, padded)
+    tile.sums[tile.here] = total = tile.total()
+    (dweights, wide), (dots, wide_dots) = draw(real, *tile.shape), draw(FLOAT, *tile.sums.shape)
+    arrays = {"scores": tile.scores, "dweights": dweights, "sums": tile.sums, "dots": dots}
+    emulate("chunk_softmax_grad", *tile.work, **arrays, **tile.given)
+    p = np.exp(tile.s - base_of(total)[:, None])
+    real.same(tile.scores, p * tile.factors)
+    ds = SCALE * p * (wide * tile.factors - wide_dots[tile.here][:, None])
+    real.same(dweights, ds)
+
+
+@pytest.mark.parametrize("width", [3, 8])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_tile_adds(width, known, draw, emulate):
+    """Of two of four heads of queries."""
+    queries, heads, all_heads = 5, 2, 4
+    out, before = draw(FLOAT, queries, all_heads, width)
+    added, wide = draw(FLOAT, heads, queries, width)
+    kept, factors = draw(FLOAT, heads, queries) if known else (None, np.ones((heads, queries)))
+    sizes = {"queries": queries, "columns": heads * width, "width": width}
+    sizes |= {"first": width, "stride": all_heads * width}
+    emulate("merge_chunk", queries, heads * width, out=out, added=added, kept=kept, **sizes)
+    expected = before.copy()
+    expected[:, 1:3] = (factors[..., None] * before[:, 1:3].swapaxes(0, 1) + wide).swapaxes(0, 1)
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 5), (9, 64), (3, 40)])
+def test_dots_of_rows(heads, width, real, draw, emulate):
+    sequence, batch = 3, 2
+    (x, wide_x), (y, wide_y) = (draw(real, batch * sequence, heads * width) for _ in range(2))
+    dots = FLOAT.empty(batch, heads, sequence)
+    sizes = {"heads": heads, "width": width, "sequence": sequence}
+    emulate("row_dots", *x.shape, x=x, y=y, dots=dots, **sizes)
+    expected = (wide_x.astype(np.float64) * wide_y).reshape(batch, sequence, heads, width)
+    np.testing.assert_allclose(dots, expected.sum(-1).swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+
+
+# Two places of a ring with chunks of 6 tokens, 0 and 3 here, 1 and 2 at the other one.
+LENGTH, CHUNK, BATCH = 24, 6, 2
+
+
+def pairs_of(causal, keys):
+    mine = (slice(0, CHUNK), 0), (slice(CHUNK, 2 * CHUNK), 3 * CHUNK)
+    theirs = [(slice(n * CHUNK, (n + 1) * CHUNK), at * CHUNK) for n, at in enumerate(keys)]
+    return tuple(
+        ChunkPair(q, k, causal and at == other, at, other)
+        for q, at in mine
+        for k, other in theirs
+        if other <= at or not causal
+    )
+
+
+def attention(qkv, dout, others, form, chunks, empty):
+    """The output, log-sum-exps and gradients of these queries, from their own keys and others."""
+    how = 2 * CHUNK, form, empty
+    merged = begin_merging(qkv, *how)
+    blocks = keys_and_values(qkv, *how), keys_and_values(others, *how)
+    for kv, these in zip(blocks, chunks):
+        merge_chunks(qkv, kv, merged, these)
+    out = end_merging(merged, qkv.dtype, empty)
+    grad = ChunkGrad(dout, merged.sums, row_dots(dout, out, *how))
+    dq = empty(dout.shape, np.promote_types(dout.dtype, np.float32))
+    dq.fill(0)
+    mine, theirs = (
+        chunks_grad(qkv, kv, grad, dq, these, empty) for kv, these in zip(blocks, chunks)
+    )
+    return out, merged.sums, join_grads(qkv, dq, mine, form, empty), theirs
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("queries", "causal", "rate", "padded"),
+    [(1, True, 0, False), (2, True, 0.25, False), (3, False, 0.25, True), (1, True, 0, True)],
+)
+def test_tiles_together_are_attention(queries, causal, rate, padded, dtype, launcher, monkeypatch):
+    """Chunks in tiles of at most four tokens, a head of keys at a time or two."""
+    monkeypatch.setattr(chunked_attention, "_GPU_TILE", 4)
+    monkeypatch.setattr(chunked_attention, "_GPU_SCORES", 2 * 4 * 4 * 2)
+    form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
+    qkv, others = random.normal(size=(2, BATCH * 2 * CHUNK, heads * form.columns)).astype(dtype)
+    dout = random.normal(size=(len(qkv), heads * queries * form.width)).astype(dtype)
+    drop = None
+    if rate:
+        sample, first = 9 * queries * LENGTH, 3 * queries * LENGTH
+        rows = range(5 * sample + first, (5 + BATCH) * sample + first, sample)
+        drop = Mask(philox_key("p"), rate, rows, range(LENGTH), LENGTH)
+    padding = random.random((2, BATCH, 2 * CHUNK)) < 0.3 if padded else 2 * [None]
+
+    def chunks(kind):
+        hidden = [each if each is None else each.view(kind) for each in padding]
+        keys = pairs_of(causal, (0, 3)), pairs_of(causal, (1, 2))
+        return [Chunks(pairs, form, drop, each) for pairs, each in zip(keys, hidden)]
+
+    wide = [each.astype(np.float64) for each in (qkv, dout, others)]
+    expected = attention(*wide, form, chunks(np.ndarray), Pool().empty)
+    given = [each.view(rules.CudaArray) for each in (qkv, dout, others)]
+    found = attention(*given, form, chunks(rules.CudaArray), rules.empty)
+    atol = 2e-5 if dtype == np.float32 else 2e-2
+    for got, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(plain(got), right, rtol=atol, atol=atol)

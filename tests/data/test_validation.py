@@ -1,0 +1,105 @@
+"""The text of evaluations: what is held out, which windows are read, and what is refused."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hpc3d.data.batches import IGNORE, Batches
+from hpc3d.data.token_file import open_tokens, write_tokens
+from hpc3d.data.tokenizer import ByteTokenizer
+from hpc3d.data.validation import TokenRange, ValidationBatches, divided
+from tests.data.test_batches import Numbers
+
+
+def test_the_last_part_is_held_out_and_training_never_sees_it():
+    trained, held = divided(Numbers(1000), 0.1)
+    assert (len(trained), len(held)) == (900, 100)
+    assert held.read(0, 100).tolist() == [*range(900, 1000)]
+    batches = Batches(trained, 4, 25, 7)
+    seen = {token for step in range(20) for part in batches.batch(step) for token in part.flat}
+    assert (min(seen), max(seen)) == (0, 896)
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_without_validation_all_is_trained_on(nothing):
+    tokens = Numbers(10)
+    assert divided(tokens, nothing) == (tokens, None)
+
+
+def windows_of(batches):
+    """(inputs, targets) of every sequence that has a target."""
+    rows = [row for number in range(batches.count) for row in zip(*batches.batch(number))]
+    return [row for row in rows if (row[1] != IGNORE).any()]
+
+
+@pytest.mark.parametrize(("length", "batch", "most", "count"), [
+    (41, 4, 0, 3),  # 10 windows, the last batch has 2
+    (41, 4, 2, 2),
+    (41, 4, 9, 3),
+    (44, 5, 0, 2),  # 10 windows and a rest
+    (5, 3, 16, 1),
+])  # fmt: skip
+def test_every_window_once_and_what_is_left_of_the_last_batch_counts_for_nothing(
+    length, batch, most, count
+):
+    batches = ValidationBatches(Numbers(length), 4, batch, most)
+    assert batches.count == count
+    assert all(part.shape == (batch, 4) for n in range(count) for part in batches.batch(n))
+    found = windows_of(batches)
+    assert all(np.array_equal(targets, inputs + 1) for inputs, targets in found)
+    starts = sorted(int(inputs[0]) for inputs, _ in found)
+    every = [window * 4 for window in range((length - 1) // 4)]
+    assert starts == every if len(every) <= batch * count else len({*starts}) == batch * count
+
+
+def test_all_evaluations_read_the_same_and_a_part_is_a_sample_of_the_whole():
+    first, again = (ValidationBatches(Numbers(4001), 4, 10, 5) for _ in range(2))
+    starts = [int(inputs[0]) for inputs, _ in windows_of(first)]
+    assert starts == [int(inputs[0]) for inputs, _ in windows_of(again)]
+    assert len({*starts}) == 50 and min(starts) < 1000 and max(starts) > 3000
+
+
+def refused(function, *given):
+    with pytest.raises(ValueError, match=r"\Adata\.validation: ") as caught:
+        function(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_less_than_a_window_is_refused():
+    line = refused(ValidationBatches, TokenRange(Numbers(100), 96, 100), 4, 2, 0)
+    assert "4 tokens" in line and "at least 5" in line
+
+
+def test_a_text_of_its_own(tmp_path, text):
+    (tmp_path / "other.txt").write_text("held")
+    tokens = open_tokens(text)
+    trained, held = divided(tokens, str(tmp_path / "other.txt"))
+    assert trained is tokens and bytes(held.read(0, 5).tolist()) == b"held\0"
+    assert held.made_by() == tokens.made_by()
+    (tmp_path / "other.txt").write_text("x")
+    assert "became shorter" in refused(held.read, 0, 5)
+
+
+def test_a_text_that_cannot_be_read_is_refused_by_its_own_key(tmp_path, text):
+    tokens = open_tokens(text)
+    assert "does not exist" in refused(divided, tokens, str(tmp_path / "none.txt"))
+    (tmp_path / "bad.h5").write_bytes(b"no tokens")
+    assert "no readable token file" in refused(divided, tokens, str(tmp_path / "bad.h5"))
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path, text, bpe):
+    def prepared(name, tokenizer):
+        write_tokens(tmp_path / name, [text], tokenizer)
+        return str(tmp_path / name)
+
+    byte, learned = prepared("byte.h5", ByteTokenizer()), prepared("bpe.h5", bpe)
+    bytes_of, learned_of = open_tokens(byte), open_tokens(learned)
+    assert len(divided(open_tokens(text), byte)[1]) == len(bytes_of)
+    for tokens, path in ((bytes_of, learned), (learned_of, byte), (learned_of, str(text))):
+        assert re.search(
+            r"another tokenizer .* share of data.path", refused(divided, tokens, path)
+        )
+    learned_of.json += " "  # the same name and vocabulary, other merges
+    assert "another tokenizer" in refused(divided, learned_of, learned)

@@ -1,0 +1,108 @@
+"""Tokens with kept keys and values are those of whole forward passes, the same on every layout."""
+
+from math import prod
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.generation.continuation import Wanted, continue_text
+from hpc3d.generation.sampling import Sampling
+from hpc3d.model.decoder import sequences_for
+from tests.model.test_decoder import COMMON, KINDS, MESHES, SEQUENCE, decoder_of, forward_of
+from tests.pipeline.mixes import config_of
+from tests.strided import strided
+
+PROMPT = np.array([3, 1, 4, 1, 5])
+TOKENS = 11  # more than there are positions
+HOW = Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=3)
+
+
+def by_whole_passes(line, prompt, samples, tokens, how=HOW):
+    """The samples without a cache, and by a window that is counted here."""
+    logits, found = forward_of(line), []
+    for sample in range(samples):
+        text, seen = [*prompt], min(len(prompt), SEQUENCE)
+        for number in range(tokens):
+            if seen > SEQUENCE:
+                seen = SEQUENCE // 2
+            row = logits(np.array([text[-seen:]]))[0, -1]
+            text.append(how.draw(row, sample, number))
+            seen += 1
+        found.append(text[len(prompt) :])
+    return found
+
+
+def continued(line, prompt, samples, tokens, how=HOW):
+    """The samples, drawn by rank 0 of a mix; all ranks must come to an end together."""
+    config = config_of(line)
+
+    def rank(mesh):
+        sequences = sequences_for(mesh.sizes, config.splits()["dense"], samples)
+        wanted = Wanted(prompt, samples, sequences, tokens)
+        decoder, found = decoder_of(mesh, config, wanted.capacity(SEQUENCE)), []
+
+        def choose(logits, number):
+            assert mesh.rank == 0 and logits.shape[0] == samples
+            found.append([how.draw(row, sample, number) for sample, row in enumerate(logits)])
+            return found[-1]
+
+        continue_text(decoder, wanted, choose)
+        return found
+
+    first, *others = run(config.mesh.sizes(), rank)
+    assert not any(others)
+    return [[*column] for column in zip(*first, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[2:]])
+def test_one_rank_draws_what_whole_passes_draw(kind):
+    line = f"{COMMON} {kind}"
+    assert continued(line, PROMPT, 2, TOKENS) == by_whole_passes(line, PROMPT, 2, TOKENS)
+
+
+@pytest.mark.parametrize("size", [1, SEQUENCE, SEQUENCE + 4])
+def test_a_prompt_of_any_length(size):
+    prompt = np.arange(size) % 29
+    found = continued(COMMON, prompt, 1, 7)
+    assert found == by_whole_passes(COMMON, prompt, 1, 7)
+
+
+@pytest.mark.parametrize("mesh", strided(MESHES, 3))
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_every_layout_gives_the_same_text(mesh, kind, samples):
+    line = f"{COMMON} {kind}"
+    expected = continued(line, PROMPT, samples, TOKENS)
+    assert len({*map(tuple, expected)}) == samples
+    assert continued(f"{line} {mesh}", PROMPT, samples, TOKENS) == expected
+
+
+def test_greedy_tokens_are_the_largest_logits():
+    greedy = Sampling(temperature=0)
+    found = continued(f"{COMMON} x=2 y=2 z=2", PROMPT, 1, 6, greedy)
+    assert found == by_whole_passes(COMMON, PROMPT, 1, 6, greedy)
+
+
+def test_all_ranks_end_where_rank_0_wants_no_more():
+    config = config_of(f"{COMMON} x=2 y=2 z=2")
+
+    def rank(mesh):
+        decoder, calls = decoder_of(mesh, config), []
+
+        def choose(logits, number):
+            calls.append(number)
+            return None if number == 2 else [5]
+
+        continue_text(decoder, Wanted(PROMPT, 1, 8, 99), choose)
+        return calls, decoder.kept.length
+
+    found = run(config.mesh.sizes(), rank)
+    assert prod(config.mesh.sizes().values()) == len(found) == 8
+    assert found[0] == ([0, 1, 2], len(PROMPT) + 2)
+    assert found[1:] == 7 * [([], len(PROMPT) + 2)]
+
+
+def test_no_more_positions_are_kept_than_there_will_be():
+    assert Wanted(PROMPT, 1, 1, 3).capacity(100) == 8
+    assert Wanted(PROMPT, 1, 1, 300).capacity(100) == 100

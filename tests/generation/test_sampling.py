@@ -1,0 +1,75 @@
+"""Tokens are drawn as transformers draws them, by numbers of (seed, sample, position) alone."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hpc3d.generation.sampling import Sampling
+
+LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, 0.0])
+
+
+def softmax(x):
+    p = np.exp(x - x.max())
+    return p / p.sum()
+
+
+def test_a_temperature_of_0_takes_the_largest():
+    assert Sampling(temperature=0, top_k=3).draw(np.array([0.0, 3.0, 2.9]), 7, 7) == 1
+
+
+def test_logits_are_divided_by_the_temperature():
+    found = Sampling(temperature=0.5).probabilities(LOGITS)
+    np.testing.assert_allclose(found, softmax(2 * LOGITS), rtol=1e-12)
+
+
+def test_those_that_tie_with_the_last_of_top_k_stay():
+    found = Sampling(top_k=1).probabilities(LOGITS)
+    np.testing.assert_allclose(found, [0, 0.5, 0, 0, 0.5, 0])
+    kept = Sampling(top_k=3).probabilities(LOGITS)
+    assert [*np.flatnonzero(kept)] == [1, 3, 4]
+    np.testing.assert_allclose(kept[kept > 0], softmax(LOGITS[[1, 3, 4]]))
+    assert np.array_equal(Sampling(top_k=99).probabilities(LOGITS), softmax(LOGITS))
+
+
+def test_top_p_takes_the_fewest_that_make_it_up():
+    logits = np.log([0.1, 0.4, 0.2, 0.3])
+    for p, kept in [(0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 2, 3]), (0, [1])]:
+        found = Sampling(top_p=p).probabilities(logits)
+        assert [*np.flatnonzero(found)] == kept
+        assert found.sum() == pytest.approx(1)
+
+
+def test_top_p_is_of_what_temperature_and_top_k_have_left():
+    logits = np.log([0.1, 0.4, 0.2, 0.3])
+    found = Sampling(temperature=2.0, top_k=3, top_p=0.6).probabilities(logits)
+    assert [*np.flatnonzero(found)] == [1, 3]  # of roots 0.63, 0.45, 0.55: 0.39, 0.27, 0.34
+    assert [*np.flatnonzero(Sampling(top_p=0.6).probabilities(logits))] == [1, 3]
+    assert [*np.flatnonzero(Sampling(2.0, 3, 0.35).probabilities(logits))] == [1]
+
+
+def test_tokens_come_as_often_as_they_are_likely():
+    how = Sampling(seed=5)
+    drawn = [how.draw(LOGITS, sample, place) for sample in range(4) for place in range(1500)]
+    counts = np.bincount(drawn, minlength=6)
+    assert stats.chisquare(counts, 6000 * softmax(LOGITS)).pvalue > 1e-3
+
+
+def test_draws_differ_with_seed_sample_and_position_and_are_the_same_again():
+    def row(seed, sample):
+        return [Sampling(seed=seed).draw(np.zeros(1000), sample, place) for place in range(8)]
+
+    assert row(1, 0) == row(1, 0)
+    rows = [*row(1, 0), *row(1, 1), *row(2, 0)]
+    assert len({*rows}) > 20
+
+
+def test_rounding_draws_no_token_without_a_chance(monkeypatch):
+    """The highest number that can be drawn, on sums that do not round to 1."""
+    monkeypatch.setattr(
+        "hpc3d.generation.sampling.philox_draws", lambda *_: np.array([2**64 - 1], np.uint64)
+    )
+    for seed in range(50):
+        logits = np.random.default_rng(seed).normal(size=300)
+        logits[290:] = -np.inf
+        assert Sampling().draw(logits, 0, 0) < 290

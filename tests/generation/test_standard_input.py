@@ -1,0 +1,37 @@
+"""Standard input is read to its end, or to where a launcher has no more of it."""
+
+import os
+
+import pytest
+
+from hpc3d.generation import standard_input as module
+from hpc3d.generation.standard_input import standard_input
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE", 0.05)
+    monkeypatch.setattr(module, "_NOTHING", 0.1)
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_all_of_it_is_read(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 1000)
+    for launched in (False, True):
+        with path.open("rb") as file:
+            assert standard_input(launched, file.fileno()) == path.read_bytes()
+
+
+def test_a_launcher_may_keep_the_end_to_itself(pipe):
+    reading, writing = pipe
+    os.write(writing, b"a text")
+    assert standard_input(True, reading) == b"a text"
+
+
+def test_nothing_is_waited_for_in_vain(pipe):
+    with pytest.raises(ValueError, match="--prompt"):
+        standard_input(True, pipe[0])

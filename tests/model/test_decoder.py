@@ -1,0 +1,141 @@
+"""Logits with kept keys and values are those of the whole forward pass, on every layout."""
+
+from math import prod
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.model.decoder import Decoder, sequences_for
+from hpc3d.model.families import family_of
+from hpc3d.model.microbatch import Microbatch
+from hpc3d.tensor.split import SCHEMES, Split
+from hpc3d.training.trainer import spec_of
+from tests.checkpoints.drawn_models import draw
+from tests.model.whole import Model
+from tests.pipeline.mixes import config_of
+from tests.strided import strided
+
+SEQUENCE = 9
+COMMON = f"schedule=none microbatches=1 batch=48 layers=2 sequence={SEQUENCE}"
+KINDS = [
+    "kind=gpt2",
+    "kind=gpt2 tied=false gelu=exact vocabulary=31",
+    "kind=llama kv_heads=4 ffn=48",
+    "kind=qwen2 kv_heads=4 ffn=24 tied=false",
+]
+MESHES = """
+x=2 scheme=1d
+x=4 scheme=1d
+x=2 scheme=1d-sequence
+x=4 scheme=1d-sequence
+x=2 y=2 scheme=2d
+x=3 y=2 scheme=2d
+x=2 y=2 scheme=2d-summa
+x=2 y=2 z=2 scheme=2.5d
+x=2 y=2 z=2 scheme=3d
+y=4 z=1 scheme=3d
+x=3 z=2 scheme=3d
+x=2 y=2 z=2 scheme=3d-broadcast
+y=2 z=2 scheme=3d-broadcast
+""".strip().splitlines()
+
+
+def forward_of(line):
+    """The forward pass of training on one rank: tokens [sequences, t] -> logits
+    [sequences, t, vocabulary]."""
+    config = config_of(line)
+    family, count = family_of(config.model), config.model.vocabulary
+    sizes = family.sizes(config.model, count)
+    (model,) = run({}, lambda mesh: Model(mesh, sizes, Split(), family=family))
+    for item in model.parameters:
+        draw(item, model.mesh)
+
+    def logits(tokens):
+        padded = np.zeros((len(tokens), config.model.sequence), int)
+        padded[:, : tokens.shape[1]] = tokens
+        micro, stage = Microbatch(0, 0, padded, padded, 1.0), model.stage
+        x, _ = stage.embeddings.forward(micro)
+        for block in stage.blocks:
+            x, _ = block.forward(x, micro)
+        x, _ = stage.head.norm.forward(x)
+        found, _ = stage.head.matmul.forward_saving(x, stage.head.table.value)
+        return found.reshape(*padded.shape, -1)[:, : tokens.shape[1], :count]
+
+    return logits
+
+
+def decoder_of(mesh, config, capacity=SEQUENCE):
+    decoder = Decoder(mesh, spec_of(config, config.model.vocabulary), "float64", capacity)
+    for item in decoder.parameters:
+        draw(item, mesh)
+    return decoder
+
+
+def step_by_step(line, tokens, parts):
+    """The logits that each rank has after each of the `parts` of the tokens."""
+    config = config_of(line)
+
+    def rank(mesh):
+        assert sequences_for(mesh.sizes, config.splits()["dense"], len(tokens)) == len(tokens)
+        decoder, start, found = decoder_of(mesh, config), 0, []
+        for count in parts:
+            found.append(decoder.forward(tokens[:, start : start + count]).copy())
+            start += count
+        return found
+
+    return run(config.mesh.sizes(), rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", ["", *strided(MESHES, 4)])
+def test_logits_are_those_of_the_forward_pass(mesh, kind):
+    line = f"{COMMON} {kind} {mesh}"
+    ranks = prod(config_of(line).mesh.sizes().values())
+    tokens = np.random.default_rng(3).integers(0, 29, (2 * ranks, SEQUENCE))
+    parts = [4, 1, 1, 2, 1]
+    expected = forward_of(f"{COMMON} {kind}")(tokens)[:, np.cumsum(parts) - 1]
+    for found in step_by_step(line, tokens, parts):
+        for number, logits in enumerate(found):
+            np.testing.assert_allclose(logits, expected[:, number], rtol=0, atol=1e-10)
+
+
+def test_a_decoder_begins_anew():
+    tokens = np.random.default_rng(3).integers(0, 29, (1, 5))
+
+    def rank(mesh):
+        decoder = decoder_of(mesh, config_of(f"{COMMON} {KINDS[2]}"))
+        first = decoder.forward(tokens).copy()
+        other = decoder.forward(tokens[:, :2])
+        decoder.forget()
+        return first, other, decoder.forward(tokens)
+
+    first, other, again = run({}, rank)[0]
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.01
+
+
+def test_a_decoder_has_neither_gradients_nor_a_state():
+    def rank(mesh):
+        decoder = decoder_of(mesh, config_of(COMMON))
+        return decoder.parameters.value.size, decoder.parameters.grad.size, mesh.pool.live
+
+    values, gradients, live = run({}, rank)[0]
+    assert values and not gradients and not live["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "samples", "expected"),
+    [
+        ("1d", {"x": 4}, 1, 1),
+        ("1d", {"x": 4}, 3, 3),
+        ("1d-sequence", {"x": 4}, 3, 4),
+        ("1d-sequence", {"x": 4}, 5, 8),
+        ("2d", {"x": 2, "y": 3}, 1, 6),  # X[m_xy], Y[m_x]
+        ("3d", {"x": 2, "y": 3, "z": 5}, 1, 30),  # X[m_xy], Y[m_xz]
+        ("3d", {"y": 3, "z": 5}, 1, 15),
+        ("3d-broadcast", {"x": 2, "y": 3, "z": 5}, 1, 2),
+    ],
+)
+def test_sequences_divide_over_the_axes_that_cut_rows(scheme, sizes, samples, expected):
+    assert sequences_for(sizes, SCHEMES[scheme], samples) == expected

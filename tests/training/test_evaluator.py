@@ -1,0 +1,306 @@
+"""Evaluation while training: one loss on every mesh, and training that does not notice it."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from hpc3d.benchmarks import torch_reference
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import Config
+from hpc3d.data.validation import ValidationBatches
+from hpc3d.model import layers
+from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.pipeline.program import STEP, forward_program_of, program_of
+from hpc3d.training import evaluator as module
+from hpc3d.training.evaluator import Best, Evaluation, Evaluator, restored
+from tests.data.test_batches import Numbers
+from tests.pipeline.mixes import MIXES, Tokens, alone, config_of, ranks, trained_of, trainer_of
+from tests.strided import strided
+
+STEPS = 2
+
+
+class Held:
+    """Two batches with targets that count for nothing, the second ends in whole sequences."""
+
+    count = 2
+
+    def __init__(self, config):
+        self.tokens = Tokens(config)
+
+    def batch(self, number):
+        tokens, targets = self.tokens.batch(1000 + number)
+        targets = targets.copy()
+        targets[len(targets) // (1 + number) :] = IGNORE
+        return tokens, targets
+
+
+def evaluator_of(trainer):
+    batches = Held(trainer.config) if trainer.mesh.rank == 0 else None
+    return Evaluator(trainer, batches)
+
+
+def blocks_of(trainer):
+    mesh = trainer.mesh
+    return {
+        item.name: (item.layout.slices(item.shape, mesh), item.value.copy())
+        for item in trainer.parameters
+    }
+
+
+def trained(config, evaluate=True):
+    """Of each rank the evaluations after each step, the weights then, and its training."""
+
+    def rank(mesh):
+        trainer, found, weights, steps = trainer_of(mesh, config), [], [], []
+        evaluator = evaluator_of(trainer)
+        for number in range(STEPS):
+            steps.append(trainer.step(number))
+            found += [evaluator.evaluate(number)] if evaluate else []
+            weights.append(blocks_of(trainer))
+        return found, weights, trained_of(trainer, steps)
+
+    return run(config.mesh.sizes(), rank)
+
+
+def numbers(evaluations):
+    return np.array([each[:4] for each in evaluations])
+
+
+def same_bits(found, expected):
+    assert found.totals == expected.totals
+    for name, (_, block) in found.weights.items():
+        assert np.array_equal(block, expected.weights[name][1]), name
+
+
+def config_for(line):
+    return config_of(f"steps={STEPS} {line}")
+
+
+@cache
+def serial(line):
+    ((found, weights, _),) = trained(config_for(line))
+    return numbers(found), weights
+
+
+# Quick are some of few ranks.
+LINES = sorted((line for line in MIXES if "batch=" not in line), key=lambda line: ranks(line) > 4)
+FEW = [line for line in LINES if ranks(line) <= 4]
+
+
+@pytest.mark.parametrize("line", [*strided(FEW, 6, 2), *strided(LINES[len(FEW) :], 99)])
+def test_a_mix_evaluates_as_one_rank_and_trains_on_as_if_it_had_not(line):
+    config, (expected, _) = config_for(line), serial(alone(line))
+    without = trained(config, evaluate=False)
+    for (found, _, totals), (_, _, undisturbed) in zip(trained(config), without):
+        np.testing.assert_allclose(numbers(found), expected, rtol=1e-10)
+        same_bits(totals, undisturbed)
+
+
+ASYNCHRONOUS = [
+    "p=2 schedule=pipedream microbatches=4 clip=0 tied=false",
+    "p=2 d=2 x=2 schedule=pipedream microbatches=3 clip=0 tied=false zero=1",
+    "p=4 schedule=pipedream microbatches=2 clip=0 tied=false",
+    "p=4 schedule=pipedream-2bw microbatches=4",
+    "p=2 d=2 schedule=pipedream-2bw microbatches=2 zero=1",
+]
+
+
+@pytest.mark.parametrize("line", strided(ASYNCHRONOUS, 2))
+def test_asynchronous_schedules_evaluate_the_newest_weights_of_each_stage(line):
+    """Those that one rank has after as many updates, although passes are in flight."""
+    held = trained(config_for(line))
+    alike, without = trained(config_for(line), evaluate=False), serial_of(line, held)
+    for (found, _, totals), (_, _, undisturbed) in zip(held, alike):
+        np.testing.assert_allclose(numbers(found), without, rtol=1e-10)
+        same_bits(totals, undisturbed)
+
+
+def serial_of(line, found_by):
+    """The evaluations of one rank with the weights that all ranks together have after a step."""
+
+    def rank(mesh):
+        trainer, found = trainer_of(mesh, config_for(alone(line))), []
+        evaluator = evaluator_of(trainer)
+        for number in range(STEPS):
+            for item in trainer.parameters:
+                for _, weights, _ in found_by:
+                    if item.name in weights[number]:
+                        where, block = weights[number][item.name]
+                        item.value[where] = block[: len(item.value[where])]
+            found.append(evaluator.evaluate(number))
+        return numbers(found)
+
+    return run({}, rank)[0]
+
+
+@pytest.mark.parametrize("line", ASYNCHRONOUS)
+def test_no_message_is_on_its_way_when_a_step_ends(line):
+    """Then those of an evaluation cannot be taken for it."""
+    config = config_for(line)
+    program = program_of(config)
+    on_way = {}
+    for stage in range(config.mesh.p):
+        for number, groups in enumerate(program.steps(stage)):
+            assert groups[-1] == STEP or number == STEPS - 1
+            for one in (one for group in groups for one in group):
+                if one.op.startswith(("Send", "Recv")):
+                    peer, other = program.placement.other(stage, one)
+                    on_way.setdefault(frozenset([(stage, one), (peer, other)]), []).append(number)
+    assert on_way and all(len({*steps}) == 1 for steps in on_way.values())
+
+
+@pytest.mark.parametrize("kind", ["", "tied=false gelu=exact", "kind=llama kv_heads=4 ffn=48"])
+def test_one_rank_is_torch(kind, monkeypatch):
+    logits, entropy = [], functional.cross_entropy
+    noted = lambda found, *given, **how: (logits.append(found), entropy(found, *given, **how))[1]  # noqa: E731
+    monkeypatch.setattr(functional, "cross_entropy", noted)
+    config = config_for(f"schedule=none {kind}")
+    ((found, weights, _),) = trained(config)
+    ((shape, names),) = run({}, lambda mesh: about(trainer_of(mesh, config)))
+    for number in range(STEPS):
+        values = {name: torch.tensor(weights[number][name][1]) for name in names}
+        loss, right, count = 0.0, 0, 0
+        for tokens, targets in map(Held(config).batch, range(Held.count)):
+            tokens, targets = torch.tensor(tokens), torch.tensor(targets)
+            valid = targets != IGNORE
+            mean = torch_reference.loss(values, shape, tokens, targets).item()
+            loss, count = loss + mean * int(valid.sum()), count + int(valid.sum())
+            best = logits.pop().argmax(-1).reshape(targets.shape)
+            right += int((best == targets)[valid].sum())
+        expected = number, loss / count, count, right / count
+        assert found[number][:4] == pytest.approx(expected, rel=1e-10)
+    assert right
+
+
+def about(trainer):
+    return trainer.shape, [item.name for item in trainer.parameters]
+
+
+def test_dropout_is_off_and_the_microbatches_do_not_matter():
+    plain, (expected, _) = "microbatches=6 dropout=0.25", serial("dropout=0.25")
+    ((found, _, _),) = trained(config_for(plain))
+    np.testing.assert_allclose(numbers(found), expected, rtol=1e-10)
+
+
+def planted(monkeypatch, fault):
+    if fault == "dropout":
+        mask = layers.Dropout.mask
+        monkeypatch.setattr(
+            layers.Dropout,
+            "mask",
+            lambda self, micro, *shape: mask(self, micro._replace(training=True), *shape),
+        )
+    elif fault == "ignored":
+        monkeypatch.setattr(module, "IGNORE", 10**9)
+    else:
+        head = forward_program_of(config_for("p=2 schedule=gpipe microbatches=4"))
+        monkeypatch.setattr(module, "forward_program_of", lambda config: fewer(head))
+
+
+def fewer(program):
+    """Both stages leave the last microbatch out."""
+    stages = [[group for group in groups if group[0].mb != 3] for groups in program.stages]
+    return program._replace(stages=stages)
+
+
+@pytest.mark.parametrize("fault", ["dropout", "ignored", "a microbatch less"])
+def test_faults_are_found(fault, monkeypatch):
+    rate = " dropout=0.25" * (fault == "dropout")
+    line = f"p=2 schedule=gpipe microbatches=4{rate}"
+    expected, _ = serial(alone(line))
+    planted(monkeypatch, fault)
+    for found, _, _ in trained(config_for(line)):
+        assert not np.allclose(numbers(found)[:, 1], expected[:, 1], rtol=1e-6)
+
+
+PEAKS = {
+    "schedule=none microbatches=4": 0.5,
+    "schedule=none microbatches=1 recompute=full": 1,
+    "p=2 schedule=1f1b microbatches=4 recompute=selective": 0.5,
+    "p=2 schedule=zb-v chunks=2 microbatches=8": 0.5,
+    "p=2 d=2 schedule=interleaved chunks=2 microbatches=4 zero=3": 0.5,
+    "x=2 y=2 schedule=none scheme=2d microbatches=2": 0.5,
+}
+
+
+@pytest.mark.parametrize(("line", "most"), PEAKS.items())
+def test_an_evaluation_holds_less_than_a_step(line, most):
+    """And leaves nothing behind."""
+
+    def rank(mesh):
+        trainer, pool = trainer_of(mesh, config_for(f"hidden=48 sequence=8 {line}")), mesh.pool
+        evaluator = evaluator_of(trainer)
+        trainer.step(0)
+        step, before = pool.peak["all"], pool.live.total()
+        pool.reset_peak()
+        evaluator.evaluate(0)
+        assert not pool.live["activation"] and not evaluator.engine.saved
+        return step - before, pool.peak["all"] - before
+
+    for step, evaluation in run(config_for(line).mesh.sizes(), rank):
+        assert evaluation <= most * step
+
+
+class Counting(Evaluator):
+    """One whose evaluations have these losses."""
+
+    def __init__(self, losses, **train):
+        config = Config()
+        self.trainer = type(
+            "", (), {"config": replace(config, train=replace(config.train, **train))}
+        )
+        self.best, self.losses = None, iter(losses)
+
+    def evaluate(self, number):
+        return Evaluation(number, next(self.losses), 1, 0.5, 0.1)
+
+
+def test_it_is_time_after_every_so_many_steps_and_the_last():
+    evaluator = Counting([5.0, 4.0, float("nan"), 4.5], steps=10, eval_every=3)
+    found = [evaluator.after(number) for number in range(10)]
+    assert [each.step for each in found if each] == [2, 5, 8, 9]
+    assert evaluator.best == Best(6, 4.0)
+
+
+def test_what_is_no_number_has_no_perplexity_and_is_not_the_best():
+    assert Evaluation(0, 2.0, 1, 0, 0).perplexity == pytest.approx(7.389056)
+    assert Evaluation(0, 1e4, 1, 0, 0).perplexity == float("inf")
+    assert np.isnan(Evaluation(0, float("nan"), 1, 0, 0).perplexity)
+    evaluator = Counting([float("nan")], steps=1, eval_every=1)
+    evaluator.after(0)
+    assert evaluator.best is None
+
+
+@pytest.mark.parametrize(("section", "change"), [
+    ("data", {"validation": "other.txt"}),
+    ("train", {"batch": 8}),
+    ("train", {"eval_batches": 1}),
+    ("checkpoint", {"keep_best": True}),
+])  # fmt: skip
+def test_the_best_is_forgotten_where_others_cannot_be_compared_with_it(section, change):
+    config, known = Config(), {"best": {"step": 3, "loss": 2.5}}
+    assert restored(known, config, config) == Best(3, 2.5)
+    assert restored({}, config, config) is None
+    other = replace(config, **{section: replace(getattr(config, section), **change)})
+    assert restored(known, config, other) is None
+
+
+def test_an_uneven_last_batch_is_the_mean_over_its_tokens():
+    """10 windows in batches of 48 and of 2: one loss."""
+    losses = []
+    for batch in (48, 2):
+        config = config_of(f"steps=1 batch={batch} vocabulary=41")
+
+        def rank(mesh, config=config):
+            trainer = trainer_of(mesh, config)
+            held = ValidationBatches(Numbers(31), 3, config.train.batch, 0)
+            return Evaluator(trainer, held).evaluate(0)
+
+        losses += run({}, rank)
+    assert [each.tokens for each in losses] == [30, 30]
+    assert losses[0].loss == pytest.approx(losses[1].loss, rel=1e-12)
