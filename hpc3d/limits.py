@@ -23,7 +23,8 @@ MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 # Key of the input file -> its least and its largest value.
 SIZES = {
     "mesh.p": (1, 1024),
-    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dxyz"},
+    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dcxyz"},
+    "parallel.ulysses": (1, MOST_RANKS),
     "parallel.microbatches": (1, MOST_PASSES),
     "parallel.chunks": (1, MOST_LAYERS),
     "model.layers": (1, MOST_LAYERS),
@@ -64,14 +65,15 @@ def too_large(config: Any, products: Iterable[Any]) -> Iterator[str]:
         yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
     rows = config.train.batch * model.sequence
     widest = max(*(product.outputs for product in products), model.vocabulary or 0)
-    widest = max(widest, model.heads * model.sequence)
+    if scores := not config.chunked():
+        widest = max(widest, model.heads * model.sequence)
     arrays = {
         "model.layers x weights of a block": model.layers
         * sum(product.weights for product in products),
         "model.hidden x (vocabulary + sequence)": model.hidden
         * ((model.vocabulary or 0) + model.sequence),
-        "train.batch x model.sequence x the widest of its products, vocabulary and heads x "
-        "sequence": rows * widest,
+        "train.batch x model.sequence x the widest of its products, vocabulary"
+        + scores * " and heads x sequence": rows * widest,
     }
     for name, count in arrays.items():
         if count > _MOST_ELEMENTS:

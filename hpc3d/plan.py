@@ -5,9 +5,10 @@
     python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
 
 Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
-rank: stages p, replicas d, tensor axes x y z with any scheme but 3d-broadcast, the order of the
-axes on nodes, schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again;
-the best few also with uneven layers of their stages, and with buckets of other sizes.
+rank: stages p, replicas d, ranks c that share sequences where that may help, tensor axes x y z
+with any scheme but 3d-broadcast, the order of the axes on nodes, schedule and chunks,
+microbatches, ZeRO, recomputation, what is gathered again; the best few also with uneven layers of
+their stages, and with buckets of other sizes.
 Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
 is left, and whole steps of the best are simulated; "~" marks what is only estimated.
 """
@@ -142,7 +143,8 @@ def _told(
 
 
 def _here(mesh: MeshConfig) -> str:
-    return f"p={mesh.p} d={mesh.d} as in the input"
+    cut = f" c={mesh.c}" if mesh.c > 1 else ""
+    return f"p={mesh.p} d={mesh.d}{cut} as in the input"
 
 
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:

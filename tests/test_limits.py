@@ -38,7 +38,7 @@ def test_every_whole_number_of_an_input_has_bounds():
     whole = {key for key, value in flat(Config()).items() if type(value) is int}
     optional = {"mesh.x", "mesh.y", "mesh.z", "parallel.chunks", "model.vocabulary"}
     optional |= {"train.decay_steps", "model.kv_heads", "model.ffn"}
-    elsewhere = {"seed", "mesh.c", "mesh.e", "parallel.zero"}  # fixed values, and 64 bits
+    elsewhere = {"seed", "mesh.e", "parallel.zero"}  # fixed values, and 64 bits
     assert (whole | optional) - elsewhere == {*limits.SIZES}
 
 
@@ -57,8 +57,11 @@ def test_products_are_bounded():
     assert line.startswith("model.layers x weights of a block = 131941395333120000: ")
     long = replace(model, sequence=2**27, heads=1, vocabulary=256)
     for batch, wrong in ((2, 0), (5, 1)):  # 2^27 rows of 2^27 scores are 2^54
-        config = replace(Config(), model=long, train=replace(train, batch=batch))
+        full = replace(Config().parallel, attention="full")
+        config = replace(Config(), model=long, parallel=full, train=replace(train, batch=batch))
         assert len([*limits.too_large(config, block_products(long))]) == wrong
+        chunked = replace(config, parallel=replace(full, attention="chunked"))
+        assert not [*limits.too_large(chunked, block_products(long))]
     mesh = replace(Config().mesh, p=1, d=2**10, x=2**10, y=1, z=1)
     assert not [*wrong_parts(replace(Config(), mesh=mesh))]
     (line,) = wrong_parts(replace(Config(), mesh=replace(mesh, y=2)))

@@ -172,7 +172,8 @@ class AbstractArray(NDArrayOperatorsMixin):
         shape = _product(a, b)
         rows = a[-2] if len(a) > 1 else 1
         columns = b[-1] if len(b) > 1 else 1
-        self.meter.product(rows, columns, a[-1], self.dtype, prod(shape) // (rows * columns))
+        batch = prod(shape) // (rows * columns or 1)
+        self.meter.product(rows, columns, a[-1], self.dtype, batch)
         return self.like(shape) if out is None else out[0]
 
     def __array_function__(self, function, types, arguments, options):

@@ -29,6 +29,11 @@ def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
 
 
+def data_group(sizes: Mapping[str, int]) -> str:
+    """The name of the group over which gradients are summed."""
+    return DATA if len(data_axes(sizes)) == 1 else DATA_PLANE
+
+
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
     """Name -> ranks of every group of the rank at `coords`: along each axis with more than one
     rank, and over the plane of the data axes where these are several."""
@@ -194,7 +199,7 @@ class Mesh:
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
         self.data_axes = data_axes(sizes)
-        self.data = DATA if len(self.data_axes) == 1 else DATA_PLANE
+        self.data = data_group(sizes)
         self.trace: MeshRecorder = trace or NullRecorder()
         self.guard: _MeshGuard = guard or NullGuard()
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}

@@ -49,6 +49,14 @@ class Context(NamedTuple):
         """Where in their sequence the tokens of a rank's virtual sequences are, int64[T/c]."""
         return _order(self)[part]
 
+    def peer(self, number: int, of_first: int) -> int:
+        """Whom rank `number` sends to when rank 0 sends to `of_first` and all send as far: around
+        the ring, or among neighbours that exchange heads."""
+        if of_first % self.heads == 0:
+            return (number + of_first) % self.parts
+        member = number % self.heads
+        return number - member + (member + of_first) % self.heads
+
     def cut(self, batch: np.ndarray) -> np.ndarray:
         """[S, T] -> [c S, T/c]."""
         if self.parts == 1:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-_CHUNK = 256  # tokens of a chunk, about, where no ring says how many
+_CHUNK, _CHUNKS = 256, 64  # tokens of a chunk, about, where no ring says how many, and how many
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
@@ -112,7 +112,7 @@ class RingAttention(HeadBlock):
         if self.context.rings > 1:
             starts, size = self.context.chunks(place), self.context.chunk
         else:
-            count = max(1, self.tokens // _CHUNK)
+            count = min(max(1, self.tokens // _CHUNK), _CHUNKS)
             count = next(n for n in range(count, 0, -1) if self.tokens % n == 0)
             size = self.tokens // count
             starts = range(0, self.tokens, size)

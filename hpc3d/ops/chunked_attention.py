@@ -12,6 +12,7 @@ makes the probabilities again from L.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import sqrt
@@ -20,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.ops.attention import HeadForm, queries_of, heads_of
+from hpc3d.ops.attention import (
+    HeadForm,
+    attend,
+    attend_again,
+    attend_grad,
+    heads_of,
+    queries_of,
+)
 from hpc3d.ops.random import cuda_mask, keep_mask
 
 if TYPE_CHECKING:
@@ -72,13 +80,17 @@ class Chunks(NamedTuple):
                 for first in range(0, heads, count):
                     yield (sample, slice(first, min(first + count, heads))), tile
 
-    def meter(self, kv: Array, inward: int, outward: int) -> None:
-        """Tell the meter of so many products that end in scores, and that begin with them."""
+    def meter(self, kv: Array, inward: int, outward: int, kernels: Sequence[str]) -> None:
+        """Tell the meter of so many products that end in scores, and that begin with them, and of
+        `kernels` of whole attention that take as long for a score."""
         _, batch, heads, _, width = kv.shape
-        for pair in self.pairs:
-            m, n = _count(pair.queries), _count(pair.keys)
+        sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
+        for (m, n), pairs in sizes.items():
+            count = pairs * batch * heads * self.form.queries
             for shape in inward * [(m, n, width)] + outward * [(m, width, n)]:
-                kv.meter.product(*shape, kv.dtype, batch * heads * self.form.queries)
+                kv.meter.product(*shape, kv.dtype, count)
+            for name in kernels:
+                kv.meter.kernel(name, count * m * n * kv.itemsize)
 
 
 def _count(rows: slice) -> int:
@@ -169,7 +181,7 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
 
 @merge_chunks.abstract
 def _(qkv, kv, merged, chunks):
-    chunks.meter(kv, inward=1, outward=1)
+    chunks.meter(kv, inward=1, outward=1, kernels=[attend.__name__])
 
 
 @merge_chunks.cuda
@@ -263,7 +275,8 @@ def chunks_grad(
 
 @chunks_grad.abstract
 def _(qkv, kv, grad, dq, chunks, empty):
-    chunks.meter(kv, inward=2, outward=3)
+    kernels = attend_again.__name__, attend_grad.__name__
+    chunks.meter(kv, inward=2, outward=3, kernels=kernels)
     return empty(kv.shape, wide(kv.dtype))
 
 

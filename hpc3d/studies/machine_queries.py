@@ -76,7 +76,7 @@ def work_of(
     parameters.allocate(seed=0)
     tokens = np.zeros((sequences, model.sequence), np.int32)
     (micro,) = microbatches(0, tokens, tokens, 1)
-    x = None if part.first else mesh.empty(stage.block_of(sequences), dtype)
+    x = None if part.first else mesh.empty(stage.block_of(tokens.size), dtype)
     tally.taken()
     y, saved = stage.forward(x, micro)
     forward = tally.taken()

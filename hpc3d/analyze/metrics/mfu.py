@@ -41,11 +41,14 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     if the `peak` FLOP/s of one rank is given; None stands for what is not known.
 
     model_flop is equation 7 for the run's configuration.  recorded_flop is the sum over the ranks
-    of the events of products and attention.  These count the masked half of attention, too (4 s h
-    a token and layer forward, twice that backward), so that the two are equal but for
+    of the events of products and attention.  Whole attention counts its masked half, too (4 s h a
+    token and layer forward, twice that backward), so that the two are equal but for
 
     * the vocabulary, which is padded to a multiple of the ranks that share it;
-    * recomputation, which only recorded_flop has.
+    * recomputation, which only recorded_flop has;
+    * attention chunk by chunk, which leaves out chunks that a causal mask hides: forward it does
+      (n + 1) / 2n of 4 s h with n chunks on one rank, (2 r + 1) / 4r on a ring of r ranks, and
+      backward 5/2 of that, as it makes the scores again.
 
     So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their CPU
     time there is neither a rate nor MFU and HFU.

@@ -20,10 +20,10 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.planning.candidates import (
     Candidates,
     TimedCandidate,
-    memory_options,
     seconds_of,
 )
 from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
+from hpc3d.predict.planning.layouts import MemoryOption
 from hpc3d.predict.planning.peak import StageContent, contents, stage_content
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
     """The quickest estimates with less done again than `best` does, or with less of ZeRO."""
     config, parallel = best.config, best.config.parallel
-    ways, way = memory_options(config.mesh), (parallel.keep_gathered, parallel.recompute)
+    ways = candidates.ways(config)
+    way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
     here = ways.index(way)
     others = [(parallel.zero, less) for less in reversed(ways[max(0, here - _LESS) : here])]
     others += [(1, way)] * (parallel.zero > 1)

@@ -8,15 +8,21 @@ from itertools import product
 from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from hpc3d.comm.mesh import data_group
+from hpc3d.cuda.cudnn_attention import takes
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.layouts import MemoryOption
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config, MeshConfig
+    from hpc3d.config.input_file import Config
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
 NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
 SURE = 0.95  # of the memory: what needs no more fits in any case
+_LONG = 1024  # tokens of sequences whose probabilities are worth looking for other ways
 RECOMPUTE = ("none", "selective", "full")  # more and more
 
 
@@ -40,6 +46,21 @@ class Candidates:
     def __init__(self, estimator: Estimator, ranks: int, memory: float) -> None:
         self.estimator, self.ranks, self.memory, self.count = estimator, ranks, memory, 0
 
+    def ways(self, config: Config) -> list[MemoryOption]:
+        """What backward may do again.  Without tensor axes there is nothing to gather again, and
+        chunk by chunk there are no probabilities to be made again."""
+        config = replace(config, parallel=replace(config.parallel, attention=None))
+        mesh, chunked = config.mesh, config.chunked()
+        gathers, widest = mesh.x * mesh.y * mesh.z > 1, self.estimator.machine.max_fused_head_dim
+        save = _chunks_save(config, widest)
+        return [
+            way
+            for way in layouts.MEMORY_OPTIONS
+            if (way.keep_gathered or gathers)
+            and (save or way.attention is None)
+            and not (chunked and way.recompute == "selective")
+        ]
+
     def promising(self, config: Config) -> list[Estimate]:
         """Estimates that tell how good the sizes of `config` are.
 
@@ -49,17 +70,17 @@ class Candidates:
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
         counts = [micros for micros in counts if 2 * micros >= mesh.p] or counts[-1:]
-        ways = memory_options(mesh)
+        ways = self.ways(config)
         for group in layouts.zeros(config, self.ranks):
             way = self._first_that_fits(config, counts[-1], group, ways, found)
             if way is not None:
                 found += self._tries(config, counts, group, way)
                 ways = ways[: ways.index(way)]
-            if not ways or (way and way[1] != "full"):
+            if not ways or (way and way.recompute != "full"):
                 break
         fitting = [each for each in found if self.fits(each)]
         if not fitting:
-            group, way = layouts.zeros(config, self.ranks)[-1], memory_options(mesh)[-1]
+            group, way = layouts.zeros(config, self.ranks)[-1], self.ways(config)[-1]
             return [*found, *self.options(config, counts[-1], group, way)]
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
@@ -80,7 +101,7 @@ class Candidates:
     ) -> Iterator[Estimate]:
         """Estimates with the ways to save memory that are needed and take less than `limit`."""
         sure = {}  # what fits in any case: schedule, chunks and ZeRO -> the ways
-        for way in memory_options(config.mesh):
+        for way in self.ways(config):
             quick = False
             for each in self.options(config, micros, group, way, splits):
                 parallel = each.config.parallel
@@ -97,9 +118,9 @@ class Candidates:
         config: Config,
         micros: int,
         group: Sequence[int],
-        ways: Sequence[tuple[bool, str]],
+        ways: Sequence[MemoryOption],
         found: list[Estimate],
-    ) -> tuple[bool, str] | None:
+    ) -> MemoryOption | None:
         """The first of `ways` to save memory that fits with so many microbatches, or None; they
         save more and more.  Adds the estimates that it needs to `found`."""
         low, high = 0, len(ways)
@@ -113,7 +134,7 @@ class Candidates:
         return ways[low] if low < len(ways) else None
 
     def _tries(
-        self, config: Config, counts: Sequence[int], group: Sequence[int], way: tuple[bool, str]
+        self, config: Config, counts: Sequence[int], group: Sequence[int], way: MemoryOption
     ) -> Iterator[Estimate]:
         """Estimates with more and more microbatches, until they fit and are no longer faster."""
         best = inf
@@ -128,7 +149,7 @@ class Candidates:
     def split(self, best: Estimate) -> Iterator[Estimate]:
         """Estimates of the schedules that split the backward pass, in place of that of `best`."""
         config, parallel = best.config, best.config.parallel
-        way = parallel.keep_gathered, parallel.recompute
+        way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
         yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
 
     def options(
@@ -136,19 +157,17 @@ class Candidates:
         config: Config,
         micros: int,
         group: Sequence[int],
-        way: tuple[bool, str],
+        way: MemoryOption,
         splits: bool = False,
     ) -> Iterator[Estimate]:
         """Estimates for the schedules that split the backward pass, or for the others, and the
         values of ZeRO in `group`."""
-        keep, recompute = way
         named = layouts.schedules(config.mesh.p, micros, config.model.layers)
         named = [each for each in named if find(each[0]).splits_backward == splits]
         for (name, chunks), zero in product(named, group):
             self.count += 1
             changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
-            changes |= {"keep_gathered": keep, "recompute": recompute, "schedule": name}
-            parallel = replace(config.parallel, **changes)
+            parallel = replace(config.parallel, **changes, **way._asdict(), schedule=name)
             yield self.estimator.estimate(replace(config, parallel=parallel))
 
     def fits(self, estimate: Estimate, share: float = 1.0) -> bool:
@@ -161,15 +180,23 @@ def seconds_of(estimate: Estimate) -> float:
 
 def _floor(estimate: Estimate) -> float:
     """Seconds that no other schedule nor ZeRO saves."""
-    return estimate.seconds - estimate.bubble - estimate.waits["d"]
+    sums = estimate.waits[data_group(estimate.config.mesh.sizes())]
+    return estimate.seconds - estimate.bubble - sums
 
 
-def _keeps_more(way: tuple[bool, str], other: tuple[bool, str]) -> bool:
+def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
     """Whether a way to save memory does nothing again that the other does not."""
-    return way[0] >= other[0] and RECOMPUTE.index(way[1]) <= RECOMPUTE.index(other[1])
+    less = RECOMPUTE.index(way.recompute) <= RECOMPUTE.index(other.recompute)
+    chunks_too = other.attention is not None or way.attention is None
+    return way.keep_gathered >= other.keep_gathered and less and chunks_too
 
 
-def memory_options(mesh: MeshConfig) -> list[tuple[bool, str]]:
-    """What backward may do again; without tensor axes there is nothing to gather again."""
-    gathers = mesh.x * mesh.y * mesh.z > 1
-    return [saver for saver in layouts.MEMORY_OPTIONS if saver[0] or gathers]
+def _chunks_save(config: Config, widest: int) -> bool:
+    """Whether attention chunk by chunk, which is not the usual one, keeps less: a device's fused
+    attention, for heads up to `widest`, keeps no probabilities either."""
+    model, train = config.model, config.train
+    if train.backend == "numpy" or config.chunked() or model.sequence < _LONG:
+        return False
+    shared = (model.kv_heads or model.heads) < model.heads or model.padding is not None
+    dtype, width = np.dtype(train.dtype), model.hidden // model.heads
+    return shared or not takes(dtype, width, model.dropout or None, widest)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.comm.mesh import CONTEXT, DATA, data_group
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.closed_forms import StageTimes
@@ -73,10 +74,11 @@ class Estimate(NamedTuple):
 
 
 class CostKey(NamedTuple):
-    """What a `cost` depends on, so that it is found once: always on backend, type and scheme and
-    on the places of the tensor axes; on the others where they are given.
+    """What a `cost` depends on, so that it is found once: always on backend, type and scheme, on
+    the places of the tensor axes and of c, and on how attention is done; on the others where they
+    are given.
 
-    `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content`
+    `context` are the place of c, how it cuts sequences, and whether attention is chunked, `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content`
     whether one stage has both ends, and `times` how many layers an update is of; `data` and
     `pipeline` are the places of d and p.
     """
@@ -87,6 +89,7 @@ class CostKey(NamedTuple):
     fused_gelu: bool
     scheme: str
     tensor: tuple
+    context: tuple
     zero: int | None = None
     keep: bool | None = None
     recompute: str | None = None
@@ -103,8 +106,9 @@ def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
     """The CostKey of a cost of a layout."""
     train = config.train
     tensor = tuple([place for place in _strides(config.mesh) if place[0] in "xyz"])
-    scheme = config.parallel.scheme
-    return CostKey(cost, train.backend, train.dtype, train.fused_gelu, scheme, tensor, **values)
+    context = _place_of(CONTEXT, config), config.context(), config.chunked()
+    how = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
+    return CostKey(cost, *how, tensor, context, **values)
 
 
 class Estimator:
@@ -122,7 +126,8 @@ class Estimator:
         totals = _totals_of(works, micros)
         late = self.latest(config, parts, stages)
         sums, rest = self.update(config, stages[late])[0], self.longest_update(config, stages)
-        hidden = Counter(d=self.hidden(config, parts, stages[late], sums))
+        axis = data_group(config.mesh.sizes())
+        hidden = Counter({axis: self.hidden(config, parts, stages[late], sums)})
         after = (
             _without_hidden(sums, hidden)
             + rest
@@ -263,7 +268,7 @@ class Estimator:
             keep=keep,
             recompute=recompute,
             together=both,
-            data=_data_place(config),
+            data=_place_of(DATA, config),
         )
         return self._once(key, make)
 
@@ -274,7 +279,7 @@ class Estimator:
         halves = find(parallel.schedule).splits_backward
 
         # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
-        zero = parallel.zero if parallel.zero > 1 and mesh.d > 1 else 0
+        zero = parallel.zero if parallel.zero > 1 and mesh.d * mesh.c > 1 else 0
         keep, recompute = parallel.keep_gathered, parallel.recompute
 
         def ends():
@@ -283,7 +288,7 @@ class Estimator:
 
         def measure():
             sample = self.sample(config, zero, keep, recompute)
-            rows, columns = sample.stages[LAYER].block_of(sequences)
+            rows, columns = sample.stages[LAYER].block_of(sequences * config.model.sequence)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.passes(LAYER, sequences, halves)
             first, last = self._once(key._replace(cost="ends", recompute=None), ends)
@@ -297,7 +302,7 @@ class Estimator:
             recompute=recompute,
             sequences=sequences // mesh.d,
             halves=halves,
-            data=_data_place(config) if zero else None,
+            data=_place_of(DATA, config) if zero else None,
         )
         return self._once(key, measure)
 
@@ -319,12 +324,12 @@ class Estimator:
         def measure():
             return sample.update(times, most)
 
-        values = {"zero": config.parallel.zero, "data": _data_place(config)}
+        values = {"zero": config.parallel.zero, "data": _place_of(DATA, config)}
         key = _key_of("update", config, times=times, nbytes=most, **values)
         return self._once(key, measure)
 
     def hidden(self, config: Config, parts: PartCosts, stage: Any, sums: Pass) -> float:
-        """Seconds of the sums along d that the last backward pass of a stage hides.
+        """Seconds of the sums over replicas that the last backward pass of a stage hides.
 
         A bucket is posted when a layer is through; the last bucket is full, and the last layer
         through, only when the pass is over.
@@ -333,7 +338,7 @@ class Estimator:
         if not parallel.overlap:
             return 0.0
         posts = buckets(self.held(config, stage)["gradient"], parallel.bucket_mb)
-        early = sums.idle["d"] * (1 - 1 / max(1, min(posts, stage.layers)))
+        early = sums.idle[data_group(config.mesh.sizes())] * (1 - 1 / max(1, min(posts, stage.layers)))
         return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config: Config, nbytes: float) -> float:
@@ -360,8 +365,8 @@ class Estimator:
             column = config.mesh.grid().ranks_along("p", {})
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
-        place = next(each for each in _strides(config.mesh) if each[0] == "p")
-        return self._once(_key_of(name, config, nbytes=nbytes, pipeline=place), measure)
+        key = _key_of(name, config, nbytes=nbytes, pipeline=_place_of("p", config))
+        return self._once(key, measure)
 
     def _on_its_way(self, nbytes: float, pair: tuple[int, int]) -> float:
         if not self.machine.cores:
@@ -495,8 +500,8 @@ def _strides(mesh: MeshConfig) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def _data_place(config: Config) -> tuple[str, int, int]:
-    return next(place for place in _strides(config.mesh) if place[0] == "d")
+def _place_of(axis: str, config: Config) -> tuple[str, int, int]:
+    return next(place for place in _strides(config.mesh) if place[0] == axis)
 
 
 def _ends_of(content: StageContent) -> tuple[LayerRange, ...]:

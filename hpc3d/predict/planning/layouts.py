@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hpc3d.comm.mesh import CONTEXT, data_group
+from hpc3d.config.context_rules import wrong_context
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.rules import divisors, received_elements, violations, wrong_parts, wrong_pipeline
 from hpc3d.limits import MOST_PASSES
@@ -18,6 +21,13 @@ from hpc3d.model.families import block_weights
 from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.machine.between_hosts import legs
+from hpc3d.predict.planning.contexts import (
+    contexts,
+    exchange_words,
+    may_cut,
+    ring_words,
+    with_context,
+)
 from hpc3d.predict.planning.pass_costs import LayerSample
 from hpc3d.predict.simulation.simulator import ranks_per_core
 
@@ -34,14 +44,22 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-# What backward keeps instead of doing it again: (keep_gathered, recompute), fastest first.
-MEMORY_OPTIONS = (
-    (True, "none"),
-    (False, "none"),
-    (True, "selective"),
-    (False, "selective"),
-    (True, "full"),
-    (False, "full"),
+
+
+class MemoryOption(NamedTuple):
+    """What backward keeps instead of doing it again, by the keys of [parallel]; `attention` is None
+    where it is as usual."""
+
+    keep_gathered: bool
+    recompute: str
+    attention: str | None = None
+
+
+# Fastest first.
+MEMORY_OPTIONS = tuple(
+    MemoryOption(keep, *what)
+    for what in (("none",), ("none", "chunked"), ("selective",), ("full",), ("full", "chunked"))
+    for keep in (True, False)
 )
 _ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
 _SHORT = 2  # candidates with the same p and d that are looked at in any case
@@ -50,11 +68,13 @@ _BOUND_MARGIN = 0.7  # of what one layout computes or moves, another may do with
 
 class Candidate(NamedTuple):
     """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
-    axis, `work` those of them that a core takes for them."""
+    axis, `work` those of them that a core takes for them, and `hidden` those for which a pass need
+    not wait."""
 
     config: Config
     moves: dict
     work: float
+    hidden: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -104,6 +124,9 @@ def bare(config: Config) -> Config:
         microbatches=1,
         chunks=1,
         layers_per_stage=None,
+        context="ring",
+        ulysses=1,
+        attention=None,
         recompute="none",
         keep_gathered=True,
         schedule="none",
@@ -117,17 +140,31 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
     return replace(config, mesh=mesh, parallel=parallel)
 
 
+def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[Config]:
+    """`base` on all meshes of so many ranks with `memory` bytes each, allowed or not; on those that
+    cut sequences as far as they may gain by it."""
+    layers, batch = base.model.layers, base.train.batch
+    for c in divisors(ranks):
+        for config in (with_mesh(base, *mesh) for mesh in meshes(ranks // c, layers, batch)):
+            if c == 1:
+                yield config
+            elif may_cut(config, c, memory):
+                yield from (with_context(config, c, *how) for how in contexts(c))
+
+
 def problems(config: Config, ranks: int) -> list[str]:
     """The rules that a layout breaks."""
-    return [*wrong_parts(config), *wrong_pipeline(config), *violations(config, ranks)]
+    parts = *wrong_parts(config), *wrong_pipeline(config)
+    return [*wrong_context(config), *parts, *violations(config, ranks)]
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Of the candidates with the same p and d those with the shortest words, shortest first: some
+    """Of the candidates with the same p, d and c those with the shortest words, shortest first: some
     in all, and one of every kind.  (lists, other candidates)."""
     groups, others = {}, []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
-        group = groups.setdefault((candidate.config.mesh.p, candidate.config.mesh.d), [])
+        mesh = candidate.config.mesh
+        group = groups.setdefault((mesh.p, mesh.d, mesh.c), [])
         known = candidate.kind in (each.kind for each in group)
         (others if known and len(group) >= _SHORT else group).append(candidate)
     return [*groups.values()], others
@@ -177,7 +214,8 @@ class Bounds:
             busy = self.ideal + micros * self.launches * self.layers / stages
             found.append(busy * (1 + (stages - 1) / (micros * chunks)))
             micros *= 2
-        alone = min(found) + _BOUND_MARGIN * sum(candidate.moves.values())
+        words = sum(candidate.moves.values()) - candidate.hidden
+        alone = min(found) + _BOUND_MARGIN * words
         busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work
         return self.fixed + max(
             alone, self.ranks_per_core * busy if self.ranks_per_core > 1 else 0.0
@@ -185,20 +223,34 @@ class Bounds:
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
         """The Candidate of a layout, with two calls a product, four a layer."""
-        grid = config.mesh.grid()
-        calls = 8 * config.model.layers / config.mesh.p
-        if config.parallel.scheme == "2d-summa":
-            calls *= lcm(config.mesh.x, config.mesh.y)
         itemsize = np.dtype(config.train.dtype).itemsize
         found, work = {}, 0.0
         for axis, count in volume.items():
-            members = grid.ranks_along(axis, {})
-            times = calls if axis in "xyz" else 1
-            op = "send" if axis == "p" else "all_gather"
-            members = members[:2] if axis == "p" else members
+            op, times, members = _calls(config, axis)
             each = legs(self.machine, op, count * itemsize / times, members)
             found[axis], work = times * sum(each), work + times * each.work
-        return Candidate(config, found, work)
+        hidden = 0.0
+        if CONTEXT in found and not self.machine.cores:
+            hidden = found[CONTEXT] * ring_words(config) / volume[CONTEXT]
+        return Candidate(config, found, work, hidden)
+
+
+def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
+    """(operation, number, ranks) of the calls along an axis."""
+    grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
+    members = grid.ranks_over(axis.split(), {})
+    if axis == "p":
+        return "send", 1, members[:2]
+    if axis == CONTEXT:
+        rings, heads = config.context()[1:]
+        if rings == 1:
+            return "all_to_all", 4 * layers, members
+        return "send", layers * (3 * (rings - 1) + 4 * (heads > 1)), (members[0], members[heads])
+    if axis not in "xyz":
+        return "all_gather", 1, members
+    summa = config.parallel.scheme == "2d-summa"
+    panels = lcm(config.mesh.x, config.mesh.y) if summa else 1
+    return "all_gather", 8 * layers * panels, members
 
 
 def _seconds(sample: LayerSample, sequences: int) -> float:
@@ -219,24 +271,30 @@ def volumes(config: Config) -> dict[str, float]:
     with as many microbatches as stages, each of which gathers the weights."""
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
-    one = replace(config, train=replace(train, batch=train.batch / (mesh.d * mesh.p)))
+    copies = mesh.d * mesh.c
+    one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found = {}
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size = getattr(mesh, axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
         found[axis] = 2 * mesh.p * layers * received_elements(alone) * size / tensor
-    if mesh.d > 1:
-        found["d"] = 2 * (1 - 1 / mesh.d) * block_weights(model) * layers / tensor
+    if copies > 1:
+        weights = block_weights(model) * layers / tensor
+        found[data_group(mesh.sizes())] = 2 * (1 - 1 / copies) * weights
+    if mesh.c > 1:
+        found[CONTEXT] = ring_words(config) + exchange_words(config)
     if mesh.p > 1:
-        found["p"] = 2 * train.batch * model.sequence * model.hidden / (mesh.d * tensor)
+        found["p"] = 2 * train.batch * model.sequence * model.hidden / (copies * tensor)
     return found
 
 
 def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
     """The layout with its axes in the order of their words, the last being innermost."""
-    order = config.mesh.order.split()
-    slots = [place for place, axis in enumerate(order) if axis in volume]
-    for place, axis in zip(slots, sorted((order[slot] for slot in slots), key=volume.get)):
+    order, words = config.mesh.order.split(), Counter()
+    for group, count in volume.items():
+        words.update(dict.fromkeys(group.split(), count))
+    slots = [place for place, axis in enumerate(order) if axis in words]
+    for place, axis in zip(slots, sorted((order[slot] for slot in slots), key=words.get)):
         order[place] = axis
     return replace(config, mesh=replace(config.mesh, order=" ".join(order)))
 
@@ -262,7 +320,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     """The values of ZeRO that make a difference and divide the model, those together that have
     the same passes."""
-    if config.mesh.d == 1:
+    if config.mesh.d * config.mesh.c == 1:
         return ((0,),)
     return tuple(group for group in _ZEROS if not violations(_with_zero(config, group[0]), ranks))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.comm.communicator import Pending
+from hpc3d.comm.mesh import queue_of
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
@@ -100,7 +101,7 @@ class PassSeconds(NamedTuple):
 
 
 class _WaitClock(Clock):
-    """A clock that adds up for whom it waits, the members of a group.
+    """A clock that adds up along which axes it waits.
 
     `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
     more than `most`.  `idle` are the waits without what the rank does for them itself.
@@ -133,21 +134,33 @@ class _WaitClock(Clock):
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
-    def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> int:
-        self.latest = members
+    def post(self, op: str, nbytes: int, members: Sequence[int], axis: str) -> int:
+        self.latest, queue = axis, queue_of(axis)
         calls, nbytes = self.cut(nbytes)
         others = (calls - 1) * self.call(op, nbytes, members)
         self.ends[queue] = max(self.now, self.ends[queue]) + others
-        return super().post(op, nbytes, members, queue)
+        return super().post(op, nbytes, members, axis)
+
+    def pass_on(self, nbytes: int, pair: Sequence[int], axis: str) -> int:
+        self.latest, begin = axis, self.now
+        end = super().pass_on(nbytes, pair, axis)
+        self.waited[axis] += self.now - begin
+        return end
+
+    def taken(self, nbytes: int, pair: Sequence[int], end: int, pending: Pending) -> Pending:
+        return self._waiting(super().taken(nbytes, pair, end, pending))
 
     def until(self, end: int, pending: Pending) -> Pending:
+        return self._waiting(super().until(end, pending))
+
+    def _waiting(self, ended: Pending) -> Pending:
         # A call is waited for through what it returns: it is the one that was posted last.
-        members, ended = self.latest, super().until(end, pending)
+        axis = self.latest
 
         def finish():
             before = self.now
             block = ended.wait()
-            self.waited[members] += self.now - before
+            self.waited[axis] += self.now - before
             return block
 
         return Pending(finish)
@@ -156,24 +169,28 @@ class _WaitClock(Clock):
 class _HostDrivenWaitClock(_WaitClock, HostDrivenClock):
     """The same where no device moves blocks: what the rank does for a call is a part of it."""
 
-    def post(self, op: str, nbytes: int, members: Sequence[int], queue: str) -> int:
-        self.latest, begin = members, self.now
+    def post(self, op: str, nbytes: int, members: Sequence[int], axis: str) -> int:
+        self.latest, begin = axis, self.now
         calls, nbytes = self.cut(nbytes)
         for _ in range(calls):
-            end = HostDrivenClock.post(self, op, nbytes, members, queue)
-        self.waited[members] += self.now - begin
+            end = HostDrivenClock.post(self, op, nbytes, members, axis)
+        self.waited[axis] += self.now - begin
         return end
 
-    def until(self, end: int, pending: Pending) -> Pending:
-        members, ended = self.latest, super().until(end, pending)
+    def _waiting(self, ended: Pending) -> Pending:
+        axis, ended = self.latest, super()._waiting(ended)
 
         def finish():
             before = self.wired
             block = ended.wait()
-            self.idle[members] += self.wired - before
+            self.idle[axis] += self.wired - before
             return block
 
         return Pending(finish)
+
+
+def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
+    return Counter({axis: spent / 1e9 for axis, spent in nanoseconds.items()})
 
 
 class LayerSample:
@@ -193,9 +210,9 @@ class LayerSample:
         self.config, grid = config, config.mesh.grid()
         self.spec = spec_of(config, vocabulary)
         self.clock = (_HostDrivenWaitClock if machine.cores else _WaitClock)(machine)
-        self.mesh = representative(grid, pool_of(config, self.clock), SingleStage())
+        self.context, pool = config.context(), pool_of(config, self.clock)
+        self.mesh = representative(grid, pool, SingleStage(), self.context)
         self.pool = self.mesh.pool
-        self.axes = {tuple(grid.ranks_along(axis, {})): axis for axis in grid.sizes}
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
         self.layer = self.add(LAYER)
         for parts in ends:
@@ -217,8 +234,8 @@ class LayerSample:
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
         for."""
-        stage, zeros = self.stages[part], np.broadcast_to(np.int32(0), (sequences, 1))
-        zeros = np.broadcast_to(zeros, (sequences, self.spec.sizes.sequence))
+        context, stage = self.context, self.stages[part]
+        zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
         micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
         forward, saved = self.forward(stage, micro, part)
         whole = self.backward(stage, micro, part, saved, immediately)
@@ -269,18 +286,11 @@ class LayerSample:
         clock.ends.clear()
         self.pool.reset_peak()
         result = work()
-        waits = self._by_axis(clock.waited - waited)
-        idle = waits if same else self._by_axis(clock.idle - idle)
+        waits = _seconds(clock.waited - waited)
+        idle = waits if same else _seconds(clock.idle - idle)
         left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
-
-    def _by_axis(self, nanoseconds: Mapping[tuple[int, ...], int]) -> Counter:
-        """Seconds by axis, of nanoseconds by group."""
-        seconds = Counter()
-        for members, spent in nanoseconds.items():
-            seconds[self.axes[members]] += spent / 1e9
-        return seconds
 
     def update(self, times: float, most: float) -> tuple[Pass, Pass]:
         """The Pass of the sums of gradients over ranks, and that of the update, of so many layers,

@@ -149,7 +149,7 @@ class Ranking:
 
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
         """(likely seconds, estimate, candidate) of the best layouts with other buckets."""
-        fitting = (each for each in self.found.timed if each.fits and each.best.config.mesh.d > 1)
+        fitting = (each for each in self.found.timed if each.fits and _copies(each.best.config.mesh) > 1)
         for each in islice(fitting, _RESIZED):
             if row := self.row(each):
                 ratio = row.seconds / self._offer(row.config).seconds
@@ -241,14 +241,14 @@ class Ranking:
     def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """The candidates that have a name, with the p and d of a mesh if one is given."""
+        """The candidates that have a name, with the p, d and c of a mesh if one is given."""
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
             if is_it(candidate.config) and (mesh is None or _alike(candidate.config.mesh, mesh)):
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Name -> the RankedLayout of the best layout of that name, with the p and d of a mesh if
+        """Name -> the RankedLayout of the best layout of that name, with the p, d and c of a mesh if
         one is given; or None."""
         return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
@@ -305,7 +305,12 @@ def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
 
 
 def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
-    return (mesh.p, mesh.d) == (other.p, other.d)
+    return (mesh.p, mesh.d, mesh.c) == (other.p, other.d, other.c)
+
+
+def _copies(mesh: MeshConfig) -> int:
+    """Ranks that have the same weights."""
+    return mesh.d * mesh.c
 
 
 def layout(config: Config) -> dict[str, dict[str, Any]]:
@@ -323,9 +328,9 @@ def shown_layout(config: Config) -> str:
     """The same on a line, without sizes and counts of 1."""
     tables = layout(config)
     scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}
-    shown = {key: tables["mesh"][key] for key in "pdxyz" if key in tables["mesh"]}
+    shown = {key: tables["mesh"][key] for key in "pdcxyz" if key in tables["mesh"]}
     shown |= scheme | tables["mesh"] | tables["parallel"]
-    plain = {"microbatches": 1, "chunks": 1, "schedule": "none", **dict.fromkeys("pdxyz", 1)}
+    plain = {"microbatches": 1, "chunks": 1, "schedule": "none", **dict.fromkeys("pdcxyz", 1)}
     return " ".join(_written(*item) for item in shown.items() if item not in plain.items())
 
 

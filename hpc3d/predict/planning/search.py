@@ -21,7 +21,6 @@ from hpc3d.predict.planning.candidates import (
     SURE,
     Candidates,
     TimedCandidate,
-    memory_options,
     seconds_of,
 )
 from hpc3d.predict.planning.estimate import Estimator
@@ -83,7 +82,7 @@ class Search:
     def run(self, top: int, most: int) -> Found:
         """The Found of all layouts; no more than `most` costs are measured for it.
 
-        The candidate with the shortest words of each p and d is timed, then others where it was
+        The candidate with the shortest words of each p, d and c is timed, then others where it was
         quick, then the rest; at last the best are looked into.
         Raises ValueError, with one line that says what to change, if the rules allow no layout.
         """
@@ -164,9 +163,7 @@ class Search:
 
     def allowed_candidates(self) -> Iterator[layouts.Candidate]:
         """The layouts that the rules allow, with their bounds."""
-        model, train = self.base.model, self.base.train
-        for mesh in layouts.meshes(self.ranks, model.layers, train.batch):
-            config = layouts.with_mesh(self.base, *mesh)
+        for config in layouts.every_mesh(self.base, self.ranks, self.memory):
             if not layouts.problems(config, self.ranks):
                 yield self.bounds.candidate(config)
 
@@ -184,7 +181,7 @@ class Search:
         ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
         orders = layouts.orders(config) if self.bounds.placed else 1
         zeros = sum(map(len, layouts.zeros(config, self.ranks)))
-        return ways * len(memory_options(config.mesh)) * zeros * orders
+        return ways * len(self.candidates.ways(config)) * zeros * orders
 
     def timed(self, candidate: layouts.Candidate) -> TimedCandidate:
         """The TimedCandidate of a candidate, as far as it takes to compare it with others."""

@@ -17,6 +17,7 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.model.layers import immediately
 from hpc3d.pipeline.engine import DeferredWeightGrads
+from hpc3d.trace.schema import OP
 
 if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractLease
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulated_clock import Clock
 
 
+_MESSAGES = [OP.index("send"), OP.index("recv")]
+
+
 class RecordedPass(NamedTuple):
     """What a pass did: when it began, how long it took, was busy and waited for the wire [ns], its
-    rows of the trace, the number of the first call in each group and how many follow, bytes by
+    rows of the trace, the number of the first call of each sequence and how many follow, bytes by
     kind that it left behind and that it had at its peaks, against those before,
     and blanks of what was brought for it, by name."""
 
@@ -91,8 +95,8 @@ class PassRecorder:
         rows = self._shifted_rows(recorded, microbatch)
         self.clock.advance(recorded.length, recorded.busy, recorded.wired)
         self.ledger.add(rows, self.clock.now)
-        for group, count in recorded.calls.items():
-            self.comms[group].sequence["collective"] += count
+        for (group, key), count in recorded.calls.items():
+            self.comms[group].sequence[key] += count
         total = before.total()
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
@@ -111,17 +115,32 @@ class PassRecorder:
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
         rows["microbatch"], rows["step"] = microbatch, self.ledger.step
-        for group in recorded.calls:
-            calls = (rows["group"] == group) & (rows["seq"] >= 0)
-            rows["seq"][calls] += self._sequence_numbers()[group] - recorded.first[group]
+        numbers = self._sequence_numbers()
+        for which in recorded.calls:
+            rows["seq"][self._calls(rows, *which)] += numbers[which] - recorded.first.get(which, 0)
         return rows
 
-    def _sequence_numbers(self) -> dict[int, int]:
-        return {group: comm.sequence["collective"] for group, comm in self.comms.items()}
+    def _calls(self, rows: np.ndarray, group: int, key: Any) -> np.ndarray:
+        """Which rows are of a sequence of calls: the collectives of a group, or its messages of
+        one kind to or from one member."""
+        calls = (rows["group"] == group) & (rows["seq"] >= 0)
+        if key == "collective":
+            return calls & ~np.isin(rows["op"], _MESSAGES)
+        op, peer = key
+        member = self.comms[group].members[peer]
+        return calls & (rows["op"] == OP.index(op)) & (rows["peer"] == member)
+
+    def _sequence_numbers(self) -> dict[tuple[int, Any], int]:
+        return {
+            (group, key): number
+            for group, comm in self.comms.items()
+            for key, number in comm.sequence.items()
+        }
 
 
 def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int]:
-    return {name: new[name] - old[name] for name in new if new[name] != old[name]}
+    changes = {name: count - old.get(name, 0) for name, count in new.items()}
+    return {name: change for name, change in changes.items() if change}
 
 
 def _placeholder(array: Any) -> np.ndarray:

@@ -1,14 +1,16 @@
 """The time of a rank on a machine: what its arrays compute and its calls move let it pass.
 
 The model, the optimiser and the engine run as they are; the recorder reads this clock.  All ranks
-along a tensor or data axis do the same at the same time, so one of them stands for all; the
-stages of a pipeline tell each other when messages leave.
+along a tensor, data or context axis do the same at the same time, so one of them stands for all:
+what it sends to the next rank of a ring it gets from the one before as soon.  The stages of a
+pipeline tell each other when messages leave.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +18,17 @@ import numpy as np
 from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending
-from hpc3d.comm.mesh import Mesh, groups_of, queue_of
+from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
 from hpc3d.predict.machine.between_hosts import legs
 
 if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.grid import Grid
+    from hpc3d.model.context import Context
     from hpc3d.predict.machine.machine import Machine
 
 _CARD = "card"  # whose end is among those of the queues
+_LONG = 1e6  # bytes of a message by which pairs of ranks are compared
 
 
 class Clock(CostMeter):
@@ -69,9 +73,10 @@ class Clock(CostMeter):
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> int:
         return _nanoseconds(self.machine.call(op, nbytes, members))
 
-    def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
-        """When a collective ends that begins now, or when those before it in its queue have
-        ended."""
+    def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
+        """When a collective along an axis ends that begins now, or when those before it in its
+        queue have ended."""
+        queue = queue_of(axis)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
@@ -82,6 +87,22 @@ class Clock(CostMeter):
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         """Wait for a message and take it."""
         self.now = max(self.now, arrival)
+
+    def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
+        """When messages arrive that all members of a group along an axis send now, or when the
+        calls before them in their queue have ended; the slowest is that of a `pair`."""
+        queue = queue_of(axis)
+        self.ends[queue] = self.send_done(nbytes, pair, self.ends[queue])
+        return self.ends[queue]
+
+    def taken(self, nbytes: float, pair: Sequence[int], end: int, pending: Pending) -> Pending:
+        """A `Pending` of such a message, which arrives at `end`."""
+
+        def finish():
+            self.receive(nbytes, pair, end)
+            return pending.wait()
+
+        return Pending(finish)
 
     def until(self, end: int, pending: Pending) -> Pending:
         """A `Pending` that is waited for until `end`."""
@@ -110,8 +131,9 @@ class HostDrivenClock(Clock):
         """When a rank goes on that waits until `time`."""
         return time + _nanoseconds(self.slowdown * self.machine.wakeup_s)
 
-    def post(self, op: str, nbytes: float, members: Sequence[int], queue: str) -> int:
+    def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
         work, wired = legs(self.machine, op, nbytes, members)
+        queue = queue_of(axis)
         self.work(work)
         self.ends[queue] = self._card_done(max(self.now, self.ends[queue]), wired)
         return self.wake_up(self.ends[queue])
@@ -161,17 +183,15 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class TimedCommunicator(AbstractCommunicator):
-    """A communicator whose calls take the machine's time, in a `queue` of hpc3d.comm.mesh; all
-    members call at the same time."""
+    """A communicator along an axis whose calls take the machine's time; all members call at the
+    same time."""
 
-    def __init__(
-        self, rank: int, size: int, members: Sequence[int], pool: Pool, queue: str
-    ) -> None:
-        super().__init__(rank, size, members, pool)
-        self.clock, self.queue = pool.meter, queue
+    def __init__(self, rank: int, members: Sequence[int], pool: Pool, axis: str) -> None:
+        super().__init__(rank, len(members), members, pool)
+        self.clock, self.axis = pool.meter, axis
 
     def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
-        return self.clock.until(self.clock.post(op, nbytes, self.members, self.queue), pending)
+        return self.clock.until(self.clock.post(op, nbytes, self.members, self.axis), pending)
 
     def _all_gather(self, block):
         nbytes = block.nbytes * (self.size - 1)
@@ -196,6 +216,38 @@ class TimedCommunicator(AbstractCommunicator):
         return self.timed("all_to_all", nbytes, super()._all_to_all(block))
 
 
+class ContextTimed(TimedCommunicator):
+    """The communicator of the first rank along the context axis, whose messages are those of
+    `context`.
+
+    All members send as far at the same time, so that a message arrives when this rank's own does:
+    when the slowest has.  Those posted together follow each other.
+    """
+
+    def __init__(self, members: Sequence[int], pool: Pool, context: Context) -> None:
+        super().__init__(0, members, pool, CONTEXT)
+        self.context, self.pairs, self.arrivals = context, {}, deque()
+
+    def _send(self, block, peer):
+        end = self.clock.pass_on(block.nbytes, self.slowest(peer), self.axis)
+        self.arrivals.append(end)
+        return self.clock.until(end, super()._send(block, peer))
+
+    def _recv(self, shape, dtype, peer):
+        pending, end = super()._recv(shape, dtype, peer), self.arrivals.popleft()
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        return self.clock.taken(nbytes, self.slowest(peer), end, pending)
+
+    def slowest(self, peer: int) -> tuple[int, int]:
+        """The pair of ranks with the slowest of the messages that all members send as this one
+        does to `peer`."""
+        if peer not in self.pairs:
+            others = (self.context.peer(number, peer) for number in range(self.size))
+            pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]
+            self.pairs[peer] = max(pairs, key=lambda pair: self.clock.call("send", _LONG, pair))
+        return self.pairs[peer]
+
+
 class PipelineTimed(TimedCommunicator):
     """A communicator with members on several stages, of which `stages` (member -> stage) are run.
 
@@ -212,13 +264,14 @@ class PipelineTimed(TimedCommunicator):
         peers: Any,
         stages: range | dict[int, int],
     ) -> None:
-        super().__init__(rank, len(members), members, pool, queue_of("p"))
+        axis = WORLD if isinstance(stages, dict) else "p"
+        super().__init__(rank, members, pool, axis)
         self.peers, self.stages, self.sends_done = peers, stages, {}
 
     def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
-        ends, now = self.clock.ends, np.array([self.clock.now])
+        ends, now, queue = self.clock.ends, np.array([self.clock.now]), queue_of(self.axis)
         latest = int(self.peers.all_reduce(now, "max").wait()[0])
-        ends[self.queue] = max(ends[self.queue], latest)
+        ends[queue] = max(ends[queue], latest)
         return super().timed(op, nbytes, pending)
 
     def _send(self, block, peer):
@@ -242,15 +295,19 @@ class PipelineTimed(TimedCommunicator):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(grid: Grid, pool: Pool, peers: Any) -> Mesh:
+def representative(
+    grid: Grid, pool: Pool, peers: Any, context: Context | None = None
+) -> Mesh:
     """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
-    of its `pool` is a Clock."""
+    of its `pool` is a Clock.  Sequences are cut by `context`, if they are."""
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])
     comms = {
-        axis: TimedCommunicator(0, len(members), members, pool, queue_of(axis))
+        axis: TimedCommunicator(0, members, pool, axis)
         for axis, members in groups_of(grid, coords).items()
     }
+    if context and CONTEXT in comms:
+        comms[CONTEXT] = ContextTimed(comms[CONTEXT].members, pool, context)
     if peers.size > 1:
         comms["p"] = PipelineTimed(peers.rank, column, pool, peers, range(len(column)))
     stages = {rank: stage for stage, rank in enumerate(column)}

@@ -122,7 +122,8 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
 def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
     """The StageRun of the stage whose number is that of this member of `peers`."""
-    bare = representative(config.mesh.grid(), pool_of(config, clock), peers)
+    pool = pool_of(config, clock)
+    bare = representative(config.mesh.grid(), pool, peers, config.context())
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
     mesh = bare.traced(ledger)
     trainer = Trainer(

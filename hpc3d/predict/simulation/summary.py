@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP, PHASE
+from hpc3d.analyze.metrics.mfu import model_flops
+from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
-_RECOMPUTE = PHASE.index("recompute")
 _MESSAGES = [OP.index("send"), OP.index("recv")]
 
 
@@ -27,14 +27,15 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     in flight are of kind activation, gathered blocks and buffers of kind communication; among them
     are `tables`, the copy of the token table, and the `logits` of a microbatch.  `total` is the
     sum of the peaks of all ranks.  `bytes` are received by a rank of stage 0, by axis and
-    operation.  `mfu` counts the products and the attention without recomputation, `hfu` all,
-    against the machine's peak.  `communication` is a share of the step.
+    operation.  Against the machine's peak `mfu` counts what the model needs, with the masked half of
+    attention, and `hfu` all that is done, which chunk by chunk leaves most of that half out.
+    `communication` is a share of the step.
     """
     ranks = config.mesh.grid().size
     here = ranks // len(runs)  # of a stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)
-    again = here * sum(run.rows["flops"][run.rows["phase"] == _RECOMPUTE].sum() for run in runs)
+    needed = model_flops(config.model, config.train.batch, config.model.vocabulary)
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
     tokens = config.train.batch * config.model.sequence
     return {
@@ -45,7 +46,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "bubble": bubble(runs),
         "communication": communication(runs, seconds),
         "flop": float(flops),
-        "mfu": float((flops - again) / peak),
+        "mfu": float(needed / peak),
         "hfu": float(flops / peak),
         "memory": memory(runs, here, machine),
         "bytes": moved(runs[0]),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d import __version__
+from hpc3d.comm.mesh import CONTEXT, WORLD, groups_of
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
 from hpc3d.trace.checks_across_ranks import SIZE
@@ -20,6 +21,7 @@ from hpc3d.trace.segment import segment_path, write_segment
 if TYPE_CHECKING:
     from hpc3d.comm.grid import Grid
     from hpc3d.config.input_file import Config
+    from hpc3d.model.context import Context
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
@@ -57,6 +59,9 @@ def write_trace(
         header = _header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
         header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
         tables = _tables_of(rank, run, here, there)
+        if CONTEXT in run.axes:
+            group = run.axes.index(CONTEXT)
+            _turn_peers(tables[0], group, here[group], coords[CONTEXT], config.context())
         write_segment(segment_path(folder, rank, 0), header, run.names, *tables)
     return merge(folder)
 
@@ -64,7 +69,8 @@ def write_trace(
 def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:
     """The ranks of the groups of a rank."""
     world = [*range(grid.size)]
-    return [world if axis == "world" else [*grid.ranks_along(axis, coords)] for axis in axes]
+    groups = {**groups_of(grid, coords), WORLD: world}
+    return [[*groups[axis]] for axis in axes]
 
 
 def _header_of(
@@ -111,6 +117,17 @@ def _tables_of(
     for name in ("loss", "grad_norm", "learning_rate"):
         step[name] = np.nan
     return events, step, memory, np.zeros(0, record_type(CLOCK_SAMPLES))
+
+
+def _turn_peers(
+    events: np.ndarray, group: int, members: Sequence[int], number: int, context: Context
+) -> None:
+    """Name whom member `number` of a context axis sends to and hears from, where those are named
+    who are as far from it as the first one's are from that."""
+    messages = np.isin(events["op"], _MESSAGES) & (events["peer"] >= 0)
+    rows = np.flatnonzero((events["group"] == group) & messages)
+    others = (events["peer"][rows] - members[number]) // (members[1] - members[0])
+    events["peer"][rows] = [members[context.peer(number, int(other))] for other in others]
 
 
 def _turn_roots(

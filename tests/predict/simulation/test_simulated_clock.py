@@ -6,9 +6,9 @@ from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
 from tests.predict.machine.test_between_hosts import ALPHA, MB, WIRE, hosts
 
 
-def call(clock, members=(0, 1), queue="blocks"):
+def call(clock, members=(0, 1), axis="x"):
     """A waited-for call about half a MB."""
-    end = clock.post("all_gather", MB / 2, members, queue)
+    end = clock.post("all_gather", MB / 2, members, axis)
     return clock.until(end, Done())
 
 
@@ -43,7 +43,7 @@ def test_what_a_rank_does_meanwhile_hides_the_wire():
 def test_calls_of_both_queues_share_the_card():
     """The second waits for the first, whichever queue it is in."""
     clock, one = HostDrivenClock(hosts(1)), ALPHA + MB / 2 / WIRE
-    first, second = call(clock), call(clock, queue="replicas")
+    first, second = call(clock), call(clock, axis="d")
     second.wait()
     assert clock.wired == pytest.approx(2 * one * 1e9, rel=0.05)
     assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
