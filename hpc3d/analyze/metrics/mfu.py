@@ -45,6 +45,7 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     a token and layer forward, twice that backward), so that the two are equal but for
 
     * the vocabulary, which is padded to a multiple of the ranks that share it;
+    * the dense product of BERT's head, which under scheme 1d all ranks of x do;
     * recomputation, which only recorded_flop has.
 
     So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their CPU
