@@ -82,7 +82,9 @@ def _of_model(trace):
         events = trace.events
         forward = labelled(events, "op", ["gemm"]) & labelled(events, "phase", ["forward"])
         head = _sum_of(trace, forward & (events["layer"] == -1))
-        vocabulary = head / (2 * batch * model.sequence * model.hidden)
+        family = family_of(model)
+        others = sum(each.flops for each in family.head(family.sizes(model, 0)))
+        vocabulary = (head / (batch * model.sequence) - others) / (2 * model.hidden)
     return model_flops(model, batch, vocabulary)
 
 
