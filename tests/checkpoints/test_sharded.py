@@ -146,6 +146,14 @@ def test_another_context_goes_on(checkpoints, before, after):
     test_any_layout_goes_on_from_any_other(checkpoints, before, after)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(5, 10), pytest.param(1, 8, marks=pytest.mark.slow)]
+)
+def test_so_does_a_bert_whose_vector_of_the_vocabulary_is_padded(checkpoints, before, after):
+    lines = (f"{LAYOUTS[number]} kind=bert steps=3" for number in (before, after))
+    test_any_layout_goes_on_from_any_other(checkpoints, *lines)
+
+
 DRAWN = "steps=3 layers=4 hidden=24 heads=24 batch=48"
 
 
