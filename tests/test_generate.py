@@ -161,7 +161,7 @@ def test_ctrl_c_ends_all_ranks(to, run):
         else:
             os.kill(rank_0(process), signal.SIGINT)
         rest, error = process.communicate(timeout=60)
-    assert process.returncode not in (0, 1, 2)
+    assert process.returncode  # 1 of Open MPI 5, whatever its ranks' are
     assert begun.startswith("The ") and "Traceback" not in error
     if to == "rank 0":
         assert process.returncode == 130 and rest.endswith("\n")
