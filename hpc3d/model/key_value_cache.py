@@ -46,9 +46,14 @@ class CachedAttention:
         if self.cache is None:
             batch, heads, _, width = heads_of(qkv, sequence, self.form)[1].shape
             self.cache = self.mesh.empty((2, batch, heads, self.kept.capacity, width), qkv.dtype)
-        with self.mesh.trace.span("attention", "attention"):
-            how = sequence, self.form, self.cache, first, self.mesh.empty
+        how = sequence, self.form, self.cache, first, self.mesh.empty
+        with self.mesh.trace.span("attention", "attention", self._flops(qkv, first + sequence)):
             return attend_cached(qkv, *how), None
+
+    def _flops(self, qkv, seen):
+        """Of q k' and p v: 2 products of 2 `seen` D for every row and head."""
+        width, queries = self.form
+        return 4 * seen * queries * width * qkv.size // self.form.columns
 
     def _turn(self, qkv: Array, sequence: int, first: int) -> None:
         """Turn q and k by their positions, in place."""
