@@ -93,6 +93,12 @@ class Chunks(NamedTuple):
                 kv.meter.kernel(name, count * m * n * kv.itemsize)
 
 
+def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
+    """What tiles have in common that launch the same."""
+    (_, heads), tile = piece
+    return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked
+
+
 def _count(rows: slice) -> int:
     return rows.stop - rows.start
 
@@ -187,7 +193,7 @@ def _(qkv, kv, merged, chunks):
 @merge_chunks.cuda
 def _(gpu, qkv, kv, merged, chunks):
     q, _, _ = heads_of(qkv, kv.shape[3], chunks.form)
-    for at, tile in chunks.tiles(kv, _GPU_TILE, _GPU_SCORES):
+    for at, tile in gpu.pieces(chunks.tiles(kv, _GPU_TILE, _GPU_SCORES), _kind):
         k, v = (each[at][:, tile.keys] for each in kv)
         queries = _gpu_queries(gpu, q, at, tile)
         p, place = _gpu_scores(gpu, k, queries), _Place(chunks, at, tile)
@@ -286,7 +292,7 @@ def _(gpu, qkv, kv, grad, dq, chunks, empty):
     dout = queries_of(grad.dout, kv.shape[3], chunks.form)
     dkv = empty(kv.shape, np.float32)
     dkv.fill(0)
-    for at, tile in chunks.tiles(kv, _GPU_TILE, _GPU_SCORES):
+    for at, tile in gpu.pieces(chunks.tiles(kv, _GPU_TILE, _GPU_SCORES), _kind):
         (k, v), (dk, dv) = ([each[at][:, tile.keys] for each in both] for both in (kv, dkv))
         queries, d = (_gpu_queries(gpu, each, at, tile) for each in (q, dout))
         p, ds, place = _gpu_scores(gpu, k, queries), _gpu_scores(gpu, v, d), _Place(chunks, at, tile)
