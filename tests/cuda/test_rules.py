@@ -77,7 +77,7 @@ def test_products_may_do_gelu(line, launcher):
     assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
 
 
-@pytest.mark.parametrize("line", some(SEVERAL, 3, 6))
+@pytest.mark.parametrize("line", some(SEVERAL, 3, 8))
 def test_ranks_train_as_one_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):
@@ -108,7 +108,7 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3], SEVERAL[6]], 0)
+    "line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3], SEVERAL[8]], 0)
 )
 def test_16_bits_train_as_32(kind, line, launcher):
     """With master weights in float32, and a scaled loss in float16."""

@@ -113,7 +113,8 @@ def ours(device, real, shape, rate, notes):
 def by_chunks(device, real, shape, rate, notes):
     """The same of two chunks."""
     problem, pool = Problem(device, real, shape, rate), device.pool()
-    (sequence, form), heads = problem.sizes, shape[1]
+    sequence, form = problem.sizes
+    heads = shape[1] * form.queries
     how = sequence, form, pool.empty
     drop = problem.mask(pool.bring(problem.key))
     if drop is not None:
