@@ -322,7 +322,11 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
             f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
             "its gradient overflows; use bfloat16, or a schedule that is synchronous"
         )
-    if parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and {*split.own.split()} & {*split.m.split()}:
+    if (
+        parallel.zero == 2
+        and config.mesh.d * config.mesh.c > 1
+        and {*split.own.split()} & {*split.m.split()}
+    ):
         yield (
             f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
             "parallel.zero = 1 or 3, or scheme 3d"

@@ -148,7 +148,9 @@ def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
     return merged
 
 
-begin_merging.abstract(lambda *given: _empty_merged(*given))
+@begin_merging.abstract
+def _(qkv, sequence, form, empty):
+    return _empty_merged(qkv, sequence, form, empty)
 
 
 def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
@@ -295,7 +297,11 @@ def _(gpu, qkv, kv, grad, dq, chunks, empty):
     for at, tile in gpu.pieces(chunks.tiles(kv, _GPU_TILE, _GPU_SCORES), _kind):
         (k, v), (dk, dv) = ([each[at][:, tile.keys] for each in both] for both in (kv, dkv))
         queries, d = (_gpu_queries(gpu, each, at, tile) for each in (q, dout))
-        p, ds, place = _gpu_scores(gpu, k, queries), _gpu_scores(gpu, v, d), _Place(chunks, at, tile)
+        p, ds, place = (
+            _gpu_scores(gpu, k, queries),
+            _gpu_scores(gpu, v, d),
+            _Place(chunks, at, tile),
+        )
         given = {"sums": grad.sums[at], "dots": grad.dots[at], **place.given(kv.shape[3])}
         work = len(p) * chunks.form.queries, _count(tile.queries)
         gpu.launch("chunk_softmax_grad", *work, scores=p, dweights=ds, **given)

@@ -92,7 +92,7 @@ class Mask(NamedTuple):
     """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
     of its elements, drawn when it is needed, so that they never all exist.
 
-    `rows` and `columns` are those of the block in the matrix, `key` that of its stream; `rows` that
+    `rows` and `columns` are those of the block in the matrix, `key` that of its stream; rows that
     are no stretch are an array, which on a device is there.
     """
 
