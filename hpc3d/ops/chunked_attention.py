@@ -198,7 +198,7 @@ def _(gpu, qkv, kv, merged, chunks):
     for at, tile in gpu.pieces(chunks.tiles(kv, _GPU_TILE, _GPU_SCORES), _kind):
         k, v = (each[at][:, tile.keys] for each in kv)
         queries = _gpu_queries(gpu, q, at, tile)
-        p, place = _gpu_scores(gpu, k, queries), _Place(chunks, at, tile)
+        p, place = _gpu_scores(gpu, k, queries), _DeviceTile(chunks, at, tile)
         kept = gpu.empty((len(p) * chunks.form.queries, _count(tile.queries)), np.float32)
         given = {"sums": merged.sums[at], "kept": kept, **place.given(merged.sums.shape[-1])}
         gpu.launch("chunk_softmax", *kept.shape, scores=p, **given)
@@ -300,7 +300,7 @@ def _(gpu, qkv, kv, grad, dq, chunks, empty):
         p, ds, place = (
             _gpu_scores(gpu, k, queries),
             _gpu_scores(gpu, v, d),
-            _Place(chunks, at, tile),
+            _DeviceTile(chunks, at, tile),
         )
         given = {"sums": grad.sums[at], "dots": grad.dots[at], **place.given(kv.shape[3])}
         work = len(p) * chunks.form.queries, _count(tile.queries)
@@ -430,7 +430,7 @@ def _gpu_scores(gpu: Gpu, k: Array, q: Array) -> Array:
     return scores
 
 
-class _Place(NamedTuple):
+class _DeviceTile(NamedTuple):
     """A tile among the chunks of which it is one."""
 
     chunks: Chunks

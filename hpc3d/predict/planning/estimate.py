@@ -79,9 +79,9 @@ class CostKey(NamedTuple):
     are given.
 
     `context` are the place of c, how it cuts sequences, and whether attention is chunked, `keep`
-    is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether one
-    stage has both ends, and `times` how many layers an update is of; `data` and
-    `pipeline` are the places of d and p.
+    is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether
+    one stage has both ends, and `times` how many layers an update is of; `data` and `pipeline` are
+    the places of d and p.
     """
 
     cost: str

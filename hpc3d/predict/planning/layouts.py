@@ -14,8 +14,10 @@ import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, data_group
 from hpc3d.config.context_rules import wrong_context
+from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
-from hpc3d.config.rules import divisors, received_elements, violations, wrong_parts, wrong_pipeline
+from hpc3d.config.pipeline_rules import wrong_pipeline
+from hpc3d.config.size_rules import divisors, violations, wrong_parts
 from hpc3d.limits import MOST_PASSES
 from hpc3d.model.families import block_weights
 from hpc3d.model.stage import LAYER
