@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 _FULL = 0.5  # of the memory: what sequences may keep on ranks that do not cut them
-_FEW = 4  # times as many microbatches as stages hide the ends of a pipeline
+_FEW = 2  # times as many microbatches as stages hide the ends of a pipeline
+
+_FORWARD_AND_BACKWARD = 3.5  # operations of both, over those forward: 14 for 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:
@@ -71,6 +73,16 @@ def exchange_words(config: Config) -> float:
     share = 1 - 1 / config.context().heads
     elements = _elements(config, keys=True) + _elements(config, keys=False)
     return 4 * share * elements
+
+
+def attention_flops(config: Config) -> float:
+    """Floating-point operations of attention of a rank in a step, chunk by chunk: backward makes
+    the scores again, and half of them are hidden by a causal mask."""
+    model, mesh, family = config.model, config.mesh, family_of(config.model)
+    square = family.attention(family.sizes(model, model.vocabulary))
+    rows = config.train.batch * model.sequence / (mesh.d * mesh.c)
+    share = model.layers / (mesh.p * mesh.x * mesh.y * mesh.z)
+    return _FORWARD_AND_BACKWARD * square * rows * share * (0.5 if family.causal else 1.0)
 
 
 def _elements(config: Config, keys: bool) -> float:
