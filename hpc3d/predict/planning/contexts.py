@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 _FULL = 0.5  # of the memory: what sequences may keep on ranks that do not cut them
-_FEW = 2  # times as many microbatches as stages hide the ends of a pipeline
+_SPARE = 4  # times as many ranks as that needs to cut them
+_FEW, _ENOUGH = 2, 4  # times as many microbatches as stages: what leaves a bubble, and what hardly
 
 _FORWARD_AND_BACKWARD = 3.5  # operations of both, over those forward: 14 for 4
 
@@ -36,8 +37,9 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     """Whether a layout may gain by c ranks for each of its own that share sequences.
 
     As many more replicas take fewer words for the same work.  They are no way out where the batch
-    does not divide over them, where they leave a pipeline few microbatches, or where what whole
-    sequences keep, as many as a pipeline has in flight, leaves little of `memory`.
+    does not divide over them, where they leave a pipeline too few microbatches, or where what whole
+    sequences keep, as many as a pipeline has in flight, leaves little of `memory`; nor are many
+    more ranks that share sequences than these need.
     """
     batch, copies, stages = config.train.batch, config.mesh.d * c, config.mesh.p
     if config.model.sequence % c:
@@ -45,9 +47,10 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     if batch % copies:
         return True
     micros = batch // copies
-    if stages > 1 and micros < _FEW * stages:
+    if stages > 1 and micros < _FEW * stages and micros * c <= _ENOUGH * stages:
         return True
-    return min(stages, micros) * _kept(config) > _FULL * memory
+    needed = min(stages, micros) * _kept(config) / (_FULL * memory)
+    return 1 < needed and c <= _SPARE * needed
 
 
 def _kept(config: Config) -> float:
