@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.core_attention import CoreAttention, HeadBlock
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
-    ChunkPair,
-    Chunks,
     begin_merging,
     chunks_grad,
     end_merging,

@@ -36,8 +36,8 @@ LINES = [
     f"{ONE} kind=bert dtype=bfloat16 hidden=32 heads=4 sequence=8 recompute=selective",
     f"x=2 z=2 {ONE[4:]} batch=8 kind=bert gelu=exact dropout=0.25 padding=4",
     f"c=2 x=2 sequence=8 {ONE[4:]} kind=llama kv_heads=4 ffn=24 dropout=0.25",
-    f"c=4 sequence=8 context=both ulysses=2 {ONE[4:]} kind=bert padding=4",
-    f"c=2 p=2 sequence=8 {ONE[4:]} schedule=1f1b dtype=bfloat16 recompute=full",
+    f"c=4 sequence=8 context=both ulysses=2 {ONE[4:]} layers=1 kind=bert padding=4",
+    f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full",
     f"{ONE} attention=chunked sequence=8 dropout=0.25",
 ]
 

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.ops import chunked_attention
+from hpc3d.ops import chunk_tiles
 from hpc3d.ops.attention import HeadForm
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
-    ChunkPair,
-    Chunks,
     begin_merging,
     chunks_grad,
     end_merging,
@@ -181,8 +180,8 @@ def attention(qkv, dout, others, form, chunks, empty):
 )
 def test_tiles_together_are_attention(queries, causal, rate, padded, dtype, launcher, monkeypatch):
     """Chunks in tiles of at most four tokens, a head of keys at a time or two."""
-    monkeypatch.setattr(chunked_attention, "_GPU_TILE", 4)
-    monkeypatch.setattr(chunked_attention, "_GPU_SCORES", 2 * 4 * 4 * 2)
+    monkeypatch.setattr(chunk_tiles, "_TILE", 4)
+    monkeypatch.setattr(chunk_tiles, "_SCORES", 2 * 4 * 4 * 2)
     form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
     qkv, others = random.normal(size=(2, BATCH * 2 * CHUNK, heads * form.columns)).astype(dtype)
     dout = random.normal(size=(len(qkv), heads * queries * form.width)).astype(dtype)

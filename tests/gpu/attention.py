@@ -7,10 +7,9 @@ import numpy as np
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_grad, heads_of
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
-    ChunkPair,
-    Chunks,
     begin_merging,
     chunks_grad,
     end_merging,

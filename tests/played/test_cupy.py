@@ -103,7 +103,7 @@ def on_numpy(tmp_path_factory):
         (
             4,
             "float32",
-            {"mesh__c": 4, "parallel__context": "both", "parallel__ulysses": 2, "mesh__d": 1},
+            {"mesh__c": 4, "parallel__context": "both", "parallel__ulysses": 2},
         ),
         (4, "float32", {"mesh__c": 2, "mesh__d": 2, "mesh__transport": "host-staged"}),
         (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
