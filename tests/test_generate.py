@@ -170,6 +170,9 @@ def test_ctrl_c_ends_all_ranks(to, run):
 def rank_0(process):
     """The process of rank 0 of a launcher."""
     found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return min(map(int, found.stdout.split()))

@@ -12,6 +12,7 @@ The `meter` of its arrays' pool is notified of every operation, and may let time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -43,6 +44,10 @@ class CostMeter:
 
     def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
         """Products whose results stay inside of a kernel, which reads and writes `nbytes`."""
+
+    def counting(self, times: int) -> AbstractContextManager[None]:
+        """A context in which all counts so many times."""
+        return nullcontext()
 
 
 class Flags(NamedTuple):

@@ -6,7 +6,7 @@ gradients of parameters are float32, losses and norms float64 [1].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,10 @@ class Gpu:
     def blocks(self, name: str, size: int) -> int:
         """The blocks of threads of a kernel on a flat array."""
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
+
+    def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
+        """The pieces of a rule's work; those of one `kind` launch the same."""
+        yield from pieces
 
     def contiguous(self, x: Array) -> Array:
         return contiguous(x)

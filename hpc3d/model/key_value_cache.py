@@ -5,7 +5,7 @@ A `CachedAttention` stands where a block has its core of attention (hpc3d.model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class CachedAttention:
         across = mesh.count(spec.splits["dense"].y[1])
         self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form_over(across)
         self.rotary, self.kept = spec.family.rotary, kept
-        self.cache = None  # [2, B, heads, T, D], keys and values
+        self.cache: Any = None  # [2, B, heads, T, D], keys and values
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, None]:
         """The output [B*t, heads*D]; there is no backward pass."""

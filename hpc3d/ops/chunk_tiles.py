@@ -156,5 +156,11 @@ class GpuTile(NamedTuple):
 
 def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
     """All tiles."""
-    for place in chunks.tiles(kv, _TILE, _SCORES):
+    for place in gpu.pieces(chunks.tiles(kv, _TILE, _SCORES), _kind):
         yield GpuTile(gpu, chunks, *place)
+
+
+def _kind(place: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
+    """What tiles have in common that launch the same."""
+    (_, heads), tile = place
+    return count_of(heads), count_of(tile.queries), count_of(tile.keys), tile.masked

@@ -27,7 +27,9 @@ def counted(mesh, config):
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize("mesh", ["x=2 y=2 z=2 scheme=3d", "x=2 y=2 scheme=2d-summa", "x=4 scheme=1d"])
+@pytest.mark.parametrize(
+    "mesh", ["x=2 y=2 z=2 scheme=3d", "x=2 y=2 scheme=2d-summa", "x=4 scheme=1d"]
+)
 def test_predicted_is_counted(kind, mesh):
     config = config_of(f"{COMMON} {kind} {mesh}")
     sizes = config.mesh.sizes()

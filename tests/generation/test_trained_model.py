@@ -96,7 +96,9 @@ def test_where_a_text_begins_and_ends(tmp_path):
 def test_a_folder_may_have_a_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     _, theirs = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=280"))
-    with pytest.raises(ValueError, match=elided("no tokenizer.json, ... 280 is not bytes: ...save_pretrained")):
+    with pytest.raises(
+        ValueError, match=elided("no tokenizer.json, ... 280 is not bytes: ...save_pretrained")
+    ):
         find_model(theirs, [])
     tokenizer = train_bpe([b"the theme of the thesis"], 270)
     (theirs / "tokenizer.json").write_text(tokenizer.json)
@@ -122,7 +124,7 @@ def test_a_token_file_gives_its_tokenizer(tmp_path):
         find_model(run, [])
     found = find_model(run, ["--data.path", str(tokens)])
     assert found.tokenizer.decode(found.prompt(b"the theme")) == b"the theme"
-    with pytest.raises(ValueError, match="data.path"):
+    with pytest.raises(ValueError, match=r"data\.path"):
         find_model(run, ["--data.path", str(tmp_path / "none.h5")])
 
 
@@ -154,7 +156,7 @@ def test_other_keys_are_refused(tmp_path):
 def test_a_file_without_config_json_tells_what_it_lacks(tmp_path):
     _, theirs = saved(tmp_path, BYTES)
     (theirs / "config.json").unlink()
-    with pytest.raises(ValueError, match="give --model.heads"):
+    with pytest.raises(ValueError, match=r"give --model\.heads"):
         find_model(theirs, [])
     found = find_model(theirs / "model.safetensors", ["--model.heads", "12"])
     assert found.config.model.heads == 12

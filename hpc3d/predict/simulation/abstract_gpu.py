@@ -7,7 +7,8 @@ description.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -57,6 +58,17 @@ class AbstractGpu(Gpu):
         attention = _AbstractAttention(pool)
         super().__init__(self.launched, self.multiplied, attention, empty, pool.bring)
         self.workspace = empty((WORKSPACE,), np.uint8)
+
+    def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
+        """One of each kind, which counts for all of it."""
+        first, counts = {}, Counter()
+        for piece in pieces:
+            like = kind(piece)
+            first.setdefault(like, piece)
+            counts[like] += 1
+        for like, piece in first.items():
+            with self.pool.meter.counting(counts[like]):
+                yield piece
 
     def launched(self, name: str, rows: int, columns: int, /, **given: Any) -> None:
         touched = [*given.values(), *(given[key] for key in launch_table.kernels()[name].updated)]

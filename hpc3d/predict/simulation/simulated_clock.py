@@ -9,7 +9,8 @@ pipeline tell each other when messages leave.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Clock(CostMeter):
     """
 
     wired = 0
+    count = 1  # times that all counts which is done
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         self.machine, self.slowdown = machine, slowdown
@@ -57,8 +59,16 @@ class Clock(CostMeter):
         self.busy += busy
         self.wired += wired
 
+    @contextmanager
+    def counting(self, times: int) -> Iterator[None]:
+        self.count *= times
+        try:
+            yield
+        finally:
+            self.count //= times
+
     def work(self, seconds: float) -> None:
-        length = _nanoseconds(self.slowdown * seconds)
+        length = _nanoseconds(self.count * self.slowdown * seconds)
         self.now, self.busy = self.now + length, self.busy + length
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
@@ -295,9 +305,7 @@ class PipelineTimed(TimedCommunicator):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(
-    grid: Grid, pool: Pool, peers: Any, context: Context | None = None
-) -> Mesh:
+def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None = None) -> Mesh:
     """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
     of its `pool` is a Clock.  Sequences are cut by `context`, if they are."""
     column = grid.ranks_along("p", {})
