@@ -1,6 +1,7 @@
 """What is predicted of a device is what it does: every launch, its bytes, and the memory."""
 
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -57,13 +58,20 @@ class Counts(CostMeter):
 
     def __init__(self):
         self.count, self.bytes, self.products = Counter(), Counter(), Counter()
+        self.times = 1
+
+    @contextmanager
+    def counting(self, times):
+        self.times = times
+        yield
+        self.times = 1
 
     def product(self, m, n, k, dtype, batch=1):
-        self.products[m, n, k, dtype.name, batch] += 1
+        self.products[m, n, k, dtype.name, batch] += self.times
 
     def kernel(self, name, nbytes):
-        self.count[name] += 1
-        self.bytes[name] += nbytes
+        self.count[name] += self.times
+        self.bytes[name] += self.times * nbytes
 
 
 def launched(counter):
