@@ -156,11 +156,11 @@ class GpuTile(NamedTuple):
 
 def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
     """All tiles."""
-    for place in gpu.pieces(chunks.tiles(kv, _TILE, _SCORES), _kind):
-        yield GpuTile(gpu, chunks, *place)
+    for at, tile in gpu.pieces(chunks.tiles(kv, _TILE, _SCORES), _kind):
+        yield GpuTile(gpu, chunks, at, tile)
 
 
-def _kind(place: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
+def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
     """What tiles have in common that launch the same."""
-    (_, heads), tile = place
+    (_, heads), tile = piece
     return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked

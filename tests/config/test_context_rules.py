@@ -24,7 +24,7 @@ WRONG = {
     "--mesh.c 2 --parallel.context both": (
         'parallel.ulysses = 1 ... mesh.c = 2 ... context = "ring"'
     ),
-    "--mesh.c 2 --parallel.attention full": "parallel.attention = full: ... mesh.c = 2...all-to-all",
+    "--mesh.c 2 --parallel.attention full": "parallel.attention = full: ...mesh.c = 2",
     "--mesh.c 4 --mesh.y 2 --model.heads 12 --parallel.context all-to-all": (
         "model.heads = 12: ... 6 heads ... 4 ... multiple of 8"
     ),

@@ -24,7 +24,8 @@ def test_the_runs_own_layout_for_as_many_ranks():
 
 def test_the_best_cuboid_moves_no_weights():
     """With a row a sequence it is W that would cost: m is not cut, which would gather it."""
-    for line, ranks in [(RUN, 4), (RUN, 1), (STAGES.replace("1d", "3d"), 8)]:
+    stages = STAGES.replace("1d", "3d")
+    for line, ranks in [(RUN, 4), (RUN, 1), (stages, 8), (f"{RUN} sequence=4096", 4)]:
         config = laid_out(config_of(line), [], ranks, 1)
         assert config.mesh.grid().size == ranks
         assert config.mesh.x == config.mesh.p == config.mesh.d == 1

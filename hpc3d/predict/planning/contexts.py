@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 _FULL = 0.5  # of the memory: what sequences may keep on ranks that do not cut them
-_FEW = 4  # times as many microbatches as stages hide the ends of a pipeline
+_SPARE = 4  # times as many ranks as that needs to cut them
+_FEW, _ENOUGH = 2, 4  # times as many microbatches as stages: what leaves a bubble, and what hardly
+
+_FORWARD_AND_BACKWARD = 3.5  # operations of both, over those forward: 14 for 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:
@@ -34,8 +37,9 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     """Whether a layout may gain by c ranks for each of its own that share sequences.
 
     As many more replicas take fewer words for the same work.  They are no way out where the batch
-    does not divide over them, where they leave a pipeline few microbatches, or where what whole
-    sequences keep, as many as a pipeline has in flight, leaves little of `memory`.
+    does not divide over them, where they leave a pipeline too few microbatches, or where what whole
+    sequences keep, as many as a pipeline has in flight, leaves little of `memory`; nor are many
+    more ranks that share sequences than these need.
     """
     batch, copies, stages = config.train.batch, config.mesh.d * c, config.mesh.p
     if config.model.sequence % c:
@@ -43,9 +47,10 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     if batch % copies:
         return True
     micros = batch // copies
-    if stages > 1 and micros < _FEW * stages:
+    if stages > 1 and micros < _FEW * stages and micros * c <= _ENOUGH * stages:
         return True
-    return min(stages, micros) * _kept(config) > _FULL * memory
+    needed = min(stages, micros) * _kept(config) / (_FULL * memory)
+    return 1 < needed and c <= _SPARE * needed
 
 
 def _kept(config: Config) -> float:
@@ -71,6 +76,16 @@ def exchange_words(config: Config) -> float:
     share = 1 - 1 / config.context().heads
     elements = _elements(config, keys=True) + _elements(config, keys=False)
     return 4 * share * elements
+
+
+def attention_flops(config: Config) -> float:
+    """Floating-point operations of attention of a rank in a step, chunk by chunk: backward makes
+    the scores again, and half of them are hidden by a causal mask."""
+    model, mesh, family = config.model, config.mesh, family_of(config.model)
+    square = family.attention(family.sizes(model, model.vocabulary))
+    rows = config.train.batch * model.sequence / (mesh.d * mesh.c)
+    share = model.layers / (mesh.p * mesh.x * mesh.y * mesh.z)
+    return _FORWARD_AND_BACKWARD * square * rows * share * (0.5 if family.causal else 1.0)
 
 
 def _elements(config: Config, keys: bool) -> float:

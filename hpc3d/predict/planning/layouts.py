@@ -24,6 +24,7 @@ from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import (
+    attention_flops,
     contexts,
     exchange_words,
     may_cut,
@@ -142,16 +143,28 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
     return replace(config, mesh=mesh, parallel=parallel)
 
 
-def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[Config]:
-    """`base` on all meshes of so many ranks with `memory` bytes each, allowed or not; on those
-    that cut sequences as far as they may gain by it."""
+def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
+    """`base` on all meshes of so many ranks with `memory` bytes each that the rules allow, in lists
+    of those that differ in how they cut sequences; on meshes that cut them where they may gain."""
     layers, batch = base.model.layers, base.train.batch
     for c in divisors(ranks):
-        for config in (with_mesh(base, *mesh) for mesh in meshes(ranks // c, layers, batch)):
+        for mesh in meshes(ranks // c, layers, batch):
+            config = with_mesh(base, *mesh)
             if c == 1:
-                yield config
+                yield [] if problems(config, ranks) else [config]
             elif may_cut(config, c, memory):
-                yield from (with_context(config, c, *how) for how in contexts(c))
+                yield [*_cut(config, c, ranks)]
+
+
+def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
+    """The layouts with c ranks for each of `config` that the rules allow."""
+    ring = with_context(config, c, "ring", 1)
+    if [*wrong_parts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
+        return  # whatever the context
+    for context, ulysses in contexts(c):
+        cut = with_context(config, c, context, ulysses)
+        if not [*wrong_context(cut)] and (cut == ring or not violations(cut, ranks)):
+            yield cut
 
 
 def problems(config: Config, ranks: int) -> list[str]:
@@ -222,6 +235,12 @@ class Bounds:
         return self.fixed + max(
             alone, self.ranks_per_core * busy if self.ranks_per_core > 1 else 0.0
         )
+
+    def shown_context(self, candidate: Candidate) -> float:
+        """Seconds that a candidate waits along c, about, if attention takes no longer than it must."""
+        rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
+        busy = attention_flops(candidate.config) / rate
+        return candidate.moves.get(CONTEXT, 0.0) - min(hidden, busy)
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
         """The Candidate of a layout, with two calls a product, four a layer."""

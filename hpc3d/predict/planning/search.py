@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
+_FEW = 16  # ranks whose layouts are all looked at
 _REACH = 1.4  # times the fastest candidate: what others may gain by being looked into
 _COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
 
@@ -162,10 +163,11 @@ class Search:
         return seconds[top - 1] if len(seconds) >= top else inf
 
     def allowed_candidates(self) -> Iterator[layouts.Candidate]:
-        """The layouts that the rules allow, with their bounds."""
-        for config in layouts.every_mesh(self.base, self.ranks, self.memory):
-            if not layouts.problems(config, self.ranks):
-                yield self.bounds.candidate(config)
+        """The layouts that the rules allow, with their bounds; of those that differ in how they cut
+        sequences the one that waits least for it, unless there are few ranks."""
+        for configs in layouts.every_mesh(self.base, self.ranks, self.memory):
+            found = sorted(map(self.bounds.candidate, configs), key=self.bounds.shown_context)
+            yield from found if self.ranks <= _FEW else found[:1]
 
     def _refusal(self) -> str:
         """Why there is no layout: what is wrong with the first one."""

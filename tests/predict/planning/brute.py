@@ -6,19 +6,23 @@ from itertools import permutations, product
 from hpc3d.config.input_file import AXES
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.contexts import contexts, with_context
 from hpc3d.predict.simulation.simulator import simulate
 
 WAYS = [*product((True, False), ("none", "selective", "full"))]
 
 
-def every_layout(config, ranks, orders=False):
+def every_layout(config, ranks, orders=False, cut=False):
     """The settled layouts of an unsettled `config` under synchronous schedules, with every order
-    of the axes if asked for; those left out are others' equals, step by step."""
+    of the axes and every context if asked for; those left out are others' equals, step by
+    step."""
     base = layouts.bare(config)
-    for mesh in layouts.meshes(ranks, base.model.layers, base.train.batch):
-        placed = layouts.with_mesh(base, *mesh)
-        for each in ordered(placed) if orders else [placed]:
-            yield from filter(lambda one: not layouts.problems(one, ranks), variants(each))
+    for c in layouts.divisors(ranks) if cut else [1]:
+        for mesh in layouts.meshes(ranks // c, base.model.layers, base.train.batch):
+            whole = layouts.with_mesh(base, *mesh)
+            for placed in [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]:
+                for each in ordered(placed) if orders else [placed]:
+                    yield from filter(lambda one: not layouts.problems(one, ranks), variants(each))
 
 
 def ordered(config):
@@ -35,7 +39,7 @@ def variants(config):
     mesh, train = config.mesh, config.train
     gathers = mesh.x * mesh.y * mesh.z > 1
     ways = [(keep, again) for keep, again in WAYS if keep or gathers]
-    zeros = range(4) if mesh.d > 1 else (0,)
+    zeros = range(4) if mesh.d * mesh.c > 1 else (0,)
     counts = layouts.divisors(train.batch // mesh.d)
     for (name, chunks), micros in product(schedules(mesh.p, config.model.layers), counts):
         for zero, (keep, again) in product(zeros, ways):

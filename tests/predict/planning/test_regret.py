@@ -31,6 +31,7 @@ class Space(NamedTuple):
     machine: Machine
     memories: tuple
     orders: bool = False
+    cut: bool = False
 
     def line(self):
         values = zip(KEYS, self.model.split(), strict=True)
@@ -57,7 +58,7 @@ def chosen(space, memory):
 def hold(space):
     """Within 2 % of the fastest that fits, for every memory; never faster with less of it."""
     config, found = space.config(), []
-    layouts = every_layout(config, space.ranks, space.orders)
+    layouts = every_layout(config, space.ranks, space.orders, space.cut)
     steps = [step(each, config.model.vocabulary, space.machine) for each in layouts]
     for memory in space.memories:
         seconds, peak = chosen(space, memory)
@@ -85,6 +86,13 @@ SPACES = {
     "a host of 4 on 2 cores": Space(
         "2 256 4 64 256 4 float32", 4, hosts(4, cores=2, wake=2e-5), (16e9, 16e6)
     ),
+    "2 long sequences": Space(
+        "2 256 4 2048 256 2 float32", 4, CLUSTER, (16e9, 60e6, 40e6), cut=True
+    ),
+    "one long sequence on hosts": Space(
+        "2 128 2 2048 256 1 float32", 4, hosts(2, wake=2e-5), (16e9, 30e6), cut=True
+    ),
+    "4 short sequences": Space("2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 16e6), cut=True),
 }
 
 

@@ -39,7 +39,7 @@ def config_of(line):
     options = []
     for word in line.split():
         key, value = word.split("=")
-        section = "mesh." if key in "pdxyz" else "parallel."
+        section = "mesh." if key in "pdcxyz" else "parallel."
         options += ["--" + ("" if "." in key else section) + key, value]
     return load(None, options)
 
@@ -113,7 +113,17 @@ p=2 x=4 schedule=1f1b microbatches=4 model.kind=bert scheme=1d-sequence train.ba
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA, *OF_BERT], 3))
+CUT = """
+c=4 x=2
+d=2 c=2 y=2 zero=1 context=all-to-all
+p=2 c=4 schedule=1f1b microbatches=4 zero=2 context=both ulysses=2
+d=2 c=2 p=2 schedule=zb-h1 microbatches=4 zero=1
+c=4 x=2 microbatches=2 zero=3 model.sequence=1024 recompute=full
+c=8 model.sequence=2048 train.batch=4 train.backend=cupy train.dtype=bfloat16
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT], 3))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)
@@ -127,7 +137,7 @@ def test_an_estimate_is_near_the_simulation(line):
 
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():
     shared = Estimator(256, CLUSTER)
-    configs = [settled(f"{SMALL} {line}") for line in LAYOUTS]
+    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT)]
     together = [shared.estimate(config) for config in configs]
     assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]
 
@@ -180,10 +190,10 @@ def every_layout(searched, ways):
     for candidate in searched.allowed_candidates():
         mesh = candidate.config.mesh
         zeros = (0, 1) if mesh.d > 1 else (0,)
-        for micros, (keep, recompute) in product(layouts.microbatches(candidate.config, 8), ways):
+        for micros, way in product(layouts.microbatches(candidate.config, 8), ways):
             for (name, chunks), zero in product(layouts.schedules(mesh.p, micros, 4), zeros):
                 changes = {"microbatches": micros, "schedule": name, "chunks": chunks}
-                changes |= {"zero": zero, "keep_gathered": keep, "recompute": recompute}
+                changes |= {"zero": zero, **way._asdict()}
                 parallel = replace(candidate.config.parallel, **changes)
                 yield replace(candidate.config, parallel=parallel)
 
@@ -192,7 +202,7 @@ def every_layout(searched, ways):
 @pytest.mark.parametrize(
     ("memory", "ways"),
     [
-        (16 * GB, [(True, "none")]),
+        (16 * GB, layouts.MEMORY_OPTIONS[:1]),
         pytest.param(0.025 * GB, layouts.MEMORY_OPTIONS, marks=pytest.mark.slow),
     ],
 )
@@ -208,7 +218,7 @@ def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways, small):
 def test_no_layout_that_was_left_out_is_simulated_quicker():
     searched, found = search()
     best = Ranking(searched, found, CLUSTER, most=1e9).best(10)[0]
-    every = map(step, every_layout(searched, [(True, "none")]))
+    every = map(step, every_layout(searched, layouts.MEMORY_OPTIONS[:1]))
     assert best.seconds <= 1.05 * min(seconds for seconds, _ in every)
 
 
@@ -248,8 +258,9 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
     replicas = next(
         candidate for candidate in searched.allowed_candidates() if candidate.config.mesh.d == 8
     )
+    selective = layouts.MemoryOption(True, "selective")
     (two,), (three,) = (
-        [*searched.candidates.options(replicas.config, 1, (zero,), (True, "selective"))]
+        [*searched.candidates.options(replicas.config, 1, (zero,), selective)]
         for zero in (2, 3)
     )
     searched.candidates.memory = (two.peak + three.peak) / 2

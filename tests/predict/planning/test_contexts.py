@@ -1,0 +1,104 @@
+"""Plans that cut sequences: where they may, what they move, and where nothing else fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc3d.predict.planning import contexts, layouts
+from hpc3d.predict.planning.search import Search
+from hpc3d.predict.simulation.count import predict
+from tests.predict.planning.test_search import CLUSTER, GB, config_of, quickest, settled, step
+
+# Two heads and one sequence: tensor axes take 4 ranks at most, and replicas none.
+LONG = """
+model.kind=llama model.layers=2 model.hidden=64 model.heads=2 model.sequence=8192 train.batch=1
+""".strip()
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What layouts of 4 ranks that cut no sequence hold, with all that saves memory."""
+    searched = Search(config_of(LONG), 4, 256, CLUSTER, 1.0)
+    every = (
+        offer.peak
+        for candidate in searched.allowed_candidates()
+        if candidate.config.mesh.c == 1
+        for micros in layouts.microbatches(candidate.config, 4)
+        for way in searched.candidates.ways(candidate.config)
+        for zero in layouts.zeros(candidate.config, 4)
+        for offer in searched.candidates.options(candidate.config, micros, zero, way)
+    )
+    return min(every)
+
+
+def test_a_sequence_that_fits_no_other_layout_is_cut(whole):
+    memory = 0.8 * whole
+    searched = Search(config_of(LONG), 4, 256, CLUSTER, memory)
+    found = searched.run(3, 400)
+    best = min(
+        filter(None, (quickest(searched, each) for each in found.timed if each.fits)),
+        key=lambda each: each.seconds,
+    )
+    assert best.config.mesh.c > 1
+    assert step(best.config)[1] <= memory
+
+
+def test_sequences_are_not_cut_where_replicas_do_it():
+    """As much work of a rank, fewer words: a batch that divides over all, and room for it."""
+    many = layouts.bare(config_of("model.layers=4 model.sequence=128 train.batch=32"))
+    found = {config.mesh.c for (config,) in filter(None, layouts.every_mesh(many, 8, 16 * GB))}
+    assert found == {1}
+
+
+@pytest.mark.parametrize(
+    ("line", "memory"),
+    [
+        ("train.batch=4", 16 * GB),  # does not divide over 8 replicas
+        ("train.batch=8 p=2", 16 * GB),  # leaves two stages one microbatch each
+        ("train.batch=8", 4e6),  # 2 layers keep 16 and 1 vectors of 64 elements of 8192 tokens
+    ],
+)
+def test_sequences_may_be_cut(line, memory):
+    config = on_one_rank_a_stage(f"{LONG} {line}")
+    assert contexts.may_cut(config, 8, memory)
+    assert not contexts.may_cut(config, 3, memory)  # nor do they divide
+
+
+def on_one_rank_a_stage(line):
+    config = config_of(line)
+    return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
+
+
+def test_there_is_nothing_to_gain_on_one_stage_with_room():
+    config = on_one_rank_a_stage(f"{LONG} train.batch=8")
+    assert not contexts.may_cut(config, 8, 16 * GB)
+
+
+WORDS = """
+c=4 x=2
+c=4 p=2 context=all-to-all microbatches=2
+c=4 d=2 context=both ulysses=2
+c=4 y=2 scheme=3d context=both ulysses=2 microbatches=2 train.dtype=float16
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_words_along_c_are_those_that_are_counted(line):
+    """Of all layers and microbatches, the sums of gradients left out."""
+    base = "model.layers=2 model.kind=llama model.heads=8 model.kv_heads=4 model.hidden=64"
+    config = settled(f"{base} model.sequence=32 train.batch=4 {line}")
+    coords = dict.fromkeys(config.mesh.sizes(), 0)
+    moved = predict(config, 256, coords).moved().items()
+    counted = sum(nbytes for (axis, op, _), (_, nbytes) in moved if axis == "c" and op != "send")
+    itemsize = 2 if config.train.dtype == "float16" else 4
+    words = contexts.ring_words(config) + contexts.exchange_words(config)
+    assert words * itemsize == pytest.approx(counted, rel=1e-12)
+
+
+def test_bounds_of_cut_sequences_are_below_what_is_found():
+    searched = Search(config_of(f"{LONG} model.layers=4 train.batch=2"), 8, 256, CLUSTER, 0.2 * GB)
+    found = searched.run(10, 400)
+    cut = [each for each in found.timed if each.candidate.config.mesh.c > 1]
+    assert len(cut) > 3
+    for each in cut:
+        assert searched.bounds.least(each.candidate) < each.best.seconds
