@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from hpc3d.config.input_file import Config
-    from hpc3d.generation.continuation import Wanted
+    from hpc3d.generation.continuation import TextRequest
     from hpc3d.generation.samples import Samples
     from hpc3d.generation.trained_model import TrainedModel, WeightSource
     from hpc3d.model.decoder import Decoder
@@ -50,10 +50,10 @@ class _Plan(NamedTuple):
 
     config: Config
     source: WeightSource
-    wanted: Wanted
+    wanted: TextRequest
 
 
-class _Opened(NamedTuple):
+class _Reading(NamedTuple):
     """What rank 0 has read: the options, the model, the text to continue; and the plan."""
 
     options: Namespace
@@ -123,9 +123,9 @@ def _note_interrupts() -> None:
     signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
-def _prepare(job: Job, words: Sequence[str]) -> _Opened:
+def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     """Rank 0: read all that there is to read; ValueError for what is wrong."""
-    from hpc3d.generation.continuation import Wanted
+    from hpc3d.generation.continuation import TextRequest
     from hpc3d.generation.standard_input import standard_input
     from hpc3d.generation.tensor_layout import laid_out
     from hpc3d.generation.trained_model import find_model, layout_words
@@ -140,9 +140,9 @@ def _prepare(job: Job, words: Sequence[str]) -> _Opened:
     if options.prompt == "-":
         text = standard_input(environment.number_in(environment.WORLD_RANKS, default=0) > 0)
     sequences = config.train.batch
-    wanted = Wanted(model.prompt(text), options.samples, sequences, options.tokens)
+    wanted = TextRequest(model.prompt(text), options.samples, sequences, options.tokens)
     plan = _Plan(config, model.source, wanted)
-    return _Opened(options, model, text.decode("utf-8", "replace"), plan)
+    return _Reading(options, model, text.decode("utf-8", "replace"), plan)
 
 
 def _summary(config: Config, model: TrainedModel) -> str:
@@ -175,7 +175,7 @@ def _decoder(job: Job, plan: _Plan) -> Decoder:
     return decoder
 
 
-def _samples(opened: _Opened, screen: _Screen) -> Samples:
+def _samples(opened: _Reading, screen: _Screen) -> Samples:
     """Rank 0: what draws the tokens; the text to continue is the first that is shown."""
     from hpc3d.generation.samples import Samples
     from hpc3d.generation.sampling import Sampling
@@ -187,7 +187,7 @@ def _samples(opened: _Opened, screen: _Screen) -> Samples:
     return Samples(opened.model, how, options.samples, screen.write, screen.unwanted)
 
 
-def _conclude(opened: _Opened, samples: Samples, screen: _Screen) -> bool:
+def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
     """Rank 0: show what is left; whether the user has stopped it."""
     samples.finish(opened.prompt)
     if opened.options.json:
@@ -195,7 +195,7 @@ def _conclude(opened: _Opened, samples: Samples, screen: _Screen) -> bool:
     return screen.interrupted()
 
 
-def _result(opened: _Opened, samples: Samples) -> Mapping[str, Any]:
+def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
     """What --json tells."""
     config, options = opened.plan.config, opened.options
     return {
@@ -218,7 +218,9 @@ def _parser() -> _Words:
     add("--tokens", type=positive, default=200, help="the most that are added (default: 200)")
     add("--temperature", type=_number(0, 1e6), default=1.0, help="0: the likeliest (default: 1)")
     add("--top-k", type=positive, default=0, help="draw from the K likeliest (default: all)")
-    add("--top-p", type=_number(0, 1), default=1.0, help="and of those that make up P (default: 1)")
+    add(
+        "--top-p", type=_number(0, 1), default=1.0, help="and of those that make up P (default: 1)"
+    )
     add("--seed", type=whole(0, _MOST_SEED), default=1234, help="of what is drawn (default: 1234)")
     add("--samples", type=whole(1, _MOST_SAMPLES), default=1, help="continuations (default: 1)")
     add("--json", action="store_true", help="one JSON object on the last line")

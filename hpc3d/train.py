@@ -191,7 +191,8 @@ def _text_of(config: Config, tokens: Tokens) -> RunText:
 
 def _settled(config: Config, tokens: Tokens) -> Config:
     """`config` with its vocabulary and its tokenizer; ValueError where tokens are too many."""
-    from hpc3d.config.rules import refuse, wrong_tokens
+    from hpc3d.config.rules import refuse
+    from hpc3d.config.size_rules import wrong_tokens
     from hpc3d.model.families import least_vocabulary
 
     least = least_vocabulary(config.model, tokens.vocabulary)

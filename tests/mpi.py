@@ -78,21 +78,9 @@ def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=s
 
     Returns a CompletedProcess with text in stdout and stderr, and `seconds`.
     """
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    command = [launcher, "-np", str(ranks), str(program), *map(str, arguments)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
     begin = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    process = started(ranks, *arguments, cwd=cwd, environment=environment, program=program)
+    command = process.args
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -104,6 +92,18 @@ def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=s
     done = subprocess.CompletedProcess(command, process.returncode, out, err)
     done.seconds = time.monotonic() - begin
     return done
+
+
+def started(ranks, *arguments, cwd=None, environment=None, program=sys.executable):
+    """The launcher of such a job, a Popen in a session of its own."""
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    command = [launcher, "-np", str(ranks), str(program), *map(str, arguments)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    how = {"cwd": cwd, "env": settings, "text": True, "start_new_session": True}
+    return subprocess.Popen(command, **pipes, **how)
 
 
 def checked(*arguments, **how):

@@ -9,7 +9,9 @@ import pytest
 from hpc3d import limits
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, validate
-from hpc3d.config.rules import divisors, unknown_values, wrong_parts, wrong_pipeline
+from hpc3d.config.pipeline_rules import wrong_pipeline
+from hpc3d.config.rules import unknown_values
+from hpc3d.config.size_rules import divisors, wrong_parts
 from hpc3d.model.families import block_products
 from tests.elided import elided
 

@@ -56,6 +56,18 @@ def short_validation(tmp_path):
     return {"data__validation": path, "train__eval_every": 1}, [line]
 
 
+def no_token_to_mask(tmp_path):
+    return {"model__kind": "bert", "model__vocabulary": 256}, [
+        "model.vocabulary = 256: the tokenizer has 256 tokens, and one stands for those"
+    ]
+
+
+def padding_that_masks(tmp_path):
+    return {"model__kind": "bert", "model__padding": 256}, [
+        "model.padding = 256: must be below 256"
+    ]
+
+
 def small_vocabulary(tmp_path):
     return {"model__vocabulary": 100}, ["model.vocabulary = 100: the tokenizer has 25"]
 
@@ -87,6 +99,8 @@ BAD = [
     short_text,
     short_validation,
     small_vocabulary,
+    no_token_to_mask,
+    padding_that_masks,
     unwritable,
     several,
     wrong_ranks,

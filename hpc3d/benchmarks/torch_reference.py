@@ -3,7 +3,7 @@
 It follows hpc3d.model in sizes, names and the order of columns, [q | k | v] of a head, unless
 these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear,
 layer_norm, rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy.  What a model has is
-told by its weights: one with segments is BERT, with norms last and attention without a causal mask.
+seen from its weights: one with segments is BERT, with norms last and no causal mask.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _attention(
     shape: Any,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T]; neighbouring
-    queries share a key."""
+    """Attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T];
+    neighbouring queries share a key."""
     q, k, v = _projected(weights, name, x, shape)
     if "embedding.position" not in weights:
         q, k = (_turned(each, shape.rotation) for each in (q, k))

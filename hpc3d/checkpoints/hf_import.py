@@ -43,7 +43,8 @@ class Pretrained:
     """The model in a folder or a file.
 
     `model` has the keys of the section [model] that are known of it, `undecided` those that must
-    be given, each with the reason, and `settings` what config.json says.  ValueError, in one line, if it cannot be trained here.
+    be given, each with the reason, and `settings` what config.json says.  ValueError, in one line,
+    if it cannot be trained here.
     """
 
     def __init__(self, path: Path) -> None:

@@ -14,7 +14,8 @@ from hpc3d.checkpoints.sharded import Checkpoint, named, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
-from hpc3d.config.rules import refuse, unknown_values, wrong_parts
+from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.config.size_rules import wrong_parts
 from hpc3d.model.families import family_of
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec

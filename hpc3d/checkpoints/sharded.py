@@ -260,7 +260,8 @@ class Checkpoint:
 
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
     """Fill the parameters and the optimiser of a rank, if it has one, whatever layout wrote the
-    checkpoint and in whatever type: values and their master copies come from those that are there in full."""
+    checkpoint and in whatever type: values and their master copies come from those that are there
+    in full."""
     exact = checkpoint.exact
     for item, place in parameters.places.items():
         block = _block_of(item, parameters.mesh)

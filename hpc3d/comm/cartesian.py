@@ -68,7 +68,7 @@ def _line(
     """MPI's communicator of a group of hpc3d.comm.mesh.groups_of; collective over `cart`."""
     if name in sizes:
         return cart.Sub([name == other for other in sizes])
-    return cart.Split(min(members), members.index(cart.rank))
+    return cart.Split(min(members), members.index(cart.rank))  # type: ignore[return-value]
 
 
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:

@@ -56,12 +56,19 @@ def _wrong_graph(config: Config) -> Iterator[str]:
             f"train.cuda_graph = true: with mesh.p = {config.mesh.p} stages send messages, which "
             "are not recorded; use train.cuda_graph = false, or mesh.p = 1"
         )
+    if config.context().rings > 1:
+        yield (
+            f"train.cuda_graph = true: with mesh.c = {config.mesh.c} and parallel.context = "
+            f"{config.parallel.context} keys and values are sent in messages, which are not "
+            "recorded; use train.cuda_graph = false, or parallel.context = all-to-all"
+        )
     if find(config.parallel.schedule or "none").asynchronous:
         yield (
             f"train.cuda_graph = true: under schedule {config.parallel.schedule} steps differ in "
             "their weights; use train.cuda_graph = false, or a schedule that is synchronous"
         )
-    if config.train.dtype != "float32" and not Flash.replays(config.model.sequence):
+    whole = config.train.dtype != "float32" and not config.chunked()
+    if whole and not Flash.replays(config.model.sequence):
         yield (
             "train.cuda_graph = true: cuDNN's attention on model.sequence = "
             f"{config.model.sequence} cannot be replayed; use a multiple of 128, or "

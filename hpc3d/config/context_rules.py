@@ -26,8 +26,8 @@ def wrong_context(config: Config) -> Iterator[str]:
     yield from _uneven_sequences(config)
     if parallel.attention == "full" and config.context().rings > 1:
         yield (
-            f"parallel.attention = full: keys go round a ring (mesh.c = {c}) chunk by chunk; leave "
-            'it out, or use parallel.context = "all-to-all"'
+            f"parallel.attention = full: keys go round a ring (mesh.c = {c}) chunk by chunk; "
+            'leave it out, or use parallel.context = "all-to-all"'
         )
 
 
@@ -40,8 +40,8 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
         nearest = [size for size in (below, below + parts) if size]
         chunks = " x 2 chunks" if context.rings > 1 else ""
         yield (
-            f"model.sequence = {length} does not divide over mesh.c = {context.parts}{chunks}: use "
-            f"{' or '.join(map(str, nearest))}, or another mesh.c"
+            f"model.sequence = {length} does not divide over mesh.c = {context.parts}{chunks}: "
+            f"use {' or '.join(map(str, nearest))}, or another mesh.c"
         )
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from hpc3d.model.decoder import Decoder
 
 # (logits [samples, vocabulary], number of the token) -> a token per sample, or None to end.
-Choose = Callable[[np.ndarray, int], Sequence[int] | None]
+_Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 
 
-class Wanted(NamedTuple):
+class TextRequest(NamedTuple):
     """The ids of the `prompt`, and the most `tokens` of each of the `samples` that continue it.
 
     The model runs on `sequences`, which divide over the axes: those beyond the samples are copies.
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
         return min(sequence, len(self.prompt) + self.tokens)
 
 
-def continue_text(decoder: Decoder, wanted: Wanted, choose: Choose) -> None:
+def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> None:
     """Let rank 0 `choose` the tokens, one position after another, on all ranks together."""
     tokens, unread = np.tile(wanted.prompt, (wanted.sequences, 1)), len(wanted.prompt)
     for number in range(wanted.tokens):

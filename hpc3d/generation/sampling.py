@@ -32,9 +32,8 @@ class Sampling(NamedTuple):
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()
         bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
-        place = int(bits[0] >> np.uint64(11)) * 2.0**-53 * chances[-1]
-        below = min(place, np.nextafter(chances[-1], 0))
-        return int(np.searchsorted(chances, below, side="right"))
+        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # times a sum it rounds to less
+        return int(np.searchsorted(chances, uniform * chances[-1], side="right"))
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Those that tokens are drawn with, float64[vocabulary]."""

@@ -134,7 +134,10 @@ def layout_words(words: Iterable[str]) -> list[str]:
 def _words(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
     found = options(words)
     return [
-        word for pair in found if pair[0].removeprefix("--").startswith(beginnings) for word in pair
+        word
+        for pair in found
+        if pair[0].removeprefix("--").startswith(beginnings)
+        for word in pair
     ]
 
 

@@ -1,1 +1,1 @@
-"""A hand-written GPT-2, forward and backward, on the sharded product."""
+"""Hand-written GPT-2, Llama and BERT, forward and backward, on the sharded product."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.context_attention import attention_of
 from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
-from hpc3d.model.layers import Dropout, Linear, NormSaved
+from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias
 from hpc3d.ops.swiglu import swiglu, swiglu_grad

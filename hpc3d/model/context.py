@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+
 class Context(NamedTuple):
     """Sequences of `length` tokens on `rings` x `heads` ranks of the context axis.
 
@@ -73,6 +74,9 @@ class Context(NamedTuple):
         virtual, token = np.divmod(np.arange(here.start, here.stop), self.tokens)
         part, sequence = np.divmod(virtual, sequences // self.parts)
         return (first + sequence) * self.length + _order(self)[part, token]
+
+
+WHOLE = Context(0)  # sequences of any length, which nothing cuts
 
 
 @cache

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.core_attention import CoreAttention, HeadBlock
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
-    ChunkPair,
-    Chunks,
     begin_merging,
     chunks_grad,
     end_merging,
@@ -51,8 +50,8 @@ class RingSaved(NamedTuple):
 
 
 class RingAttention(HeadBlock):
-    """softmax(q k' / sqrt(D) + mask) v, where each rank has some tokens of every sequence: keys and
-    values go round the ring in one message, the next ones while these are at work (Liu et al.
+    """softmax(q k' / sqrt(D) + mask) v, where each rank has some tokens of every sequence: keys
+    and values go round the ring in one message, the next ones while these are at work (Liu et al.
     2023, arXiv:2310.01889).
 
     With K the elements of its k, a rank receives 2 (c - 1) K of them forward; backward as many
@@ -68,9 +67,9 @@ class RingAttention(HeadBlock):
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
         """The output [B*t, heads*D], and what `backward` needs."""
         qkv, chunks = self.turned(qkv, micro), self._chunks_seen(micro)
-        how = self.tokens, self.form, self.mesh.empty
         with self.mesh.trace.span("keys and values"):
-            merged, kv = begin_merging(qkv, *how), keys_and_values(qkv, *how)
+            merged = begin_merging(qkv, self.tokens, self.form, self.mesh.empty)
+            kv = keys_and_values(qkv, self.tokens, self.form, self.mesh.empty)
         for place, block in self.ring.around(kv):
             with self._span(kv, place, 4):
                 merge_chunks(qkv, block, merged, chunks(place))
@@ -81,10 +80,11 @@ class RingAttention(HeadBlock):
         """The gradient of [q|k|v] from that of the output."""
         qkv, out, sums = saved
         chunks, empty = self._chunks_seen(micro), self.mesh.empty
-        how = self.tokens, self.form, empty
         with self.mesh.trace.span("keys and values"):
-            grad = ChunkGrad(dout, sums, row_dots(dout, out, *how))
-            kv, dq = keys_and_values(qkv, *how), empty(dout.shape, wide(dout.dtype))
+            dots = row_dots(dout, out, self.tokens, self.form, empty)
+            grad = ChunkGrad(dout, sums, dots)
+            kv = keys_and_values(qkv, self.tokens, self.form, empty)
+            dq = empty(dout.shape, wide(dout.dtype))
             dq.fill(0)
         coming = None
         for place, block in self.ring.around(kv, home_last=True):
@@ -98,7 +98,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, place: int) -> tuple[ChunkPair, ...]:
-        """Those of this rank's chunks and of the chunks at a place of the ring that queries see."""
+        """Those of this rank's chunks and of chunks at a place of the ring that queries see."""
         mine, theirs = (list(self._chunks(which)) for which in (self.place, place))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -109,6 +109,7 @@ class RingAttention(HeadBlock):
 
     def _chunks(self, place: int) -> Iterator[tuple[slice, int]]:
         """(rows of a virtual sequence, position of the first) of the chunks at a place."""
+        starts: Sequence[int]
         if self.context.rings > 1:
             starts, size = self.context.chunks(place), self.context.chunk
         else:
@@ -145,8 +146,10 @@ class RingAttention(HeadBlock):
             return None
         length, samples = self.context.length, self.samples(micro)
         sample, first = self.sizes.heads * length, self.heads().start * length
-        ends = ((micro.first + edge) * sample + first for edge in (samples.start, samples.stop))
-        rows = range(*ends, sample)
+        start, stop = (
+            (micro.first + edge) * sample + first for edge in (samples.start, samples.stop)
+        )
+        rows = range(start, stop, sample)
         return Mask(self.key(micro), self.sizes.dropout, rows, range(length), length)
 
 
@@ -163,7 +166,7 @@ class Ring:
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
         """(place, its block) of every place, this one's own first or last, and those before it
-        nearest first; the next one is on its way while one is at work."""
+        nearest first; the next one is in flight while one is at work."""
         coming = self._next(block, 1)
         if not home_last:
             yield self.place, block
@@ -199,14 +202,16 @@ class HeadExchange:
     and as many backward.
     """
 
-    def __init__(self, mesh: Mesh, context: Context, core: HeadBlock) -> None:
+    def __init__(self, mesh: Mesh, context: Context, core: CoreAttention | RingAttention) -> None:
         self.mesh, self.comm, self.core = mesh, mesh.comm(CONTEXT), core
         self.members, self.tokens = context.heads, context.tokens
         self.first = self.comm.rank // self.members * self.members
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, Any]:
         """The output [B*t, heads*D], and what `backward` needs."""
-        out, saved = self.core.forward(self.to_heads(qkv, self.core.form.stretches(qkv.shape[1])), micro)
+        out, saved = self.core.forward(
+            self.to_heads(qkv, self.core.form.stretches(qkv.shape[1])), micro
+        )
         return self.to_tokens(out, [slice(0, out.shape[1] * self.members)]), saved
 
     def backward(self, dout: Array, saved: Any, micro: Microbatch) -> Array:
@@ -216,7 +221,8 @@ class HeadExchange:
         return self.to_tokens(dqkv, self.core.form.stretches(dqkv.shape[1] * self.members))
 
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
-        """[B*t, heads] -> [B*u*t, heads/u], for columns that are heads in each of the `stretches`."""
+        """[B*t, heads] -> [B*u*t, heads/u], for columns that are heads in each of the
+        `stretches`."""
         rows, columns = x.shape
         u, width = self.members, columns // self.members
         parts = self.mesh.empty((u * rows, width), x.dtype)
@@ -250,7 +256,7 @@ class HeadExchange:
             yield mine, parts[:, :, start : start + width]
             start += width
 
-    def _in_one_piece(self, view: Array, shape: tuple[int, int]) -> Array:
+    def _in_one_piece(self, view: Array, shape: Sequence[int]) -> Array:
         """A view as a matrix."""
         out = self.mesh.empty(shape, view.dtype)
         with self.mesh.trace.span("exchange of heads"):

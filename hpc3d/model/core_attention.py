@@ -118,9 +118,9 @@ class CoreAttention(HeadBlock):
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """The output [B*T, heads*D], and what `backward` needs."""
         qkv = self.turned(qkv, micro)
-        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
+        empty, seen = self.mesh.empty, self._seen(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
-            out, p = attend(qkv, self.tokens, *how)
+            out, p = attend(qkv, self.tokens, self.form, empty, **seen)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
@@ -128,21 +128,22 @@ class CoreAttention(HeadBlock):
         qkv, p = saved
         if self.selective:
             p = self.recompute(qkv, micro)
-        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
+        empty, seen = self.mesh.empty, self._seen(micro)
         with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
-            dqkv = attend_grad(dout, qkv, p, self.tokens, *how)
+            dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, empty, **seen)
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """The probabilities once more: half of the work."""
         trace, half = self.mesh.trace, self._flops(qkv) // 2
-        how = self.form, self.mesh.empty, self._drop(micro), self._mask(micro)
+        empty, seen = self.mesh.empty, self._seen(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.tokens, *how)
+            return attend_again(qkv, self.tokens, self.form, empty, **seen)
 
-    def _mask(self, micro: Microbatch) -> AttentionMask:
-        """Which keys the queries of this rank's samples see."""
-        return AttentionMask(self.causal, self.padding(micro, 0))
+    def _seen(self, micro: Microbatch) -> dict[str, Any]:
+        """Which keys the queries of this rank's samples see, and what of it is dropped."""
+        mask = AttentionMask(self.causal, self.padding(micro, 0))
+        return {"drop": self._drop(micro), "mask": mask}
 
     def _drop(self, micro: Microbatch) -> Mask | None:
         """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""

@@ -77,6 +77,7 @@ class Decoder:
     def _embedded(self, micro: Microbatch, count: int) -> Array:
         """X of the tokens, at the positions after those that are kept."""
         first, embeddings = self.kept.length, self.stage.embeddings
+        assert embeddings
         x, _ = embeddings.lookup.forward(micro)
         if not embeddings.positions:
             return x
@@ -86,6 +87,7 @@ class Decoder:
     def _logits(self, x: Array) -> Array:
         """Of the last rows X[sequences, h], on all ranks."""
         head = self.stage.head
+        assert head
         logits, _ = head.logits(x)
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 

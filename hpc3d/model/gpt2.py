@@ -15,8 +15,6 @@ import numpy as np
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.model.positions import Positions
-from hpc3d.ops.rows import add_bias, sum_rows
-from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Matmul, Saved
 
 if TYPE_CHECKING:

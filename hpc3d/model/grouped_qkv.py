@@ -113,11 +113,11 @@ class GroupedQkv(Linear):
         """[q | k | v], and what backward needs."""
         weights = [part.weight.value for part in self.parts]
         biases = [part.bias.value for part in self.parts if part.bias]
-        w = self._joined(weights)
-        y, saved = self.affine(x, w, self._joined(biases) if biases else None)
-        if saved.w is w:
-            return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
-        return y, GroupedSaved(*saved, weights)
+        b = self._joined(biases) if biases else None
+        y, saved = self.affine(x, self._joined(weights), b)
+        if "w" in saved.kept and self.matmul.moves_w:
+            return y, GroupedSaved(*saved, weights)
+        return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
         """The columns that this rank multiplies with, side by side."""

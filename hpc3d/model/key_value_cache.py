@@ -5,7 +5,7 @@ A `CachedAttention` stands where a block has its core of attention (hpc3d.model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class CachedAttention:
         across = mesh.count(spec.splits["dense"].y[1])
         self.mesh, self.sizes, self.form = mesh, spec.sizes, spec.sizes.form_over(across)
         self.rotary, self.kept = spec.family.rotary, kept
-        self.cache = None  # [2, B, heads, T, D], keys and values
+        self.cache: Any = None  # [2, B, heads, T, D], keys and values
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, None]:
         """The output [B*t, heads*D]; there is no backward pass."""
@@ -46,9 +46,14 @@ class CachedAttention:
         if self.cache is None:
             batch, heads, _, width = heads_of(qkv, sequence, self.form)[1].shape
             self.cache = self.mesh.empty((2, batch, heads, self.kept.capacity, width), qkv.dtype)
-        with self.mesh.trace.span("attention", "attention"):
-            how = sequence, self.form, self.cache, first, self.mesh.empty
+        how = sequence, self.form, self.cache, first, self.mesh.empty
+        with self.mesh.trace.span("attention", "attention", self._flops(qkv, first + sequence)):
             return attend_cached(qkv, *how), None
+
+    def _flops(self, qkv, seen):
+        """Of q k' and p v: 2 products of 2 `seen` D for every row and head."""
+        width, queries = self.form
+        return 4 * seen * queries * width * qkv.size // self.form.columns
 
     def _turn(self, qkv: Array, sequence: int, first: int) -> None:
         """Turn q and k by their positions, in place."""

@@ -76,8 +76,7 @@ def microbatches(
     for first, stop in pairwise(ends):
         part = slice(first, stop)
         valid = valid_tokens(targets[part]) if alone else whole
-        pair = tokens[part], targets[part]
-        yield Microbatch(step, first, *map(cut, pair), 1 / valid, cache)
+        yield Microbatch(step, first, cut(tokens[part]), cut(targets[part]), 1 / valid, cache)
 
 
 def valid_tokens(targets: np.ndarray) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpc3d.model.context import Context
+from hpc3d.model.context import WHOLE, Context
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
@@ -101,8 +101,8 @@ class Family:
     products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
     head      of the last end: the same
     attention operations of the core of attention, of a token in a block, forward: (sizes)
-    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute, whether
-              attention is chunked)
+    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute,
+              whether attention is chunked)
     """
 
     kind: str
@@ -133,8 +133,8 @@ class Family:
 class ModelSpec:
     """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
     products of each kind of layer, the operands that these `keep` for backward, the `seed` of
-    dropout, what backward does again, `recompute` ("none", "selective" or "full"), how sequences are
-    cut, `context` (whole ones unless it is given), and whether attention is `chunked`."""
+    dropout, what backward does again, `recompute` ("none", "selective" or "full"), how sequences
+    are cut, `context` (whole ones unless it is given), and whether attention is `chunked`."""
 
     family: Family
     sizes: ModelSizes
@@ -142,9 +142,9 @@ class ModelSpec:
     keep: str = "xw"
     seed: int = 0
     recompute: str = "none"
-    context: Context = Context(0)
+    context: Context = WHOLE
     chunked: bool = False
 
     def __post_init__(self) -> None:
-        if not self.context.length:
+        if self.context is WHOLE:
             object.__setattr__(self, "context", Context(self.sizes.sequence))

@@ -12,11 +12,9 @@ makes the probabilities again from L.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,78 +27,16 @@ from hpc3d.ops.attention import (
     heads_of,
     queries_of,
 )
-from hpc3d.ops.random import cuda_mask, keep_mask
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks, gpu_tiles
+from hpc3d.ops.random import keep_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
     from hpc3d.arrays.primitive import Primitive
-    from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
 _TILE = 256  # tokens of a tile of scores, on either side: 256 KB of float32
 _SCORES = 1 << 18  # bytes of the tiles of several heads that are worked on at a time
-_GPU_TILE, _GPU_SCORES = 1024, 1 << 26  # the same on a GPU
-
-
-class ChunkPair(NamedTuple):
-    """A chunk of queries and one of keys, as rows of their blocks, with the positions in the
-    sequence at which they begin; where `masked`, queries do not see later keys."""
-
-    queries: slice
-    keys: slice
-    masked: bool
-    query_position: int
-    key_position: int
-
-
-class Chunks(NamedTuple):
-    """What of a block of keys is attended to: pairs of chunks, of heads of a `form`.
-
-    `padding`, booleans [B, t], says which keys are not seen.  What is multiplied with v are the
-    probabilities times the factors of `drop`: draws of a matrix [samples heads key, T], in which
-    `rows` are the first of each sample of this rank, as far apart as its heads and keys.
-    """
-
-    pairs: Sequence[ChunkPair]
-    form: HeadForm
-    drop: Mask | None = None
-    padding: Array | None = None
-
-    def tiles(
-        self, kv: Array, tokens: int, nbytes: int
-    ) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
-        """(sample, heads) and part of a pair, for tiles of so many `tokens` on either side at
-        most, as many heads at a time as have `nbytes` of scores."""
-        _, batch, heads, _, _ = kv.shape
-        g = self.form.queries
-        for tile in (tile for pair in self.pairs for tile in _cut(pair, g, tokens)):
-            rows, keys = _count(tile.queries) * g, _count(tile.keys)
-            count = max(1, nbytes // (rows * keys * kv.itemsize))
-            for sample in range(batch):
-                for first in range(0, heads, count):
-                    yield (sample, slice(first, min(first + count, heads))), tile
-
-    def meter(self, kv: Array, inward: int, outward: int, kernels: Sequence[str]) -> None:
-        """Tell the meter of so many products that end in scores, and that begin with them, and of
-        `kernels` of whole attention that take as long for a score."""
-        _, batch, heads, _, width = kv.shape
-        sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
-        for (m, n), pairs in sizes.items():
-            count = pairs * batch * heads * self.form.queries
-            for shape in inward * [(m, n, width)] + outward * [(m, width, n)]:
-                kv.meter.product(*shape, kv.dtype, count)
-            for name in kernels:
-                kv.meter.kernel(name, count * m * n * kv.itemsize)
-
-
-def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
-    """What tiles have in common that launch the same."""
-    (_, heads), tile = piece
-    return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked
-
-
-def _count(rows: slice) -> int:
-    return rows.stop - rows.start
 
 
 class Merged(NamedTuple):
@@ -140,6 +76,13 @@ def _(qkv, sequence, form, empty):
     return empty((2, qkv.shape[0] // sequence, heads, sequence, form.width), qkv.dtype)
 
 
+def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
+    heads = qkv.shape[1] // form.columns
+    shape = qkv.shape[0] // sequence, heads, form.queries, sequence
+    out = empty((qkv.shape[0], heads * form.queries * form.width), wide(qkv.dtype))
+    return Merged(out, empty(shape, wide(qkv.dtype)))
+
+
 @primitive
 def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
     """Attention of the queries of qkv to no keys yet."""
@@ -148,14 +91,7 @@ def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
     return merged
 
 
-begin_merging.abstract(lambda *given: _empty_merged(*given))
-
-
-def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
-    heads = qkv.shape[1] // form.columns
-    shape = qkv.shape[0] // sequence, heads, form.queries, sequence
-    out = empty((qkv.shape[0], heads * form.queries * form.width), wide(qkv.dtype))
-    return Merged(out, empty(shape, wide(qkv.dtype)))
+begin_merging.abstract(_empty_merged)
 
 
 @primitive
@@ -192,17 +128,16 @@ def _(qkv, kv, merged, chunks):
 
 @merge_chunks.cuda
 def _(gpu, qkv, kv, merged, chunks):
-    q, _, _ = heads_of(qkv, kv.shape[3], chunks.form)
-    for at, tile in gpu.pieces(chunks.tiles(kv, _GPU_TILE, _GPU_SCORES), _kind):
-        k, v = (each[at][:, tile.keys] for each in kv)
-        queries = _gpu_queries(gpu, q, at, tile)
-        p, place = _gpu_scores(gpu, k, queries), _Place(chunks, at, tile)
-        kept = gpu.empty((len(p) * chunks.form.queries, _count(tile.queries)), np.float32)
-        given = {"sums": merged.sums[at], "kept": kept, **place.given(merged.sums.shape[-1])}
-        gpu.launch("chunk_softmax", *kept.shape, scores=p, **given)
+    sequence = kv.shape[3]
+    q, _, _ = heads_of(qkv, sequence, chunks.form)
+    for tile in gpu_tiles(gpu, chunks, kv):
+        (k, v), queries = tile.keys(kv), tile.queries(q)
+        p, kept = tile.scores(k, queries), gpu.empty(tile.work, np.float32)
+        given = {"sums": merged.sums[tile.at], "kept": kept, **tile.given(sequence)}
+        gpu.launch("chunk_softmax", *tile.work, scores=p, **given)
         added = gpu.empty(queries.shape, np.float32)
         gpu.multiply(p.swapaxes(1, 2), v, added)
-        place.add(gpu, added, merged.out, kv.shape[3], kept)
+        tile.add(added, merged.out, sequence, kept)
 
 
 @composite
@@ -288,22 +223,22 @@ def _(qkv, kv, grad, dq, chunks, empty):
 
 @chunks_grad.cuda
 def _(gpu, qkv, kv, grad, dq, chunks, empty):
-    q, _, _ = heads_of(qkv, kv.shape[3], chunks.form)
-    dout = queries_of(grad.dout, kv.shape[3], chunks.form)
+    sequence, form = kv.shape[3], chunks.form
+    q, dout = heads_of(qkv, sequence, form)[0], queries_of(grad.dout, sequence, form)
     dkv = empty(kv.shape, np.float32)
     dkv.fill(0)
-    for at, tile in gpu.pieces(chunks.tiles(kv, _GPU_TILE, _GPU_SCORES), _kind):
-        (k, v), (dk, dv) = ([each[at][:, tile.keys] for each in both] for both in (kv, dkv))
-        queries, d = (_gpu_queries(gpu, each, at, tile) for each in (q, dout))
-        p, ds, place = _gpu_scores(gpu, k, queries), _gpu_scores(gpu, v, d), _Place(chunks, at, tile)
-        given = {"sums": grad.sums[at], "dots": grad.dots[at], **place.given(kv.shape[3])}
-        work = len(p) * chunks.form.queries, _count(tile.queries)
-        gpu.launch("chunk_softmax_grad", *work, scores=p, dweights=ds, **given)
+    for tile in gpu_tiles(gpu, chunks, kv):
+        (k, v), (dk, dv) = tile.keys(kv), tile.keys(dkv)
+        queries, d = tile.queries(q), tile.queries(dout)
+        p, ds = tile.scores(k, queries), tile.scores(v, d)
+        sums = {"sums": grad.sums[tile.at], "dots": grad.dots[tile.at]}
+        given = {**sums, **tile.given(sequence)}
+        gpu.launch("chunk_softmax_grad", *tile.work, scores=p, dweights=ds, **given)
         gpu.multiply(p, d, dv, add=dv)
         gpu.multiply(ds, queries, dk, add=dk)
         added = gpu.empty(queries.shape, np.float32)
         gpu.multiply(ds.swapaxes(1, 2), k, added)
-        place.add(gpu, added, dq, kv.shape[3])
+        tile.add(added, dq, sequence)
     return dkv
 
 
@@ -330,20 +265,6 @@ def _as_numpy(op: Primitive) -> None:
 
 for _op in (keys_and_values, begin_merging, end_merging, join_grads):
     _as_numpy(_op)
-
-
-def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
-    """The tiles of a pair of chunks."""
-    rows = max(1, tokens // g)
-    for q in range(pair.queries.start, pair.queries.stop, rows):
-        queries = slice(q, min(q + rows, pair.queries.stop))
-        for k in range(pair.keys.start, pair.keys.stop, tokens):
-            keys = slice(k, min(k + tokens, pair.keys.stop))
-            places = (
-                pair.query_position + q - pair.queries.start,
-                pair.key_position + k - pair.keys.start,
-            )
-            yield ChunkPair(queries, keys, pair.masked, *places)
 
 
 def _together(q: Array) -> Array:
@@ -408,62 +329,3 @@ def _factors(
     kept = keep_mask(drop.key, drop.rate, rows, queries, drop.width)
     kept = kept.reshape(scores.shape[1], g, len(keys), -1).transpose(2, 0, 1, 3)
     return kept.reshape(scores.shape) * scores.dtype.type(1 / (1 - drop.rate))
-
-
-def _gpu_queries(gpu: Gpu, q: Array, at: tuple[int, slice], tile: ChunkPair) -> Array:
-    """Those of a tile, or their gradients, [heads, g*t, D] in one piece."""
-    part = q[at][:, :, tile.queries]
-    heads, g, tokens, width = part.shape
-    return gpu.contiguous(part).reshape(heads, g * tokens, width)
-
-
-def _gpu_scores(gpu: Gpu, k: Array, q: Array) -> Array:
-    """k q' [heads, key, g*query]."""
-    scores = gpu.empty((len(k), k.shape[1], q.shape[1]), k.dtype)
-    gpu.multiply(k, q.swapaxes(1, 2), scores)
-    return scores
-
-
-class _Place(NamedTuple):
-    """A tile among the chunks of which it is one."""
-
-    chunks: Chunks
-    at: tuple[int, slice]
-    tile: ChunkPair
-
-    def given(self, sequence: int) -> dict[str, Any]:
-        """The arguments of the kernels of the softmax besides scores and sums."""
-        (sample, _), tile, (width, g) = self.at, self.tile, self.chunks.form
-        keys, padding = _count(tile.keys), self.chunks.padding
-        return {
-            "padding": None if padding is None else padding[sample, tile.keys],
-            "keys": keys,
-            "queries": _count(tile.queries),
-            "group": g,
-            "ahead": tile.query_position - tile.key_position if tile.masked else keys,
-            "first": tile.queries.start,
-            "sequence": sequence,
-            "scale": 1 / sqrt(width),
-            **cuda_mask(self.drop(), "dropout_key"),
-        }
-
-    def drop(self) -> Mask | None:
-        """That of the first head of the tile."""
-        (sample, heads), tile, drop = self.at, self.tile, self.chunks.drop
-        if drop is None:
-            return None
-        row = drop.rows[sample] + heads.start * self.chunks.form.queries * drop.width
-        row += tile.key_position
-        columns = range(tile.query_position, drop.width)
-        return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
-
-    def add(
-        self, gpu: Gpu, added: Array, out: Array, sequence: int, kept: Array | None = None
-    ) -> None:
-        """out = kept out + added [heads, g*t, D], in the tile's part of out [B*t, heads*g*D]."""
-        (sample, heads), tile, (width, g) = self.at, self.tile, self.chunks.form
-        rows = out[sample * sequence :][tile.queries]
-        columns = len(added) * g * width
-        given = {"queries": len(rows), "columns": columns, "width": width, "kept": kept}
-        given |= {"first": heads.start * g * width, "stride": out.shape[1]}
-        gpu.launch("merge_chunk", len(rows), columns, out=rows, added=added, **given)

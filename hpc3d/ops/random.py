@@ -35,12 +35,12 @@ def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     return stream.random_raw(skipped + count)[skipped:]
 
 
-# Rows of a block: a stretch, or the number of each.
-Rows = slice | range | np.ndarray
+# _Rows of a block: a stretch, or the number of each.
+_Rows = slice | range | np.ndarray
 
 
 def _by_rows(
-    rows: Rows, columns: slice | range, width: int, make: Callable[[int, int], np.ndarray]
+    rows: _Rows, columns: slice | range, width: int, make: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
     """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked;
     its `rows` and `columns` are those in a matrix with `width` columns."""
@@ -54,7 +54,7 @@ def _by_rows(
     return np.concatenate([make(0, 0), *parts]).reshape(total, count)
 
 
-def _runs(rows: Rows) -> list[tuple[int, int]]:
+def _runs(rows: _Rows) -> list[tuple[int, int]]:
     """The first and the number of rows that follow each other, again and again."""
     if not isinstance(rows, np.ndarray):
         return [(rows.start, rows.stop - rows.start)] if rows.stop > rows.start else []
@@ -62,7 +62,7 @@ def _runs(rows: Rows) -> list[tuple[int, int]]:
     return [(int(rows[a]), b - a) for a, b in pairwise(ends) if b > a]
 
 
-def normal(key: np.ndarray, rows: Rows, columns: slice | range, width: int) -> np.ndarray:
+def normal(key: np.ndarray, rows: _Rows, columns: slice | range, width: int) -> np.ndarray:
     """A block of independent standard normal numbers, float64 (Box and Muller)."""
 
     def make(first, count):
@@ -75,7 +75,7 @@ def normal(key: np.ndarray, rows: Rows, columns: slice | range, width: int) -> n
 
 
 def keep_mask(
-    key: np.ndarray, rate: float, rows: Rows, columns: slice | range, width: int
+    key: np.ndarray, rate: float, rows: _Rows, columns: slice | range, width: int
 ) -> np.ndarray:
     """A block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
     limit = np.uint16(min(round(rate * 2**16), 2**16 - 1))
@@ -92,7 +92,7 @@ class Mask(NamedTuple):
     """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
     of its elements, drawn when it is needed, so that they never all exist.
 
-    `rows` and `columns` are those of the block in the matrix, `key` that of its stream; `rows` that
+    `rows` and `columns` are those of the block in the matrix, `key` that of its stream; rows that
     are no stretch are an array, which on a device is there.
     """
 

@@ -92,6 +92,13 @@ class Matmul:
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
 
+    @property
+    def moves_w(self) -> bool:
+        """Whether a rank's working block of W is made of what several ranks store."""
+        layout = self.w_layout
+        stored = {axis for dim in layout for axis in dim} | {*layout.owned}
+        return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
+
     def forward(self, x: Array, w: Array) -> Array:
         """The stored block of Y from the stored blocks of X and W."""
         return self.forward_saving(x, w)[0]

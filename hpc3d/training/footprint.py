@@ -5,8 +5,8 @@ n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
 
     parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over r; states
                     of another type have bytes of their own
-    activations     one microbatch: k n e L / (p t r), k = 16 + a s / h, 16 + a / h (chunked), 16 or
-                    1 (recompute)
+    activations     one microbatch: k n e L / (p t r), k = 16 + a s / h, 16 + a / h (chunked), 16
+                    or 1 (recompute)
     logits          b s V e / (p t r), on the last stage
     batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
 

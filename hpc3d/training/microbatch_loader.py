@@ -89,8 +89,9 @@ class MicrobatchLoader:
         tokens, targets = self.batch(step)
         self.valid[step] = valid_tokens(targets)
         first = step * self.count if self.asynchronous else 0
-        how = self.count, self.alone, self.cache, self.context
-        cut = microbatches(step, tokens, targets, *how)
+        cut = microbatches(
+            step, tokens, targets, self.count, self.alone, cache=self.cache, context=self.context
+        )
         here = (
             micro._replace(scale=factor * micro.scale, training=self.training) for micro in cut
         )

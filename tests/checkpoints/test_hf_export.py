@@ -52,6 +52,15 @@ def test_every_layout_exports_the_same_bytes(tmp_path, line):
         assert (found / name).read_bytes() == (expected / name).read_bytes()
 
 
+def test_a_padded_vector_of_the_vocabulary_is_as_long_as_the_vocabulary(tmp_path):
+    """Of 29 tokens over two ranks; a checkpoint has no padding."""
+    expected = exported(tmp_path / "serial", f"{SERIAL} kind=bert")
+    found = exported(tmp_path / "parallel", f"{LAYOUTS[0]} kind=bert")
+    assert problems(tmp_path / "parallel" / "run" / "checkpoints" / "step-00000000") == []
+    name = "model.safetensors"
+    assert (found / name).read_bytes() == (expected / name).read_bytes()
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_what_was_exported_comes_back_to_the_last_bit(tmp_path, model):
     target = exported(tmp_path, f"{SERIAL} {model}", step=5)

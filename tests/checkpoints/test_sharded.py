@@ -127,6 +127,33 @@ def test_keys_that_ranks_store_whole_go_on_where_they_are_cut(checkpoints, befor
     test_any_layout_goes_on_from_any_other(checkpoints, before, after)
 
 
+CONTEXTS = """
+c=2 d=2 zero=1 microbatches=2 sequence=8
+p=2 d=2 x=2 schedule=1f1b microbatches=2 sequence=8
+c=4 x=2 zero=3 microbatches=2 context=both ulysses=2 sequence=8
+c=2 y=2 zero=2 microbatches=2 context=all-to-all sequence=8
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if number else [])
+        for number, pair in enumerate(zip(CONTEXTS, CONTEXTS[1:] + CONTEXTS[:1], strict=True))
+    ],
+)
+def test_another_context_goes_on(checkpoints, before, after):
+    test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(5, 10), pytest.param(1, 8, marks=pytest.mark.slow)]
+)
+def test_so_does_a_bert_whose_vector_of_the_vocabulary_is_padded(checkpoints, before, after):
+    lines = (f"{LAYOUTS[number]} kind=bert steps=3" for number in (before, after))
+    test_any_layout_goes_on_from_any_other(checkpoints, *lines)
+
+
 DRAWN = "steps=3 layers=4 hidden=24 heads=24 batch=48"
 
 

@@ -29,6 +29,13 @@ def body(job):
         if job.rank == 0:
             print(way, *(type(mesh.comm(axis)).__name__ for axis in "dxy"), flush=True)
     assert len(device.aborts) == 3  # of all ranks, and of two axes
+    plane = build({"d": job.size // 2, "c": 2}, transport="nccl", device=device).comm("c d")
+    for case in CASES:
+        case(Brought(plane), "float32")
+    order = [rank for part in range(2) for rank in range(part, job.size, 2)]
+    assert plane.members == tuple(order) and plane.rank == order.index(job.rank)
+    if job.rank == 0:
+        print("plane", type(plane).__name__, flush=True)
     job.barrier()
 
 

@@ -76,13 +76,15 @@ def test_every_call(transport, dtype, size, case, monkeypatch):
 
 @pytest.mark.slow
 def test_real_ranks():
-    """The calls as mpi4py takes them, along two axes of a mesh."""
+    """The calls as mpi4py takes them, along two axes of a mesh, and by NCCL over a plane of all
+    ranks, whose order is not theirs."""
     out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)
     assert out.splitlines() == [
         "mpi CudaAwareMpi CudaAwareMpi Self",
         "mpi-messages CudaAwareMessages CudaAwareMessages Self",
         "host-staged HostStaged HostStaged Self",
         "nccl Nccl Nccl Self",
+        "plane Nccl",
     ]
 
 

@@ -5,6 +5,15 @@ import pytest
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
 
+# Sizes that 8 and more ranks divide.
+SIZES = {"--model.hidden": 144, "--model.heads": 24, "--train.batch": 144}
+ON_2_2_2 = ["--mesh.x", "2", "--mesh.y", "2", "--mesh.z", "2"]
+
+
+def sized(changes, *more):
+    flat = [str(part) for item in {**SIZES, **changes}.items() for part in item]
+    return [*flat, *more]
+
 
 def problems(*options, ranks=8, text="", folder=None):
     """The lines that a file with `text` and the command line `options` are refused with."""

@@ -69,6 +69,10 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
             "--train.cuda_graph true --train.dtype bfloat16",
             "train.cuda_graph = true: ... 64 ... 128",
         ),
+        (
+            "--train.cuda_graph true --mesh.c 2 --train.dtype float32",
+            "train.cuda_graph = true: ... mesh.c = 2 ... all-to-all",
+        ),
     ],
 )
 def test_what_a_gpu_cannot_do_with_a_schedule_is_refused(how, line):

@@ -1,6 +1,7 @@
 """What is predicted of a device is what it does: every launch, its bytes, and the memory."""
 
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -35,6 +36,10 @@ LINES = [
     f"{ONE} kind=bert padding=4 fused_gelu=true",
     f"{ONE} kind=bert dtype=bfloat16 hidden=32 heads=4 sequence=8 recompute=selective",
     f"x=2 z=2 {ONE[4:]} batch=8 kind=bert gelu=exact dropout=0.25 padding=4",
+    f"c=2 x=2 sequence=8 {ONE[4:]} kind=llama kv_heads=4 ffn=24 dropout=0.25",
+    f"c=4 sequence=8 context=both ulysses=2 {ONE[4:]} layers=1 kind=bert padding=4",
+    f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full",
+    f"{ONE} attention=chunked sequence=8 dropout=0.25",
 ]
 
 
@@ -53,13 +58,20 @@ class Counts(CostMeter):
 
     def __init__(self):
         self.count, self.bytes, self.products = Counter(), Counter(), Counter()
+        self.times = 1
+
+    @contextmanager
+    def counting(self, times):
+        self.times = times
+        yield
+        self.times = 1
 
     def product(self, m, n, k, dtype, batch=1):
-        self.products[m, n, k, dtype.name, batch] += 1
+        self.products[m, n, k, dtype.name, batch] += self.times
 
     def kernel(self, name, nbytes):
-        self.count[name] += 1
-        self.bytes[name] += nbytes
+        self.count[name] += self.times
+        self.bytes[name] += self.times * nbytes
 
 
 def launched(counter):

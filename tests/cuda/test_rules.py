@@ -38,6 +38,15 @@ SEVERAL = [
     "d=2 y=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=1 kind=llama kv_heads=1",
     f"x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 {BERT}",
 ]
+CONTEXT = [
+    "c=2 sequence=8 dropout=0.25",
+    "c=2 d=2 sequence=4 zero=1 context=all-to-all kind=llama kv_heads=4 ffn=24",
+    "c=2 x=2 sequence=8 kind=llama kv_heads=4 ffn=24 scheme=1d-sequence recompute=selective",
+    "c=4 sequence=8 context=both ulysses=2 dropout=0.25 recompute=full",
+    "c=2 p=2 schedule=1f1b microbatches=2 layers=2 sequence=8 kind=bert padding=4 dropout=0.25",
+    "attention=chunked recompute=selective kind=llama kv_heads=4 ffn=24",
+]
+SEVERAL += [f"schedule=none batch=4 microbatches=1 layers=1 steps=2 {line}" for line in CONTEXT]
 
 
 def same(found, expected):
@@ -68,7 +77,7 @@ def test_products_may_do_gelu(line, launcher):
     assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
 
 
-@pytest.mark.parametrize("line", some(SEVERAL, 3))
+@pytest.mark.parametrize("line", some(SEVERAL, 3, 8))
 def test_ranks_train_as_one_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):
@@ -99,7 +108,7 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3]], 0)
+    "line", some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3], SEVERAL[8]], 0)
 )
 def test_16_bits_train_as_32(kind, line, launcher):
     """With master weights in float32, and a scaled loss in float16."""

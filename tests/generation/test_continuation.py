@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.generation.continuation import Wanted, continue_text
+from hpc3d.generation.continuation import TextRequest, continue_text
 from hpc3d.generation.sampling import Sampling
 from hpc3d.model.decoder import sequences_for
 from tests.model.test_decoder import COMMON, KINDS, MESHES, SEQUENCE, decoder_of, forward_of
@@ -39,7 +39,7 @@ def continued(line, prompt, samples, tokens, how=HOW):
 
     def rank(mesh):
         sequences = sequences_for(mesh.sizes, config.splits()["dense"], samples)
-        wanted = Wanted(prompt, samples, sequences, tokens)
+        wanted = TextRequest(prompt, samples, sequences, tokens)
         decoder, found = decoder_of(mesh, config, wanted.capacity(SEQUENCE)), []
 
         def choose(logits, number):
@@ -94,7 +94,7 @@ def test_all_ranks_end_where_rank_0_wants_no_more():
             calls.append(number)
             return None if number == 2 else [5]
 
-        continue_text(decoder, Wanted(PROMPT, 1, 8, 99), choose)
+        continue_text(decoder, TextRequest(PROMPT, 1, 8, 99), choose)
         return calls, decoder.kept.length
 
     found = run(config.mesh.sizes(), rank)
@@ -104,5 +104,5 @@ def test_all_ranks_end_where_rank_0_wants_no_more():
 
 
 def test_no_more_positions_are_kept_than_there_will_be():
-    assert Wanted(PROMPT, 1, 1, 3).capacity(100) == 8
-    assert Wanted(PROMPT, 1, 1, 300).capacity(100) == 100
+    assert TextRequest(PROMPT, 1, 1, 3).capacity(100) == 8
+    assert TextRequest(PROMPT, 1, 1, 300).capacity(100) == 100

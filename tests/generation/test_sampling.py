@@ -64,12 +64,13 @@ def test_draws_differ_with_seed_sample_and_position_and_are_the_same_again():
     assert len({*rows}) > 20
 
 
-def test_rounding_draws_no_token_without_a_chance(monkeypatch):
-    """The highest number that can be drawn, on sums that do not round to 1."""
+@pytest.mark.parametrize(("bits", "token"), [(0, 10), (2**64 - 1, 289)])
+def test_rounding_draws_no_token_without_a_chance(bits, token, monkeypatch):
+    """The lowest and the highest number that can be drawn, on sums that do not round to 1."""
     monkeypatch.setattr(
-        "hpc3d.generation.sampling.philox_draws", lambda *_: np.array([2**64 - 1], np.uint64)
+        "hpc3d.generation.sampling.philox_draws", lambda *_: np.array([bits], np.uint64)
     )
     for seed in range(50):
         logits = np.random.default_rng(seed).normal(size=300)
-        logits[290:] = -np.inf
-        assert Sampling().draw(logits, 0, 0) < 290
+        logits[:10] = logits[290:] = -np.inf
+        assert Sampling().draw(logits, 0, 0) == token

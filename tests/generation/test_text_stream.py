@@ -6,7 +6,7 @@ import pytest
 from hpc3d.data.tokenizer import ByteTokenizer, train_bpe
 from hpc3d.generation.text_stream import TextStream
 
-TEXT = "naïve – 日本 \N{GRINNING FACE} e\N{COMBINING ACUTE ACCENT} end"
+TEXT = "naïve: 日本 \N{GRINNING FACE} e\N{COMBINING ACUTE ACCENT} end"
 
 
 def pushed(tokenizer, tokens):

@@ -7,6 +7,17 @@ import numpy as np
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_grad, heads_of
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
+from hpc3d.ops.chunked_attention import (
+    ChunkGrad,
+    begin_merging,
+    chunks_grad,
+    end_merging,
+    join_grads,
+    keys_and_values,
+    merge_chunks,
+    row_dots,
+)
 from hpc3d.ops.random import Mask, philox_key
 from tests.gpu.notes import Skip
 
@@ -34,6 +45,8 @@ def cases(device, quick):
                 yield f"cuDNN [{real}, {name}, no mask]", partial(fused, *place, False)
             yield f"the program [{real}, {name}]", partial(ours, *place, 0.0)
             yield f"the program [{real}, {name}, dropout]", partial(ours, *place, RATE)
+            yield f"chunk by chunk [{real}, {name}]", partial(by_chunks, *place, 0.0)
+            yield f"chunk by chunk [{real}, {name}, dropout]", partial(by_chunks, *place, RATE)
 
 
 class Problem:
@@ -94,6 +107,40 @@ def ours(device, real, shape, rate, notes):
     notes.near("out", device.download(out), problem.out, BOUND[real])
     dqkv = attend_grad(problem.dout, problem.qkv, p, *sizes, pool.empty, drop)
     gradients(device, notes, dqkv, problem, real)
+
+
+def by_chunks(device, real, shape, rate, notes):
+    """The same of two chunks."""
+    problem, pool = Problem(device, real, shape, rate), device.pool()
+    sequence, form = problem.sizes
+    heads = shape[1] * form.queries
+    how = sequence, form, pool.empty
+    drop = problem.mask(pool.bring(problem.key))
+    if drop is not None:
+        rows = range(0, shape[0] * heads * sequence, heads * sequence)
+        drop = drop._replace(rows=rows, columns=range(sequence), width=sequence)
+    chunks = Chunks(two_chunks(sequence), form, drop)
+    merged, kv = begin_merging(problem.qkv, *how), keys_and_values(problem.qkv, *how)
+    merge_chunks(problem.qkv, kv, merged, chunks)
+    out = end_merging(merged, problem.qkv.dtype, pool.empty)
+    notes.near("out", device.download(out), problem.out, BOUND[real])
+    dots = row_dots(problem.dout, out, *how)
+    dq = pool.zeros(out.shape, np.float32)
+    grad = ChunkGrad(problem.dout, merged.sums, dots)
+    dkv = chunks_grad(problem.qkv, kv, grad, dq, chunks, pool.empty)
+    dqkv = join_grads(problem.qkv, dq, dkv, form, pool.empty)
+    gradients(device, notes, dqkv, problem, real)
+
+
+def two_chunks(sequence):
+    """Those pairs in which queries see keys."""
+    halves = slice(0, sequence // 2), slice(sequence // 2, sequence)
+    return tuple(
+        ChunkPair(queries, keys, queries is keys, queries.start, keys.start)
+        for queries in halves
+        for keys in halves
+        if keys.start <= queries.start
+    )
 
 
 def gradients(device, notes, dqkv, problem, real):

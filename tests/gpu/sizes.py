@@ -216,6 +216,42 @@ def causal_softmax(bench, notes):
     bench.same(notes, "causal_softmax_grad", dweights, expected, 1e-6)
 
 
+def chunked_attention(bench, notes):
+    """A tile on the diagonal, of two queries a key, and what is left of the output before it."""
+    heads, size, group, width = bench.sizes.heads, bench.sizes.sequence // 2, 2, 64
+    shape, where = (heads, size, group, size), (heads * group, size)
+    (scores, wide), (dweights, wide_d) = bench.draw(*shape), bench.draw(*shape)
+    random = bench.random.standard_normal((3, heads, group, size), np.float32)
+    (sums, dots, kept), before = random, random[0].astype(np.float64)
+    none = dict.fromkeys(("first_row", "first_column", "width", "limit", "factor"), 0)
+    given = {"keys": size, "queries": size, "group": group, "ahead": 0, "first": 0, **none}
+    given |= {"sequence": size, "scale": 0.125, "padding": None, "dropout_key": None, "sums": sums}
+    s = np.where(np.tri(size, dtype=bool).T[:, None], 0.125 * wide, -np.inf)
+    total = np.logaddexp(before, np.log(np.exp(s).sum(1)))
+    again, p = scores.copy(), np.exp(s - total[:, None])
+    bench.launch("chunk_softmax", *where, scores=scores, kept=kept, **given)
+    bench.same(notes, "chunk_softmax", scores, p, 1e-6)
+    bench.same(notes, "sums", sums, total)
+    bench.same(notes, "kept", kept, np.exp(before - total))
+    grads = {"scores": again, "dweights": dweights, "dots": dots}
+    bench.launch("chunk_softmax_grad", *where, **grads, **given)
+    bench.same(notes, "p again", again, p, 1e-6)
+    ds = 0.125 * p * (wide_d - dots.astype(np.float64)[:, None])
+    bench.same(notes, "chunk_softmax_grad", dweights, ds, 1e-6)
+    out, added = bench.random.standard_normal((2, size, heads * group, width), np.float32)
+    columns, expected = heads * group * width, out.astype(np.float64)
+    factors = kept.reshape(-1, size).T[..., None].astype(np.float64)
+    expected = factors * expected + added.reshape(-1, size, width).swapaxes(0, 1)
+    given = {"queries": size, "columns": columns, "width": width, "first": 0, "stride": columns}
+    bench.launch("merge_chunk", size, columns, out=out, added=added, kept=kept, **given)
+    bench.same(notes, "merge_chunk", out, expected)
+    (x, wide_x), (y, wide_y) = bench.draw(size, columns), bench.draw(size, columns)
+    given = {"heads": heads * group, "width": width, "sequence": size}
+    bench.launch("row_dots", size, columns, x=x, y=y, dots=dots, **given)
+    by_head = (wide_x * wide_y).reshape(size, heads, group, width).sum(-1)
+    bench.same(notes, "row_dots", dots, by_head.transpose(1, 2, 0), 1e-4)
+
+
 def rotary(bench, notes):
     sequence, width, heads = bench.sizes.sequence, 64, bench.sizes.heads
     columns = heads * 3 * width
@@ -261,6 +297,7 @@ KERNELS = (
     cross_entropy,
     embedding,
     causal_softmax,
+    chunked_attention,
     rotary,
     update,
 )

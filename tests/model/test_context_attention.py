@@ -120,7 +120,9 @@ def counted(kind, context, dtype="float64"):
     return received, flops
 
 
-@pytest.mark.parametrize(("dtype", "item", "wide"), [("float64", 8, 8), ("float32", 4, 4), ("float16", 2, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "item", "wide"), [("float64", 8, 8), ("float32", 4, 4), ("float16", 2, 4)]
+)
 @pytest.mark.parametrize("kind", ["causal", "both"])
 @pytest.mark.parametrize("c", [2, 3, 4])
 def test_what_a_ring_receives(c, kind, dtype, item, wide):

@@ -66,7 +66,9 @@ def forward_of(line):
 
 
 def decoder_of(mesh, config, capacity=SEQUENCE):
-    decoder = Decoder(mesh, spec_of(config, config.model.vocabulary), "float64", capacity)
+    """With numbers by name, in the type of the configuration."""
+    spec = spec_of(config, config.model.vocabulary)
+    decoder = Decoder(mesh, spec, config.train.dtype, capacity)
     for item in decoder.parameters:
         draw(item, mesh)
     return decoder

@@ -8,8 +8,8 @@ import pytest
 
 from hpc3d.analyze.metrics.mfu import efficiency_row, model_flops
 from hpc3d.comm.abstract_communicator import abstract_mesh
+from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import Config
-from hpc3d.config.rules import received_elements
 from hpc3d.model import families
 from hpc3d.model.families import BERT, GPT2, block_products, block_weights
 from hpc3d.model.microbatch import microbatches

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.comm.threads import run
+from hpc3d.comm.threads import Threads, run
 from hpc3d.model.grouped_qkv import GroupedQkv
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes
@@ -82,6 +82,24 @@ def test_a_pass_keeps_no_weight_that_it_did_not_gather(axes, gathered, keep):
 
     for keeps, gradients in run(axes, kept):
         assert keeps == (gathered and "w" in keep) and min(gradients) > 0
+
+
+def test_who_owns_a_weight_keeps_it_as_all_do(monkeypatch):
+    """It gets its own block back from a broadcast by MPI, and in backward must broadcast no more
+    than the others wait for."""
+
+    def broadcast(comm, block, root):
+        whole = comm.share(block)[root].copy()
+        return comm.leave(block if comm.rank == root else whole)
+
+    monkeypatch.setattr(Threads, "_broadcast", broadcast)
+
+    def keeps(mesh):
+        made, _ = layer(mesh, "3d-broadcast", 1)
+        _, saved = made.forward(np.ones(SCHEMES["3d-broadcast"].x.block((ROWS, HIDDEN), mesh)))
+        return saved.w is not None
+
+    assert all(run({"x": 2, "y": 2, "z": 2}, keeps))
 
 
 def test_each_rank_has_a_partial_gradient_of_a_key_that_it_stores_whole():

@@ -90,6 +90,8 @@ class Dropped:
     """GPT-2 with dropout where it was published: behind the embeddings, on the probabilities of
     attention, and at the end of both branches of a block; which elements is what ours draw."""
 
+    causal = True
+
     def __init__(self, rate):
         self.rate = rate
 
@@ -105,7 +107,7 @@ class Dropped:
         batch, sequence, columns = qkv.shape
         q, k, v = qkv.view(batch, sequence, heads, 3, -1).permute(3, 0, 2, 1, 4)
         scores = q @ k.transpose(-1, -2) / (columns / 3 / heads) ** 0.5
-        future = torch.ones(sequence, sequence, dtype=bool).triu(1)
+        future = torch.ones(sequence, sequence, dtype=bool).triu(1) & self.causal
         p = scores.masked_fill(future, -torch.inf).softmax(-1)
         p = self.drop(p.transpose(-1, -2), name).transpose(-1, -2)  # draws are [key, query]
         return (p @ v).transpose(1, 2).reshape(batch, sequence, columns // 3)
@@ -131,6 +133,39 @@ class Dropped:
             x = self.block(weights, f"layers.{number}", x, shape.heads)
         logits = torch_reference.norm(weights, "head.norm", x) @ table[: shape.vocabulary].T
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class DroppedBert(Dropped):
+    """BERT with dropout where it was published: behind the norm of the embeddings, on the
+    probabilities of attention, and before the residual of both branches of a block."""
+
+    causal = False
+
+    def block(self, weights, name, x, heads):
+        def linear(part, x):
+            return torch_reference.linear(weights, f"{name}.{part}", x)
+
+        def norm(part, x):
+            return torch_reference.norm(weights, f"{name}.{part}", x)
+
+        y = linear("proj", self.attention(linear("qkv", x), heads, f"{name}.drop_p"))
+        x = norm("norm1", x + self.drop(y, f"{name}.drop1"))
+        y = linear("down", functional.gelu(linear("up", x), approximate="tanh"))
+        return norm("norm2", x + self.drop(y, f"{name}.drop2"))
+
+    def loss(self, weights, shape, tokens, targets):
+        table, segments = weights["embedding.token"], weights["embedding.segment"]
+        x = table[tokens] + weights["embedding.position"] + segments[0]
+        x = self.drop(torch_reference.norm(weights, "embedding.norm", x), "embedding.drop")
+        for number in range(shape.layers):
+            x = self.block(weights, f"layers.{number}", x, shape.heads)
+        h = functional.gelu(torch_reference.linear(weights, "head.dense", x), approximate="tanh")
+        logits = torch_reference.norm(weights, "head.norm", h) @ table.T + weights["head.bias"]
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_dropout_is_where_bert_has_it():
+    same_as(DroppedBert(0.25).loss, ModelSizes(**SHAPE, std=0.3, dropout=0.25), BERT)
 
 
 def test_dropout_is_where_gpt_2_has_it():

@@ -1,5 +1,7 @@
 """Weights that Hugging Face transformers and we give each other: the same logits in float32."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.data.batches import Batches
 from hpc3d.data.token_file import open_tokens
+from hpc3d.generation.sampling import Sampling
 from tests.checkpoints import drawn_models
 from tests.mpi import ROOT, checked
 from tests.runs import losses
@@ -205,3 +208,36 @@ def test_their_generator_runs_on_what_we_export(tmp_path):
     start = torch.tensor([[3, 5, 7]])
     made = model.generate(start, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert made.shape == (1, 11) and made[:, :3].equal(start)
+
+
+@pytest.mark.parametrize("settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}])
+def test_the_same_tokens_are_the_likeliest(tmp_path, settings):
+    """Of a folder of theirs whose vocabulary of 256 is bytes; three queries share a key."""
+    model = theirs(**settings, vocab_size=256).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    room = model.config.max_position_embeddings
+    prompt = b"The"
+    count = room - len(prompt)
+    model.save_pretrained(tmp_path / "out")
+    ids = torch.tensor([[*prompt]])
+    with torch.no_grad():
+        given = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    expected = given[0, len(prompt) :].tolist()
+    for ranks, how in ((1, []), (4, ["--mesh.x", 2, "--mesh.y", 2, "--parallel.scheme", "2d"])):
+        words = [tmp_path / "out", "--prompt", "The", "--tokens", count, "--temperature", 0]
+        printed = checked(ranks, "-m", "hpc3d.generate", *words, "--json", *how)
+        (sample,) = json.loads(printed.splitlines()[-1])["samples"]
+        assert sample["tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 20, 0.9), (1.5, 300, 0.5), (1.0, 7, 0.0)]
+)
+def test_tokens_are_as_likely_as_theirs(temperature, top_k, top_p):
+    scores = torch.randn((1, 100), generator=torch.manual_seed(3), dtype=torch.float64)
+    expected = scores
+    for name, value in [("Temperature", temperature), ("TopK", top_k), ("TopP", top_p)]:
+        expected = getattr(transformers, f"{name}LogitsWarper")(value)(None, expected)
+    expected = expected.softmax(1)[0].numpy()
+    found = Sampling(temperature, top_k, top_p).probabilities(scores[0].numpy())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)

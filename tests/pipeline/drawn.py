@@ -11,10 +11,10 @@ RANKS = 12
 SGD = "optimizer=sgd learning_rate=0.5 warmup=0 decay=constant weight_decay=0 steps=2"
 # Sizes that most meshes divide, and some that few do; norms lie on both sides of a clip of 4.
 MODELS = (
-    f"{SGD} layers=4 hidden=24 heads=24 batch=48 sequence=3 clip=0",
+    f"{SGD} layers=4 hidden=24 heads=24 batch=48 sequence=4 clip=0",
     f"{SGD} layers=2 hidden=48 heads=12 batch=24 sequence=4 clip=4 tied=false",
-    f"{SGD} layers=4 hidden=24 heads=12 batch=24 sequence=2 clip=0 gelu=exact",
-    f"{SGD} layers=2 hidden=12 heads=6 batch=12 sequence=6 clip=0 dropout=0.25",
+    f"{SGD} layers=4 hidden=24 heads=12 batch=24 sequence=8 clip=0 gelu=exact",
+    f"{SGD} layers=2 hidden=12 heads=6 batch=12 sequence=12 clip=0 dropout=0.25",
     "steps=3 layers=4 hidden=24 heads=12 batch=48 sequence=1 vocabulary=23",
     f"{SGD} layers=2 hidden=24 heads=12 batch=24 sequence=4 clip=0 kind=bert padding=4",
 )
@@ -60,15 +60,28 @@ def schedules(draw, stages):
 
 
 @st.composite
+def contexts(draw, ranks):
+    """Words of how sequences are cut, and of attention."""
+    ways = ["ring", "all-to-all"] if ranks > 1 else ["ring"]
+    words = {"context": draw(st.sampled_from([*ways, "both"] if ranks == 4 else ways))}
+    if words["context"] == "both":
+        words["ulysses"] = 2
+    if words["context"] == "all-to-all" or ranks == 1:
+        words["attention"] = draw(st.sampled_from(["full", "chunked"]))
+    return words
+
+
+@st.composite
 def layouts(draw):
     """The words of a mix that a serial model has not."""
     letters = draw(splits())
     axes = sorted({*" ".join(letters.get(loop, "") for loop in "mnk").split()} & {*"xyz"})
-    mesh = draw(sizes([*axes, "d", "p"]))
+    mesh = draw(sizes([*axes, "d", "p", "c"]))
     split = ",".join(f'{key}="{names}"' for key, names in letters.items())
     words = {
         **mesh,
         **draw(schedules(mesh["p"])),
+        **draw(contexts(mesh["c"])),
         "split": f"'{{{split}}}'",
         "zero": draw(st.integers(0, 3)),
         "microbatches": draw(st.sampled_from([1, 2, 3, 4])),

@@ -86,17 +86,17 @@ d=2 x=2 y=2 schedule=none microbatches=2 zero=1 scheme=2d-summa kind=llama ffn=6
 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence kind=llama kv_heads=4
 d=2 x=2 z=2 schedule=none microbatches=2 zero=2 kind=qwen2 kv_heads=4 ffn=48
 schedule=none microbatches=4 attention=chunked dropout=0.25
-d=2 schedule=none microbatches=2 zero=1 attention=chunked kind=llama kv_heads=4 ffn=48 recompute=selective
-c=2 schedule=none microbatches=2 sequence=4
+d=2 schedule=none microbatches=2 zero=1 attention=chunked kind=llama kv_heads=4 ffn=48
+c=2 schedule=none microbatches=2 sequence=4 recompute=selective
 p=2 c=2 x=2 z=2 schedule=1f1b microbatches=3 sequence=8 kind=llama kv_heads=4 ffn=48 tied=false
 p=2 d=2 c=2 schedule=zb-h1 microbatches=4 zero=1 sequence=4 bucket_mb=0.01
-d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama kv_heads=4 ffn=48
-d=2 c=2 schedule=none microbatches=2 zero=2 sequence=4 recompute=full
+d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama ffn=48
+d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
 c=3 x=2 schedule=none batch=12 microbatches=2 sequence=6 scheme=1d-sequence dropout=0.25
 c=4 x=2 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0.25
 c=2 x=2 y=2 schedule=none microbatches=2 sequence=4 scheme=2d-summa context=all-to-all dropout=0.25
-p=2 c=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=3 sequence=4 scheme=3d-broadcast
-p=2 c=4 y=2 schedule=interleaved chunks=2 microbatches=4 sequence=8 scheme=2d context=both ulysses=2 recompute=selective
+c=2 x=2 y=2 z=2 schedule=none microbatches=3 sequence=4 scheme=3d-broadcast
+p=2 c=4 y=2 schedule=interleaved chunks=2 microbatches=4 sequence=8 context=both ulysses=2
 y=4 schedule=none microbatches=3 kind=llama kv_heads=2 ffn=48
 p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d kind=llama kv_heads=1 ffn=48 tied=false
 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1 keep_gathered=false

@@ -97,6 +97,15 @@ def on_numpy(tmp_path_factory):
                 "model__layers": 4,
             },
         ),
+        (2, "float32", {"mesh__c": 2, "model__dropout": 0.1}),
+        (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all"}),
+        (2, "float16", {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2}),
+        (
+            4,
+            "float32",
+            {"mesh__c": 4, "parallel__context": "both", "parallel__ulysses": 2},
+        ),
+        (4, "float32", {"mesh__c": 2, "mesh__d": 2, "mesh__transport": "host-staged"}),
         (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
         (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "host-staged"}),
         (4, "float32", {"mesh__y": 2, "mesh__d": 2, "mesh__transport": "mpi"}),
@@ -135,9 +144,18 @@ def test_it_needs_no_trace(values, on_numpy, tmp_path):
     np.testing.assert_allclose(np.array(rows, float), expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("values", [{}, {"mesh__d": 2, "parallel__zero": 1}], ids=["one", "ZeRO"])
-def test_a_graph_is_the_same_step(values, tmp_path):
-    ranks, (plain, graph) = values.get("mesh__d", 1), (tmp_path / "plain", tmp_path / "graph")
+@pytest.mark.parametrize(
+    ("ranks", "values"),
+    [
+        (1, {}),
+        (1, {"parallel__attention": "chunked"}),
+        (2, {"mesh__d": 2, "parallel__zero": 1}),
+        (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
+    ],
+    ids=["one", "chunked", "ZeRO", "all-to-all"],
+)
+def test_a_graph_is_the_same_step(ranks, values, tmp_path):
+    plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
     expected, _ = told(run(ranks, plain, **values))
     got, _ = told(run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values))

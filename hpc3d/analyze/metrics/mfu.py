@@ -45,6 +45,7 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     token and layer forward, twice that backward), so that the two are equal but for
 
     * the vocabulary, which is padded to a multiple of the ranks that share it;
+    * the dense product of BERT's head, which under scheme 1d all ranks of x do;
     * recomputation, which only recorded_flop has;
     * attention chunk by chunk, which leaves out chunks that a causal mask hides: forward it does
       (n + 1) / 2n of 4 s h with n chunks on one rank, (2 r + 1) / 4r on a ring of r ranks, and
@@ -84,7 +85,9 @@ def _of_model(trace):
         events = trace.events
         forward = labelled(events, "op", ["gemm"]) & labelled(events, "phase", ["forward"])
         head = _sum_of(trace, forward & (events["layer"] == -1))
-        vocabulary = head / (2 * batch * model.sequence * model.hidden)
+        family = family_of(model)
+        others = sum(each.flops for each in family.head(family.sizes(model, 0)))
+        vocabulary = (head / (batch * model.sequence) - others) / (2 * model.hidden)
     return model_flops(model, batch, vocabulary)
 
 

@@ -22,7 +22,7 @@ class SampleRows(NamedTuple):
     the `samples` from there on.
 
     `inputs` are those of the model by their nodes; the gradient is that of the summed losses times
-    `scale`.
+    `scale`.  All are for `training`.
     """
 
     step: int
@@ -30,6 +30,7 @@ class SampleRows(NamedTuple):
     samples: int
     inputs: Mapping[fx.Node, Any]
     scale: float
+    training: bool = True
 
 
 def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Iterator[range]:

@@ -78,9 +78,10 @@ class CostKey(NamedTuple):
     the places of the tensor axes and of c, and on how attention is done; on the others where they
     are given.
 
-    `context` are the place of c, how it cuts sequences, and whether attention is chunked, `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content`
-    whether one stage has both ends, and `times` how many layers an update is of; `data` and
-    `pipeline` are the places of d and p.
+    `context` are the place of c, how it cuts sequences, and whether attention is chunked, `keep`
+    is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether
+    one stage has both ends, and `times` how many layers an update is of; `data` and `pipeline` are
+    the places of d and p.
     """
 
     cost: str
@@ -338,7 +339,9 @@ class Estimator:
         if not parallel.overlap:
             return 0.0
         posts = buckets(self.held(config, stage)["gradient"], parallel.bucket_mb)
-        early = sums.idle[data_group(config.mesh.sizes())] * (1 - 1 / max(1, min(posts, stage.layers)))
+        early = sums.idle[data_group(config.mesh.sizes())] * (
+            1 - 1 / max(1, min(posts, stage.layers))
+        )
         return min(early, stage.layers * parts.layer.whole.seconds)
 
     def message(self, config: Config, nbytes: float) -> float:

@@ -14,8 +14,10 @@ import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, data_group
 from hpc3d.config.context_rules import wrong_context
+from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
-from hpc3d.config.rules import divisors, received_elements, violations, wrong_parts, wrong_pipeline
+from hpc3d.config.pipeline_rules import wrong_pipeline
+from hpc3d.config.size_rules import divisors, violations, wrong_parts
 from hpc3d.limits import MOST_PASSES
 from hpc3d.model.families import block_weights
 from hpc3d.model.stage import LAYER
@@ -48,8 +50,8 @@ _KINDS = {
 
 
 class MemoryOption(NamedTuple):
-    """What backward keeps instead of doing it again, by the keys of [parallel]; `attention` is None
-    where it is as usual."""
+    """What backward keeps instead of doing it again, by the keys of [parallel]; without
+    `attention` that is as usual."""
 
     keep_gathered: bool
     recompute: str
@@ -142,8 +144,8 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-    """`base` on all meshes of so many ranks with `memory` bytes each that the rules allow, in lists of
-    those that differ in how they cut sequences; on meshes that cut them where they may gain."""
+    """`base` on all meshes of so many ranks with `memory` bytes each that the rules allow, in lists
+    of those that differ in how they cut sequences; on meshes that cut them where they may gain."""
     layers, batch = base.model.layers, base.train.batch
     for c in divisors(ranks):
         for mesh in meshes(ranks // c, layers, batch):
@@ -172,8 +174,8 @@ def problems(config: Config, ranks: int) -> list[str]:
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Of the candidates with the same p, d and c those with the shortest words, shortest first: some
-    in all, and one of every kind.  (lists, other candidates)."""
+    """Of the candidates with the same p, d and c those with the shortest words, shortest first:
+    some in all, and one of every kind.  (lists, other candidates)."""
     groups, others = {}, []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
         mesh = candidate.config.mesh

@@ -149,7 +149,9 @@ class Ranking:
 
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
         """(likely seconds, estimate, candidate) of the best layouts with other buckets."""
-        fitting = (each for each in self.found.timed if each.fits and _copies(each.best.config.mesh) > 1)
+        fitting = (
+            each for each in self.found.timed if each.fits and _copies(each.best.config.mesh) > 1
+        )
         for each in islice(fitting, _RESIZED):
             if row := self.row(each):
                 ratio = row.seconds / self._offer(row.config).seconds
@@ -248,8 +250,8 @@ class Ranking:
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Name -> the RankedLayout of the best layout of that name, with the p, d and c of a mesh if
-        one is given; or None."""
+        """Name -> the RankedLayout of the best layout of that name, with the p, d and c of a mesh
+        if one is given; or None."""
         return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
     def _called(

@@ -305,9 +305,7 @@ class PipelineTimed(TimedCommunicator):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(
-    grid: Grid, pool: Pool, peers: Any, context: Context | None = None
-) -> Mesh:
+def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None = None) -> Mesh:
     """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
     of its `pool` is a Clock.  Sequences are cut by `context`, if they are."""
     column = grid.ranks_along("p", {})

@@ -27,8 +27,8 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     in flight are of kind activation, gathered blocks and buffers of kind communication; among them
     are `tables`, the copy of the token table, and the `logits` of a microbatch.  `total` is the
     sum of the peaks of all ranks.  `bytes` are received by a rank of stage 0, by axis and
-    operation.  Against the machine's peak `mfu` counts what the model needs, with the masked half of
-    attention, and `hfu` all that is done, which chunk by chunk leaves most of that half out.
+    operation.  Against the machine's peak `mfu` counts what the model needs, with the masked half
+    of attention, and `hfu` all that is done, which chunk by chunk leaves most of that half out.
     `communication` is a share of the step.
     """
     ranks = config.mesh.grid().size

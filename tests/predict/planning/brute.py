@@ -20,7 +20,9 @@ def every_layout(config, ranks, orders=False, cut=False):
     for c in layouts.divisors(ranks) if cut else [1]:
         for mesh in layouts.meshes(ranks // c, base.model.layers, base.train.batch):
             whole = layouts.with_mesh(base, *mesh)
-            for placed in [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]:
+            for placed in (
+                [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]
+            ):
                 for each in ordered(placed) if orders else [placed]:
                     yield from filter(lambda one: not layouts.problems(one, ranks), variants(each))
 

@@ -260,8 +260,7 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
     )
     selective = layouts.MemoryOption(True, "selective")
     (two,), (three,) = (
-        [*searched.candidates.options(replicas.config, 1, (zero,), selective)]
-        for zero in (2, 3)
+        [*searched.candidates.options(replicas.config, 1, (zero,), selective)] for zero in (2, 3)
     )
     searched.candidates.memory = (two.peak + three.peak) / 2
     found = quickest(searched, searched.timed(replicas)).config.parallel

@@ -1,0 +1,69 @@
+"""The tensor axes that a file leaves open: the best cuboid that its sizes allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from hpc3d.config.size_rules import divisors, violations
+from hpc3d.model.families import block_products
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+
+
+def with_cuboid(config: Config, ranks: int) -> Config:
+    """`config` with x, y and z: those given, or the best that its sizes allow."""
+    given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
+    others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
+    if given or others < 1 or ranks % others:
+        sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz" if axis not in given}
+        return replace(config, mesh=replace(config.mesh, **sizes))
+    if ranks == others:
+        return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
+    best = min(_cuboids(config, ranks // others), key=received_elements, default=None)
+    if best is None:
+        raise ValueError(
+            f"mesh: no cuboid of {ranks // others} ranks divides this model under "
+            f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z, or change [model] or batch"
+        )
+    return best
+
+
+def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
+    """`config` on every x * y * z = ranks that breaks no rule."""
+    for x, y in product(divisors(ranks), repeat=2):
+        if ranks % (x * y) == 0:
+            mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
+            found = replace(config, mesh=mesh)
+            if not violations(found, mesh.grid().size):
+                yield found
+
+
+def received_elements(config: Config) -> float:
+    """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
+    split, sizes = config.splits()["dense"], config.mesh.sizes()
+    rows = config.train.batch * config.model.sequence
+    m, n, k = (
+        prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)
+    )
+    total = 0
+    for each in block_products(config.model):
+        across, along = (k, n) if each.turned else (n, k)
+        received = each.inputs * (across - 1) + each.outputs * (along - 1)
+        total += rows * each.rows * received + each.weights * (m - 1)
+    return total / (m * n * k)
+
+
+def enlarged_default(config: Config, ranks: int) -> Config:
+    """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
+    try:
+        with_cuboid(config, ranks)
+        return config
+    except ValueError:
+        heads, batch = (-(-size // ranks) * ranks for size in (64, config.train.batch))
+        model = replace(config.model, heads=heads, hidden=6 * heads)
+        return replace(config, model=model, train=replace(config.train, batch=batch))

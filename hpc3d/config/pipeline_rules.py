@@ -1,0 +1,105 @@
+"""Rules about schedules, parts of the model and data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hpc3d import limits
+from hpc3d.pipeline.schedule import find
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.schedule import Schedule
+
+_MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
+
+
+def wrong_pipeline(config: Config) -> Iterator[str]:
+    """Schedules, parts of the model and data parallelism that do not go together."""
+    parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
+    parts *= parallel.chunks
+    split = config.splits()["dense"]
+    if parts > layers:
+        chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
+        yield (
+            f"mesh.p = {config.mesh.p}{chunks}: {parts} parts, but model.layers = {layers}: "
+            f"use at most {layers} parts or more layers"
+        )
+    elif parallel.layers_per_stage is not None:
+        yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
+    schedule = find(parallel.schedule)
+    problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
+    yield from [problem] if problem else _wrong_updates(config, schedule)
+    yield from limits.too_many_passes(parallel, config.mesh.p)
+    if schedule.asynchronous:
+        yield from _wrong_asynchronous(config, schedule)
+    if (
+        parallel.zero == 2
+        and config.mesh.d * config.mesh.c > 1
+        and {*split.own.split()} & {*split.m.split()}
+    ):
+        yield (
+            f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
+            "parallel.zero = 1 or 3, or scheme 3d"
+        )
+
+
+def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
+    """What needs a step to end, under a schedule whose steps overlap."""
+    a_step = config.mesh.p * config.parallel.microbatches
+    passes = config.train.steps * a_step
+    if passes > _MOST_PASSES:
+        yield (
+            f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
+            f"whole run, here {passes} forward passes; use at most "
+            f"{_MOST_PASSES // a_step} steps"
+        )
+    saving = config.checkpoint
+    for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
+        if value:
+            yield (
+                f"checkpoint.{key} = {str(value).lower()}: schedule {schedule.name} has passes in "
+                f"flight whenever a step ends; use {none}, or a schedule that is synchronous"
+            )
+    if config.train.dtype == "float16":
+        yield (
+            f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
+            "its gradient overflows; use bfloat16, or a schedule that is synchronous"
+        )
+
+
+def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
+    """An uneven distribution of the layers that is invalid."""
+    if len(stages) != parts:
+        yield (
+            f"parallel.layers_per_stage has {len(stages)} numbers for {parts} parts: give one per "
+            "part"
+        )
+    elif min(stages) < 0:
+        yield (
+            f"parallel.layers_per_stage = {list(stages)}: a part with {min(stages)} layers; use 0 "
+            "or more"
+        )
+    elif sum(stages) != layers:
+        yield (
+            f"parallel.layers_per_stage = {list(stages)}: {sum(stages)} layers, but model.layers "
+            f"= {layers}: give each part its layers"
+        )
+
+
+def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
+    """What needs all stages at one time, under a schedule where each updates on its own."""
+    if not schedule.update_per_microbatch:
+        return
+    if config.train.clip:
+        yield (
+            f"train.clip = {config.train.clip}: under schedule {schedule.name} every stage "
+            "updates on its own, and no stage knows the norm of the whole gradient; use "
+            "train.clip = 0"
+        )
+    if config.model.tied and config.mesh.p > 1:
+        yield (
+            f"model.tied = true: under schedule {schedule.name} the two copies of the table would "
+            "part; use model.tied = false"
+        )

@@ -1,0 +1,167 @@
+"""Rules about sizes: what divides over which axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf, isqrt, prod
+from typing import TYPE_CHECKING
+
+from hpc3d import limits
+from hpc3d.comm.mesh import CONTEXT
+from hpc3d.config.context_rules import unexchanged_heads
+from hpc3d.model.families import block_products, family_of
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config, ModelConfig
+
+
+def violations(config: Config, ranks: int) -> list[str]:
+    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)]
+
+
+def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
+    sizes = config.mesh.sizes()
+    total = config.mesh.grid().size
+    if total != ranks:
+        factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        yield (
+            f"mesh: {factors or 'one rank'} = {total} ranks, but {ranks} were started: "
+            f"change [mesh] or start {total}"
+        )
+    splits = config.splits().values()
+    axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()
+    for axis in ("x", "y", "z"):
+        if sizes[axis] > 1 and axis not in axes:
+            yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
+
+
+def wrong_parts(config: Config) -> Iterator[str]:
+    """Sizes that do not divide on any mesh."""
+    yield from limits.too_large(config, block_products(config.model))
+    model, sequences = config.model, config.train.batch
+    micros = config.parallel.microbatches
+    if model.hidden % model.heads:
+        yield (
+            f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
+            "change one of them"
+        )
+    elif family_of(model).rotary and model.hidden // model.heads % 2:
+        yield (
+            f"model.hidden / model.heads = {model.hidden // model.heads}: rotary positions turn "
+            "pairs of features; use an even number"
+        )
+    if model.heads % (model.kv_heads or model.heads):
+        yield (
+            f"model.heads = {model.heads} does not divide by model.kv_heads = {model.kv_heads}: "
+            "change one of them"
+        )
+    yield from wrong_tokens(model)
+    yield from _wrong_head(config)
+    if sequences % micros:
+        yield (
+            f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
+            f"use a multiple of {micros}, or other parallel.microbatches"
+        )
+
+
+def wrong_tokens(model: ModelConfig) -> Iterator[str]:
+    """A token for padding that is none of the text."""
+    last = (model.vocabulary or inf) - 1
+    if model.padding is not None and model.padding >= last:
+        yield (
+            f"model.padding = {model.padding}: must be below {last}, the last token of "
+            "model.vocabulary, which stands for masked ones; name another, or raise it"
+        )
+
+
+def _alike(model: ModelConfig) -> bool:
+    """Whether a product of the head is split so that Y lies as X does."""
+    family = family_of(model)
+    return any(each.alike for each in family.head(family.sizes(model, model.vocabulary or 0)))
+
+
+def _wrong_head(config: Config) -> Iterator[str]:
+    """Columns of X along several axes where a product of the head wants one."""
+    split = config.splits()["dense"]
+    if _alike(config.model) and len(split.x[1]) > 1:
+        yield (
+            f"parallel.split.k = {split.k}: a head of model.kind = {config.model.kind} takes one "
+            "axis at most; put the others on m or n"
+        )
+
+
+def _wrong_sizes(config: Config) -> Iterator[str]:
+    """Sizes of the model that do not divide over the axes that split them."""
+    model, split = config.model, config.splits()["dense"]
+    turned, outer = split.next(), split.without_panels()
+    sequences, micros = config.train.batch, config.parallel.microbatches
+    batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
+    sizes = config.mesh.sizes()
+
+    def used(*places):
+        return {tuple(axis for axis in axes if sizes[axis] > 1) for axes in places}
+
+    def without_context(places):
+        return {tuple(axis for axis in axes if axis != CONTEXT) for axes in places}
+
+    whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
+    rows = sequences // micros * model.sequence
+    inputs, outputs = (
+        (split.of_gradient.w[0], turned.of_gradient.w[0]),
+        (turned.w[1], outer.next().w[1]),
+    )
+    if _alike(model):
+        alike = split.alike()
+        inputs = *inputs, alike.w[0], alike.of_gradient.w[0]
+    across = used(split.y[1], turned.x[1])
+    needs = {
+        (batch, sequences // micros): without_context(whole),
+        (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
+        ("model.heads", model.heads): across,
+        ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
+    }
+    if model.ffn is not None:
+        ffn = used(split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0])
+        needs["model.ffn", model.ffn] = across | ffn
+    for (key, value), places in needs.items():
+        for axes in sorted(places):
+            yield from _indivisible(key, value, axes, sizes)
+    for axes in sorted(across):
+        yield from _unshared_keys(model, axes, sizes)
+        yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
+
+
+def _unshared_keys(
+    model: ModelConfig, axes: Iterable[str], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """Heads of keys that neither divide over the ranks that heads divide over, nor divide them."""
+    count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
+    if model.heads % count or keys % count == 0 or count % keys == 0:
+        return
+    fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
+    below, above = max(n for n in fit if n < keys), min(n for n in fit if n > keys)
+    yield (
+        f"model.kv_heads = {keys} neither divides over mesh axes {_named(axes, sizes)} = {count} "
+        f"nor divides {count}: use {below} or {above}, or other [mesh] sizes"
+    )
+
+
+def _indivisible(
+    key: str, value: int, axes: Iterable[str], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    count = prod(sizes[axis] for axis in axes)
+    if value % count:
+        yield (
+            f"{key} = {value} does not divide over mesh axes {_named(axes, sizes)} = {count}: "
+            f"use a multiple of {count}, or other [mesh] sizes"
+        )
+
+
+def _named(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})

@@ -1,0 +1,74 @@
+"""The mesh that a file leaves open: the best cuboid."""
+
+import re
+from math import prod
+
+import pytest
+
+from hpc3d.config.cuboid import received_elements
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from hpc3d.config.size_rules import violations
+from hpc3d.model.families import with_epsilon
+from tests.config.refused import ON_2_2_2, problems, sized
+from tests.elided import elided
+
+
+def test_a_wrong_number_of_ranks_names_each_factor():
+    (said,) = problems(*sized({}, "--mesh.d", "3", *ON_2_2_2), ranks=64)
+    line = "mesh: d 3 x x 2 x y 2 x z 2 = 24 ranks, ... 64 ... [mesh] ... 24"
+    assert re.fullmatch(elided(line), said)
+
+
+def test_an_axis_that_the_scheme_does_not_use_is_refused():
+    (said,) = problems(*sized({}, *ON_2_2_2, "--parallel.scheme", "2d"))
+    assert re.fullmatch(elided("mesh.z = 2: ... z; ... 1"), said)
+
+
+def test_a_model_that_fits_no_cuboid_says_what_to_set():
+    (said,) = problems(*sized({}), ranks=7)
+    assert re.match("mesh: .* 7 ranks .* 3d: .* mesh.x, mesh.y .* mesh.z", said)
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])
+def test_the_default_model_settles_on_any_number_of_ranks(ranks):
+    config = resolve(load(None, []), ranks, default=True)
+    assert prod(config.mesh.sizes().values()) == ranks
+    assert config.model.hidden % config.model.heads == 0
+    assert not violations(config, ranks)
+
+
+def test_a_default_that_the_user_changed_does_not_grow():
+    changed = load(None, ["--model.hidden", "128"])
+    with pytest.raises(ValueError, match=r"mesh: .* 7 ranks"):
+        resolve(changed, 7, default=True)
+    default = with_epsilon(Config().model)
+    assert resolve(load(None, []), 64, default=True).model == default
+
+
+def test_the_best_cuboid_moves_the_fewest_words():
+    """[MK (n-1) + KN (m-1) + MN (k-1)] / P for the four products of a block, by hand."""
+
+    def by_hand(config):
+        sizes, hidden = config.mesh.sizes(), config.model.hidden
+        m, n, k = sizes["x"], sizes["y"], sizes["z"]
+        rows, total = config.train.batch * config.model.sequence, 0
+        for width, height, (a, b) in (
+            (hidden, 3 * hidden, (n, k)),
+            (hidden, hidden, (k, n)),
+            (hidden, 4 * hidden, (n, k)),
+            (4 * hidden, hidden, (k, n)),
+        ):
+            total += rows * width * (a - 1) + width * height * (m - 1) + rows * height * (b - 1)
+        return total / (m * n * k)
+
+    def on(x, y, z):
+        return resolve(load(None, sized({"--mesh.x": x, "--mesh.y": y, "--mesh.z": z})), x * y * z)
+
+    best = resolve(load(None, sized({})), 8)
+    cuboids = [on(x, y, 8 // (x * y)) for x in (1, 2, 4, 8) for y in (1, 2, 4, 8) if x * y <= 8]
+    assert by_hand(best) == min(map(by_hand, cuboids)) < max(map(by_hand, cuboids))
+    assert [received_elements(config) for config in cuboids] == pytest.approx(
+        list(map(by_hand, cuboids))
+    )

@@ -1,0 +1,126 @@
+"""Pipelines that do not fit, by the line that each prints, and what is settled of them."""
+
+import re
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from tests.config.refused import problems, sized
+from tests.elided import elided
+
+PIPELINES = [
+    ({"mesh.p": 4}, "mesh.p = 4: 4 ... model.layers = 3: ... 3"),
+    (
+        {"mesh.p": 2, "parallel.chunks": 2, "parallel.schedule": "zb-v"},
+        "mesh.p = 2 x parallel.chunks = 2: 4 ... model.layers = 3: ... 3 parts",
+    ),
+    (
+        {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1, 1]"},
+        "parallel.layers_per_stage ... 3 ... 2",
+    ),
+    (
+        {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1]"},
+        "parallel.layers_per_stage = [1, 1]: 2 ... model.layers = 3:",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "none"},
+        "mesh.p = 2: schedule none ... 1f1b or mesh.p = 1",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "1f2b"},
+        "parallel.schedule = '1f2b': ... 1f1b? ... none, gpipe",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "csv:nowhere.csv"},
+        "parallel.schedule = csv:nowhere.csv: nowhere.csv: ... CSV file",
+    ),
+    (
+        {"mesh.p": 2, "parallel.chunks": 2, "model.layers": 4},
+        "parallel.chunks = 2: schedule 1f1b wants 1",
+    ),
+    (
+        {
+            "mesh.p": 3,
+            "parallel.microbatches": 2,
+            "parallel.schedule": "interleaved",
+            "model.layers": 6,
+        },
+        "parallel.microbatches = 2: schedule interleaved ... 3",
+    ),
+    (
+        {"mesh.p": 2, "parallel.microbatches": 5},
+        "train.batch = 144 ... parallel.microbatches = 5: use ... 5",
+    ),
+    (
+        {"mesh.p": 2, "mesh.d": 4, "parallel.microbatches": 48},
+        "train.batch / parallel.microbatches = 3 ... axes d 4 = 4",
+    ),
+    (
+        {"mesh.d": 2, "parallel.zero": 2, "parallel.scheme": "3d-broadcast"},
+        "parallel.zero = 2: ... (scheme 3d-broadcast); ... 3d",
+    ),
+    (
+        {"mesh.d": 2, "parallel.zero": 2, "parallel.split": '{ m = "x", own = "x" }'},
+        "parallel.zero = 2: ... (parallel.split); ... parallel.zero = 1 or 3",
+    ),
+    (
+        {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160},
+        "model.hidden = 144 ... axes d 32 = 32: use ... 32",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "pipedream", "model.tied": "false"},
+        "train.clip = 1.0: ... pipedream ... train.clip = 0",
+    ),
+    (
+        {"mesh.p": 2, "parallel.schedule": "pipedream", "train.clip": 0},
+        "model.tied = true: ... pipedream ... model.tied = false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), PIPELINES)
+def test_a_pipeline_that_does_not_fit_is_refused(changes, line):
+    changes = {"model.layers": 3, "mesh.x": 1, "mesh.y": 1, "mesh.z": 1, **changes}
+    ranks = changes.get("mesh.p", 1) * changes.get("mesh.d", 1)
+    said = problems(*sized({f"--{key}": value for key, value in changes.items()}), ranks=ranks)
+    assert len(said) == 1 and re.match(elided(line), said[0])
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize(("changes", "line"), PIPELINES)
+def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner):
+    if " axes " in line:
+        return  # another cuboid might do
+    sizes = {"model.layers": 3, **changes}
+    ranks = sizes.get("mesh.p", 1) * sizes.get("mesh.d", 1) * inner
+    said = problems(*sized({f"--{key}": value for key, value in sizes.items()}), ranks=ranks)
+    assert len(said) == 1 and re.match(elided(line), said[0])
+
+
+def test_a_stage_of_less_than_no_layers_is_refused():
+    (said,) = problems("--mesh.p", "2", "--parallel.layers_per_stage", "[3, -1]", ranks=2)
+    assert re.match(elided("parallel.layers_per_stage = [3, -1]: ... -1 ... 0"), said)
+
+
+def test_an_asynchronous_run_has_a_longest():
+    how = "--mesh.p 2 --parallel.schedule pipedream-2bw --parallel.microbatches 2 --train.steps"
+    resolve(load(None, [*how.split(), "12500"]), 2)
+    (said,) = problems(*how.split(), "12501", ranks=2)
+    assert said.startswith("train.steps = 12501: schedule pipedream-2bw") and "12500" in said
+
+
+def test_chunks_are_what_the_schedule_wants():
+    def chunks(schedule, *more):
+        how = ["--model.layers", "8", "--mesh.p", "2", "--parallel.microbatches", "2", *more]
+        return resolve(load(None, [*how, "--parallel.schedule", schedule]), 2).parallel.chunks
+
+    assert [chunks(name) for name in ("1f1b", "zb-v", "interleaved")] == [1, 2, 2]
+    assert chunks("interleaved", "--parallel.chunks", "4") == 4
+
+
+def test_the_schedule_is_1f1b_on_several_stages():
+    sizes = ["--model.layers", "3", "--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]
+    one, two = (resolve(load(None, [*sizes, "--mesh.p", str(p)]), p) for p in (1, 2))
+    assert (one.parallel.schedule, two.parallel.schedule) == ("none", "1f1b")
+    assert two.layers() == [range(1), range(1, 3)]

@@ -1,0 +1,69 @@
+"""Sizes that do not divide, by the line that each prints."""
+
+import re
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from tests.config.refused import problems, sized
+from tests.elided import elided
+
+
+@pytest.mark.parametrize(("kv_heads", "y"), [(1, 8), (2, 8), (4, 4), (8, 4), (24, 8)])
+def test_heads_of_keys_divide_over_ranks_or_divide_these(kv_heads, y):
+    words = sized({"--model.kind": "llama", "--model.kv_heads": kv_heads}, "--mesh.y", str(y))
+    assert resolve(load(None, words), y).model.kv_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "lines"),
+    [
+        (
+            {"--train.batch": 142, "--model.sequence": 3},
+            {"x": 2, "y": 4},
+            ["train.batch x model.sequence = 426 ... axes x 2 x y 4 = 8"],
+        ),
+        (
+            {"--train.batch": 142},
+            {"x": 2, "z": 4},
+            ["train.batch = 142 ... axes x 2 x z 4 = 8"],
+        ),
+        ({"--model.heads": 18}, {"y": 4, "x": 2}, ["model.heads = 18", "axes y 4 = 4"]),
+        (
+            {"--model.kind": "llama", "--model.kv_heads": 6, "--model.ffn": 180},
+            {"y": 8},
+            [
+                "model.kv_heads = 6 ... axes y 8 = 8 ... 8: use 4 or 8",
+                "model.ffn = 180 ... axes y 8 = 8: use ... 8",
+            ],
+        ),
+        (
+            {"--model.kind": "qwen2", "--model.heads": 36, "--model.kv_heads": 9},
+            {"x": 2, "y": 2, "z": 2},
+            ["model.kv_heads = 9 ... axes y 2 = 2 ... 2: use 6 or 12"],
+        ),
+        (
+            {"--model.hidden": 150, "--model.heads": 25},
+            {"z": 8},
+            ["model.hidden = 150 ... axes z 8 = 8: use ... 8"],
+        ),
+        (
+            {"--model.hidden": 150, "--model.heads": 25},
+            {"x": 8},
+            ["model.hidden = 150 ... axes x 8 = 8: use ... 8"],
+        ),
+        (
+            {"--model.heads": 25},
+            {"x": 8},
+            ["model.hidden = 144 ... model.heads = 25:"],
+        ),
+    ],
+)
+def test_a_size_that_does_not_divide_names_key_and_axes(changes, mesh, lines):
+    axes = [word for axis, size in mesh.items() for word in (f"--mesh.{axis}", str(size))]
+    said = problems(*sized(changes, *axes))
+    assert all(any(re.search(elided(line), one) for one in said) for line in lines)
+    keys = ["train.batch", "train.batch x model.sequence"]
+    keys += [f"model.{size}" for size in ("heads", "kv_heads", "hidden", "ffn")]
+    assert all(one.split(" = ")[0] in keys for one in said)

@@ -1,0 +1,86 @@
+"""The rules of attention chunk by chunk, tile by tile, against those of NumPy in float64."""
+
+import numpy as np
+import pytest
+
+from hpc3d.arrays.pool import Pool
+from hpc3d.ops import chunk_tiles
+from hpc3d.ops.attention import HeadForm
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
+from hpc3d.ops.chunked_attention import (
+    ChunkGrad,
+    begin_merging,
+    chunks_grad,
+    end_merging,
+    join_grads,
+    keys_and_values,
+    merge_chunks,
+    row_dots,
+)
+from hpc3d.ops.random import Mask, philox_key
+from tests.cuda import rules
+from tests.fakes.fake_device import plain
+
+# Two places of a ring with chunks of 6 tokens, 0 and 3 here, 1 and 2 at the other one.
+LENGTH, CHUNK, BATCH = 24, 6, 2
+
+
+def pairs_of(causal, keys):
+    mine = (slice(0, CHUNK), 0), (slice(CHUNK, 2 * CHUNK), 3 * CHUNK)
+    theirs = [(slice(n * CHUNK, (n + 1) * CHUNK), at * CHUNK) for n, at in enumerate(keys)]
+    return tuple(
+        ChunkPair(q, k, causal and at == other, at, other)
+        for q, at in mine
+        for k, other in theirs
+        if other <= at or not causal
+    )
+
+
+def attention(qkv, dout, others, form, chunks, empty):
+    """The output, log-sum-exps and gradients of these queries, from their own keys and others."""
+    how = 2 * CHUNK, form, empty
+    merged = begin_merging(qkv, *how)
+    blocks = keys_and_values(qkv, *how), keys_and_values(others, *how)
+    for kv, these in zip(blocks, chunks):
+        merge_chunks(qkv, kv, merged, these)
+    out = end_merging(merged, qkv.dtype, empty)
+    grad = ChunkGrad(dout, merged.sums, row_dots(dout, out, *how))
+    dq = empty(dout.shape, np.promote_types(dout.dtype, np.float32))
+    dq.fill(0)
+    mine, theirs = (
+        chunks_grad(qkv, kv, grad, dq, these, empty) for kv, these in zip(blocks, chunks)
+    )
+    return out, merged.sums, join_grads(qkv, dq, mine, form, empty), theirs
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("queries", "causal", "rate", "padded"),
+    [(1, True, 0, False), (2, True, 0.25, False), (3, False, 0.25, True), (1, True, 0, True)],
+)
+def test_tiles_together_are_attention(queries, causal, rate, padded, dtype, launcher, monkeypatch):
+    """Chunks in tiles of at most four tokens, a head of keys at a time or two."""
+    monkeypatch.setattr(chunk_tiles, "_TILE", 4)
+    monkeypatch.setattr(chunk_tiles, "_SCORES", 2 * 4 * 4 * 2)
+    form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
+    qkv, others = random.normal(size=(2, BATCH * 2 * CHUNK, heads * form.columns)).astype(dtype)
+    dout = random.normal(size=(len(qkv), heads * queries * form.width)).astype(dtype)
+    drop = None
+    if rate:
+        sample, first = 9 * queries * LENGTH, 3 * queries * LENGTH
+        rows = range(5 * sample + first, (5 + BATCH) * sample + first, sample)
+        drop = Mask(philox_key("p"), rate, rows, range(LENGTH), LENGTH)
+    padding = random.random((2, BATCH, 2 * CHUNK)) < 0.3 if padded else 2 * [None]
+
+    def chunks(kind):
+        hidden = [each if each is None else each.view(kind) for each in padding]
+        keys = pairs_of(causal, (0, 3)), pairs_of(causal, (1, 2))
+        return [Chunks(pairs, form, drop, each) for pairs, each in zip(keys, hidden)]
+
+    wide = [each.astype(np.float64) for each in (qkv, dout, others)]
+    expected = attention(*wide, form, chunks(np.ndarray), Pool().empty)
+    given = [each.view(rules.CudaArray) for each in (qkv, dout, others)]
+    found = attention(*given, form, chunks(rules.CudaArray), rules.empty)
+    atol = 2e-5 if dtype == np.float32 else 2e-2
+    for got, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(plain(got), right, rtol=atol, atol=atol)

@@ -1,0 +1,73 @@
+"""How ranks share a model that continues a text, whatever it was trained on."""
+
+import pytest
+
+from hpc3d.generation.tensor_layout import laid_out
+from tests.elided import elided
+from tests.pipeline.mixes import config_of
+
+RUN = "x=2 y=2 z=2 schedule=none microbatches=2 scheme=3d dropout=0.25"
+STAGES = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=3 scheme=1d"
+
+
+def mesh_of(config):
+    return {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
+
+
+def test_the_runs_own_layout_for_as_many_ranks():
+    config = laid_out(config_of(RUN), [], 8, 1)
+    assert mesh_of(config) == {"x": 2, "y": 2, "z": 2}
+    assert config.parallel.scheme == "3d" and config.train.batch == 4
+    assert (config.model.sequence, config.model.dropout) == (3, 0.0)
+    assert config.train.dtype == "float64"
+
+
+def test_the_best_cuboid_moves_no_weights():
+    """With a row a sequence it is W that would cost: m is not cut, which would gather it."""
+    stages = STAGES.replace("1d", "3d")
+    for line, ranks in [(RUN, 4), (RUN, 1), (stages, 8), (f"{RUN} sequence=4096", 4)]:
+        config = laid_out(config_of(line), [], ranks, 1)
+        assert config.mesh.grid().size == ranks
+        assert config.mesh.x == config.mesh.p == config.mesh.d == 1
+
+
+def test_stages_and_replicas_give_their_ranks_to_tensor_axes():
+    config = laid_out(config_of(STAGES), [], 4, 1)
+    assert mesh_of(config) == {"x": 4}
+    parallel = config.parallel
+    assert (parallel.scheme, parallel.zero, parallel.microbatches) == ("1d", 0, 1)
+
+
+def test_options_choose_another_scheme_and_mesh():
+    words = ["--parallel.scheme", "2d-summa", "--mesh.x", "2", "--mesh.y", "4"]
+    config = laid_out(config_of(RUN), words, 8, 3)
+    assert mesh_of(config) == {"x": 2, "y": 4}
+    assert config.parallel.scheme == "2d-summa" and config.train.batch == 8  # logits Y[m_xy]
+
+
+def test_a_scheme_of_ones_own_stays_or_gives_way():
+    line = 'x=2 y=2 schedule=none microbatches=2 split=\'{m="x",n="y"}\''
+    assert laid_out(config_of(line), [], 4, 1).parallel.split == {"m": "x", "n": "y"}
+    words = ["--parallel.scheme", "1d", "--mesh.x", "4"]
+    assert laid_out(config_of(line), words, 4, 1).parallel.split is None
+
+
+@pytest.mark.parametrize("axis", ["p", "d", "c", "e"])
+def test_other_axes_are_refused_with_the_remedy(axis):
+    with pytest.raises(ValueError, match=elided(f"mesh.{axis} = 2: ... give --mesh.{axis} 1")):
+        laid_out(config_of(RUN), [f"--mesh.{axis}", "2"], 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "line"),
+    [
+        (["--mesh.x", "2"], 3, "mesh: x 2 = 2 ranks, but 3 were started"),
+        (["--mesh.y", "5"], 5, "model.heads = 12 does not divide over mesh axes y 5"),
+        (["--mesh.x", "-1"], 2, "mesh.x = -1: "),
+        (["--parallel.scheme", "4d"], 2, "parallel.scheme: "),
+        ([], 7, "mesh: no cuboid of 7 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words, ranks, line):
+    with pytest.raises(ValueError, match=elided(line)):
+        laid_out(config_of(RUN), words, ranks, 1)

@@ -1,0 +1,171 @@
+"""What a model is, where its values are, and which models cannot continue a text."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hpc3d import prepare
+from hpc3d.checkpoints.hf_export import export
+from hpc3d.checkpoints.sharded import Checkpoint, restore
+from hpc3d.comm.threads import run as on_threads
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, train_bpe
+from hpc3d.generation import trained_model
+from hpc3d.generation.tensor_layout import laid_out
+from hpc3d.generation.trained_model import find_model, layout_words
+from hpc3d.model.decoder import Decoder
+from hpc3d.model.families import GPT2
+from hpc3d.training.trainer import spec_of
+from tests.checkpoints import drawn_models
+from tests.elided import elided
+
+BYTES = "schedule=none microbatches=2 vocabulary=256 layers=2 batch=12 sequence=5"
+TRAINED = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=3 vocabulary=256 batch=16"
+LLAMA = f"{BYTES} kind=llama kv_heads=4 ffn=48 tied=false"
+
+
+def saved(folder, line, told=None):
+    """A run, and its model as files of transformers."""
+    checkpoint = drawn_models.saved(folder / "run", line)
+    export(Checkpoint(checkpoint), folder / "theirs")
+    path = folder / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (told or {})))
+    return folder / "run", folder / "theirs"
+
+
+def values(model, words, sizes):
+    """The blocks of a model's parameters on each rank of a layout."""
+    ranks = int(np.prod([*sizes.values()]))
+    config = laid_out(model.config, layout_words(words), ranks, 1)
+
+    def rank(mesh):
+        opened = model.source.open(config.model)
+        decoder = Decoder(mesh, spec_of(config, config.model.vocabulary), "float64", 5)
+        restore(opened, decoder.parameters, None)
+        return {
+            item.name: (item, item.layout.slices(item.shape, mesh), item.value.copy())
+            for item in decoder.parameters
+        }
+
+    return on_threads(config.mesh.sizes(), rank)
+
+
+@pytest.mark.parametrize("line", [BYTES, LLAMA, TRAINED])
+def test_every_rank_takes_its_blocks_from_either_source(tmp_path, line):
+    stored = drawn_models.saved(tmp_path / "run", line)
+    export(Checkpoint(stored), tmp_path / "theirs")
+    whole = drawn_models.model_of(stored).parameters
+    expected = {item.name: item.value for item in whole}
+    words = ["--mesh.x", "2", "--mesh.y", "2", "--mesh.z", "2", "--parallel.scheme", "3d"]
+    for path in (tmp_path / "run", tmp_path / "theirs", stored):
+        for blocks in values(find_model(path, words), words, {"x": 2, "y": 2, "z": 2}):
+            assert blocks.keys() == expected.keys()
+            for name, (_, where, block) in blocks.items():
+                part = expected[name][where]
+                np.testing.assert_array_equal(block[: len(part)], part)
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_others_are_told(tmp_path):
+    for step in (1, 2):
+        newest = drawn_models.saved(tmp_path / "run", BYTES, step)
+    file = newest / "rank-00000.bin"
+    file.write_bytes(b"\1" + file.read_bytes()[1:])
+    found = find_model(tmp_path / "run", [])
+    assert found.source.path.name == "step-00000001"
+    assert found.notes and "step-00000002" in found.notes[0]
+
+
+def test_bytes_are_the_tokens_of_a_vocabulary_of_256(tmp_path):
+    for path in saved(tmp_path, BYTES):
+        found = find_model(path, [])
+        assert isinstance(found.tokenizer, ByteTokenizer) and found.choices == 256
+        assert [*found.prompt("é".encode())] == [0xC3, 0xA9]
+
+
+def test_where_a_text_begins_and_ends(tmp_path):
+    run, theirs = saved(tmp_path, BYTES, {"eos_token_id": [3, 4], "bos_token_id": 7})
+    ours, other = find_model(run, []), find_model(theirs, [])
+    assert (ours.ends, [*ours.prompt(b"")]) == ({0}, [0])
+    assert (other.ends, [*other.prompt(b"")]) == ({3, 4}, [7])
+    with pytest.raises(ValueError, match="--prompt"):
+        other._replace(begin=None).prompt(b"")
+
+
+def test_a_folder_may_have_a_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    _, theirs = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=280"))
+    with pytest.raises(
+        ValueError, match=elided("no tokenizer.json, ... 280 is not bytes: ...save_pretrained")
+    ):
+        find_model(theirs, [])
+    tokenizer = train_bpe([b"the theme of the thesis"], 270)
+    (theirs / "tokenizer.json").write_text(tokenizer.json)
+    found = find_model(theirs, [])
+    assert isinstance(found.tokenizer, BpeTokenizer)
+    assert found.choices == tokenizer.vocabulary < 280
+    assert [*found.prompt(b"the theme")] == [*tokenizer.encode(b"the theme")]
+    with pytest.raises(ValueError, match="--prompt"):
+        found.prompt(b"\xff")
+    (theirs / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=elided("not the JSON text of a BPE tokenizer")):
+        find_model(theirs, [])
+
+
+def test_a_token_file_gives_its_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    text, tokens = tmp_path / "text.txt", tmp_path / "tokens.h5"
+    text.write_text("the theme of the thesis\n" * 9)
+    made = ["--tokenizer", "bpe", "--vocabulary", "262", "-o", str(tokens)]
+    assert prepare.main([str(text), *made]) == 0
+    run, _ = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=262"))
+    with pytest.raises(ValueError, match=elided("262 is not bytes: give --data.path")):
+        find_model(run, [])
+    found = find_model(run, ["--data.path", str(tokens)])
+    assert found.tokenizer.decode(found.prompt(b"the theme")) == b"the theme"
+    with pytest.raises(ValueError, match=r"data\.path"):
+        find_model(run, ["--data.path", str(tmp_path / "none.h5")])
+
+
+def test_a_token_that_the_model_has_not_is_refused(tmp_path):
+    run, _ = saved(tmp_path, BYTES)
+    found = find_model(run, [])
+    small = replace(found.config, model=replace(found.config.model, vocabulary=100))
+    with pytest.raises(ValueError, match=elided("--prompt: it has token 255, ... 100")):
+        found._replace(config=small).prompt(b"a\xff")
+
+
+def test_a_family_that_fills_gaps_is_refused(tmp_path, monkeypatch):
+    run, theirs = saved(tmp_path, BYTES)
+    filling = replace(GPT2, last=object)
+    monkeypatch.setattr(trained_model, "family_of", lambda model: filling)
+    for path in (run, theirs):
+        with pytest.raises(ValueError, match=elided("gpt2 continues no text; ... llama")):
+            find_model(path, [])
+
+
+def test_other_keys_are_refused(tmp_path):
+    run, theirs = saved(tmp_path, BYTES)
+    for path, word in [(run, "--model.sequence"), (theirs, "--data.path"), (run, "--train.steps")]:
+        with pytest.raises(ValueError, match=f"{word}: "):
+            find_model(path, [word, "3"])
+    assert find_model(theirs, ["--model.sequence", "3"]).config.model.sequence == 3
+
+
+def test_a_file_without_config_json_tells_what_it_lacks(tmp_path):
+    _, theirs = saved(tmp_path, BYTES)
+    (theirs / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"give --model\.heads"):
+        find_model(theirs, [])
+    found = find_model(theirs / "model.safetensors", ["--model.heads", "12"])
+    assert found.config.model.heads == 12
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match="no checkpoint"):
+            find_model(path, [])
+    save_file({"a": np.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        find_model(tmp_path, [])

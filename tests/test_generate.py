@@ -1,0 +1,178 @@
+"""`python -m hpc3d.generate`: what it prints, alone and on ranks, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hpc3d.checkpoints.hf_export import export
+from hpc3d.checkpoints.sharded import Checkpoint
+from tests.checkpoints import drawn_models
+from tests.elided import elided
+from tests.mpi import TURN, mpirun, started
+from tests.runs import said
+from tests.strided import strided
+
+MODEL = "kind=llama kv_heads=4 ffn=48 vocabulary=256 sequence=9 layers=2 batch=16 dtype=float32"
+TRAINED_ON = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1"
+LAYOUTS = """
+1d --mesh.x 4
+1d-sequence --mesh.x 4
+2d --mesh.x 2 --mesh.y 2
+2d-summa --mesh.x 2 --mesh.y 2
+2.5d --mesh.x 2 --mesh.y 2 --mesh.z 2
+3d --mesh.x 2 --mesh.y 2 --mesh.z 2
+3d-broadcast --mesh.x 2 --mesh.y 2 --mesh.z 2
+""".strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on eight ranks, with stages and replicas."""
+    folder = tmp_path_factory.mktemp("run")
+    drawn_models.saved(folder, f"{TRAINED_ON} {MODEL}", 3)
+    return folder
+
+
+def words(folder, *more, prompt="The ", tokens=25):
+    return ["-m", "hpc3d.generate", folder, "--prompt", prompt, "--tokens", tokens, *more]
+
+
+def alone(*arguments, **how):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    """What one rank prints."""
+    done = alone(*words(run))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_text_goes_to_stdout_and_all_else_to_stderr(run, expected):
+    assert expected.startswith("The ") and expected.endswith("\n")
+    done = alone(*words(run, "--json"))
+    text, _, last = done.stdout.removesuffix("\n").rpartition("\n")
+    assert f"{text}\n" == expected
+    found = json.loads(last)
+    (sample,) = found["samples"]
+    assert (len(sample["tokens"]), sample["ended"], found["stopped_by"]) == (25, False, "tokens")
+    assert bytes(sample["tokens"]).decode("utf-8", "replace") == sample["text"]
+    assert found["prompt"] == "The "
+    (line,) = said(done)
+    assert re.fullmatch(elided("hpc3d.generate: ...: llama on one rank, float64"), line)
+
+
+def test_another_seed_gives_another_text(run, expected):
+    assert alone(*words(run, "--seed", 7)).stdout != expected
+
+
+def test_several_samples_come_one_after_another(run):
+    done = alone(*words(run, "--samples", 2, "--json"))
+    *text, last = done.stdout.splitlines()
+    first, second = json.loads(last)["samples"]
+    assert first["text"] != second["text"]
+    assert text[0] == "=== 1 of 2" and "=== 2 of 2" in text
+
+
+def test_a_prompt_comes_from_standard_input(run, expected):
+    assert alone(*words(run, prompt="-"), input="The ").stdout == expected
+
+
+def test_a_folder_of_transformers_gives_the_same_text(run, expected, tmp_path):
+    export(Checkpoint(run / "checkpoints" / "step-00000003"), tmp_path / "theirs")
+    assert alone(*words(tmp_path / "theirs")).stdout == expected
+
+
+def test_who_reads_no_more_ends_it(run):
+    command = [sys.executable, *map(str, words(run, tokens=10**6))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b"T"
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c_ends_it_with_what_there_is(run):
+    command = [sys.executable, *map(str, words(run, tokens=10**6))]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        begun = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert begun.startswith("The ") and rest.endswith("\n")
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--promt", "x"],
+        ["--top-p", "2"],
+        ["--temperature", "nan"],
+        ["--model.hidden", "8"],
+        ["--mesh.p", "2"],
+        ["--mesh.order", "x"],
+    ],
+    ids=" ".join,
+)
+def test_bad_words_are_refused_in_a_line(run, more):
+    done = alone(*words(run, *more))
+    assert done.returncode == 2 and not done.stdout
+    (line,) = said(done)
+    assert more[0].removeprefix("--") in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 1))
+def test_every_layout_of_real_ranks_prints_the_same(layout, run, expected):
+    scheme, *mesh = layout.split()
+    ranks = 8 if len(mesh) == 6 else 4
+    done = mpirun(ranks, *words(run, "--parallel.scheme", scheme, *mesh))
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    (line,) = said(done)
+    assert f"scheme {scheme}" in line
+
+
+@pytest.mark.slow
+def test_ranks_without_a_layout_take_the_best_and_refuse_together(run, expected, tmp_path):
+    done = mpirun(4, *words(run))
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    done = mpirun(3, *words(tmp_path / "none"))
+    assert done.returncode == 2 and len(said(done)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["launcher", "rank 0"])
+def test_ctrl_c_ends_all_ranks(to, run):
+    with TURN:
+        process = started(4, *words(run, tokens=10**6))
+        begun = process.stdout.read(20)
+        if to == "launcher":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.kill(rank_0(process), signal.SIGINT)
+        rest, error = process.communicate(timeout=60)
+    assert process.returncode  # 1 of Open MPI 5, whatever its ranks' are
+    assert begun.startswith("The ") and "Traceback" not in error
+    if to == "rank 0":
+        assert process.returncode == 130 and rest.endswith("\n")
+
+
+def rank_0(process):
+    """The process of rank 0 of a launcher."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return min(map(int, found.stdout.split()))
