@@ -23,8 +23,8 @@ from hpc3d.predict.simulation.write_trace import write_trace
 from hpc3d.trace.schema import OP
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import ALPHA, FLOPS, LAUNCH, LINE, MACHINE
-from tests.predict.machine.test_between_hosts import WIRE, hosts
 from tests.predict.machine.test_between_hosts import ALPHA as FAR
+from tests.predict.machine.test_between_hosts import WIRE, hosts
 
 MB = 10**6
 
