@@ -18,6 +18,7 @@ from hpc3d.predict.planning.layouts import MemoryOption
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
 NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
@@ -30,7 +31,7 @@ class TimedCandidate(NamedTuple):
     """What a candidate gives: of what may fit the memory the `offers`, fastest first; else what
     comes closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
 
-    candidate: layouts.Candidate
+    candidate: Candidate
     offers: list
     fits: bool
     sure: float

@@ -37,9 +37,9 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     """Whether a layout may gain by c ranks for each of its own that share sequences.
 
     As many more replicas take fewer words for the same work.  They are no way out where the batch
-    does not divide over them, where they leave a pipeline too few microbatches, or where what whole
-    sequences keep, as many as a pipeline has in flight, leaves little of `memory`; nor are many
-    more ranks that share sequences than these need.
+    does not divide over them, where they leave a pipeline too few microbatches, or where what
+    whole sequences keep, as many as a pipeline has in flight, leaves little of `memory`; nor are
+    many more ranks than these need that share sequences.
     """
     batch, copies, stages = config.train.batch, config.mesh.d * c, config.mesh.p
     if config.model.sequence % c:
@@ -50,7 +50,7 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     if stages > 1 and micros < _FEW * stages and micros * c <= _ENOUGH * stages:
         return True
     needed = min(stages, micros) * _kept(config) / (_FULL * memory)
-    return 1 < needed and c <= _SPARE * needed
+    return needed > 1 and c <= _SPARE * needed
 
 
 def _kept(config: Config) -> float:

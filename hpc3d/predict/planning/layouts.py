@@ -1,52 +1,24 @@
-"""The layouts of a model on so many ranks: which there are, and what they move at least."""
+"""The layouts of a model on so many ranks: meshes, and what may be done on each."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from math import factorial, lcm
+from math import factorial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from hpc3d.comm.mesh import CONTEXT, data_group
 from hpc3d.config.context_rules import wrong_context
-from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import divisors, violations, wrong_parts
 from hpc3d.limits import MOST_PASSES
-from hpc3d.model.families import block_weights
-from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.schedule import SCHEDULES, usual
-from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.contexts import (
-    attention_flops,
-    contexts,
-    exchange_words,
-    may_cut,
-    ring_words,
-    with_context,
-)
-from hpc3d.predict.planning.pass_costs import LayerSample
-from hpc3d.predict.simulation.simulator import ranks_per_core
+from hpc3d.predict.planning.contexts import contexts, may_cut, with_context
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.planning.pass_costs import PartCosts
-
-_KINDS = {
-    "1d": "1-D",
-    "1d-sequence": "1-D",
-    "2d": "2-D",
-    "2d-summa": "2-D",
-    "2.5d": "2.5-D",
-    "3d": "3-D",
-}
 
 
 class MemoryOption(NamedTuple):
@@ -65,29 +37,6 @@ MEMORY_OPTIONS = tuple(
     for keep in (True, False)
 )
 _ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
-_SHORT = 2  # candidates with the same p and d that are looked at in any case
-_BOUND_MARGIN = 0.7  # of what one layout computes or moves, another may do without
-
-
-class Candidate(NamedTuple):
-    """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
-    axis, `work` those of them that a core takes for them, and `hidden` those for which a pass need
-    not wait."""
-
-    config: Config
-    moves: dict
-    work: float
-    hidden: float = 0.0
-
-    @property
-    def kind(self) -> str:
-        return kind(self.config)
-
-
-def kind(config: Config) -> str:
-    """What the scheme is called; "none" where there is one rank on all tensor axes."""
-    mesh = config.mesh
-    return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
 
 
 def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple]:
@@ -144,8 +93,7 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-    """`base` on all meshes of so many ranks with `memory` bytes each that the rules allow, in lists
-    of those that differ in how they cut sequences; on meshes that cut them where they may gain."""
+
     layers, batch = base.model.layers, base.train.batch
     for c in divisors(ranks):
         for mesh in meshes(ranks // c, layers, batch):
@@ -171,153 +119,6 @@ def problems(config: Config, ranks: int) -> list[str]:
     """The rules that a layout breaks."""
     parts = *wrong_parts(config), *wrong_pipeline(config)
     return [*wrong_context(config), *parts, *violations(config, ranks)]
-
-
-def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Of the candidates with the same p, d and c those with the shortest words, shortest first:
-    some in all, and one of every kind.  (lists, other candidates)."""
-    groups, others = {}, []
-    for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
-        mesh = candidate.config.mesh
-        group = groups.setdefault((mesh.p, mesh.d, mesh.c), [])
-        known = candidate.kind in (each.kind for each in group)
-        (others if known and len(group) >= _SHORT else group).append(candidate)
-    return [*groups.values()], others
-
-
-class Bounds:
-    """What layouts take at least on a machine: an ideal step, its pipeline's bubble, its words."""
-
-    def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
-        self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
-        model, rows = config.model, config.train.batch * config.model.sequence
-        columns = block_weights(model) // model.hidden  # of all products of a block, as one
-        whole = machine.product(rows, columns, model.hidden, config.train.dtype)
-        self.ranks_per_core = ranks_per_core(machine, ranks)
-        self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
-        self.launches = _seconds(LayerSample(_smallest(config), vocabulary, machine, ()), 1)
-        self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
-
-    def near(self, stride: int) -> float:
-        return self.machine.call("all_gather", 1e6, (0, stride))
-
-    def candidate(self, config: Config) -> Candidate:
-        """The Candidate of a layout, the heaviest axes innermost if they gain by that."""
-        volume = volumes(config)
-        candidate = self.moves(config, volume)
-        if self.placed and volume:
-            turned = self.moves(_heaviest_last(config, volume), volume)
-            if sum(turned.moves.values()) < sum(candidate.moves.values()):
-                return turned
-        return candidate
-
-    def calibrate(self, config: Config, parts: PartCosts, fixed: float) -> None:
-        """Learn from the costs of a microbatch what a step computes on any layout, and what all
-        layouts take beside."""
-        micros = config.parallel.microbatches * self.layers / config.mesh.p
-        layer = parts.layer.forward + parts.layer.whole
-        computed = micros * (layer.seconds - layer.waits.total() - self.launches)
-        self.ideal, self.fixed = max(self.ideal, _BOUND_MARGIN * computed), fixed
-
-    def least(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least: what it computes, with the number of microbatches
-        that is best between launches and bubble, and a part of its words, as some are hidden.
-        Ranks that share a core take as long as one alone, or as the work of all of them."""
-        stages, micros, found = candidate.config.mesh.p, 1, []
-        chunks = max(1, self.layers // stages)
-        while micros <= candidate.config.train.batch:
-            busy = self.ideal + micros * self.launches * self.layers / stages
-            found.append(busy * (1 + (stages - 1) / (micros * chunks)))
-            micros *= 2
-        words = sum(candidate.moves.values()) - candidate.hidden
-        alone = min(found) + _BOUND_MARGIN * words
-        busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work
-        return self.fixed + max(
-            alone, self.ranks_per_core * busy if self.ranks_per_core > 1 else 0.0
-        )
-
-    def shown_context(self, candidate: Candidate) -> float:
-        """Seconds that a candidate waits along c, about, if attention takes no longer than it must."""
-        rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
-        busy = attention_flops(candidate.config) / rate
-        return candidate.moves.get(CONTEXT, 0.0) - min(hidden, busy)
-
-    def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
-        """The Candidate of a layout, with two calls a product, four a layer."""
-        itemsize = np.dtype(config.train.dtype).itemsize
-        found, work = {}, 0.0
-        for axis, count in volume.items():
-            op, times, members = _calls(config, axis)
-            each = legs(self.machine, op, count * itemsize / times, members)
-            found[axis], work = times * sum(each), work + times * each.work
-        hidden = 0.0
-        if CONTEXT in found and not self.machine.cores:
-            hidden = found[CONTEXT] * ring_words(config) / volume[CONTEXT]
-        return Candidate(config, found, work, hidden)
-
-
-def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """(operation, number, ranks) of the calls along an axis."""
-    grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
-    members = grid.ranks_over(axis.split(), {})
-    if axis == "p":
-        return "send", 1, members[:2]
-    if axis == CONTEXT:
-        rings, heads = config.context()[1:]
-        if rings == 1:
-            return "all_to_all", 4 * layers, members
-        return "send", layers * (3 * (rings - 1) + 4 * (heads > 1)), (members[0], members[heads])
-    if axis not in "xyz":
-        return "all_gather", 1, members
-    summa = config.parallel.scheme == "2d-summa"
-    panels = lcm(config.mesh.x, config.mesh.y) if summa else 1
-    return "all_gather", 8 * layers * panels, members
-
-
-def _seconds(sample: LayerSample, sequences: int) -> float:
-    """Of a forward and a backward pass of a layer."""
-    passes = sample.passes(LAYER, sequences, halves=False)
-    return passes.forward.seconds + passes.whole.seconds
-
-
-def _smallest(config: Config) -> Config:
-    """A model of a layer that computes next to nothing, on one rank: what is left is launches."""
-    model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
-    mesh = MeshConfig(x=1, y=1, z=1)
-    return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
-
-
-def volumes(config: Config) -> dict[str, float]:
-    """Words that a rank receives in a step along each axis that has ranks, all layers together;
-    with as many microbatches as stages, each of which gathers the weights."""
-    mesh, model, train = config.mesh, config.model, config.train
-    tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
-    copies = mesh.d * mesh.c
-    one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
-    found = {}
-    for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
-        size = getattr(mesh, axis)
-        alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * mesh.p * layers * received_elements(alone) * size / tensor
-    if copies > 1:
-        weights = block_weights(model) * layers / tensor
-        found[data_group(mesh.sizes())] = 2 * (1 - 1 / copies) * weights
-    if mesh.c > 1:
-        found[CONTEXT] = ring_words(config) + exchange_words(config)
-    if mesh.p > 1:
-        found["p"] = 2 * train.batch * model.sequence * model.hidden / (copies * tensor)
-    return found
-
-
-def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
-    """The layout with its axes in the order of their words, the last being innermost."""
-    order, words = config.mesh.order.split(), Counter()
-    for group, count in volume.items():
-        words.update(dict.fromkeys(group.split(), count))
-    slots = [place for place, axis in enumerate(order) if axis in words]
-    for place, axis in zip(slots, sorted((order[slot] for slot in slots), key=words.get)):
-        order[place] = axis
-    return replace(config, mesh=replace(config.mesh, order=" ".join(order)))
 
 
 @cache

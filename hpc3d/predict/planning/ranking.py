@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.predict.planning.adaptation import gains, with_other_buckets
+from hpc3d.predict.planning.bounds import kind
 from hpc3d.predict.planning.candidates import NEAR, RECOMPUTE
-from hpc3d.predict.planning.layouts import kind
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary, waits_of
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.candidates import TimedCandidate
     from hpc3d.predict.planning.estimate import Estimate
-    from hpc3d.predict.planning.layouts import Candidate
     from hpc3d.predict.planning.search import Found, Search
 
 _CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat

@@ -1,6 +1,6 @@
 """The search for the layout with the shortest step, among those that fit the memory.
 
-All sizes have a lower bound (layouts.py); in its order they are timed by estimates
+All sizes have a lower bound (bounds.py); in its order they are timed by estimates
 (estimate.py), with the schedule, microbatches, ZeRO and recomputation that suit them,
 until no bound is below the best ones that were found.  The best few then may have uneven layers
 (adaptation.py).
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.adaptation import uneven
+from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists
 from hpc3d.predict.planning.candidates import (
     NEAR,
     SURE,
@@ -49,8 +50,8 @@ class Found(NamedTuple):
 
     def widen(
         self,
-        candidates: Sequence[layouts.Candidate],
-        time: Callable[[layouts.Candidate], TimedCandidate],
+        candidates: Sequence[Candidate],
+        time: Callable[[Candidate], TimedCandidate],
     ) -> None:
         """Add what `time` makes of those candidates that are not timed yet."""
         new = [
@@ -77,7 +78,7 @@ class Search:
     ) -> None:
         self.base, self.ranks, self.memory = layouts.bare(config), ranks, memory
         self.estimator = Estimator(vocabulary, machine)
-        self.bounds = layouts.Bounds(self.base, ranks, vocabulary, machine)
+        self.bounds = Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory)
 
     def run(self, top: int, most: int) -> Found:
@@ -95,7 +96,7 @@ class Search:
         if not candidates:
             raise ValueError(self._refusal())
         self.calibrate(candidates)
-        groups, others = layouts.shortlists(candidates)
+        groups, others = shortlists(candidates)
         groups.sort(key=lambda group: self.bounds.least(group[0]))
         found = Found([], [], [], sum(map(self.variants, candidates)))
         times = [self._consider(group[0], found, top, _COARSE * most) for group in groups]
@@ -137,9 +138,7 @@ class Search:
     def _spent(self, most: int) -> bool:
         return self.estimator.costs >= most
 
-    def _consider(
-        self, candidate: layouts.Candidate, found: Found, top: int, most: float
-    ) -> float:
+    def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> float:
         """Time a candidate, if it may be among the best; the seconds of its step, if it fits."""
         if self.bounds.least(candidate) > self.limit(found.timed, top):
             found.cut.append(candidate)
@@ -151,7 +150,7 @@ class Search:
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf
 
-    def calibrate(self, candidates: Sequence[layouts.Candidate]) -> None:
+    def calibrate(self, candidates: Sequence[Candidate]) -> None:
         """Tell the bounds what a layout computes that computes least beside its words."""
         config = min(candidates, key=lambda candidate: sum(candidate.moves.values())).config
         fixed = self.estimator.world(config).seconds
@@ -162,9 +161,9 @@ class Search:
         seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
-    def allowed_candidates(self) -> Iterator[layouts.Candidate]:
-        """The layouts that the rules allow, with their bounds; of those that differ in how they cut
-        sequences the one that waits least for it, unless there are few ranks."""
+    def allowed_candidates(self) -> Iterator[Candidate]:
+        """The layouts that the rules allow, with their bounds; of those that differ in how they
+        cut sequences the one that waits least for it, unless there are few ranks."""
         for configs in layouts.every_mesh(self.base, self.ranks, self.memory):
             found = sorted(map(self.bounds.candidate, configs), key=self.bounds.shown_context)
             yield from found if self.ranks <= _FEW else found[:1]
@@ -176,7 +175,7 @@ class Search:
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
         return f"no layout of {self.ranks} ranks divides this model; the first one: {problem}"
 
-    def variants(self, candidate: layouts.Candidate) -> int:
+    def variants(self, candidate: Candidate) -> int:
         """How many layouts have the sizes of a candidate."""
         config, layers = candidate.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
@@ -185,11 +184,11 @@ class Search:
         zeros = sum(map(len, layouts.zeros(config, self.ranks)))
         return ways * len(self.candidates.ways(config)) * zeros * orders
 
-    def timed(self, candidate: layouts.Candidate) -> TimedCandidate:
+    def timed(self, candidate: Candidate) -> TimedCandidate:
         """The TimedCandidate of a candidate, as far as it takes to compare it with others."""
         return self._offered(candidate, self.candidates.promising(candidate.config))
 
-    def _offered(self, candidate: layouts.Candidate, found: Sequence[Estimate]) -> TimedCandidate:
+    def _offered(self, candidate: Candidate, found: Sequence[Estimate]) -> TimedCandidate:
         """The TimedCandidate of a candidate with these estimates."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:

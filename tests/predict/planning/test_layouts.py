@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hpc3d.predict.planning import layouts
-from tests.predict.planning.test_search import CLUSTER, SMALL, settled, step
+from tests.predict.planning.test_search import SMALL, settled
 
 
 def test_every_cuboid_is_there_once():
@@ -29,11 +29,3 @@ def test_microbatches_are_those_that_the_rules_allow():
     ]
     assert 1 < len(allowed) < 16
     assert layouts.microbatches(config, 8) == allowed
-
-
-def test_the_heaviest_axis_lies_inside_a_node():
-    config = settled("model.layers=4 model.hidden=512 train.batch=32 p=2 x=4 d=4 scheme=1d", 32)
-    config = replace(config, mesh=replace(config.mesh, order="x p d c e y z"))
-    turned = layouts.Bounds(config, 32, 256, CLUSTER).candidate(config).config
-    assert turned.mesh.order == "p d x c e y z"
-    assert step(turned)[0] < 0.8 * step(config)[0]

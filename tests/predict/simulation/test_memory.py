@@ -21,6 +21,32 @@ LAYOUTS = [
         "parallel__recompute": "selective",
     },
     {"mesh__d": 2, "mesh__x": 2, "mesh__y": 2, "parallel__zero": 3},
+    {"mesh__c": 4, "mesh__x": 2, "parallel__microbatches": 2, "model__sequence": 256},
+    {
+        "mesh__d": 2,
+        "mesh__c": 4,
+        "mesh__x": 1,
+        "parallel__zero": 2,
+        "parallel__context": "both",
+        "parallel__ulysses": 2,
+        "model__sequence": 64,
+    },
+    {
+        "mesh__c": 4,
+        "mesh__y": 2,
+        "parallel__context": "all-to-all",
+        "parallel__attention": "chunked",
+        "model__sequence": 512,
+    },
+    {
+        "mesh__p": 2,
+        "mesh__c": 4,
+        "mesh__x": 1,
+        "model__kind": "llama",
+        "model__kv_heads": 12,
+        "model__sequence": 128,
+        "parallel__microbatches": 4,
+    },
 ]
 
 

@@ -26,6 +26,8 @@ PLAYED = """
 p=1 schedule=none microbatches=4 backend=cupy dtype=float32
 x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
+c=4 x=2 schedule=none microbatches=3 sequence=8 context=both ulysses=2
+d=2 c=2 schedule=none microbatches=4 zero=3 sequence=4 backend=cupy dtype=float32
 """.strip().splitlines()
 PIPELINES = ASYNCHRONOUS + [
     line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line

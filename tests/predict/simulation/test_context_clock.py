@@ -1,0 +1,157 @@
+"""Messages along the context axis on the clock, by hand."""
+
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+
+from hpc3d import trace
+from hpc3d.arrays.abstract import AbstractPool
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.grid import Grid
+from hpc3d.model.context import Context
+from hpc3d.model.context_attention import Ring
+from hpc3d.predict.machine.between_hosts import legs
+from hpc3d.predict.machine.machine import Link
+from hpc3d.predict.simulation.count import predict
+from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
+from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.summary import summary, waits_of
+from hpc3d.predict.simulation.write_trace import write_trace
+from hpc3d.trace.schema import OP
+from tests.pipeline.mixes import config_of
+from tests.predict.fixed import ALPHA, FLOPS, LAUNCH, LINE, MACHINE
+from tests.predict.machine.test_between_hosts import ALPHA as FAR
+from tests.predict.machine.test_between_hosts import WIRE, hosts
+
+MB = 10**6
+
+
+def ring_of(clock, size=4, heads=1, length=64):
+    """The Ring of a rank whose clock this is, and a block of a MB."""
+    context = Context(length, size // heads, heads)
+    mesh = representative(Grid({"p": 1, "c": size}), AbstractPool(clock), Self(), context)
+    return Ring(mesh.comm("c"), context), mesh.empty((MB,), np.uint8)
+
+
+def around(clock, work, size=4):
+    """Seconds in which a block goes round a ring while each one takes `work` seconds."""
+    ring, block = ring_of(clock, size)
+    for _ in ring.around(block):
+        clock.work(work)
+    return clock.now / 1e9
+
+
+@pytest.mark.parametrize("work", [0.0, 2e-5, 1e-3])
+def test_a_hop_takes_what_takes_longer(work):
+    """The message or the work beside it; nothing is beside the last work."""
+    message = LAUNCH + ALPHA + MB / LINE
+    expected = 3 * max(work, message) + work
+    assert around(Clock(MACHINE), work) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "work"), [(4, 1e-3), (1, 1e-3), (1, 0.1)])
+def test_a_core_moves_blocks_itself(ranks, work):
+    """It sends and takes one for each of three hops; between hosts a card carries while it
+    works."""
+    machine = hosts(ranks)
+    send, recv = (legs(machine, op, MB, (0, 1)) for op in ("send", "recv"))
+    assert send.wired == pytest.approx((FAR + MB / WIRE) * (ranks == 1))
+    expected = 3 * (send.work + recv.work + max(send.wired, work)) + work
+    assert around(HostDrivenClock(machine), work) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_is_on_its_way_stands_behind_other_calls_of_its_queue():
+    clock = Clock(MACHINE)
+    ring, block = ring_of(clock, 2)
+    end = clock.post("all_gather", MB, (0, 1), "x")
+    ring.pass_on(block).wait()
+    assert clock.now == end + clock.call("send", MB, (0, 1))
+
+
+def test_the_slowest_message_of_a_ring_and_of_an_exchange():
+    """Nodes of four: a ring of eight crosses, an exchange among four does not, nor its ring more
+    than it must."""
+    machine = replace(MACHINE, ranks_per_node=4, links=(Link(4, 1e-6, 1e11), Link(0, 1e-5, 1e9)))
+    ring, _ = ring_of(Clock(machine), 8)
+    assert ring.comm.slowest(ring.after) == (3, 4)
+    ring, _ = ring_of(Clock(machine), 8, heads=4)
+    assert ring.after == 4 and len(machine.by_node(ring.comm.slowest(4))) == 2
+    for peer in (1, 2, 3):
+        low, high = ring.comm.slowest(peer)
+        assert low // 4 == high // 4
+
+
+@pytest.mark.parametrize(("size", "heads"), [(4, 1), (4, 2), (6, 3), (8, 2), (3, 1)])
+def test_whom_a_rank_sends_to_is_as_far_as_whom_the_first_one_does(size, heads):
+    context = Context(24 * size, size // heads, heads)
+
+    class Rank:
+        def __init__(self, rank):
+            self.rank, self.size = rank, size
+
+    first = Ring(Rank(0), context)
+    for number in range(size):
+        here = Ring(Rank(number), context)
+        assert context.peer(number, first.after) == here.after
+        assert context.peer(number, first.before) == here.before
+        others = {context.peer(number, member) for member in range(1, heads)}
+        start = number // heads * heads
+        assert others == {*range(start, start + heads)} - {number}
+
+
+NO_WORK = replace(
+    MACHINE,
+    launch_s=0.0,
+    memory_bandwidth=inf,
+    gemm={"float64": replace(MACHINE.gemm["float64"], rate=(1e300,))},
+)
+RING = "c=4 schedule=none microbatches=2 sequence=64 batch=4 layers=3 kind=llama kv_heads=4 ffn=48"
+
+
+def test_a_ring_whose_ranks_compute_in_no_time_waits_for_all_its_messages():
+    """2 (r - 1) of keys and values and r - 1 of their gradients, in a layer and microbatch; K are
+    2 sequences of 16 tokens with 4 heads of 2 features."""
+    config = config_of(RING)
+    (run,) = simulate(config, 29, NO_WORK)
+    message = ALPHA + 2 * (2 * 16 * 4 * 2) * 8 / LINE
+    assert waits_of(run)["c"] == pytest.approx(3 * 2 * 9 * message, rel=1e-3)
+
+
+def test_links_that_take_no_time_are_not_waited_for():
+    quick = replace(MACHINE, launch_s=0.0, links=(Link(0, 0.0, inf),))
+    (run,) = simulate(config_of(RING), 29, quick)
+    assert waits_of(run)["c"] == 0 and run.seconds > 0
+
+
+def test_mfu_counts_the_square_of_attention_and_hfu_what_is_done():
+    """A causal ring of four does 9/16 of it, and 14/12 of that since it makes scores again."""
+    config = config_of(RING)
+    runs = simulate(config, 29, MACHINE)
+    found = summary(runs, config, MACHINE)
+    tokens, hidden, peak = 4 * 64, 24, 4 * FLOPS * found["step_time_s"]
+    square = 3 * 3 * tokens * 4 * 64 * hidden
+    products = 3 * tokens * 2 * (3 * (hidden * (40 + 24) + 3 * 48 * hidden) + 29 * hidden)
+    assert found["mfu"] * peak == pytest.approx(square + products, rel=1e-9)
+    padded = 3 * tokens * 2 * 3 * hidden  # columns of the vocabulary, for 4 ranks
+    done = 14 / 12 * 9 / 16 * square + products
+    assert found["hfu"] * peak == pytest.approx(done, abs=padded)
+
+
+@pytest.mark.parametrize("line", [RING, "c=6 x=2 sequence=12 context=both ulysses=3"])
+def test_a_trace_names_whom_each_rank_sends_to(line, tmp_path):
+    config = config_of(line)
+    path = write_trace(tmp_path, simulate(config, 29, MACHINE), config, MACHINE)
+    grid, messages = config.mesh.grid(), [OP.index("send"), OP.index("recv")]
+    with trace.open(path) as opened:
+        events = opened.events.columns()
+        for rank in range(grid.size):
+            wanted = predict(config, 29, grid.coords(rank)).events
+            here = np.isin(events["op"], messages) & (events["rank"] == rank)
+            here &= events["peer"] >= 0
+            real = wanted[np.isin(wanted["op"], messages)]
+            assert Counter(zip(events["op"][here], events["peer"][here])) == Counter(
+                zip(real["op"].tolist(), real["peer"].tolist())
+            )
