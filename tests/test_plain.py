@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tomllib
+from io import StringIO
 from pathlib import Path
 
 import h5py
@@ -15,7 +16,7 @@ from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, tr
 from hpc3d.cli import run
 from hpc3d.config.load import literal
 from hpc3d.diagnose import node_checks
-from hpc3d.plain import Problems, lines_of, plain, plain_in, plain_streams
+from hpc3d.plain import Plain, Problems, lines_of, plain, plain_in, plain_streams
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.launch import what_happened
 from hpc3d.trace.locate import trace_of
@@ -382,3 +383,10 @@ def test_a_file_that_the_disk_has_no_room_for_is_named(terminal):
     words = ["--name", "1f1b", "--stages", "2", "--microbatches", "2", "--csv", "/dev/full"]
     line = refused(terminal, simulate.main, "schedule", *words)
     assert line == "hpc3d.simulate: /dev/full: No space left on device"
+
+
+def test_a_tab_alone_is_a_tab():
+    stream = StringIO()
+    for part in ("a", "\t", "b\tc"):
+        Plain(stream).write(part)
+    assert stream.getvalue() == "a\tb\\tc"

@@ -52,7 +52,7 @@ class Chunks(NamedTuple):
         _, batch, heads, _, _ = kv.shape
         g = self.form.queries
         for tile in (tile for pair in self.pairs for tile in _cut(pair, g, tokens)):
-            rows, keys = count_of(tile.queries) * g, count_of(tile.keys)
+            rows, keys = _count(tile.queries) * g, _count(tile.keys)
             count = max(1, nbytes // (rows * keys * kv.itemsize))
             for sample in range(batch):
                 for first in range(0, heads, count):
@@ -62,7 +62,7 @@ class Chunks(NamedTuple):
         """Tell the meter of so many products that end in scores, and that begin with them, and of
         `kernels` of whole attention that take as long for a score."""
         _, batch, heads, _, width = kv.shape
-        sizes = Counter((count_of(pair.queries), count_of(pair.keys)) for pair in self.pairs)
+        sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
         for (m, n), pairs in sizes.items():
             count = pairs * batch * heads * self.form.queries
             for shape in inward * [(m, n, width)] + outward * [(m, width, n)]:
@@ -71,7 +71,7 @@ class Chunks(NamedTuple):
                 kv.meter.kernel(name, count * m * n * kv.itemsize)
 
 
-def count_of(rows: slice) -> int:
+def _count(rows: slice) -> int:
     return rows.stop - rows.start
 
 
@@ -100,7 +100,7 @@ class GpuTile(NamedTuple):
     @property
     def work(self) -> tuple[int, int]:
         """Heads of queries, and the queries of each."""
-        return count_of(self.at[1]) * self.chunks.form.queries, count_of(self.tile.queries)
+        return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
         """Those of the tile, or their gradients, [heads, g*query, D] in one piece."""
@@ -121,11 +121,11 @@ class GpuTile(NamedTuple):
     def given(self, sequence: int) -> dict[str, Any]:
         """The arguments of the kernels of the softmax besides scores and sums."""
         tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
-        keys = count_of(tile.keys)
+        keys = _count(tile.keys)
         return {
             "padding": None if padding is None else padding[self.at[0], tile.keys],
             "keys": keys,
-            "queries": count_of(tile.queries),
+            "queries": _count(tile.queries),
             "group": g,
             "ahead": tile.query_position - tile.key_position if tile.masked else keys,
             "first": tile.queries.start,
@@ -142,7 +142,7 @@ class GpuTile(NamedTuple):
         row = drop.rows[sample] + heads.start * self.chunks.form.queries * drop.width
         row += tile.key_position
         columns = range(tile.query_position, drop.width)
-        return drop._replace(rows=range(row, row + count_of(tile.keys)), columns=columns)
+        return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
         """out = kept out + added [heads, g*query, D], in this part of out [B*t, heads*g*D]."""
@@ -163,4 +163,4 @@ def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
 def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
     """What tiles have in common that launch the same."""
     (_, heads), tile = piece
-    return count_of(heads), count_of(tile.queries), count_of(tile.keys), tile.masked
+    return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked

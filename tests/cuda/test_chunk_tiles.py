@@ -59,8 +59,8 @@ def attention(qkv, dout, others, form, chunks, empty):
     [(1, True, 0, False), (2, True, 0.25, False), (3, False, 0.25, True), (1, True, 0, True)],
 )
 def test_tiles_together_are_attention(queries, causal, rate, padded, dtype, launcher, monkeypatch):
-    """Chunks in tiles of at most four tokens, a head of keys at a time or two."""
-    monkeypatch.setattr(chunk_tiles, "_TILE", 4)
+    """Chunks of six tokens in tiles of two to six, a head of keys at a time or two."""
+    monkeypatch.setattr(chunk_tiles, "_TILE", max(4, 2 * queries))
     monkeypatch.setattr(chunk_tiles, "_SCORES", 2 * 4 * 4 * 2)
     form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
     qkv, others = random.normal(size=(2, BATCH * 2 * CHUNK, heads * form.columns)).astype(dtype)

@@ -25,8 +25,8 @@ SHARED |= {"NCCL_DEBUG": "WARN"}
 SINCE = 23000  # NCCL 2.30
 CLOSE = {"float32": 1e-5, "bfloat16": 5e-3}
 LAYOUTS = {
-    2: ("x=2", "y=2", "z=2", "d=2 zero=1", "p=2 microbatches=2"),
-    4: ("x=2 z=2", "x=2 y=2 scheme=2d-summa", "d=2 x=2 zero=3"),
+    2: ("x=2", "y=2", "z=2", "d=2 zero=1", "p=2 microbatches=2", "c=2"),
+    4: ("x=2 z=2", "x=2 y=2 scheme=2d-summa", "d=2 x=2 zero=3", "c=4 context=both ulysses=2"),
 }
 
 

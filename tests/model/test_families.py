@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hpc3d.predict.planning.bounds import volumes
 
 from hpc3d.analyze.metrics.mfu import efficiency_row, model_flops
 from hpc3d.comm.abstract_communicator import abstract_mesh
@@ -17,6 +16,7 @@ from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LAYER, build
+from hpc3d.predict.planning.bounds import volumes
 from hpc3d.tensor.split import Split
 from hpc3d.training import footprint
 from tests.analyze.naps import trained

@@ -62,6 +62,14 @@ def refuse(job):
     job.from_root(wrong)
 
 
+def refuse_on_some(job):
+    def wrong():
+        if job.rank:
+            raise ValueError("a.key = 1: remedy")
+
+    job.on_all_ranks(wrong)
+
+
 def agree(job):
     return 0 if job.from_root(lambda: (os.getpid(), job.rank))[1] == 0 else 1
 

@@ -19,3 +19,9 @@ def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
     assert done.returncode == 2
     assert "MPI_ABORT" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_some_ranks_refuse_is_said_once_and_ends_all(tmp_path):
+    done, _ = job(3, "refuse_on_some", tmp_path)
+    assert said(done) == ["hpc3d.test: a.key = 1: remedy"]
+    assert done.returncode == 2 and "Traceback" not in done.stderr

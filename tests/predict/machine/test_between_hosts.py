@@ -5,11 +5,11 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from hpc3d.predict.planning.bounds import Bounds, volumes
 
 from hpc3d.predict.machine.between_hosts import carried, legs
 from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
+from hpc3d.predict.planning.bounds import Bounds, volumes
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from hpc3d.predict.planning.bounds import Candidate
 
 from hpc3d.plan import ranked
 from hpc3d.predict.machine.machine import Link
@@ -15,6 +14,7 @@ from hpc3d.predict.planning.adaptation import (
     uneven,
     with_other_buckets,
 )
+from hpc3d.predict.planning.bounds import Candidate
 from hpc3d.predict.planning.candidates import Candidates
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.layer_counts import LayerCounts

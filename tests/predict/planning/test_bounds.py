@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from hpc3d.predict.planning.bounds import Bounds
-
 from tests.predict.planning.test_search import CLUSTER, settled, step
 
 
