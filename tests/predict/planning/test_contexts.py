@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.planning import contexts, layouts
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.count import predict
@@ -102,3 +103,15 @@ def test_bounds_of_cut_sequences_are_below_what_is_found():
     assert len(cut) > 3
     for each in cut:
         assert searched.bounds.least(each.candidate) < each.best.seconds
+
+
+def test_a_bound_does_not_wait_for_a_ring_that_attention_hides():
+    """Messages that take as long as what a rank computes, and four fifths of them beside it."""
+    machine = replace(CLUSTER, links=(Link(0, 1e-6, 5e9),))
+    config = settled(f"{LONG} train.batch=2 c=8")
+    searched = Search(config, 8, 256, machine, 16 * GB)
+    candidate = searched.bounds.candidate(config)
+    searched.calibrate([candidate])
+    seconds = searched.estimator.estimate(config).seconds
+    assert searched.bounds.least(candidate) < seconds
+    assert searched.bounds.least(candidate._replace(hidden=0.0)) > seconds
