@@ -112,6 +112,9 @@ p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=4 zero=1 scheme=1d kind=bert rec
 d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d kind=bert recompute=selective padding=4
 d=2 c=2 y=2 schedule=none microbatches=2 zero=1 sequence=8 kind=bert padding=4 dropout=0.25
 p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind=bert padding=4
+p=2 c=2 z=2 schedule=1f1b microbatches=3 sequence=8 context=all-to-all kind=bert padding=4
+d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 kind=llama ffn=48
+p=2 c=2 y=2 schedule=gpipe microbatches=3 sequence=4 kind=qwen2 kv_heads=2 ffn=48
 d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert
 """.strip().splitlines()
 

@@ -161,6 +161,27 @@ def test_replicas_move_their_parameters(zero, data, overlap):
         assert {op: rank.bytes("d", op) for op in rank.ops("d")} == expected
 
 
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("context", ["ring", "all-to-all"])
+def test_ranks_with_other_tokens_are_replicas(zero, context):
+    """2 psi e (1 - 1/(c d)), in one collective over the plane c d; what ZeRO 2 and 3 move in a
+    pass goes along d and along c, and is as much."""
+    line = f"d=2 c=2 sequence=4 context={context} microbatches={MICROS} tied=false zero={zero}"
+    elements = elements_of(0, 1, 4)
+    elements["vectors"] += (4 - SEQUENCE) * HIDDEN  # of positions
+    for rank in counted(line):
+        totals = {
+            op: sum(rank.bytes(axis, op) for axis in ("c", "d", "c d"))
+            for op in ("all_reduce", "reduce_scatter", "all_gather")
+        }
+        assert {op: moved for op, moved in totals.items() if moved} == on_data(zero, 4, elements)
+        if zero < 2:
+            assert not rank.ops("d")
+            assert (
+                rank.ops("c") == {"ring": {"send", "recv"}, "all-to-all": {"all_to_all"}}[context]
+            )
+
+
 @pytest.mark.parametrize(("zero", "bucket"), strided([*product(range(4), (0.001, 25))], 3))
 def test_bytes_of_any_tensor_scheme_schedule_and_bucket(zero, bucket):
     """The elements are those of the rank's own blocks, which ZeRO-3 stores in d parts."""
