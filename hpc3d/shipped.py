@@ -15,13 +15,15 @@ _INPUTS = "inputs"
 
 
 class Kind(NamedTuple):
-    """Files of TOML: what users call one, and their folder in inputs/."""
+    """Files of TOML: what users call one, their folder in inputs/, and those in it that have more
+    of them."""
 
     title: str
     folder: str
+    below: tuple[str, ...] = ()
 
 
-INPUT, MACHINE = Kind("input", ""), Kind("machine", "machines")
+INPUT, MACHINE = Kind("input", "", ("models",)), Kind("machine", "machines")
 
 
 def shipped(name: Path | str = "") -> Path:
@@ -46,14 +48,15 @@ def find(word: str, kind: Kind) -> Path:
 
 def _names(kind: Kind) -> dict[str, Path]:
     """{name: path} of the files of a kind."""
-    folders = shipped(kind.folder), Path(_INPUTS, kind.folder)
+    places = shipped(kind.folder), Path(_INPUTS, kind.folder)
+    folders = [place / folder for place in places for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
 def _name_of(word: Path | str, kind: Kind) -> str:
     """`word` without what says where shipped files of a kind lie."""
     name = str(Path(word)).removesuffix(".toml")
-    for folder in Path(_INPUTS, kind.folder).parts:
+    for folder in (*Path(_INPUTS, kind.folder).parts, *kind.below):
         name = name.removeprefix(f"{folder}/")
     return name
 

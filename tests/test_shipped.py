@@ -10,10 +10,16 @@ import pytest
 
 import hpc3d
 from hpc3d import train
+from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
+from hpc3d.model.families import family_of
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.spec import ModelSpec
+from hpc3d.model.stage import LayerRange, build
 from hpc3d.predict.machine import machine_file
 from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
+from hpc3d.tensor.split import Split
 
 PACKAGE = Path(hpc3d.__file__).parent
 ROOT = PACKAGE.parent
@@ -29,6 +35,32 @@ def test_each_keeps_the_rules_on_its_own_mesh(path):
     config = load(path, [])
     assert config.name == path.stem
     resolve(config, ranks(config))
+
+
+# Parameters as the weights on their pages have them.
+PUBLISHED = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_parameters(name):
+    config = load(name, [])
+    assert config.name == name
+    family, mesh = family_of(config.model), abstract_mesh({}, {})
+    sizes, parameters = family.sizes(config.model, config.model.vocabulary), Parameters(mesh, "f4")
+    whole = LayerRange(range(sizes.layers), first=True, last=True)
+    build(mesh, parameters, ModelSpec(family, sizes, {"dense": Split()}), [whole])
+    assert sum(prod(item.shape) for item in parameters) == PUBLISHED[name]
+
+
+def test_every_model_is_published():
+    assert {path.stem for path in (INPUTS / "models").glob("*.toml")} == {*PUBLISHED}
 
 
 def test_a_pipeline_and_replicas_train_the_same():

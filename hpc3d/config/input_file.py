@@ -92,7 +92,8 @@ class ParallelConfig:
     """of the ranks along c those that exchange heads, with context = "both" """
     attention: Literal["full", "chunked"] | None = None
     """full keeps all T x T probabilities, chunked a sum per row: memory linear in T (absent: full,
-    but on CPUs from 1024 tokens on chunked, which is faster there; a ring is chunked)"""
+    but in float32 or float64 on CPUs from 1024 tokens on chunked, which is faster there; a ring is
+    chunked)"""
     recompute: Literal["none", "selective", "full"] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks"""
@@ -322,8 +323,9 @@ class Config:
 
     def chunked(self) -> bool:
         """Whether attention works chunk by chunk."""
-        long = self.train.backend == "numpy" and self.model.sequence >= _LONG
-        asked = self.parallel.attention or ("chunked" if long else "full")
+        train, long = self.train, self.model.sequence >= _LONG
+        on_cpus = train.backend == "numpy" and train.dtype in ("float32", "float64")
+        asked = self.parallel.attention or ("chunked" if on_cpus and long else "full")
         return asked == "chunked" or self.context().rings > 1
 
     def layers(self) -> list[range]:

@@ -22,7 +22,6 @@ from hpc3d.config.load import options
 from hpc3d.data.token_file import tokenizer_of
 from hpc3d.data.tokenizer import END, BpeTokenizer, ByteTokenizer
 from hpc3d.model.families import FAMILIES, family_of
-from hpc3d.model.gpt2 import Head
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
@@ -112,8 +111,8 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
     )
     _refuse_others(words, (*_LAYOUT, "model." if published else "data.path"))
     found = _published(path, words) if published else _of_run(path, words)
-    if not issubclass(family_of(found.config.model).last, Head):
-        able = [kind for kind, family in FAMILIES.items() if issubclass(family.last, Head)]
+    if not family_of(found.config.model).causal:
+        able = [kind for kind, family in FAMILIES.items() if family.causal]
         kind = found.config.model.kind
         raise ValueError(f"{path}: a {kind} continues no text; known here: {', '.join(able)}")
     return found

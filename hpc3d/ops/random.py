@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # 64-bit numbers for each value of Philox's counter
+_SHORT = 1 << 14  # numbers that are drawn sooner than a generator is made for each of their rows
 
 
 def philox_key(name: object) -> np.ndarray:
@@ -44,14 +45,21 @@ def _by_rows(
 ) -> np.ndarray:
     """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked;
     its `rows` and `columns` are those in a matrix with `width` columns."""
-    count, runs = columns.stop - columns.start, _runs(rows)
-    if count == width:
-        parts = [make(first * width, number * width) for first, number in runs]
-    else:
-        each = [row for first, number in runs for row in range(first, first + number)]
-        parts = [make(row * width + columns.start, count) for row in each]
-    total = sum(number for _, number in runs)
-    return np.concatenate([make(0, 0), *parts]).reshape(total, count)
+    count = columns.stop - columns.start
+    if isinstance(rows, np.ndarray) and rows.size:
+        first, stop = int(rows.min()), int(rows.max()) + 1
+        if (stop - first) * width <= _SHORT:
+            whole = _by_rows(range(first, stop), range(width), width, make)
+            return whole[rows - first, columns.start : columns.stop]
+    parts = [make(0, 0).reshape(0, count)]
+    for first, number in _runs(rows):
+        if count == width or number * width <= _SHORT:  # whole rows are one run
+            whole = make(first * width, number * width).reshape(number, width)
+            parts.append(whole[:, columns.start : columns.stop])
+        else:
+            starts = range(first * width + columns.start, (first + number) * width, width)
+            parts += [make(start, count)[None] for start in starts]
+    return np.concatenate(parts)
 
 
 def _runs(rows: _Rows) -> list[tuple[int, int]]:

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
 # Keys that input files did not have at first, with the value that says what was done without.
-ADDED = {"model": {"norm_epsilon": 1e-5, "rope_theta": 10000.0}}
+ADDED = {
+    "parallel": {"context": "ring", "ulysses": 1},
+    "model": {"norm_epsilon": 1e-5, "rope_theta": 10000.0},
+}
 _NEVER = np.iinfo(np.int64).max  # later than any time
 _SMALL = {
     "steps": schema.STEPS,

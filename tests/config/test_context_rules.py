@@ -71,6 +71,8 @@ def test_how_sequences_are_cut(words, cut):
         ("--model.sequence 1024", True),
         ("--model.sequence 1024 --parallel.attention full", False),
         ("--model.sequence 1024 --train.backend cupy", False),
+        ("--model.sequence 1024 --train.dtype float64", True),
+        ("--model.sequence 1024 --train.dtype bfloat16", False),
     ],
 )
 def test_attention_is_chunked_in_rings_and_of_long_sequences_on_cpus(words, chunked):

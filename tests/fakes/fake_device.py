@@ -104,13 +104,13 @@ def by_numpy(primitive):
     if not primitive.__module__.startswith("hpc3d.ops"):
         return None
 
-    def rule(*arguments):
+    def on_host(each):
+        return (lambda *how: plain(each(*how))) if callable(each) else plain(each)
+
+    def rule(*arguments, **named):
         HERE.still = False
-        given = [
-            (lambda *how, make=each: plain(make(*how))) if callable(each) else plain(each)
-            for each in arguments
-        ]
-        return brought(primitive.numpy(*given))
+        given = {key: on_host(each) for key, each in named.items()}
+        return brought(primitive.numpy(*map(on_host, arguments), **given))
 
     return rule
 

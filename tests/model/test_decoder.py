@@ -22,6 +22,7 @@ KINDS = [
     "kind=gpt2",
     "kind=gpt2 tied=false gelu=exact vocabulary=31",
     "kind=llama kv_heads=4 ffn=48",
+    "kind=llama kv_heads=1 ffn=48",  # which every rank has
     "kind=qwen2 kv_heads=4 ffn=24 tied=false",
 ]
 MESHES = """

@@ -70,7 +70,7 @@ def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list
     """The ranks of the groups of a rank."""
     world = [*range(grid.size)]
     groups = {**groups_of(grid, coords), WORLD: world}
-    return [[*groups[axis]] for axis in axes]
+    return [[*(groups.get(axis) or grid.ranks_along(axis, coords))] for axis in axes]
 
 
 def _header_of(

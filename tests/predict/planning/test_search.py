@@ -252,7 +252,7 @@ def test_zero_shares_out_what_does_not_fit_otherwise():
 
 
 def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
-    line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=1024 train.batch=8"
+    line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=1023 train.batch=8"
     near = replace(CLUSTER, links=(Link(0, 1e-6, 1e12),))
     searched = Search(config_of(line), 8, 256, near, 16 * GB)
     replicas = next(
