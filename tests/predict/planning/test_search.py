@@ -258,13 +258,13 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
     replicas = next(
         candidate for candidate in searched.allowed_candidates() if candidate.config.mesh.d == 8
     )
+    selective = layouts.MemoryOption(True, "selective")
     (two,), (three,) = (
-        [*searched.candidates.options(replicas.config, 1, (zero,), layouts.MEMORY_OPTIONS[0])]
-        for zero in (2, 3)
+        [*searched.candidates.options(replicas.config, 1, (zero,), selective)] for zero in (2, 3)
     )
     searched.candidates.memory = (two.peak + three.peak) / 2
     found = quickest(searched, searched.timed(replicas)).config.parallel
-    assert (found.zero, found.recompute) == (3, "none")
+    assert (found.zero, found.recompute) == (3, "selective")
 
 
 def test_nothing_fits_no_memory():
