@@ -53,13 +53,13 @@ class Candidates:
         config = replace(config, parallel=replace(config.parallel, attention=None))
         mesh, chunked = config.mesh, config.chunked()
         gathers, widest = mesh.x * mesh.y * mesh.z > 1, self.estimator.machine.max_fused_head_dim
-        save = _chunks_save(config, widest)
+        options = layouts.MEMORY_OPTIONS
+        if _chunks_save(config, widest):
+            options = layouts.WITH_CHUNKS[config.train.backend]
         return [
             way
-            for way in layouts.MEMORY_OPTIONS
-            if (way.keep_gathered or gathers)
-            and (save or way.attention is None)
-            and not (chunked and way.recompute == "selective")
+            for way in options
+            if (way.keep_gathered or gathers) and not (chunked and way.recompute == "selective")
         ]
 
     def promising(self, config: Config) -> list[Estimate]:
@@ -196,8 +196,10 @@ def _chunks_save(config: Config, widest: int) -> bool:
     """Whether attention chunk by chunk, which is not the usual one, keeps less: a device's fused
     attention, for heads up to `widest`, keeps no probabilities either."""
     model, train = config.model, config.train
-    if train.backend == "numpy" or config.chunked() or model.sequence < _LONG:
+    if config.chunked() or model.sequence < _LONG:
         return False
+    if train.backend == "numpy":
+        return True
     shared = (model.kv_heads or model.heads) < model.heads or model.padding is not None
     dtype, width = np.dtype(train.dtype), model.hidden // model.heads
     return shared or not takes(dtype, width, model.dropout or None, widest)

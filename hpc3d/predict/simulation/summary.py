@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.mfu import model_flops
+from hpc3d.model.families import least_vocabulary
+from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     here = ranks // len(runs)  # of a stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)
-    needed = model_flops(config.model, config.train.batch, config.model.vocabulary)
+    model = config.model
+    vocabulary = model.vocabulary or least_vocabulary(model, BYTE_VOCABULARY)
+    needed = model_flops(model, config.train.batch, vocabulary)
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
     tokens = config.train.batch * config.model.sequence
     return {
