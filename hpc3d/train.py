@@ -186,7 +186,9 @@ def _text_of(config: Config, tokens: Tokens) -> RunText:
     held = config.data.validation
     named = held and isinstance(held, str)
     trained, held = divided(tokens, shipped.text(held) if named else held)
-    return RunText(batches_of(config, trained), held and validation_of(config, held))
+    return RunText(
+        batches_of(config, trained), None if held is None else validation_of(config, held)
+    )
 
 
 def _settled(config: Config, tokens: Tokens) -> Config:

@@ -56,6 +56,13 @@ def short_validation(tmp_path):
     return {"data__validation": path, "train__eval_every": 1}, [line]
 
 
+def no_validation(tmp_path):
+    """A share that rounds to no token."""
+    return {"data__validation": 1e-9, "train__eval_every": 1}, [
+        "data.validation: 0 tokens, but model.sequence = 4 takes at least 5; hold out more"
+    ]
+
+
 def no_token_to_mask(tmp_path):
     return {"model__kind": "bert", "model__vocabulary": 256}, [
         "model.vocabulary = 256: the tokenizer has 256 tokens, and one stands for those"
@@ -98,6 +105,7 @@ BAD = [
     missing_text,
     short_text,
     short_validation,
+    no_validation,
     small_vocabulary,
     no_token_to_mask,
     padding_that_masks,

@@ -14,8 +14,8 @@ def wrong_context(config: Config) -> Iterator[str]:
     parallel, c, u = config.parallel, config.mesh.c, config.parallel.ulysses
     if parallel.context != "both" and u != 1:
         yield (
-            f'parallel.ulysses = {u}: with parallel.context = "both" alone, which is '
-            f"{parallel.context!r}; leave it out, or set that"
+            f'parallel.ulysses = {u}: has a meaning with parallel.context = "both" alone, and '
+            f"that is {parallel.context!r}; leave it out, or set parallel.context"
         )
         return
     if parallel.context == "both" and not (1 < u < c and c % u == 0):

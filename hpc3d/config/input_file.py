@@ -136,7 +136,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """llama, qwen2: rotary positions turn the slowest pair of a head by about 1 / rope_theta a
     token"""
-    rope_scaling: dict[str, float] | None = None
+    rope_scaling: dict[str, float | str] | None = None
     """llama, qwen2: slower turns for longer sequences, rope_type "llama3" of published configs, as
     { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
     gelu: Literal["tanh", "exact"] = "tanh"

@@ -114,12 +114,15 @@ def _wrong_family(model: ModelConfig) -> Iterator[str]:
     scaling = model.rope_scaling
     if scaling is None:
         return
-    if {*scaling} != {*_SCALING}:
-        yield f"model.rope_scaling = {scaling}: must have {', '.join(_SCALING)} and nothing else"
-    elif not (scaling["factor"] >= 1 and 0 < scaling["low"] < scaling["high"] < inf):
+    if {*scaling} != {*_SCALING} or any(isinstance(value, str) for value in scaling.values()):
+        yield (
+            f"model.rope_scaling = {scaling}: the form llama3 alone is known; it must have the "
+            f"numbers {', '.join(_SCALING)} and nothing else"
+        )
+    elif not (1 <= scaling["factor"] < inf and 0 < scaling["low"] < scaling["high"] < inf):
         yield f"model.rope_scaling = {scaling}: factor must be at least 1, and 0 < low < high"
     elif not 1 <= scaling["original"] < inf:
-        yield f"model.rope_scaling = {scaling}: original must be a number of tokens"
+        yield f"model.rope_scaling = {scaling}: original must be at least 1, a number of tokens"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:

@@ -50,10 +50,13 @@ def wrong_parts(config: Config) -> Iterator[str]:
             f"model.hidden / model.heads = {model.hidden // model.heads}: rotary positions turn "
             "pairs of features; use an even number"
         )
-    if model.heads % (model.kv_heads or model.heads):
+    if model.kv_heads and model.heads % model.kv_heads:
+        fit = divisors(model.heads)
+        below = max(count for count in fit if count < model.kv_heads)
+        nearest = [below, *[count for count in fit if count > model.kv_heads][:1]]
         yield (
             f"model.heads = {model.heads} does not divide by model.kv_heads = {model.kv_heads}: "
-            "change one of them"
+            f"use {' or '.join(map(str, nearest))} heads of keys"
         )
     yield from wrong_tokens(model)
     yield from _wrong_head(config)

@@ -107,10 +107,12 @@ def test_a_range_of_llama_ends_where_it_says(key, good, bad):
 LLAMA = ["--model.kind", "llama", "--model.kv_heads", "16"]
 SCALING = "{ factor = 8, low = 1, high = 4, original = 8192 }"
 FORMS = {
-    SCALING.replace("high", "beta"): "must have factor, low, high, original and nothing else",
+    SCALING.replace("high", "beta"): "numbers factor, low, high, original and nothing else",
+    SCALING.replace("8,", '"yarn",'): "numbers factor, low, high, original and nothing else",
+    SCALING.replace("8,", "inf,"): "factor must be at least 1",
     SCALING.replace("8,", "0.5,"): "factor must be at least 1",
     SCALING.replace("low = 1", "low = 4"): "0 < low < high",
-    SCALING.replace("8192", "0"): "original must be a number of tokens",
+    SCALING.replace("8192", "0"): "original must be at least 1",
 }
 
 
