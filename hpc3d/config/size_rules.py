@@ -10,9 +10,12 @@ from hpc3d import limits
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.config.context_rules import unexchanged_heads
 from hpc3d.model.families import block_products, family_of
+from hpc3d.model.spec import ModelSizes
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
+
+_SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
 def violations(config: Config, ranks: int) -> list[str]:
@@ -79,8 +82,7 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 def _alike(model: ModelConfig) -> bool:
     """Whether a product of the head is split so that Y lies as X does."""
-    family = family_of(model)
-    return any(each.alike for each in family.head(family.sizes(model, model.vocabulary or 0)))
+    return any(each.alike for each in family_of(model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
