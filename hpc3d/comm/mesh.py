@@ -176,13 +176,13 @@ class NullGuard:
 
 
 class Mesh:
-    """Axes with sizes, this rank's coordinates, one communicator an axis, one for the plane of the
-    data axes where these are several, and one for all ranks.
+    """Axes with sizes, this rank's coordinates, one communicator per axis, one for the plane of
+    the data axes where these are several, and one for all ranks.
 
     An absent axis has size 1, coordinate 0 and the `Self` communicator.  `data` is the name of the
-    communicator of the `data_axes`.  Ranks are in the order of
-    a `Grid`, so those along the last axis lie next to each other on a node.  Blocks are in the
-    memory of `pool`, which may be a device's; the world speaks of arrays of the host.
+    communicator of the `data_axes`.  Ranks are in the order of a `Grid`, so those along the last
+    axis lie next to each other on a node.  Blocks are in the memory of `pool`, which may be a
+    device's; the world speaks of arrays of the host.
     """
 
     def __init__(

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.model.gpt2 import Head
-from hpc3d.model.layers import Dropout, Embedding, Linear, row_axes
-from hpc3d.model.positions import Positions
+from hpc3d.model.gpt2 import Embeddings, Head
+from hpc3d.model.layers import Linear, row_axes
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias, sum_rows
 from hpc3d.tensor.layout import Layout
@@ -38,53 +37,42 @@ class SegmentedSaved(NamedTuple):
     norm: NormSaved
 
 
-class SegmentedEmbeddings:
+class SegmentedEmbeddings(Embeddings):
     """X[m, h] = norm(table[token] + positions + the row of segment 0), and dropout."""
-
-    name = "embedding"
 
     def __init__(
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
     ) -> None:
-        sizes, split = spec.sizes, spec.splits["dense"]
-        self.mesh, self.sizes = mesh, sizes
-        self.lookup = Embedding(mesh, table, split.without_panels().next())
-        self.positions = Positions(mesh, parameters, spec)
-        columns, how = Layout("", " ".join(split.x[1])), {"std": sizes.std, "decay": True}
+        super().__init__(mesh, parameters, spec, table)
+        sizes, layout = spec.sizes, spec.splits["dense"].x
+        columns, how = Layout("", " ".join(layout[1])), {"std": sizes.std, "decay": True}
+        shape = SEGMENTS, sizes.hidden
         self.segments = parameters.add(
-            "embedding.segment",
-            (SEGMENTS, sizes.hidden),
-            columns,
-            partial=row_axes(split.x),
-            **how,
+            "embedding.segment", shape, columns, partial=row_axes(layout), **how
         )
         self.norm = spec.family.norm(
-            mesh, parameters, "embedding.norm", sizes.hidden, split.x, sizes.epsilon
+            mesh, parameters, "embedding.norm", sizes.hidden, layout, sizes.epsilon
         )
-        self.drop = Dropout(mesh, "embedding.drop", split.x, spec)
 
     def forward(self, micro: Microbatch) -> tuple[Array, SegmentedSaved]:
-        x, saved = self.lookup.forward(micro)
+        x, saved = self.placed(micro)
         with self.mesh.trace.span("embedding", "lookup"):
-            x = self.positions.add(x, micro)
             x = add_bias(x, self.segments.value[0], x)
         x, saved_norm = self.norm.forward(x)
-        x = self.drop.apply(x, micro, self.sizes.hidden)
-        return x, SegmentedSaved(saved, saved_norm)
+        return self.drop.apply(x, micro, self.shape.hidden), SegmentedSaved(saved, saved_norm)
 
     def backward(
         self, dx: Array, saved: SegmentedSaved, micro: Microbatch, defer: Callable[..., None]
     ) -> None:
-        dx = self.drop.apply(dx, micro, self.sizes.hidden)
+        dx = self.drop.apply(dx, micro, self.shape.hidden)
         dx = self.norm.backward(dx, saved.norm, residual=None)
         defer(self.weight_grad, dx, saved.lookup, micro)
 
     def weight_grad(self, dx: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
         with self.mesh.trace.span("embedding", "lookup"):
-            self.positions.weight_grad(dx, micro)
             first = self.segments.grad[0]
             first += sum_rows(dx)
-        self.lookup.backward(dx, saved, micro)
+        super().weight_grad(dx, saved, micro)
 
 
 class MaskedLogitsSaved(NamedTuple):

@@ -53,15 +53,20 @@ class Embeddings:
         self.positions = None if spec.family.rotary else Positions(mesh, parameters, spec)
         self.drop = Dropout(mesh, "embedding.drop", split.x, spec)
 
-    def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
+    def forward(self, micro: Microbatch) -> tuple[Array, Any]:
+        x, saved = self.placed(micro)
+        return self.drop.apply(x, micro, self.shape.hidden), saved
+
+    def placed(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
+        """Tokens and positions, and what backward needs."""
         x, saved = self.lookup.forward(micro)
         if self.positions:
             with self.mesh.trace.span("embedding", "lookup"):
                 x = self.positions.add(x, micro)
-        return self.drop.apply(x, micro, self.shape.hidden), saved
+        return x, saved
 
     def backward(
-        self, dx: Array, saved: EmbeddingSaved, micro: Microbatch, defer: Callable[..., None]
+        self, dx: Array, saved: Any, micro: Microbatch, defer: Callable[..., None]
     ) -> None:
         dx = self.drop.apply(dx, micro, self.shape.hidden)
         defer(self.weight_grad, dx, saved, micro)
