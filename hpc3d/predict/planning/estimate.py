@@ -106,10 +106,17 @@ class CostKey(NamedTuple):
 def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
     """The CostKey of a cost of a layout."""
     train = config.train
-    tensor = tuple([place for place in _strides(config.mesh) if place[0] in "xyz"])
-    context = _place_of(CONTEXT, config), config.context(), config.chunked()
-    how = train.backend, train.dtype, train.fused_gelu, config.parallel.scheme
-    return CostKey(cost, *how, tensor, context, **values)
+    places = _places_of(config.mesh)
+    return CostKey(
+        cost,
+        train.backend,
+        train.dtype,
+        train.fused_gelu,
+        config.parallel.scheme,
+        tensor=tuple([place for axis, place in places.items() if axis in "xyz"]),
+        context=(places[CONTEXT], config.context(), config.chunked()),
+        **values,
+    )
 
 
 class Estimator:
@@ -495,16 +502,17 @@ def _without_hidden(done: Pass, hidden: Counter) -> Pass:
 
 
 @cache
-def _strides(mesh: MeshConfig) -> tuple[tuple[str, int, int], ...]:
-    """(axis, size, distance between neighbours on it) of each axis; 0 where it has none."""
+def _places_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
+    """axis -> (axis, size, distance between neighbours on it, 0 where it has none)."""
     grid = mesh.grid()
-    return tuple(
-        (axis, size, grid.stride(axis) if size > 1 else 0) for axis, size in grid.sizes.items()
-    )
+    return {
+        axis: (axis, size, grid.stride(axis) if size > 1 else 0)
+        for axis, size in grid.sizes.items()
+    }
 
 
 def _place_of(axis: str, config: Config) -> tuple[str, int, int]:
-    return next(place for place in _strides(config.mesh) if place[0] == axis)
+    return _places_of(config.mesh)[axis]
 
 
 def _ends_of(content: StageContent) -> tuple[LayerRange, ...]:
