@@ -133,7 +133,8 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
             yield from _indivisible(key, value, axes, sizes)
     for axes in sorted(across):
         yield from _unshared_keys(model, axes, sizes)
-        yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
+        if config.mesh.c > 1:
+            yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
 
 
 def _unshared_keys(

@@ -78,7 +78,7 @@ class CostKey(NamedTuple):
     the places of the tensor axes and of c, and on how attention is done; on the others where they
     are given.
 
-    `context` are the place of c, how it cuts sequences, and whether attention is chunked, `keep`
+    `context` are the place of c and the keys of [parallel] about sequences and attention, `keep`
     is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether
     one stage has both ends, and `times` how many layers an update is of; `data` and `pipeline` are
     the places of d and p.
@@ -105,16 +105,15 @@ class CostKey(NamedTuple):
 
 def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
     """The CostKey of a cost of a layout."""
-    train = config.train
-    places = _places_of(config.mesh)
+    train, parallel, places = config.train, config.parallel, _places_of(config.mesh)
     return CostKey(
         cost,
         train.backend,
         train.dtype,
         train.fused_gelu,
-        config.parallel.scheme,
+        parallel.scheme,
         tensor=tuple([place for axis, place in places.items() if axis in "xyz"]),
-        context=(places[CONTEXT], config.context(), config.chunked()),
+        context=(places[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
         **values,
     )
 
