@@ -82,6 +82,7 @@ class Grid:
         cut = [axis for axis in axes if axis in self.sizes]
         ranks = [self.rank({**coords, **dict.fromkeys(cut, 0)})]
         for axis in cut:
-            steps = [place * self.stride(axis) for place in range(self.sizes[axis])]
+            stride = self.stride(axis)
+            steps = range(0, self.sizes[axis] * stride, stride)
             ranks = [rank + step for rank in ranks for step in steps]
         return tuple(ranks)

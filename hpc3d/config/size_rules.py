@@ -104,10 +104,10 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
     sizes = config.mesh.sizes()
 
     def used(*places):
-        return {tuple(axis for axis in axes if sizes[axis] > 1) for axes in places}
+        return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places}
 
     def without_context(places):
-        return {tuple(axis for axis in axes if axis != CONTEXT) for axes in places}
+        return {tuple([axis for axis in axes if axis != CONTEXT]) for axes in places}
 
     whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
     rows = sequences // micros * model.sequence
@@ -155,7 +155,7 @@ def _unshared_keys(
 def _indivisible(
     key: str, value: int, axes: Iterable[str], sizes: Mapping[str, int]
 ) -> Iterator[str]:
-    count = prod(sizes[axis] for axis in axes)
+    count = prod([sizes[axis] for axis in axes])
     if value % count:
         yield (
             f"{key} = {value} does not divide over mesh axes {_named(axes, sizes)} = {count}: "

@@ -86,8 +86,12 @@ class LayerCounts:
         """Layers given out one at a time to the lightest stage that has room, and of equal ones to
         the first in `order`."""
         counts = [0] * len(self.parts)
+        heights = [self.level_with(counts, part) for part in self.parts]
         for _ in range(layers):
-            counts[min(order, key=lambda part: self.level_with(counts, part))] += 1
+            lowest = min(order, key=heights.__getitem__)
+            counts[lowest] += 1
+            for part in self.parts_of[self.stage_of[lowest]]:  # no other stage has changed
+                heights[part] = self.level_with(counts, part)
         return tuple(counts)
 
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
@@ -176,4 +180,4 @@ class LayerCounts:
 
     def chunks_of(self, counts: Sequence[int], stage: int) -> tuple[int, ...]:
         """The layers of each chunk of a stage."""
-        return tuple(counts[part] for part in self.parts_of[stage])
+        return tuple([counts[part] for part in self.parts_of[stage]])
