@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from mpi4py import MPI
@@ -121,28 +122,29 @@ class Job:
         except OSError as error:
             return error.errno != errno.EADDRINUSE
         self.failure = failure
-        if os.fork() == 0:
-            _linger(failure.fileno())
+        _linger(failure.fileno())
         return True
 
     def abort(self, code: int) -> None:
         """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do
         not run."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        # Not a thread of Python's, for MPI waits for the launcher without letting others run.
-        faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
         sys.stdout.flush()
         sys.stderr.flush()
         if self.size == 1:  # there is nobody that MPI would have to end
             os._exit(code)
         end_later(self.launcher)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        # Not a thread of Python's, for MPI waits for the launcher without letting others run.
+        faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
         self.comm.Abort(code)
 
 
-def _linger(descriptor: int) -> NoReturn:
-    """End this process after a while in which it has but this file open."""
-    os.setsid()
-    os.closerange(0, descriptor)
-    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-    time.sleep(_OUTLIVED)
-    os._exit(0)
+def _linger(descriptor: int) -> None:
+    """Leave a process that has but this file open, for a while.  It is a program of its own, for
+    which no copy of this process is made, whatever its other threads do."""
+    import subprocess
+
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command = ["sleep", str(_OUTLIVED)]
+    with suppress(OSError):
+        subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True, **quiet)

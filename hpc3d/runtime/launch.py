@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from hpc3d.plain import lines_of, plain, plain_streams, why
 from hpc3d.runtime.environment import LOCAL_RANK, OWN_RANK, WORLD_RANKS, number_in, set_environment
 from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, BadData, JobExit
+from hpc3d.runtime.fork import fork_or_end
 
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
@@ -156,8 +157,18 @@ def _leave_when_told(job: Job) -> None:
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
-    for number in (signal.SIGTERM, *_ASKING):
-        signal.signal(number, lambda *_: None)
+
+    def note(*_):
+        """That is all; at its default a signal ends the process."""
+
+    def keep(*_):
+        signal.signal(signal.SIGTERM, note)
+        if job.stops:
+            _keep(job)
+
+    for number in _ASKING:
+        signal.signal(number, note)
+    signal.signal(signal.SIGTERM, keep)
     signal.set_wakeup_fd(tell)
 
     def listen():
@@ -167,8 +178,6 @@ def _leave_when_told(job: Job) -> None:
             job.signals.append(number)
             if number == signal.SIGTERM and (again or not job.stops):
                 leave(job)
-            elif number == signal.SIGTERM and not again:
-                _keep(job)
 
     threading.Thread(target=listen, daemon=True).start()
 
@@ -183,9 +192,15 @@ def leave(job: Job) -> None:
 
 
 def _keep(job: Job) -> None:
-    """Save what can be saved now: this process may be killed before it has stopped."""
-    with job.ending:
-        os.waitpid(save_in_child(job), 0)
+    """Save what can be saved now: this process may be killed before it has stopped.
+
+    On the main thread, whose products are done then: see `fork_or_end`.
+    """
+    if job.ending.acquire(blocking=False):
+        try:
+            os.waitpid(save_in_child(job), 0)
+        finally:
+            job.ending.release()
 
 
 def save_in_child(job: Job) -> int:
@@ -194,7 +209,7 @@ def save_in_child(job: Job) -> int:
     Open MPI's launcher kills its processes a quarter of a second after SIGTERM, or as soon as one
     of them has gone; this one has the time to finish.
     """
-    child = os.fork()
+    child = fork_or_end()
     if child == 0:
         os.setsid()
         _call_all(job)

@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpc3d.runtime.fork import fork_or_end
+
 # Open MPI's and MPICH's, as /proc names them; never a shell, nor a batch system's own.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
 HEARD = 8  # seconds in which a launcher ends a job that it can end
@@ -44,7 +46,7 @@ def end_later(found: tuple[int, str | None] | None) -> None:
 
     A process of its own does so, for this one ends before.
     """
-    if found is None or os.fork():
+    if found is None or fork_or_end():
         return
     os.setsid()
     os.closerange(0, os.sysconf("SC_OPEN_MAX"))

@@ -101,6 +101,34 @@ def terminated_at_work(job):
     terminated(job, lambda: sum(iter(lambda: 1, 0)))
 
 
+def told_amid_products(job):
+    """A job that stops by itself is told to end while BLAS, whose threads do not bear that their
+    process is copied, multiplies on two of them; what it keeps is there before it goes on."""
+    import numpy as np
+
+    job.stops, a = True, np.ones((600, 600), np.float32)
+    kept = Path(sys.argv[2], "kept")
+    job.exit_hooks[:] = [kept.touch]
+    for _ in range(20):
+        launch._leave_when_told(job)
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        while not (kept.exists() and job.signals):
+            a @ a
+        kept.unlink()
+        job.signals.clear()
+    return 0
+
+
+def terminated_in_products(job):
+    """The same of a job that does not stop by itself: it ends."""
+    import numpy as np
+
+    a = np.ones((600, 600), np.float32)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    while True:
+        a @ a
+
+
 def unheard(job):
     """Rank 0 fails while the launcher sleeps, which is woken when that rank has ended."""
     launcher, here = os.getppid(), Path(f"/proc/{os.getpid()}/cmdline")

@@ -107,6 +107,19 @@ def test_a_rank_alone_fails_without_a_word_of_mpi(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
+def test_a_rank_is_saved_amid_products_and_goes_on(tmp_path):
+    done = alone("tests.runtime.on_launch", "told_amid_products", tmp_path, OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@slow
+def test_a_rank_amid_products_ends_when_it_is_told_to(tmp_path):
+    done = alone(
+        "tests.runtime.on_launch", "terminated_in_products", tmp_path, OMP_NUM_THREADS="2"
+    )
+    assert done.returncode in (128 + 15, 1), "the latter where it could not be copied"
+
+
 @slow
 @pytest.mark.parametrize(
     "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
