@@ -13,6 +13,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.model.families import with_epsilon
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
 from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
@@ -228,7 +229,8 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
     from hpc3d.checkpoints.inspect import config_of, inconsistencies, kinds_of, shapes_of
 
-    stored, asked = (asdict(each.model) for each in (config_of(opened), config))
+    models = (with_epsilon(each.model) for each in (config_of(opened), config))
+    stored, asked = map(asdict, models)
     for key in stored:
         if stored[key] != asked[key] and key != "dropout":
             return f"{opened.folder} has model.{key} = {stored[key]}: {_OF_ANOTHER}"

@@ -193,5 +193,8 @@ def git_revision() -> str:
 
 def clear(run_dir: Path) -> None:
     """Remove what a killed run had begun to save."""
-    for folder in (Path(run_dir) / "checkpoints").glob("step-????????.tmp"):
+    checkpoints = Path(run_dir) / "checkpoints"
+    for folder in checkpoints.glob("step-????????.tmp"):
         shutil.rmtree(folder)
+    for name in checkpoints.glob("latest.*.tmp"):
+        name.unlink()

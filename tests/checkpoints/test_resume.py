@@ -1,6 +1,8 @@
 """Which run is gone on with, from which checkpoint, and what of its configuration gives way to
 another number of ranks."""
 
+import re
+
 import pytest
 
 from hpc3d.checkpoints.resume import mismatch, run_to_resume, with_free_mesh
@@ -90,3 +92,10 @@ def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_
         opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
     found = mismatch(config_of(f"{LAYOUTS['serial']} {change}"), opened)
     assert found is None if line is None else line in found
+
+
+def test_a_checkpoint_from_before_a_key_was_added_is_of_this_model(tmp_path):
+    live(tmp_path, "serial", 1)
+    opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
+    opened.header["config"], removed = re.subn("norm_epsilon = .*\n", "", opened.header["config"])
+    assert removed and mismatch(config_of(LAYOUTS["serial"]), opened) is None

@@ -84,6 +84,7 @@ def test_kill_at_every_point(base, layout, whole):
         assert newest >= latest(folder) >= BEFORE, point
         live(folder, layout, END)
         assert losses(folder) == whole, point
+        assert not [*(folder / "checkpoints").glob("*.tmp")], point
         saved.append(newest)
     # before the folder has its name, and after
     assert len(saved) > 20

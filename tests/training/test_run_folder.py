@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     (run / "config.toml").write_text("first = 1\n")
     (run / "checkpoints" / "step-00000003.tmp").mkdir(parents=True)
     (run / "checkpoints" / "step-00000003.tmp" / "rank-00000.bin").touch()
+    (run / "checkpoints" / "latest.123.tmp").touch()
     (run / "STOP").touch()
     return run
 
