@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import ceil
-from operator import ge, mul
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from hpc3d.pipeline.instruction import Placement, whole
 from hpc3d.pipeline.schedule import find
@@ -120,21 +121,21 @@ def messages(stages: int, micros: int, stage: int) -> int:
 def _moments_of(
     config: Config, number: int, works: Sequence[StageWork], blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """(bytes that wait as a pass begins, bytes of the pass at its peak)."""
+    """(the most bytes that wait as a pass begins, bytes of the pass at its peak), by kind."""
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
     parallel, stages = config.parallel, config.mesh.p
     kinds = _flights(parallel.schedule, stages, parallel.microbatches, parallel.chunks, number)
-    for (op, chunk), live, kept in kinds:
-        held = sum(map(mul, live, forward)) + sum(map(mul, kept, inputs))
+    for (op, chunk), states in kinds:
+        held = (states @ np.array([*forward, *inputs])).max()
         yield held, getattr(works[chunk], _PASS[op]).peak + blocks
 
 
 @cache
 def _flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> list[tuple]:
-    """What a stage keeps as its passes begin: ((op, chunk), activations, inputs of W), both in
-    microbatches by chunk, from F to the end of B, and from there to the end of W.  Of the passes
-    of a kind those are left out that keep no more of anything than another."""
+    """What a stage keeps as its passes begin: ((op, chunk), rows of [activations, inputs of W]),
+    both in microbatches by chunk, from F to the end of B, and from there to the end of W.  Of the
+    passes of a kind those are left out that keep no more of anything than another."""
     schedule = find(name)
     # More microbatches than fill the pipeline twice change nothing.
     micros = micros if schedule.keeps_all else min(micros, 4 * stages)
@@ -144,13 +145,10 @@ def _flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> li
         found.setdefault((op, chunk), set()).add((*live, *kept))
         live[chunk] += (op == "F") - (op in ("B", "BW"))
         kept[chunk] += (op == "B") - (op == "W")
-    return [
-        (kind, counts[:chunks], counts[chunks:])
-        for kind, all_counts in found.items()
-        for counts in all_counts
-        if not any(_beyond(other, counts) for other in all_counts)
-    ]
+    return [(kind, _most(states)) for kind, states in found.items()]
 
 
-def _beyond(other: tuple[int, int], counts: tuple[int, int]) -> bool:
-    return other != counts and all(map(ge, other, counts))
+def _most(states: set[tuple[int, ...]]) -> np.ndarray:
+    """Those states than which no other has as much of everything, one per row."""
+    table = np.array(sorted(states))
+    return table[[np.all(table >= row, axis=1).sum() == 1 for row in table]]
