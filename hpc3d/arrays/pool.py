@@ -128,8 +128,9 @@ class Pool:
     def count(self, kind: str, size: int) -> None:
         """Book `size` bytes (negative: given back) of `kind`."""
         self.live[kind] += size
-        self.peak[kind] = max(self.peak[kind], self.live[kind])
-        self.peak["all"] = max(self.peak["all"], self.live.total())
+        if size > 0:
+            self.peak[kind] = max(self.peak[kind], self.live[kind])
+            self.peak["all"] = max(self.peak["all"], self.live.total())
 
     def reset_peak(self) -> None:
         """Start a new measurement of the peaks, at what is live now."""

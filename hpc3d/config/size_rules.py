@@ -23,8 +23,8 @@ def violations(config: Config, ranks: int) -> list[str]:
 
 
 def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
-    sizes = config.mesh.sizes()
-    total = config.mesh.grid().size
+    grid = config.mesh.grid()
+    sizes, total = grid.sizes, grid.size
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
@@ -101,7 +101,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
     turned, outer = split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
-    sizes = config.mesh.sizes()
+    sizes = config.mesh.grid().sizes
 
     def used(*places):
         return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places}

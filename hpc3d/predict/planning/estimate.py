@@ -124,6 +124,7 @@ class Estimator:
     def __init__(self, vocabulary: int, machine: Machine) -> None:
         self.vocabulary, self.machine, self.found = vocabulary, machine, {}
         self.costs = 0  # how many of them the program was run for
+        self._held_on = cache(_held_on)
 
     def estimate(self, config: Config) -> Estimate:
         """The Estimate of a settled `config` whose schedule is synchronous."""
@@ -315,9 +316,7 @@ class Estimator:
 
     def held(self, config: Config, stage: Any) -> Counter:
         """Bytes of the parameters, gradients and states of a stage, by kind."""
-        held = self.sample(config, config.parallel.zero).held
-        total = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
-        return total + held[()] + (held[_ends_of(stage)] if _ends_of(stage) else Counter())
+        return self._held_on(self.sample(config, config.parallel.zero), stage)
 
     def update(self, config: Config, stage: Any) -> tuple[Pass, Pass]:
         """The Pass of the sums and that of the update, of as many layers as hold what a stage
@@ -453,6 +452,12 @@ class Estimator:
             rest=min(times, ahead) * rest,
         )
         return held + Counter(working)
+
+
+def _held_on(sample: LayerSample, stage: StageContent) -> Counter:
+    held, ends = sample.held, _ends_of(stage)
+    layers = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
+    return layers + held[()] + (held[ends] if ends else Counter())
 
 
 def _messages_of(config: Config, number: int) -> int:
