@@ -157,13 +157,13 @@ def _leave_when_told(job: Job) -> None:
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
+    first = threading.Lock()
 
     def note(*_):
         """That is all; at its default a signal ends the process."""
 
     def keep(*_):
-        signal.signal(signal.SIGTERM, note)
-        if job.stops:
+        if job.stops and first.acquire(blocking=False):
             _keep(job)
 
     for number in _ASKING:
@@ -178,8 +178,16 @@ def _leave_when_told(job: Job) -> None:
             job.signals.append(number)
             if number == signal.SIGTERM and (again or not job.stops):
                 leave(job)
+            elif number == signal.SIGTERM and _in_a_call():
+                keep()
 
     threading.Thread(target=listen, daemon=True).start()
+
+
+def _in_a_call() -> bool:
+    """Whether the main thread is in communication, and hence in no product of BLAS."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return frame.f_globals["__name__"].startswith(("hpc3d.comm.", "hpc3d.runtime."))
 
 
 def leave(job: Job) -> None:
@@ -194,7 +202,8 @@ def leave(job: Job) -> None:
 def _keep(job: Job) -> None:
     """Save what can be saved now: this process may be killed before it has stopped.
 
-    On the main thread, whose products are done then: see `fork_or_end`.
+    While no product is under way: see `fork_or_end`.  There is none where the main thread is in
+    a call, or does this itself.
     """
     if job.ending.acquire(blocking=False):
         try:
