@@ -139,8 +139,11 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     text = os.fsencode(options.prompt)
     if options.prompt == "-":
         text = standard_input(environment.number_in(environment.WORLD_RANKS, default=0) > 0)
-    sequences = config.train.batch
-    wanted = TextRequest(model.prompt(text), options.samples, sequences, options.tokens)
+    prompt, window = model.prompt(text), config.model.sequence
+    if len(prompt) > window:
+        line = f"the prompt has {len(prompt)} tokens, of which the model reads the last {window}"
+        job.complain(line)
+    wanted = TextRequest(prompt, options.samples, config.train.batch, options.tokens)
     plan = _Plan(config, model.source, wanted)
     return _Reading(options, model, text.decode("utf-8", "replace"), plan)
 

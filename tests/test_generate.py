@@ -76,6 +76,11 @@ def test_a_text_goes_to_stdout_and_all_else_to_stderr(run, expected):
     assert re.fullmatch(elided("hpc3d.generate: ...: llama on one rank, float64"), line)
 
 
+def test_a_prompt_that_is_longer_than_the_window_is_said_to_be_cut(run):
+    done = alone(*words(run, prompt="The " * 50, tokens=1))
+    assert "the prompt has 200 tokens, of which the model reads the last" in done.stderr
+
+
 def test_another_seed_gives_another_text(run, expected):
     assert alone(*words(run, "--seed", 7)).stdout != expected
 

@@ -233,7 +233,10 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     stored, asked = map(asdict, models)
     for key in stored:
         if stored[key] != asked[key] and key != "dropout":
-            return f"{opened.folder} has model.{key} = {stored[key]}: {_OF_ANOTHER}"
+            return (
+                f"{opened.folder} has model.{key} = {stored[key]}, and {asked[key]} is asked for: "
+                f"{_OF_ANOTHER}"
+            )
     needed = {spec.name for spec in optimizer_of(config).STATES}
     if lacking := needed - {*kinds_of(opened)}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"

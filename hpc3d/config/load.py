@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +120,24 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         return TypeAdapter(Config).validate_json(text, strict=True)
     except ValidationError as errors:
-        raise Problems(map(_explain, errors.errors())) from None
+        by_key: dict[str, list[Any]] = {}
+        for error in errors.errors():
+            key = ".".join(str(part) for part in error["loc"] if part not in _KINDS)
+            by_key.setdefault(key, []).append(error)
+        raise Problems(starmap(_explain, by_key.items())) from None
 
 
-def _explain(error: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's errors."""
-    path = [str(part) for part in error["loc"] if part not in _KINDS]
-    key = ".".join(path)
-    if error["type"] == "unexpected_keyword_argument":
-        return f"{key}: unknown key; {_hint(path[:-1], path[-1])}"
-    found = repr(error["input"])
+def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> str:
+    """One line for what pydantic has against a value: an error for each type that it may have."""
+    first = errors[0]
+    if first["type"] == "unexpected_keyword_argument":
+        *sections, name = key.split(".")
+        return f"{key}: unknown key; {_hint(sections, name)}"
+    found = repr(first["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
-    reason = error["msg"][0].lower() + error["msg"][1:]
-    return f"{key}: {reason}, not {found}; correct the value"
+    reasons = [error["msg"][0].lower() + error["msg"][1:] for error in errors]
+    also = [reason.removeprefix("input should be ") for reason in reasons[1:]]
+    return f"{key}: {' or '.join([reasons[0], *also])}, not {found}; correct the value"
 
 
 def _hint(sections: Sequence[str], name: str) -> str:

@@ -81,8 +81,8 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
         ("optimizer=sgd", True, None),  # which needs none
         ("optimizer=sgd", False, None),
         ("", False, " first and second moments"),
-        ("layers=2", True, "has model.layers = 1"),
-        ("tied=false", True, "has model.tied = True"),
+        ("layers=2", True, "has model.layers = 1, and 2 is asked"),
+        ("tied=false", True, "has model.tied = True, and False is asked"),
     ],
 )
 def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_path):

@@ -38,8 +38,8 @@ def test_what_cannot_be_is_refused(words, line):
 
 
 def test_a_wrong_type_names_the_key():
-    found = problems("--data.validation", "[1]")
-    assert found and all(each.startswith("data.validation: ") for each in found)
+    (found,) = problems("--data.validation", "[1]")
+    assert found.startswith("data.validation: ") and "a valid number or a valid string" in found
 
 
 @pytest.mark.parametrize("words", [(*HELD, *EVERY, *BEST), HELD, ("--data.validation", "")])
