@@ -199,10 +199,12 @@ def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
 
 
 def _in_order(axes: str, layout: Layout) -> list[str]:
-    """Foreign axes in the order of reductions: first those that shard, because who owns a block
-    depends on its rows; sums over replicas last, when the block is small."""
-    shards = {axis for dim in layout for axis in dim}
-    return sorted(axes.split(), key=lambda axis: (axis not in shards, axis not in layout.owned))
+    """Foreign axes in the order of reductions: first those that shard, as the layout has them,
+    because who owns a block depends on its rows; sums over replicas last, when the block is
+    small."""
+    order = [*(axis for dim in layout for axis in dim), *layout.owned]
+    last = [axis for axis in axes.split() if axis not in order]
+    return sorted(axes.split(), key=[*order, *last].index)
 
 
 class Summa(Matmul):

@@ -115,6 +115,7 @@ class Split:
     def _store(self, rows, columns, foreign):
         kept = {*self.replicate.split(), *self.own.split(), *columns.split()}
         shards = [axis for axis in foreign.split() if axis not in kept]
+        shards.sort(key=self.scatter.split().__contains__)  # within the block that is replicated
         owned = [axis for axis in foreign.split() if axis in self.own.split()]
         return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
 
