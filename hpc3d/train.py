@@ -116,7 +116,7 @@ def _begin(
     trainer = Trainer(mesh, config, config.model.vocabulary, text.batches, program, clock)
     evaluator = Evaluator(trainer, text.validation) if config.train.eval_every else None
     if config.data.validation and not evaluator:
-        log.say("data.validation is held out and not evaluated: train.eval_every is 0")
+        log.say("nothing is evaluated on data.validation: train.eval_every is 0")
     start = 0
     if plan.resumed:
         from hpc3d.checkpoints.resume import resume

@@ -344,7 +344,7 @@ def test_another_seed_has_other_losses(serial, tmp_path):
     assert np.abs(losses(path) - serial[:2]).min() > 1e-6
 
 
-def test_a_text_that_is_held_out_for_nothing_is_said_to_be(tmp_path):
+def test_a_validation_text_that_is_never_used_is_said_to_be(tmp_path):
     run = train(1, tmp_path, train__steps=1, data__validation=0.05)
     log = (run / "train.log").read_text(encoding="utf-8")
-    assert "data.validation is held out and not evaluated: train.eval_every is 0" in log
+    assert "nothing is evaluated on data.validation: train.eval_every is 0" in log
