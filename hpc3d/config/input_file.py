@@ -34,7 +34,8 @@ class MeshConfig:
     c: int = 1
     """context parallelism: ranks that share out the tokens of every sequence"""
     e: int = 1
-    """expert parallelism, which is not there yet"""
+    """expert parallelism: ranks that have experts of their own, and tokens of their own as along
+    d"""
     x: int | None = None
     """tensor parallelism (absent: 1, or the best cuboid where y and z are absent, too)"""
     y: int | None = None
@@ -50,6 +51,10 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Axis -> number of ranks, in the order of the ranks."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
+
+    def replicas(self) -> int:
+        """Ranks that have other tokens and the same weights."""
+        return self.d * self.c * self.e
 
     def grid(self) -> Grid:
         """The Grid of the ranks."""
@@ -146,6 +151,24 @@ class ModelConfig:
     (absent: none)"""
     dropout: float = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
+    experts: int = 0
+    """gpt2, llama: experts of a mixture in the place of an MLP (0: none)"""
+    top_k: int = 1
+    """experts that see a token"""
+    capacity: float = 1.25
+    """slots of an expert for a sequence, times its even share, top_k x sequence / experts: who finds
+    none is dropped (0: room for all)"""
+    moe_every: int = 1
+    """the last of every so many blocks has a mixture"""
+    shared_experts: int = 0
+    """experts beside those that see all tokens"""
+    balance_loss: float = 0.01
+    """the factor of the loss that evens out the load of experts"""
+    z_loss: float = 0.001
+    """the factor of the squared logarithm of the router's sum of exponentials"""
+    balance_bias: float = 0.0
+    """by how much a step changes the bias by which experts are chosen, up where one had less than
+    its share of tokens, else down; it balances without a loss (0: no bias)"""
 
 
 @dataclass(frozen=True)
@@ -301,18 +324,22 @@ class Config:
 
     def splits(self) -> dict[str, Split]:
         """Kind of layer -> the split of the first of its products, over the data axes where there
-        are some: the blocks, and the ends with them, are dense."""
+        are some: the blocks, and the ends with them, are dense; experts have one place of e."""
         letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         split = split.over("d", zero) if self.mesh.d > 1 else split
-        return {"dense": split.over("c", zero, outermost=True) if self.mesh.c > 1 else split}
+        dense = split.over("e", zero) if self.mesh.e > 1 else split
+        splits = {"dense": dense, "experts": split}
+        if self.mesh.c > 1:
+            splits = {kind: each.over("c", zero, outermost=True) for kind, each in splits.items()}
+        return splits
 
     def keep(self) -> str:
         """The operands of products whose working blocks are kept for backward.
 
         ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
         """
-        kept = "x" if self.parallel.zero == 3 and self.mesh.d * self.mesh.c > 1 else "xw"
+        kept = "x" if self.parallel.zero == 3 and self.mesh.replicas() > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
 
     def context(self) -> Context:

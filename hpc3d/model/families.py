@@ -13,7 +13,7 @@ from typing import Any
 from hpc3d.model.bert import MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
-from hpc3d.model.spec import Family, ModelSizes, WeightProduct
+from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 _BERT_EPSILON = 1e-12
@@ -21,7 +21,17 @@ _BERT_EPSILON = 1e-12
 
 def _gpt2_sizes(model, vocabulary):
     named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout"
-    return ModelSizes(vocabulary=vocabulary, **{name: getattr(model, name) for name in named})
+    values = {name: getattr(model, name) for name in named}
+    return ModelSizes(vocabulary=vocabulary, experts=_experts(model), **values)
+
+
+def _experts(model):
+    """Experts of a section [model], None of a dense one."""
+    if not model.experts:
+        return None
+    named = "top_k", "capacity", "balance_loss", "z_loss", "balance_bias"
+    values = {name: getattr(model, name) for name in named}
+    return Experts(model.experts, every=model.moe_every, shared=model.shared_experts, **values)
 
 
 def _bert_sizes(model, vocabulary):
@@ -47,6 +57,7 @@ def _llama_sizes(model, vocabulary):
         ffn=model.ffn or 4 * model.hidden,
         epsilon=_or_usual(model.norm_epsilon, LayerNorm.EPSILON),
         rotation=rotation,
+        experts=_experts(model),
         **{name: getattr(model, name) for name in named},
     )
 

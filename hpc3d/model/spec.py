@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from typing import NamedTuple
 
 from hpc3d.model.context import WHOLE, Context
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of the mixtures that every so-many-th block has in the place of its MLP: `count` experts, of
+    which `top_k` see a token, and `shared` ones that see all; factors of what their router adds to
+    the loss, `balance_loss` and `z_loss`; the rate `balance_bias` of a bias that balances them.
+
+    With a `capacity` of 0 there is room for all.
+    """
+
+    count: int
+    top_k: int = 1
+    capacity: float = 1.25
+    every: int = 1
+    shared: int = 0
+    balance_loss: float = 0.01
+    z_loss: float = 0.001
+    balance_bias: float = 0.0
+
+    def slots(self, tokens: int) -> int:
+        """The slots of an expert for a sequence of so many tokens, ceil(k T capacity / E)."""
+        if not self.capacity:
+            return tokens
+        wanted = self.top_k * tokens * Fraction(str(self.capacity)) / self.count
+        return min(tokens, ceil(wanted))
 
 
 @dataclass(frozen=True)
@@ -37,10 +65,15 @@ class ModelSizes:
     epsilon: float = 1e-5
     rotation: Rotation = field(default_factory=Rotation)
     padding: int | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
+
+    def mixes(self, layer: int) -> bool:
+        """Whether a block has a mixture of experts: the last of every `experts.every`."""
+        return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     @property
     def form(self) -> HeadForm:
