@@ -193,8 +193,8 @@ class Mesh:
 
     An absent axis has size 1, coordinate 0 and the `Self` communicator.  Weights have replicas
     along the `data_axes`, those of experts along the `expert_data_axes`; the name of such a
-    `plane` is that of its communicator.  Ranks are in the order of a `Grid`, so those along the last
-    axis lie next to each other on a node.  Blocks are in the memory of `pool`, which may be a
+    `plane` is that of its communicator.  Ranks are in the order of a `Grid`, so those along the
+    last axis lie next to each other on a node.  Blocks are in the memory of `pool`, which may be a
     device's; the world speaks of arrays of the host.
     """
 

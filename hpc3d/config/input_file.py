@@ -156,8 +156,8 @@ class ModelConfig:
     top_k: int = 1
     """experts that see a token"""
     capacity: float = 1.25
-    """slots of an expert for a sequence, times its even share, top_k x sequence / experts: who finds
-    none is dropped (0: room for all)"""
+    """slots that an expert has for a sequence, over its even share, top_k x sequence / experts: a
+    token that finds none is dropped (0: room for all)"""
     moe_every: int = 1
     """the last of every so many blocks has a mixture"""
     shared_experts: int = 0

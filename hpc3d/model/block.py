@@ -1,5 +1,5 @@
-"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)), of one MLP or of a
-mixture of experts; or with the norms last, norm(x + proj(attention(qkv(x)))), then
+"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)), of one MLP or of
+a mixture of experts; or with the norms last, norm(x + proj(attention(qkv(x)))), then
 norm(x + mlp(x)).  What differs from family to family is data of `Family`."""
 
 from __future__ import annotations

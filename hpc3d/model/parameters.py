@@ -49,8 +49,8 @@ class Parameter:
     """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
 
     Where it is one of experts, its middle dim is theirs: [inputs, experts, outputs].  `replicas`
-    are the data axes along which ranks have the same of it.  One with a `sign_rate` is no weight of
-    the loss: a step takes this off where its gradient is positive, and adds it where it is
+    are the data axes along which ranks have the same of it.  One with a `sign_rate` is no weight
+    of the loss: a step takes this off where its gradient is positive, and adds it where it is
     negative.
 
     `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a

@@ -1,18 +1,12 @@
 """Mixtures of experts: serial against torch, on meshes against serial, in float64."""
 
-from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
-from hpc3d.comm.threads import run
-from hpc3d.model.families import GPT2, LLAMA
-from hpc3d.model.parameters import Parameters
+from hpc3d.model.families import LLAMA
 from hpc3d.model.spec import Experts, ModelSizes
-from hpc3d.tensor.split import SCHEMES, Split
 from tests.model import mixture_reference
-from tests.model.test_stage import SHAPE, batch, same_as, serial
+from tests.model.test_stage import SHAPE, same_as
 
 TOP_1 = Experts(6, balance_loss=0.3, z_loss=0.2)
 TOP_2 = Experts(6, top_k=2, capacity=1.0, every=2, shared=1, balance_loss=0.3, z_loss=0.2)
