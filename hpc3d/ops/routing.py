@@ -6,11 +6,13 @@ that experts work on, or -1 of a choice that is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.rows import row_blocks
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -60,7 +62,7 @@ def route(logits: Array, top_k: int, bias: Array | None = None) -> Routes:
     sums = probs.sum(1)
     probs /= sums[:, None]
     scores = probs if bias is None else probs + bias
-    experts = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    experts = np.argsort(-scores, axis=1, kind="stable")[:, :top_k].copy()
     weights = np.take_along_axis(probs, experts, 1)
     if top_k > 1:
         weights /= weights.sum(1, keepdims=True)
@@ -79,22 +81,27 @@ def _(logits, top_k, bias=None):
 def slots_of(choices: Array, form: SlotForm) -> Array:
     """int64[n, k]: those of a sequence take the slots of their expert in the order of their
     positions, second choices after all first ones."""
-    rows, top_k = choices.shape
-    tokens, count, capacity, parts, held = form
-    sequences = rows // tokens
-    queued = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2).reshape(sequences, -1)
-    order = np.argsort(queued, axis=1, kind="stable")
-    sorted_ = np.take_along_axis(queued, order, 1)
-    heads = (sorted_[:, :, None] < np.arange(count)).sum(1)  # choices of lower experts
-    places = np.empty_like(queued)
-    ranks = np.arange(queued.shape[1]) - np.take_along_axis(heads, sorted_, 1)
-    np.put_along_axis(places, order, ranks, 1)
-    place, local = np.divmod(queued, count // parts)
-    row = place * held + np.arange(sequences)[:, None] * capacity + places
-    slots = np.where(places < capacity, row * (count // parts) + local, -1)
-    return np.ascontiguousarray(slots.reshape(sequences, top_k, tokens).swapaxes(1, 2)).reshape(
-        rows, top_k
-    )
+    (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
+    sequences, here = rows // tokens, count // parts
+    queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
+    queues = queues.reshape(sequences, top_k * tokens)
+    order = np.argsort(queues, axis=1, kind="stable")  # by expert, and as they stand in the queue
+    ahead = np.cumsum(_counted(queues, count), axis=1)[:, :-1]  # of lower experts
+    ahead = np.take_along_axis(np.pad(ahead, ((0, 0), (1, 0))), queues, 1)
+    places = np.empty_like(queues)
+    np.put_along_axis(places, order, np.arange(top_k * tokens)[None], 1)
+    places -= ahead
+    part, local = np.divmod(queues, here)
+    row = part * held + np.arange(sequences)[:, None] * capacity + places
+    slots = np.where(places < capacity, row * here + local, -1)
+    return slots.reshape(sequences, top_k, tokens).swapaxes(1, 2).reshape(rows, top_k)
+
+
+def _counted(queues: Array, count: int) -> Array:
+    """int64[S, E]: how often each expert is in each queue."""
+    sequences = len(queues)
+    numbers = queues + count * np.arange(sequences)[:, None]
+    return np.bincount(numbers.ravel(), minlength=sequences * count).reshape(sequences, count)
 
 
 @slots_of.abstract
@@ -105,10 +112,8 @@ def _(choices, form):
 @primitive
 def shares_of(choices: Array, tokens: int, count: int, dtype: DTypeLike) -> Array:
     """[S, E]: the share of the choices of a sequence that are this expert."""
-    sequences, top_k = len(choices) // tokens, choices.shape[1]
-    numbers = choices.reshape(sequences, -1) + count * np.arange(sequences)[:, None]
-    found = np.bincount(numbers.ravel(), minlength=sequences * count)
-    return (found.reshape(sequences, count) / (tokens * top_k)).astype(dtype)
+    each = tokens * choices.shape[1]
+    return (_counted(choices.reshape(len(choices) // tokens, each), count) / each).astype(dtype)
 
 
 @shares_of.abstract
@@ -144,10 +149,17 @@ def _(grad, choices):
 def dispatch(x: Array, slots: Array, out: Array) -> Array:
     """The rows of X in their slots, and zeros in the others."""
     out.fill(0)
-    for column in slots.T:
-        kept = np.flatnonzero(column >= 0)
-        out[column[kept]] = x[kept]
+    for rows in row_blocks(x):
+        for _, kept, at in _kept(slots[rows]):
+            out[at] = x[rows][kept]
     return out
+
+
+def _kept(slots: Array) -> Iterator[tuple[int, Array, Array]]:
+    """Of first choices, second ones and so on: which tokens have a slot, and these slots."""
+    for choice, column in enumerate(slots.T):
+        kept = np.flatnonzero(column >= 0)
+        yield choice, kept, column[kept]
 
 
 @dispatch.abstract
@@ -159,9 +171,9 @@ def _(x, slots, out):
 def dispatch_grad(dslots: Array, slots: Array, out: Array) -> Array:
     """The gradient of X: the sum of those of its slots."""
     out.fill(0)
-    for column in slots.T:
-        kept = np.flatnonzero(column >= 0)
-        out[kept] += dslots[column[kept]]
+    for rows in row_blocks(out):
+        for _, kept, at in _kept(slots[rows]):
+            out[rows][kept] += dslots[at]
     return out
 
 
@@ -174,9 +186,9 @@ def _(dslots, slots, out):
 def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
     """The sum over a token's choices of the weight times the row of the slot."""
     out.fill(0)
-    for column, weight in zip(slots.T, weights.T, strict=True):
-        kept = np.flatnonzero(column >= 0)
-        out[kept] += weight[kept, None] * y[column[kept]]
+    for rows in row_blocks(out):
+        for choice, kept, at in _kept(slots[rows]):
+            out[rows][kept] += weights[rows][kept, choice, None] * y[at]
     return out
 
 
@@ -192,11 +204,11 @@ def combine_grad(
     """The gradient of the slots, in `out`, and that of the weights from these columns."""
     out.fill(0)
     dweights = np.zeros_like(weights)
-    for number, column in enumerate(slots.T):
-        kept = np.flatnonzero(column >= 0)
-        rows, grad = column[kept], dout[kept]
-        out[rows] = weights[kept, number, None] * grad
-        dweights[kept, number] = np.einsum("ij,ij->i", y[rows], grad)
+    for rows in row_blocks(dout):
+        for choice, kept, at in _kept(slots[rows]):
+            grad = dout[rows][kept]
+            dweights[rows][kept, choice] = np.einsum("ij,ij->i", y[at], grad)
+            out[at] = np.multiply(grad, weights[rows][kept, choice, None], out=grad)
     return out, dweights
 
 
@@ -206,38 +218,34 @@ def _(dout, y, slots, weights, out):
 
 
 @primitive
-def router_loss(routes: Routes, loss: RouterLoss) -> tuple[Any, Any]:
-    """The sums over rows of alpha E f P of their sequence, and of z lse^2."""
-    share = loss.shares[_sequences(routes, loss)]
-    balance = loss.balance * float(np.vdot(share, routes.probs))
-    return balance, loss.z * float(np.dot(routes.lse, routes.lse))
+def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
+    """The sums over the rows of `Routes` of alpha E f P of their sequence, and of z lse^2."""
+    balance = loss.balance * float(np.vdot(_shares(loss, len(lse)), probs))
+    return balance, loss.z * float(np.dot(lse, lse))
 
 
 @router_loss.abstract
-def _(routes, loss):
+def _(probs, lse, loss):
     return 0.0, 0.0
 
 
-def _sequences(routes, loss):
-    """The number of the sequence of every row."""
-    return (loss.first + np.arange(len(routes.lse))) // loss.tokens
+def _shares(loss: RouterLoss, rows: int) -> Array:
+    """[n, E]: the shares of the sequence of every row."""
+    return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 
 @primitive
 def route_grad(dweights: Array, routes: Routes, loss: RouterLoss, scale: float) -> Array:
     """The gradient of the logits: of what the weights do, and of the losses times `scale`."""
     experts, weights, probs, lse = routes
-    dprobs = loss.shares[_sequences(routes, loss)] * (loss.balance * scale)
+    dprobs = _shares(loss, len(lse)) * (loss.balance * scale)
+    chosen = np.arange(len(experts))[:, None], experts
     if experts.shape[1] == 1:
-        rows = np.arange(len(experts))
-        dprobs[rows, experts[:, 0]] += dweights[:, 0]
+        dprobs[chosen] += dweights
     dlogits = probs * (dprobs - np.einsum("ij,ij->i", dprobs, probs)[:, None])
     dlogits += probs * (2 * loss.z * scale * lse)[:, None]
-    if experts.shape[1] > 1:
-        mean = np.einsum("ij,ij->i", weights, dweights)[:, None]
-        np.add.at(
-            dlogits, (np.arange(len(experts))[:, None], experts), weights * (dweights - mean)
-        )
+    if experts.shape[1] > 1:  # weights are the softmax of the chosen logits
+        dlogits[chosen] += weights * (dweights - np.einsum("ij,ij->i", weights, dweights)[:, None])
     return dlogits
 
 
