@@ -239,7 +239,9 @@ class ExpertMixture:
             axes = self.router.matmul.axes["k"]
             first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
             loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
-            self.losses = router_loss(routes.probs, routes.lse, loss) if self.counts else (0.0, 0.0)
+            self.losses = (
+                router_loss(routes.probs, routes.lse, loss) if self.counts else (0.0, 0.0)
+            )
             self.load = load_of(routes.experts, slots[first : first + own], form.count)
         self.auxiliary_loss = self.losses[0] + self.losses[1]
         return slots, loss

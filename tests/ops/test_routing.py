@@ -1,0 +1,266 @@
+"""Routing against loops over tokens, and its gradients against torch's, in float64."""
+
+from math import inf
+
+import numpy as np
+import pytest
+import torch
+
+from hpc3d.arrays.abstract import AbstractPool, CostMeter
+from hpc3d.ops import routing
+from hpc3d.ops.routing import RouterLoss, Routes, SlotForm
+
+RNG = np.random.default_rng(7)
+SEQUENCES, TOKENS, COUNT, WIDTH = 3, 10, 6, 5
+ROWS = SEQUENCES * TOKENS
+CHOICES = [1, 2, 3]
+# With room for some, on one rank and on two, with rows that are nobody's; and with room for all.
+FORMS = [
+    SlotForm(TOKENS, COUNT, 2, 1, 6),
+    SlotForm(TOKENS, COUNT, 3, 2, 12),
+    SlotForm(TOKENS, COUNT, 10, 3, 30),
+]
+
+
+def logits_of(rows=ROWS, dtype=np.float64):
+    """With ties: two experts have the same logit everywhere, others in single tokens."""
+    logits = RNG.normal(size=(rows, COUNT)).astype(dtype)
+    logits[:, 4] = logits[:, 1]
+    logits[: rows // 3, 2] = logits[: rows // 3, 0]
+    logits[rows // 2 : rows // 2 + 1] = 0.5
+    return logits
+
+
+def chosen(scores, top_k):
+    """The experts of one token by their scores, of equal ones the lower first."""
+    left, found = dict(enumerate(scores)), []
+    for _ in range(top_k):
+        best = min(expert for expert in left if left[expert] == max(left.values()))
+        found.append(best)
+        del left[best]
+    return found
+
+
+def placed(choices, form):
+    """The slots of choices, one token after the other."""
+    tokens, count, capacity, parts, held = form
+    slots = np.full(choices.shape, -1)
+    for sequence in range(len(choices) // tokens):
+        filled = dict.fromkeys(range(count), 0)
+        for choice in range(choices.shape[1]):
+            for row in range(sequence * tokens, (sequence + 1) * tokens):
+                expert = int(choices[row, choice])
+                place = filled[expert]
+                filled[expert] += 1
+                if place < capacity:
+                    each = count // parts
+                    at = expert // each * held + sequence * capacity + place
+                    slots[row, choice] = at * each + expert % each
+    return slots
+
+
+def drawn(top_k, form=FORMS[0], rows=ROWS, dtype=np.float64):
+    """Routes, slots and how many rows have one of them."""
+    routes = routing.route(logits_of(rows, dtype), top_k)
+    slots = routing.slots_of(routes.experts, form)
+    return routes, slots, form.parts * form.rows * (form.count // form.parts)
+
+
+def loss_of(routes, first=0):
+    shares = routing.shares_of(routes.experts, TOKENS, COUNT, routes.probs.dtype)
+    return RouterLoss(shares, first, TOKENS, 0.3, 0.2)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_token_goes_to_its_largest_scores(top_k, biased):
+    """It is weighed by its probabilities, whatever it is chosen by."""
+    logits = logits_of()
+    bias = RNG.normal(size=COUNT) if biased else None
+    routes = routing.route(logits, top_k, bias)
+    probs = torch.tensor(logits).softmax(1).numpy()
+    scores = probs + bias if biased else logits
+    experts = [chosen(row, top_k) for row in scores]
+    assert routes.experts.tolist() == experts
+    close(routes.probs, probs)
+    close(routes.lse, torch.tensor(logits).logsumexp(1))
+    for row, mine in enumerate(experts):
+        gates = probs[row, mine]
+        close(routes.weights[row], gates if top_k == 1 else gates / gates.sum())
+
+
+def test_a_bias_changes_who_is_chosen():
+    logits = logits_of()
+    assert (routing.route(logits, 1, np.arange(COUNT) == 3).experts == 3).all()
+
+
+def test_logits_that_are_large_or_ruled_out():
+    logits = np.array([[1e4, -inf, 0.0, 1e4, -1e4, -inf]])
+    routes = routing.route(logits, 3)
+    assert routes.experts.tolist() == [[0, 3, 1]]
+    assert routes.weights.tolist() == [[0.5, 0.5, 0]]
+    close(routes.lse, [1e4 + np.log(2)])
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_slots_are_taken_in_the_order_of_positions(top_k, form):
+    choices = routing.route(logits_of(), top_k).experts
+    slots = routing.slots_of(choices, form)
+    assert slots.tolist() == placed(choices, form).tolist()
+    kept = slots[slots >= 0]
+    assert len(set(kept)) == len(kept)
+    assert (len(kept) == slots.size) == (form.capacity == TOKENS)
+
+
+def test_second_choices_come_after_all_first_ones():
+    """Of two slots the last token's first choice takes one, the first token's second none."""
+    choices = np.array([[1, 0], [0, 1], [0, 1]])
+    slots = routing.slots_of(choices, SlotForm(3, 2, 2, 1, 2))
+    assert slots.tolist() == [[1, -1], [0, 3], [2, -1]]
+
+
+def test_who_is_dropped_depends_on_no_other_sequence():
+    choices = routing.route(logits_of(), 2).experts
+    form, alone = FORMS[0], FORMS[0]._replace(rows=2)
+    together = routing.slots_of(choices, form)
+    for sequence in range(SEQUENCES):
+        rows = slice(sequence * TOKENS, (sequence + 1) * TOKENS)
+        mine = routing.slots_of(choices[rows], alone)
+        moved = mine + sequence * form.capacity * COUNT
+        assert together[rows].tolist() == np.where(mine < 0, -1, moved).tolist()
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+def test_shares_and_loads_are_counted(top_k):
+    routes, slots, _ = drawn(top_k)
+    choices = routes.experts.reshape(SEQUENCES, -1)
+    expected = [[list(row).count(e) / (TOKENS * top_k) for e in range(COUNT)] for row in choices]
+    close(routing.shares_of(routes.experts, TOKENS, COUNT, np.float64), expected)
+    found, kept = routing.load_of(routes.experts, slots, COUNT)
+    assert found.tolist() == [int((choices == expert).sum()) for expert in range(COUNT)]
+    assert kept.tolist() == [int((slots[routes.experts == e] >= 0).sum()) for e in range(COUNT)]
+    assert kept.sum() < found.sum() == slots.size
+    grad = np.ones(COUNT)
+    routing.add_excess(grad, routes.experts)
+    assert grad.tolist() == (1 + COUNT * found - slots.size).tolist()
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_go_to_their_slots_and_come_back(top_k, form, blocks):
+    routes, slots, held = drawn(top_k, form)
+    x, y = RNG.normal(size=(ROWS, WIDTH)), RNG.normal(size=(held, WIDTH))
+    buffer, back, total = np.zeros((held, WIDTH)), np.zeros_like(x), np.zeros_like(x)
+    for row, mine in enumerate(slots):
+        for choice, slot in enumerate(mine):
+            if slot >= 0:
+                buffer[slot] = x[row]
+                back[row] += y[slot]
+                total[row] += routes.weights[row, choice] * y[slot]
+    close(routing.dispatch(x, slots, np.full_like(buffer, np.nan)), buffer)
+    close(routing.dispatch_grad(y, slots, np.full_like(x, np.nan)), back)
+    close(routing.combine(y, slots, routes.weights, np.full_like(x, np.nan)), total)
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradients_of_slots_and_weights_are_those_of_torch(top_k, form, blocks):
+    routes, slots, held = drawn(top_k, form)
+    y = torch.tensor(RNG.normal(size=(held, WIDTH)), requires_grad=True)
+    weights = torch.tensor(routes.weights, requires_grad=True)
+    dout = RNG.normal(size=(ROWS, WIDTH))
+    rows = [
+        sum((weights[at] * y[slots[at]] for at in kept_of(slots, row)), torch.zeros(WIDTH))
+        for row in range(ROWS)
+    ]
+    torch.stack(rows).backward(torch.tensor(dout))
+    out = np.full((held, WIDTH), np.nan)
+    found, dweights = routing.combine_grad(dout, y.detach().numpy(), slots, routes.weights, out)
+    assert found is out
+    close(out, y.grad)
+    close(dweights, weights.grad)
+    assert not dweights[slots < 0].any()
+
+
+def kept_of(slots, row):
+    return [(row, choice) for choice, slot in enumerate(slots[row]) if slot >= 0]
+
+
+def test_a_dropped_token_is_zero_and_has_no_gradient():
+    slots, weights = np.array([[-1, -1], [2, -1]]), np.full((2, 2), 0.5)
+    x, y = RNG.normal(size=(2, WIDTH)), RNG.normal(size=(4, WIDTH))
+    assert not routing.combine(y, slots, weights, np.ones_like(x))[0].any()
+    assert not routing.dispatch_grad(y, slots, np.ones_like(x))[0].any()
+    out, dweights = routing.combine_grad(x, y, slots, weights, np.ones_like(y))
+    assert np.flatnonzero(out.any(1)).tolist() == [2]
+    assert np.argwhere(dweights).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+@pytest.mark.parametrize("first", [0, 4, 20])
+def test_losses_and_the_gradient_of_logits_are_those_of_torch(top_k, first):
+    """Of some rows from `first` on; the shares are those of all, and have no gradient."""
+    every, scale = logits_of(), 0.7
+    bias = RNG.normal(size=COUNT) * 0.1
+    loss = loss_of(routing.route(every, top_k, bias), first)
+    logits = torch.tensor(every[first : first + 10], requires_grad=True)
+    routes = routing.route(logits.detach().numpy(), top_k, bias)
+    dweights = RNG.normal(size=routes.weights.shape)
+    probs = logits.softmax(1)
+    weights = probs.gather(1, torch.tensor(routes.experts))
+    if top_k > 1:
+        weights = weights / weights.sum(1, keepdim=True)
+    balance = sum(
+        0.3 * (torch.tensor(loss.shares[(first + row) // TOKENS]) * mine).sum()
+        for row, mine in enumerate(probs)
+    )
+    z = 0.2 * logits.logsumexp(1).square().sum()
+    found = routing.router_loss(routes.probs, routes.lse, loss)
+    close(found, [balance.item(), z.item()])
+    ((weights * torch.tensor(dweights)).sum() + scale * (balance + z)).backward()
+    close(routing.route_grad(dweights, routes, loss, scale), logits.grad)
+
+
+def passed(routes, slots, loss, held, empty):
+    """What each of them gives."""
+    x, y = empty((len(slots), WIDTH)), empty((held, WIDTH))
+    dweights = empty(slots.shape)
+    return [
+        *routes,
+        slots,
+        loss.shares,
+        *routing.load_of(routes.experts, slots, COUNT),
+        routing.dispatch(x, slots, empty(y.shape)),
+        routing.dispatch_grad(y, slots, empty(x.shape)),
+        routing.combine(y, slots, routes.weights, empty(x.shape)),
+        *routing.combine_grad(x, y, slots, routes.weights, empty(y.shape)),
+        routing.route_grad(dweights, routes, loss, 0.7),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows", [ROWS, 0])
+def test_arrays_without_data_have_the_same_shapes_and_types(dtype, rows):
+    routes, slots, held = drawn(2, FORMS[1], rows, dtype)
+    found = passed(routes, slots, loss_of(routes), held, lambda shape: np.ones(shape, dtype))
+    pool = AbstractPool(CostMeter())
+    shapes = routing.route(pool.empty((rows, COUNT), dtype), 2)
+    slots = routing.slots_of(shapes.experts, FORMS[1])
+    shares = routing.shares_of(shapes.experts, TOKENS, COUNT, dtype)
+    loss = RouterLoss(shares, 0, TOKENS, 0.3, 0.2)
+    expected = passed(shapes, slots, loss, held, lambda shape: pool.empty(shape, dtype))
+    assert isinstance(shapes, Routes)
+    for mine, shape in zip(found, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (shape.shape, shape.dtype)
+    assert routing.router_loss(shapes.probs, shapes.lse, loss) == (0, 0)
+    assert routing.add_excess(pool.empty((COUNT,), dtype), shapes.experts) is None
+
+
+def test_what_is_gathered_lies_in_one_piece():
+    routes, slots, _ = drawn(2)
+    assert all(each.flags.c_contiguous for each in (*routes, slots))
