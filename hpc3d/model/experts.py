@@ -22,7 +22,9 @@ from collections.abc import Callable
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.comm.mesh import EXPERTS
+import numpy as np
+
+from hpc3d.comm.mesh import CONTEXT, EXPERTS
 from hpc3d.model.layers import Linear, immediately, owned, row_axes
 from hpc3d.model.mlp import Activation, Mlp, MlpSaved
 from hpc3d.ops.product import accumulate
@@ -31,8 +33,10 @@ from hpc3d.ops.routing import (
     Routes,
     SlotForm,
     add_excess,
+    before_of,
     combine,
     combine_grad,
+    counts_of,
     dispatch,
     dispatch_grad,
     load_of,
@@ -189,8 +193,20 @@ class ExpertMixture:
             for axis in mesh.sizes
             if axis not in (*row_axes(matmul.split.y), "p")
         )
+        self.precedes = self._precedes() if self.context.parts > 1 else None
         self.auxiliary_loss: Any = 0.0
         self.load: Any = None
+
+    def _precedes(self) -> Array:
+        """1 where a choice of another rank along c precedes one of this rank, int64 [k, pieces, c,
+        k, pieces]: an earlier choice, or as early a one of an earlier piece."""
+        starts = self.context.starts()
+        here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
+        mine = (choice[:, None] * self.context.length + starts[here])[..., None, None, None]
+        theirs = choice[:, None] * self.context.length + starts[:, None, :]  # [c, k, pieces]
+        found = (theirs < mine).astype(np.int64)
+        found[:, :, here] = 0
+        return self.mesh.pool.bring(found)
 
     def _balancing_bias(self, parameters, name, matmul):
         """b_i of arXiv:2408.15664, which choices are made with: it falls by a rate where expert i
@@ -234,8 +250,13 @@ class ExpertMixture:
         """The slots of the choices, and what the losses are made of; notes losses and load."""
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
         with self.mesh.trace.span("routing", "routing"):
-            slots = slots_of(choices, self._slots(choices.shape[0], micro))
-            shares = shares_of(choices, tokens, form.count, routes.probs.dtype)
+            counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
+        if self.precedes is not None:
+            counts = self.mesh.comm(CONTEXT).all_gather(counts).wait()
+        with self.mesh.trace.span("routing", "routing"):
+            before = None if self.precedes is None else before_of(counts, self.precedes)
+            slots = slots_of(choices, self._slots(choices.shape[0], micro), before)
+            shares = shares_of(counts, tokens * self.context.parts, routes.probs.dtype)
             axes = self.router.matmul.axes["k"]
             first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
             loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
@@ -247,8 +268,8 @@ class ExpertMixture:
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
         """How the slots of a rank's rows of X lie."""
         tokens, count = micro.tokens.shape[1], self.form.count
-        capacity = min(tokens, self.form.slots(tokens * self.context.parts))
-        held = -(-(rows // tokens * capacity) // self.step) * self.step
+        capacity = self.form.slots(tokens * self.context.parts)
+        held = -(-(rows // tokens * min(tokens, capacity)) // self.step) * self.step
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
