@@ -225,7 +225,7 @@ class ExpertMixture:
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, MixtureSaved]:
         """Y, and what backward needs."""
         logits, saved_router = self.router.forward(x)
-        with self.mesh.trace.span("routing", "routing"):
+        with self.mesh.trace.span("routing"):
             routes = route(logits, self.form.top_k, self.bias and self.bias.value)
         choices, weights = (self._along_k(each).wait() for each in routes[:2])
         slots, loss = self._decide(routes, choices, micro)
@@ -234,7 +234,7 @@ class ExpertMixture:
         rows, saved_experts = self.experts.forward(pending.wait())
         rows = self.mesh.comm(EXPERTS).all_to_all(rows).wait()
         out = self.mesh.empty(x.shape, x.dtype)
-        with self.mesh.trace.span("combine", "routing"):
+        with self.mesh.trace.span("combine", "lookup"):
             combine(_flat(rows), slots, weights, out)
         saved = (routes, loss, slots, weights, saved_experts, rows, saved_shared)
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
@@ -249,11 +249,11 @@ class ExpertMixture:
     ) -> tuple[Array, RouterLoss]:
         """The slots of the choices, and what the losses are made of; notes losses and load."""
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
-        with self.mesh.trace.span("routing", "routing"):
+        with self.mesh.trace.span("routing"):
             counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
         if self.precedes is not None:
             counts = self.mesh.comm(CONTEXT).all_gather(counts).wait()
-        with self.mesh.trace.span("routing", "routing"):
+        with self.mesh.trace.span("routing"):
             before = None if self.precedes is None else before_of(counts, self.precedes)
             slots = slots_of(choices, self._slots(choices.shape[0], micro), before)
             shares = shares_of(counts, tokens * self.context.parts, routes.probs.dtype)
@@ -277,7 +277,7 @@ class ExpertMixture:
         form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
-        with self.mesh.trace.span("dispatch", "routing"):
+        with self.mesh.trace.span("dispatch", "lookup"):
             dispatch(x, slots, _flat(out))
         return out
 
@@ -290,7 +290,7 @@ class ExpertMixture:
     ) -> Array:
         comm, empty = self.mesh.comm(EXPERTS), self.mesh.empty
         rows = empty(saved.y.shape, dy.dtype)
-        with self.mesh.trace.span("combine", "routing"):
+        with self.mesh.trace.span("combine", "lookup"):
             _, dweights = combine_grad(dy, _flat(saved.y), saved.slots, saved.weights, _flat(rows))
         pending = comm.all_to_all(rows)
         dx = self._router_grad(dweights, saved, micro, defer)
@@ -299,7 +299,7 @@ class ExpertMixture:
         rows = self.experts.backward(pending.wait(), saved.experts, defer)
         rows = comm.all_to_all(rows).wait()
         out = empty(dy.shape, dy.dtype)
-        with self.mesh.trace.span("dispatch", "routing"):
+        with self.mesh.trace.span("dispatch", "lookup"):
             dispatch_grad(_flat(rows), saved.slots, out)
         return self._sum(out, dx)
 
@@ -314,7 +314,7 @@ class ExpertMixture:
         rank along k has of its columns."""
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
-        with self.mesh.trace.span("routing", "routing"):
+        with self.mesh.trace.span("routing"):
             dlogits = route_grad(own, saved.routes, saved.loss, micro.factor())
         if self.bias:
             defer(self._bias_grad, saved.routes.experts)
