@@ -22,7 +22,9 @@ from collections.abc import Callable
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.comm.mesh import EXPERTS
+import numpy as np
+
+from hpc3d.comm.mesh import CONTEXT, EXPERTS
 from hpc3d.model.layers import Linear, immediately, owned, row_axes
 from hpc3d.model.mlp import Activation, Mlp, MlpSaved
 from hpc3d.ops.product import accumulate
@@ -31,8 +33,10 @@ from hpc3d.ops.routing import (
     Routes,
     SlotForm,
     add_excess,
+    before_of,
     combine,
     combine_grad,
+    counts_of,
     dispatch,
     dispatch_grad,
     load_of,
@@ -189,8 +193,20 @@ class ExpertMixture:
             for axis in mesh.sizes
             if axis not in (*row_axes(matmul.split.y), "p")
         )
+        self.precedes = self._precedes() if self.context.parts > 1 else None
         self.auxiliary_loss: Any = 0.0
         self.load: Any = None
+
+    def _precedes(self) -> Array:
+        """1 where a choice of another rank along c precedes one of this rank, int64 [k, pieces, c,
+        k, pieces]: an earlier choice, or as early a one of an earlier piece."""
+        starts = self.context.starts()
+        here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
+        mine = (choice[:, None] * self.context.length + starts[here])[..., None, None, None]
+        theirs = choice[:, None] * self.context.length + starts[:, None, :]  # [c, k, pieces]
+        found = (theirs < mine).astype(np.int64)
+        found[:, :, here] = 0
+        return self.mesh.pool.bring(found)
 
     def _balancing_bias(self, parameters, name, matmul):
         """b_i of arXiv:2408.15664, which choices are made with: it falls by a rate where expert i
@@ -209,7 +225,7 @@ class ExpertMixture:
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, MixtureSaved]:
         """Y, and what backward needs."""
         logits, saved_router = self.router.forward(x)
-        with self.mesh.trace.span("routing", "routing"):
+        with self.mesh.trace.span("routing"):
             routes = route(logits, self.form.top_k, self.bias and self.bias.value)
         choices, weights = (self._along_k(each).wait() for each in routes[:2])
         slots, loss = self._decide(routes, choices, micro)
@@ -218,7 +234,7 @@ class ExpertMixture:
         rows, saved_experts = self.experts.forward(pending.wait())
         rows = self.mesh.comm(EXPERTS).all_to_all(rows).wait()
         out = self.mesh.empty(x.shape, x.dtype)
-        with self.mesh.trace.span("combine", "routing"):
+        with self.mesh.trace.span("combine", "lookup"):
             combine(_flat(rows), slots, weights, out)
         saved = (routes, loss, slots, weights, saved_experts, rows, saved_shared)
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
@@ -233,9 +249,14 @@ class ExpertMixture:
     ) -> tuple[Array, RouterLoss]:
         """The slots of the choices, and what the losses are made of; notes losses and load."""
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
-        with self.mesh.trace.span("routing", "routing"):
-            slots = slots_of(choices, self._slots(choices.shape[0], micro))
-            shares = shares_of(choices, tokens, form.count, routes.probs.dtype)
+        with self.mesh.trace.span("routing"):
+            counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
+        if self.precedes is not None:
+            counts = self.mesh.comm(CONTEXT).all_gather(counts).wait()
+        with self.mesh.trace.span("routing"):
+            before = None if self.precedes is None else before_of(counts, self.precedes)
+            slots = slots_of(choices, self._slots(choices.shape[0], micro), before)
+            shares = shares_of(counts, tokens * self.context.parts, routes.probs.dtype)
             axes = self.router.matmul.axes["k"]
             first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
             loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
@@ -249,8 +270,8 @@ class ExpertMixture:
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
         """How the slots of a rank's rows of X lie."""
         tokens, count = micro.tokens.shape[1], self.form.count
-        capacity = min(tokens, self.form.slots(tokens * self.context.parts))
-        held = -(-(rows // tokens * capacity) // self.step) * self.step
+        capacity = self.form.slots(tokens * self.context.parts)
+        held = -(-(rows // tokens * min(tokens, capacity)) // self.step) * self.step
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
@@ -258,7 +279,7 @@ class ExpertMixture:
         form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
-        with self.mesh.trace.span("dispatch", "routing"):
+        with self.mesh.trace.span("dispatch", "lookup"):
             dispatch(x, slots, _flat(out))
         return out
 
@@ -271,7 +292,7 @@ class ExpertMixture:
     ) -> Array:
         comm, empty = self.mesh.comm(EXPERTS), self.mesh.empty
         rows = empty(saved.y.shape, dy.dtype)
-        with self.mesh.trace.span("combine", "routing"):
+        with self.mesh.trace.span("combine", "lookup"):
             _, dweights = combine_grad(dy, _flat(saved.y), saved.slots, saved.weights, _flat(rows))
         pending = comm.all_to_all(rows)
         dx = self._router_grad(dweights, saved, micro, defer)
@@ -280,7 +301,7 @@ class ExpertMixture:
         rows = self.experts.backward(pending.wait(), saved.experts, defer)
         rows = comm.all_to_all(rows).wait()
         out = empty(dy.shape, dy.dtype)
-        with self.mesh.trace.span("dispatch", "routing"):
+        with self.mesh.trace.span("dispatch", "lookup"):
             dispatch_grad(_flat(rows), saved.slots, out)
         return self._sum(out, dx)
 
@@ -295,7 +316,7 @@ class ExpertMixture:
         rank along k has of its columns."""
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
-        with self.mesh.trace.span("routing", "routing"):
+        with self.mesh.trace.span("routing"):
             dlogits = route_grad(own, saved.routes, saved.loss, micro.factor())
         if self.bias:
             defer(self._bias_grad, saved.routes.experts)

@@ -7,6 +7,7 @@ that experts work on, or -1 of a choice that is dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ class Routes(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """How slots lie: sequences of `tokens`, `count` experts on `parts` ranks, `capacity` slots of
-    each for a sequence, in `rows` rows for each rank."""
+    """How slots lie: sequences of which a rank has `tokens`, `count` experts on `parts` ranks,
+    `capacity` slots of each for a sequence, in `rows` rows for each rank of e."""
 
     tokens: int
     count: int
@@ -78,47 +79,83 @@ def _(logits, top_k, bias=None):
 
 
 @primitive
-def slots_of(choices: Array, form: SlotForm) -> Array:
+def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
+    """int64[S, k, pieces, E]: how many of the first, second, ... choices of the tokens in each
+    piece of a sequence are this expert."""
+    rows, top_k = choices.shape
+    sequence, token = np.divmod(np.arange(rows), tokens)
+    piece = token // (tokens // pieces)
+    group = (sequence[:, None] * top_k + np.arange(top_k)) * pieces + piece[:, None]
+    shape = rows // tokens, top_k, pieces, count
+    found = np.bincount((group * count + choices).ravel(), minlength=prod(shape))
+    return found.reshape(shape)
+
+
+@counts_of.abstract
+def _(choices, tokens, pieces, count):
+    return choices.like((len(choices) // tokens, choices.shape[1], pieces, count), np.int64)
+
+
+@primitive
+def before_of(counts: Array, precedes: Array) -> Array:
+    """int64[S, k, pieces, E]: how many choices of other ranks, whose `counts` [c, S, k, pieces, E]
+    are all ranks', precede these; `precedes` [k, pieces, c, k, pieces] is 1 of those that do."""
+    found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
+    return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
+
+
+@before_of.abstract
+def _(counts, precedes):
+    return counts.like(counts.shape[1:])
+
+
+@primitive
+def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Array:
     """int64[n, k]: those of a sequence take the slots of their expert in the order of their
-    positions, second choices after all first ones."""
+    positions, second choices after all first ones; `before` are choices of other ranks that take
+    slots before these do (`before_of`)."""
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
     sequences, here = rows // tokens, count // parts
     queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
     queues = queues.reshape(sequences, top_k * tokens)
     order = np.argsort(queues, axis=1, kind="stable")  # by expert, and as they stand in the queue
-    ahead = np.cumsum(_counted(queues, count), axis=1)[:, :-1]  # of lower experts
-    ahead = np.take_along_axis(np.pad(ahead, ((0, 0), (1, 0))), queues, 1)
+    heads = np.take_along_axis(_lower(queues, count), queues, 1)
     places = np.empty_like(queues)
     np.put_along_axis(places, order, np.arange(top_k * tokens)[None], 1)
-    places -= ahead
+    places -= heads
     part, local = np.divmod(queues, here)
-    row = part * held + np.arange(sequences)[:, None] * capacity + places
+    row = part * held + np.arange(sequences)[:, None] * min(capacity, tokens) + places
+    if before is not None:
+        pieces = queues.reshape(*before.shape[:3], tokens // before.shape[2])
+        places += np.take_along_axis(before, pieces, 3).reshape(places.shape)
     slots = np.where(places < capacity, row * here + local, -1)
-    return slots.reshape(sequences, top_k, tokens).swapaxes(1, 2).reshape(rows, top_k)
+    by_token = slots.reshape(sequences, top_k, tokens).swapaxes(1, 2)
+    return np.ascontiguousarray(by_token).reshape(rows, top_k)
 
 
-def _counted(queues: Array, count: int) -> Array:
-    """int64[S, E]: how often each expert is in each queue."""
+def _lower(queues: Array, count: int) -> Array:
+    """int64[S, E]: how many in each queue are lower experts than this."""
     sequences = len(queues)
-    numbers = queues + count * np.arange(sequences)[:, None]
-    return np.bincount(numbers.ravel(), minlength=sequences * count).reshape(sequences, count)
+    numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
+    found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
+    return found.reshape(sequences, count + 1).cumsum(1)[:, :-1]
 
 
 @slots_of.abstract
-def _(choices, form):
+def _(choices, form, before=None):
     return choices.like(choices.shape)
 
 
 @primitive
-def shares_of(choices: Array, tokens: int, count: int, dtype: DTypeLike) -> Array:
-    """[S, E]: the share of the choices of a sequence that are this expert."""
-    each = tokens * choices.shape[1]
-    return (_counted(choices.reshape(len(choices) // tokens, each), count) / each).astype(dtype)
+def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
+    """[S, E]: the share of the choices of a sequence of so many tokens that are this expert, from
+    the `counts` [c, S, k, pieces, E] of all ranks."""
+    return (counts.sum((0, 2, 3)) / (tokens * counts.shape[2])).astype(dtype)
 
 
 @shares_of.abstract
-def _(choices, tokens, count, dtype):
-    return choices.like((len(choices) // tokens, count), dtype)
+def _(counts, tokens, dtype):
+    return counts.like((counts.shape[1], counts.shape[4]), dtype)
 
 
 @primitive

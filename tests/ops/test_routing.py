@@ -67,7 +67,8 @@ def drawn(top_k, form=FORMS[0], rows=ROWS, dtype=np.float64):
 
 
 def loss_of(routes, first=0):
-    shares = routing.shares_of(routes.experts, TOKENS, COUNT, routes.probs.dtype)
+    counts = routing.counts_of(routes.experts, TOKENS, 1, COUNT)
+    shares = routing.shares_of(counts[None], TOKENS, routes.probs.dtype)
     return RouterLoss(shares, first, TOKENS, 0.3, 0.2)
 
 
@@ -135,12 +136,50 @@ def test_who_is_dropped_depends_on_no_other_sequence():
         assert together[rows].tolist() == np.where(mine < 0, -1, moved).tolist()
 
 
+# Of sequences that three ranks have, each two pieces of two tokens: where each token stands.
+PIECES = np.array([[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("top_k", CHOICES)
+@pytest.mark.parametrize("capacity", [1, 2, 5, 12])
+def test_sequences_that_are_cut_drop_what_whole_ones_do(top_k, capacity):
+    """A rank's slots are its own: what it keeps and drops is what matters."""
+    tokens = PIECES.shape[1]
+    whole = routing.route(logits_of(2 * PIECES.size), top_k).experts
+    whole = whole.reshape(2, PIECES.size, top_k)
+    mine = [whole[:, places].reshape(-1, top_k) for places in PIECES]
+    counts = np.stack([routing.counts_of(each, tokens, 2, COUNT) for each in mine])
+    form = SlotForm(PIECES.size, COUNT, capacity, 1, 2 * capacity)
+    kept = routing.slots_of(whole.reshape(-1, top_k), form).reshape(whole.shape) >= 0
+    starts = np.arange(top_k)[:, None] * PIECES.size + PIECES[:, None, ::2]  # [c, k, pieces]
+    room = SlotForm(tokens, COUNT, capacity, 2, 2 * min(capacity, tokens))
+    for rank, choices in enumerate(mine):
+        precedes = (starts < starts[rank][..., None, None, None]).astype(np.int64)
+        precedes[:, :, rank] = 0
+        before = routing.before_of(counts, precedes)
+        slots = routing.slots_of(choices, room, before)
+        expected = kept[:, PIECES[rank]].reshape(choices.shape)
+        assert (slots >= 0).tolist() == expected.tolist()
+        found = slots[slots >= 0]
+        assert len({*found}) == len(found)
+        assert found.max(initial=0) < room.rows * COUNT
+    shares = routing.shares_of(counts, PIECES.size, np.float64)
+    alone = routing.counts_of(whole.reshape(-1, top_k), PIECES.size, 1, COUNT)
+    close(shares, routing.shares_of(alone[None], PIECES.size, np.float64))
+
+
+def test_choices_are_counted_by_their_number_and_piece():
+    choices = np.array([[1, 0], [1, 2], [2, 1], [0, 1]])
+    counts = routing.counts_of(choices, 4, 2, 3)
+    assert counts.tolist() == [[[[0, 2, 0], [1, 0, 1]], [[1, 0, 1], [0, 2, 0]]]]
+
+
 @pytest.mark.parametrize("top_k", CHOICES)
 def test_shares_and_loads_are_counted(top_k):
     routes, slots, _ = drawn(top_k)
     choices = routes.experts.reshape(SEQUENCES, -1)
     expected = [[list(row).count(e) / (TOKENS * top_k) for e in range(COUNT)] for row in choices]
-    close(routing.shares_of(routes.experts, TOKENS, COUNT, np.float64), expected)
+    close(loss_of(routes).shares, expected)
     found, kept = routing.load_of(routes.experts, slots, COUNT)
     assert found.tolist() == [int((choices == expert).sum()) for expert in range(COUNT)]
     assert kept.tolist() == [int((slots[routes.experts == e] >= 0).sum()) for e in range(COUNT)]
@@ -251,13 +290,16 @@ def test_arrays_without_data_have_the_same_shapes_and_types(dtype, rows):
     pool = AbstractPool(CostMeter())
     shapes = routing.route(pool.empty((rows, COUNT), dtype), 2)
     slots = routing.slots_of(shapes.experts, FORMS[1])
-    shares = routing.shares_of(shapes.experts, TOKENS, COUNT, dtype)
-    loss = RouterLoss(shares, 0, TOKENS, 0.3, 0.2)
+    loss = loss_of(shapes)
     expected = passed(shapes, slots, loss, held, lambda shape: pool.empty(shape, dtype))
     assert isinstance(shapes, Routes)
     for mine, shape in zip(found, expected, strict=True):
         assert (mine.shape, mine.dtype) == (shape.shape, shape.dtype)
     assert routing.router_loss(shapes.probs, shapes.lse, loss) == (0, 0)
+    counts, precedes = pool.empty((3, 4, 2, 5, COUNT), np.int64), pool.empty((2, 5, 3, 2, 5), int)
+    before = routing.before_of(counts, precedes)
+    assert (before.shape, before.dtype) == (counts.shape[1:], counts.dtype)
+    assert routing.slots_of(shapes.experts, FORMS[1], before).shape == slots.shape
     assert routing.add_excess(pool.empty((COUNT,), dtype), shapes.experts) is None
 
 
