@@ -193,7 +193,7 @@ def _(gpu, choices, form, before=None):
     slots = gpu.empty(choices.shape, np.int64)
     pieces = 1 if before is None else before.shape[2]
     sizes = {"tokens": tokens, "top_k": top_k, "pieces": pieces, "count": count}
-    sizes |= {"here": count // parts, "capacity": capacity, "held": held}
+    sizes |= {"local": count // parts, "capacity": capacity, "held": held}
     given = {"choices": choices, "before": before, "slots": slots}
     gpu.launch("slots_of", rows // tokens * count, tokens * top_k, **given, **sizes)
     return slots

@@ -149,14 +149,14 @@ __device__ inline int sum_before(int value, int& total)
 __device__ inline int block_sum_before(int value, int& total)
 {
     __shared__ int parts[32];
-    const int warp = threadIdx.x / 32;
+    const unsigned warp = threadIdx.x / 32;
     int before = sum_before(value, total);
     __syncthreads();  // the parts of the last call are read
     if (threadIdx.x % 32 == 0)
         parts[warp] = total;
     __syncthreads();
     total = 0;
-    for (int other = 0; other < blockDim.x / 32; other++) {
+    for (unsigned other = 0; other < blockDim.x / 32; other++) {
         before += other < warp ? parts[other] : 0;
         total += parts[other];
     }
@@ -165,14 +165,14 @@ __device__ inline int block_sum_before(int value, int& total)
 
 // The slots of all choices: who comes first in the queue has the first place.  There are `capacity`
 // places, from which those `before` [S, top_k, pieces, E] are taken by other ranks, unless it is
-// null; `held` rows of each of `here` experts are for a rank.  A block has a sequence and an expert.
+// null; `held` rows of each of `local` experts are for a rank.  A block has a sequence and an expert.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
 slots_of(const long long* choices, const long long* before, long long* slots, int tokens,
-         int top_k, int pieces, int count, int here, int capacity, int held)
+         int top_k, int pieces, int count, int local, int capacity, int held)
 {
     const long long sequence = blockIdx.x / count, expert = blockIdx.x % count;
-    const long long row = expert / here * held + sequence * min(capacity, tokens);
+    const long long row = expert / local * held + sequence * min(capacity, tokens);
     const int length = tokens / pieces;
     int place = 0;
     for (int start = 0; start < tokens * top_k; start += blockDim.x) {
@@ -187,7 +187,7 @@ slots_of(const long long* choices, const long long* before, long long* slots, in
         const long long group = (sequence * top_k + choice) * pieces + token / length;
         const long long ahead = before ? before[group * count + expert] : 0;
         const bool kept = my_place + ahead < capacity;
-        slots[where] = kept ? (row + my_place) * here + expert % here : -1;
+        slots[where] = kept ? (row + my_place) * local + expert % local : -1;
     }
 }
 
@@ -253,14 +253,16 @@ __global__ void __launch_bounds__(256)
 combine(const T* y, const long long* slots, const float* weights, T* out, int top_k, int columns)
 {
     constexpr int N = WIDTH<T>;
-    const long long row = blockIdx.x, first = row * top_k;
-    out += row * columns;
+    const long long row = blockIdx.x;
+    out += row * columns, slots += row * top_k, weights = weights ? weights + row * top_k : weights;
     packs_of_row<N>(columns, columns % N == 0 && aligned(y, out), [&](int c, auto pack) {
         auto sum = pack.zeros();
-        for (long long choice = first; choice < first + top_k; choice++) {
-            if (slots[choice] < 0)
+#pragma unroll 1
+        for (int choice = 0; choice < top_k; choice++) {
+            const long long slot = slots[choice];
+            if (slot < 0)
                 continue;
-            const auto a = pack.load(y + slots[choice] * columns + c);
+            const auto a = pack.load(y + slot * columns + c);
             const float weight = weights ? weights[choice] : 1;
 #pragma unroll
             for (int i = 0; i < pack.size; i++)
