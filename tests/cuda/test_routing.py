@@ -100,7 +100,7 @@ def test_choices_are_counted(pieces, rows, by_cuda):
     expected = routing.counts_of(choices, tokens, pieces, count)
     counts = by_cuda(routing.counts_of, choices, tokens, pieces, count)
     assert (counts.tolist(), counts.dtype) == (expected.tolist(), np.int64)
-    slots = np.where(choices % 2, choices, -1)
+    slots = np.where(choices % 2, -1, choices)
     for mine, wanted in zip(
         by_cuda(routing.load_of, choices, slots, count),
         routing.load_of(choices, slots, count),
