@@ -54,7 +54,7 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
         return _export_module(opened, weights)
     shapes, model = shapes_in(opened), with_epsilon(config_of(opened).model)
     family, arrays = PUBLISHED[model.kind], {}
-    dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
+    dtype = opened.sources["embedding.token", opened.exact("embedding.token")][0][0].dtype
     for name, shape in shapes.items():
         given = family.given(name, _value_of(opened, name, shape, dtype), model)
         arrays |= {family.full_name_of(theirs): array for theirs, array in given.items()}
@@ -75,7 +75,7 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
     for name, stored in shapes_in(opened).items():
         whole, dims = whole_of(stored), module["shapes"][name]
         dtype = opened.sources[name, "value"][0][0].dtype
-        arrays[name] = np.empty((whole.bottom, whole.right), dtype)
+        arrays[name] = np.empty(whole.shape, dtype)
         opened.fill(arrays[name], name, "value", whole)
         arrays[name] = arrays[name].reshape(dims)
     arrays |= {other: arrays[name].copy() for other, name in module["aliases"].items()}
@@ -86,7 +86,7 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
 def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """The whole of a parameter."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
-    opened.fill(value.reshape(whole.bottom, whole.right), name, opened.exact, whole)
+    opened.fill(value.reshape(whole.shape), name, opened.exact(name), whole)
     return value
 
 
