@@ -264,6 +264,20 @@ def test_a_block_that_was_multiplied_is_not_summed_again(experts):
     assert not np.array_equal(ledger.rows(c + 1, 2), ledger.rows(c, 2))
 
 
+def test_a_product_with_long_rows_may_be_summed_over_the_members():
+    def rank(mesh):
+        ledger = AbftChecker(mesh.rank)
+        comm = ledger.wrap(mesh.comm("x"), "x")
+        ledger.begin(0, NullRecorder())
+        a, b, c = product(m=4, k=8, n=5000, seed=mesh.rank)
+        ledger.product(a, b, c)
+        comm.reduce_scatter(c).wait()
+        ledger.compare()
+        return ledger.found
+
+    assert run({"x": 2}, rank) == [[], []]
+
+
 @pytest.mark.parametrize("readers", [1, 2, 4])
 @pytest.mark.parametrize("givers", [[0, 1, 2, 3], [2]])
 def test_all_of_what_members_read_in_one_memory_is_watched_there(readers, givers):

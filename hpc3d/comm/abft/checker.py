@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, place
-from hpc3d.comm.abft.checksum import Signs, quiet, wrong_row
+from hpc3d.comm.abft.checksum import WIDE, Signs, quiet, wrong_row
 from hpc3d.comm.mesh import NullRecorder
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(*one, f", expert {n}") for n, one in enumerate(stacks)]
             sums = np.stack(each, 1)
-        self.latest = weakref.ref(c), sums
+        if c.shape[-1] <= WIDE:  # else `signs.rows` has shorter rows
+            self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
         """The signed sums of the rows of C, once they are checked to be those of A B."""
