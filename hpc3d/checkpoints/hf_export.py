@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.checkpoints import safetensors
 from hpc3d.checkpoints.block_slices import whole_of
-from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
+from hpc3d.checkpoints.hf_families import PublishedFamily, published
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import config_of, shapes_in
 from hpc3d.model.families import with_epsilon
@@ -49,11 +49,12 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     module there is the file with its own names.
     """
     weights, *settings = _written_by(target)
-    weights.parent.mkdir(parents=True, exist_ok=True)
     if config_of(opened).torch.factory:
+        weights.parent.mkdir(parents=True, exist_ok=True)
         return _export_module(opened, weights)
     shapes, model = shapes_in(opened), with_epsilon(config_of(opened).model)
-    family, arrays = PUBLISHED[model.kind], {}
+    family, arrays = published(model), {}
+    weights.parent.mkdir(parents=True, exist_ok=True)
     dtype = opened.sources["embedding.token", opened.exact("embedding.token")][0][0].dtype
     for name, shape in shapes.items():
         given = family.given(name, _value_of(opened, name, shape, dtype), model)
@@ -66,6 +67,14 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
             text = json.dumps(_settings_of(family, model, dtype), indent=2)
             temporary.write_text(text + "\n")
     return {name: array.shape for name, array in arrays.items()}
+
+
+def notes(opened: Checkpoint) -> list[str]:
+    """A line for each thing that a model does not do any more once it is exported."""
+    model = config_of(opened).model
+    if not (model.experts and model.capacity):
+        return []
+    return [f"model.capacity = {model.capacity}: a Mixtral has room for all, and drops no token"]
 
 
 def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
