@@ -23,7 +23,7 @@ MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 # Key of the input file -> its least and its largest value.
 SIZES = {
     "mesh.p": (1, 1024),
-    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dcxyz"},
+    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dcexyz"},
     "parallel.ulysses": (1, MOST_RANKS),
     "parallel.microbatches": (1, MOST_PASSES),
     "parallel.chunks": (1, MOST_LAYERS),
@@ -35,6 +35,10 @@ SIZES = {
     "model.sequence": (1, 2**27),
     "model.vocabulary": (1, 2**27),
     "model.padding": (0, 2**27),
+    "model.experts": (0, 2**20),
+    "model.top_k": (1, 2**10),
+    "model.moe_every": (1, MOST_LAYERS),
+    "model.shared_experts": (0, 2**10),
     "train.steps": (1, INT32),
     "train.batch": (1, 2**20),
     "train.warmup": (0, INT32),

@@ -34,7 +34,8 @@ class MeshConfig:
     c: int = 1
     """context parallelism: ranks that share out the tokens of every sequence"""
     e: int = 1
-    """expert parallelism, which is not there yet"""
+    """expert parallelism: ranks that have experts of their own, and tokens of their own as along
+    d"""
     x: int | None = None
     """tensor parallelism (absent: 1, or the best cuboid where y and z are absent, too)"""
     y: int | None = None
@@ -146,6 +147,24 @@ class ModelConfig:
     (absent: none)"""
     dropout: float = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
+    experts: int = 0
+    """gpt2, llama: MLPs of a block, of which a router picks some for each token (0: one MLP)"""
+    top_k: int = 1
+    """experts that a token goes to: 1 as in Switch, 2 as in GShard and Mixtral"""
+    capacity: float = 1.25
+    """room of an expert for tokens of a sequence, in multiples of its even share; tokens without
+    room pass it by (0: room for all)"""
+    moe_every: int = 1
+    """every so many-th block has experts, the last one of each so many; the others one MLP"""
+    shared_experts: int = 0
+    """experts that every token goes to beside its top_k, as one MLP so many times as wide"""
+    balance_loss: float = 0.01
+    """times the loss of a router that prefers some experts (0: none)"""
+    z_loss: float = 0.001
+    """times the loss of large logits of a router (0: none)"""
+    balance_bias: float = 0.0
+    """what a step adds to the bias of experts with too few tokens, and takes from that of others,
+    when the top_k are picked; usual 0.001 with balance_loss = 0 (0: no bias)"""
 
 
 @dataclass(frozen=True)

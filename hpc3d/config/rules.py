@@ -149,9 +149,5 @@ def not_there_yet(config: Config) -> Iterator[str]:
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: python -m hpc3d.partition run trains it"
-    fixed = {
-        "mesh.e": (config.mesh.e, 1),
-    }
-    for key, (value, only) in fixed.items():
-        if value != only:
-            yield f"{key} = {value!r}: not there yet; use {only!r}"
+    if config.mesh.e > 1 and not config.model.experts:
+        yield f"mesh.e = {config.mesh.e}: model.experts = 0 are none; use mesh.e = 1"

@@ -13,15 +13,31 @@ from typing import Any
 from hpc3d.model.bert import MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
-from hpc3d.model.spec import Family, ModelSizes, WeightProduct
+from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 _BERT_EPSILON = 1e-12
+_QWEN2_KEYS = "kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"
+_EXPERT_KEYS = {  # -> the field of Experts
+    "experts": "count",
+    "moe_every": "every",
+    "shared_experts": "shared",
+    **{key: key for key in ("top_k", "capacity", "balance_loss", "z_loss", "balance_bias")},
+}
+
+
+def _experts(model):
+    values = {field: getattr(model, key) for key, field in _EXPERT_KEYS.items()}
+    return Experts(**values) if model.experts else None
 
 
 def _gpt2_sizes(model, vocabulary):
     named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout"
-    return ModelSizes(vocabulary=vocabulary, **{name: getattr(model, name) for name in named})
+    return ModelSizes(
+        vocabulary=vocabulary,
+        experts=_experts(model),
+        **{name: getattr(model, name) for name in named},
+    )
 
 
 def _bert_sizes(model, vocabulary):
@@ -47,6 +63,7 @@ def _llama_sizes(model, vocabulary):
         ffn=model.ffn or 4 * model.hidden,
         epsilon=_or_usual(model.norm_epsilon, LayerNorm.EPSILON),
         rotation=rotation,
+        experts=_experts(model),
         **{name: getattr(model, name) for name in named},
     )
 
@@ -97,7 +114,7 @@ GPT2 = Family(
     causal=True,
     rotary=False,
     biased=frozenset({"qkv", "proj", "up", "down"}),
-    keys=("gelu",),
+    keys=("gelu", *_EXPERT_KEYS),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=False),
@@ -116,7 +133,7 @@ LLAMA = Family(
     causal=True,
     rotary=True,
     biased=frozenset(),
-    keys=("kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"),
+    keys=(*_QWEN2_KEYS, *_EXPERT_KEYS),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=True),
@@ -125,7 +142,7 @@ LLAMA = Family(
     kept=partial(_block_kept, gated=True),
 )
 
-QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
+QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}), keys=_QWEN2_KEYS)
 
 BERT = replace(
     GPT2,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from typing import NamedTuple
 
 from hpc3d.model.context import WHOLE, Context
@@ -13,13 +15,38 @@ from hpc3d.tensor.split import Split
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of every `every`-th block: `count` experts, of which each token goes
+    to `top_k`, and `shared` ones that all tokens go to; `capacity` is the room of an expert in
+    multiples of its even share, `balance_loss` and `z_loss` are the factors of a router's losses,
+    `balance_bias` the rate of the bias with which it picks (arXiv:2408.15664; 0: none)."""
+
+    count: int
+    top_k: int = 1
+    capacity: float = 1.25
+    every: int = 1
+    shared: int = 0
+    balance_loss: float = 0.01
+    z_loss: float = 0.001
+    balance_bias: float = 0.0
+
+    def slots(self, tokens: int) -> int:
+        """Tokens of a sequence of so many that an expert has room for: top_k tokens capacity /
+        count, rounded up (arXiv:2006.16668, section 2.2), or all of them where capacity is 0."""
+        if not self.capacity:
+            return tokens
+        share = Fraction(self.top_k * tokens, self.count)
+        return min(tokens, ceil(share * Fraction(str(self.capacity))))  # 1.1 is eleven tenths
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model; `std` is that of the initial weights, `rotation` that of rotary
     positions, `padding` the token that nobody attends to.  With `fused_gelu` a device does GELU
     within products, where it has whole matrices.
 
     `kv_heads`, those of keys and values, are as many as `heads` where they are 0, and `ffn`, the
-    features of the hidden layer of the MLP, are 4 hidden.
+    features of the hidden layer of the MLP, or of an expert, are 4 hidden.
     """
 
     layers: int
@@ -37,10 +64,15 @@ class ModelSizes:
     epsilon: float = 1e-5
     rotation: Rotation = field(default_factory=Rotation)
     padding: int | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
+
+    def mixes(self, layer: int) -> bool:
+        """Whether the block of this number has experts."""
+        return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     @property
     def form(self) -> HeadForm:
