@@ -19,36 +19,48 @@ if TYPE_CHECKING:
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
 CONTEXT = "c"
-DATA_PLANE = "c d"  # the group of the ranks that have other tokens and the same weights
+EXPERTS = "e"
+PLANES = "c d", "d e", "c d e"  # of ranks that have other tokens and the same weights
 WORLD = "world"  # what the group of all ranks lies along
 
 
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which ranks have other tokens and the same weights: what the gradients are
-    summed over.  Where sequences are cut, they span a plane."""
+    summed over.  Where there are several, they span a plane."""
+    return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
+
+
+def expert_data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The same for the weights of experts, of which the ranks along e have others."""
     return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
+
+
+def plane(axes: Sequence[str]) -> str:
+    """The name of the group of the ranks along these data axes."""
+    return " ".join(axes)
 
 
 def data_group(sizes: Mapping[str, int]) -> str:
     """The name of the group over which gradients are summed."""
-    return DATA if len(data_axes(sizes)) == 1 else DATA_PLANE
+    return plane(data_axes(sizes))
 
 
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
     """Name -> ranks of every group of the rank at `coords`: along each axis with more than one
-    rank, and over the plane of the data axes where these are several."""
+    rank, and over the planes of several data axes."""
     groups: dict[str, Sequence[int]] = {
         axis: grid.ranks_along(axis, coords) for axis, size in grid.sizes.items() if size > 1
     }
-    axes = data_axes(grid.sizes)
-    return groups if len(axes) == 1 else {**groups, DATA_PLANE: grid.ranks_over(axes, coords)}
+    planes = data_axes(grid.sizes), expert_data_axes(grid.sizes)
+    groups |= {plane(axes): grid.ranks_over(axes, coords) for axes in planes if len(axes) > 1}
+    return groups
 
 
 def queue_of(axis: str) -> str:
     """The queue of the calls along an axis.  A queue runs its calls in the order of the program,
     beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
     waits for stands behind it."""
-    return "replicas" if axis in (DATA, DATA_PLANE) else "blocks"
+    return "replicas" if axis in (DATA, *PLANES) else "blocks"
 
 
 def along(axis: str) -> str:
@@ -176,12 +188,13 @@ class NullGuard:
 
 
 class Mesh:
-    """Axes with sizes, this rank's coordinates, one communicator per axis, one for the plane of
-    the data axes where these are several, and one for all ranks.
+    """Axes with sizes, this rank's coordinates, one communicator per axis, one for each plane of
+    several data axes, and one for all ranks.
 
-    An absent axis has size 1, coordinate 0 and the `Self` communicator.  `data` is the name of the
-    communicator of the `data_axes`.  Ranks are in the order of a `Grid`, so those along the last
-    axis lie next to each other on a node.  Blocks are in the memory of `pool`, which may be a
+    An absent axis has size 1, coordinate 0 and the `Self` communicator.  Weights have replicas
+    along the `data_axes`, those of experts along the `expert_data_axes`; the name of such a
+    `plane` is that of its communicator.  Ranks are in the order of a `Grid`, so those along the
+    last axis lie next to each other on a node.  Blocks are in the memory of `pool`, which may be a
     device's; the world speaks of arrays of the host.
     """
 
@@ -198,8 +211,7 @@ class Mesh:
         self.sizes, self.coords, self.comms, self.world = sizes, coords, comms, world
         self.rank, self.ranks, self.pool = world.rank, world.size, pool or world.pool
         self.alone = Self(self.pool, world.rank)
-        self.data_axes = data_axes(sizes)
-        self.data = data_group(sizes)
+        self.data_axes, self.expert_data_axes = data_axes(sizes), expert_data_axes(sizes)
         self.trace: MeshRecorder = trace or NullRecorder()
         self.guard: _MeshGuard = guard or NullGuard()
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}

@@ -52,6 +52,10 @@ class MeshConfig:
         """Axis -> number of ranks, in the order of the ranks."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
 
+    def replicas(self) -> int:
+        """Ranks that have other tokens and the same weights."""
+        return self.d * self.c * self.e
+
     def grid(self) -> Grid:
         """The Grid of the ranks."""
         return grid_of(self)
@@ -148,23 +152,23 @@ class ModelConfig:
     dropout: float = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
     experts: int = 0
-    """gpt2, llama: MLPs of a block, of which a router picks some for each token (0: one MLP)"""
+    """gpt2, llama: experts of a mixture in the place of an MLP (0: none)"""
     top_k: int = 1
-    """experts that a token goes to: 1 as in Switch, 2 as in GShard and Mixtral"""
+    """experts that see a token, the likeliest by a router: 1 in Switch, 2 in GShard and Mixtral"""
     capacity: float = 1.25
-    """room of an expert for tokens of a sequence, in multiples of its even share; tokens without
-    room pass it by (0: room for all)"""
+    """slots that an expert has for a sequence, over its even share, top_k x sequence / experts: a
+    token that finds none is dropped (0: room for all)"""
     moe_every: int = 1
-    """every so many-th block has experts, the last one of each so many; the others one MLP"""
+    """the last of every so many blocks has a mixture, the others an MLP"""
     shared_experts: int = 0
-    """experts that every token goes to beside its top_k, as one MLP so many times as wide"""
+    """experts that see all tokens, beside the others: one MLP so many times as wide"""
     balance_loss: float = 0.01
-    """times the loss of a router that prefers some experts (0: none)"""
+    """the factor of the loss that evens out the load of experts (0: none)"""
     z_loss: float = 0.001
-    """times the loss of large logits of a router (0: none)"""
+    """the factor of the squared logarithm of the router's sum of exponentials (0: none)"""
     balance_bias: float = 0.0
-    """what a step adds to the bias of experts with too few tokens, and takes from that of others,
-    when the top_k are picked; usual 0.001 with balance_loss = 0 (0: no bias)"""
+    """by how much a step changes the bias by which experts are chosen, up where one had less than
+    its share of tokens, else down; it balances without a loss (0: no bias)"""
 
 
 @dataclass(frozen=True)
@@ -320,18 +324,22 @@ class Config:
 
     def splits(self) -> dict[str, Split]:
         """Kind of layer -> the split of the first of its products, over the data axes where there
-        are some: the blocks, and the ends with them, are dense."""
+        are some: the blocks, and the ends with them, are dense; experts have one place of e."""
         letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         split = split.over("d", zero) if self.mesh.d > 1 else split
-        return {"dense": split.over("c", zero, outermost=True) if self.mesh.c > 1 else split}
+        dense = split.over("e", zero) if self.mesh.e > 1 else split
+        splits = {"dense": dense, "experts": split}
+        if self.mesh.c > 1:
+            splits = {kind: each.over("c", zero, outermost=True) for kind, each in splits.items()}
+        return splits
 
     def keep(self) -> str:
         """The operands of products whose working blocks are kept for backward.
 
         ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
         """
-        kept = "x" if self.parallel.zero == 3 and self.mesh.d * self.mesh.c > 1 else "xw"
+        kept = "x" if self.parallel.zero == 3 and self.mesh.replicas() > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
 
     def context(self) -> Context:

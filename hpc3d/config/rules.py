@@ -149,5 +149,3 @@ def not_there_yet(config: Config) -> Iterator[str]:
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: python -m hpc3d.partition run trains it"
-    if config.mesh.e > 1 and not config.model.experts:
-        yield f"mesh.e = {config.mesh.e}: model.experts = 0 are none; use mesh.e = 1"

@@ -1,19 +1,20 @@
-"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(f(up(norm(x)))), f GELU or
-SwiGLU; or with the norms last, norm(x + proj(attention(qkv(x)))), then norm(x + down(f(up(x)))).
-What differs from family to family is data of `Family`."""
+"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)), of one MLP or of
+a mixture of experts; or with the norms last, norm(x + proj(attention(qkv(x)))), then
+norm(x + mlp(x)).  What differs from family to family is data of `Family`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.context_attention import attention_of
+from hpc3d.model.experts import ExpertMixture
 from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
 from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
-from hpc3d.ops.gelu import GELU, gelu_grad
+from hpc3d.model.mlp import Mlp
 from hpc3d.ops.rows import add_bias
-from hpc3d.ops.swiglu import swiglu, swiglu_grad
 from hpc3d.tensor.matmul import Matmul, Saved
 
 if TYPE_CHECKING:
@@ -25,18 +26,15 @@ if TYPE_CHECKING:
 
 
 class BlockSaved(NamedTuple):
-    """What the backward pass of a block works with: the inputs of its products and norms, what
-    attention saved, and the slopes of the activation, or where products do GELU what it was made
-    of."""
+    """What the backward pass of a block works with: the inputs of its products and norms, and what
+    attention and MLP saved."""
 
     norm1: NormSaved
     qkv_linear: Saved | GroupedSaved
     attention: Any
     proj_linear: Saved
     norm2: NormSaved
-    up_linear: Saved
-    slopes: Array
-    down_linear: Saved
+    mlp: Any
 
 
 class BlockInput(NamedTuple):
@@ -89,12 +87,13 @@ class Block:
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
         self.drop1 = dropout("drop1", split.x)
         self.norm2 = norm("norm2")
-        self.up = linear("up", (hidden, (1 + family.gated) * model.ffn), split, std)
-        self.down = linear("down", (model.ffn, hidden), split.next(), last)
+        self.mixes = model.mixes(number)
+        self.mlp: Mlp | ExpertMixture = (
+            ExpertMixture(mesh, parameters, spec, name, last)
+            if self.mixes
+            else Mlp(mesh, parameters, spec, name, model.ffn, last)
+        )
         self.drop2 = dropout("drop2", split.x)
-        self.gated, self.gelu = family.gated, GELU[model.gelu]
-        alone = self.up.matmul.is_local and self.down.matmul.is_local
-        self.fused_gelu = model.fused_gelu and alone
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
         """The block of Y and what `backward` needs: with "full", what `_recomputed` needs."""
@@ -115,11 +114,15 @@ class Block:
         n1, before1 = self._norm(self.norm1, x, first=True)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
-        x, saved_proj = self._add_residual(x, self.proj, a, self.drop1, micro)
+        proj, mlp = self.proj, self.mlp
+        x, saved_proj = self._add_residual(
+            x, partial(proj.forward, a), proj.adds_residual, self.drop1, micro
+        )
         x, after1 = self._norm(self.norm1, x, first=False)
         n2, before2 = self._norm(self.norm2, x, first=True)
-        g, saved_up, slopes = self._up(n2)
-        y, saved_down = self._add_residual(x, self.down, g, self.drop2, micro)
+        y, saved_mlp = self._add_residual(
+            x, partial(mlp.forward, n2, micro), mlp.adds_residual, self.drop2, micro
+        )
         y, after2 = self._norm(self.norm2, y, first=False)
         return y, BlockSaved(
             norm1=before1 or after1,  # type: ignore[arg-type]  # one of them is there
@@ -127,9 +130,7 @@ class Block:
             attention=saved_attention,
             proj_linear=saved_proj,
             norm2=before2 or after2,  # type: ignore[arg-type]
-            up_linear=saved_up,
-            slopes=slopes,
-            down_linear=saved_down,
+            mlp=saved_mlp,
         )
 
     def backward(
@@ -142,10 +143,8 @@ class Block:
         if isinstance(saved, BlockInput):
             saved = self._recomputed(saved, micro)
         dy = self._last_norm_grad(self.norm2, dy, saved.norm2)
-        dh = self._down_grad(
-            self._apply_dropout(self.drop2, dy, micro), saved.down_linear, saved.slopes, defer
-        )
-        dx = self.up.backward(dh, saved.up_linear, defer)
+        dx = self._apply_dropout(self.drop2, dy, micro)
+        dx = self.mlp.backward(dx, saved.mlp, micro, defer)
         dy = self._first_norm_grad(self.norm2, dx, saved.norm2, dy)
         dy = self._last_norm_grad(self.norm1, dy, saved.norm1)
         da = self.proj.backward(
@@ -174,39 +173,18 @@ class Block:
         with self.mesh.trace.span("residual"):
             return add_bias(residual, dx, self.mesh.empty(dx.shape, dx.dtype))
 
-    def _up(self, n: Array) -> tuple[Array, Saved, Array]:
-        """f(up(n)), what backward needs of up, and the slopes of f; where products do GELU, what
-        it was made of."""
-        if self.fused_gelu:
-            return self.up.activated(n)
-        h, saved = self.up.forward(n)
-        if self.gated:
-            rows, columns = h.shape
-            with self.mesh.trace.span("swiglu"):
-                return swiglu(h, self.mesh.empty((rows, columns // 2), h.dtype)), saved, h
-        with self.mesh.trace.span("gelu"):
-            return self.gelu(h, self.mesh.empty(h.shape, h.dtype)), saved, h
-
-    def _down_grad(
-        self, dy: Array, saved: Saved, slopes: Array, defer: Callable[..., None]
-    ) -> Array:
-        """The gradient of up's result from that of down's."""
-        if self.fused_gelu:
-            return self.down.backward(dy, saved, defer, gelu_at=slopes)
-        dg = self.down.backward(dy, saved, defer)
-        if self.gated:
-            with self.mesh.trace.span("swiglu"):
-                return swiglu_grad(slopes, dg)
-        with self.mesh.trace.span("gelu"):
-            return gelu_grad(slopes, dg)
-
     def _add_residual(
-        self, x: Array, linear: Linear, a: Array, dropout: Dropout, micro: Microbatch
-    ) -> tuple[Array, Saved]:
-        """x + dropout(linear(a)), and what backward needs of linear."""
-        if linear.matmul.y_is_complete and not dropout.rate:
-            return linear.forward(a, residual=x)
-        y, saved = linear.forward(a)
+        self,
+        x: Array,
+        forward: Callable[..., Any],
+        adds_residual: bool,
+        dropout: Dropout,
+        micro: Microbatch,
+    ) -> tuple[Array, Any]:
+        """x + dropout(y) of what `forward` gives, y and what backward needs of it."""
+        if adds_residual and not dropout.rate:
+            return forward(residual=x)
+        y, saved = forward()
         y = self._apply_dropout(dropout, y, micro)
         with self.mesh.trace.span("residual"):
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved

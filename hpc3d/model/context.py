@@ -42,6 +42,15 @@ class Context(NamedTuple):
         """Tokens of one of the two chunks that a place of the ring has."""
         return self.length // (2 * self.rings)
 
+    @property
+    def pieces(self) -> int:
+        """Of the tokens of a rank, in each of which they follow each other."""
+        return 2 if self.rings > 1 else 1
+
+    def starts(self) -> np.ndarray:
+        """The first position of each piece of every rank, int64[c, pieces]."""
+        return _order(self).reshape(self.parts, self.pieces, -1)[:, :, 0]
+
     def chunks(self, place: int) -> tuple[int, ...]:
         """The first positions of the chunks at a place of the ring."""
         return place * self.chunk, (2 * self.rings - 1 - place) * self.chunk

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.pool import on_host
+from hpc3d.comm.mesh import plane
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -113,6 +114,7 @@ class Bucket:
         self.columns = [
             slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))
         ]
+        self.replicas, self.parts = plane(items[0].replicas), parameters.parts(items[0])
         self.pending = None
 
     @property
@@ -131,7 +133,7 @@ class GradientBucket(Bucket):
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         super().__init__(parameters, items)
         self.axes = items[0].partial
-        self.posted_last = items[0].completed_last or self.axes[0] != self.mesh.data
+        self.posted_last = items[0].completed_last or self.axes[0] != self.replicas
         self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
 
     def post(self) -> None:
@@ -144,7 +146,7 @@ class GradientBucket(Bucket):
         self.pending = None
 
     def _scatters(self, axis: str) -> bool:
-        return axis == self.mesh.data and self.parameters.parts > 1
+        return axis == self.replicas and self.parts > 1
 
     def _sum_over(self, axis: str) -> Pending:
         comm = self.mesh.comm(axis)
@@ -153,7 +155,7 @@ class GradientBucket(Bucket):
         return comm.all_reduce(self.parameters.grad[self.span])
 
     def _as_parts(self, comm: Communicator) -> Array:
-        rows = comm.buffer((self.parameters.parts, self.width), self.parameters.wide)
+        rows = comm.buffer((self.parts, self.width), self.parameters.wide)
         for place, columns in zip(self.places, self.columns, strict=True):
             rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
         return rows
@@ -172,7 +174,7 @@ class _ValueBucket(Bucket):
     def post(self) -> None:
         value = self.parameters.value
         mine = np.concatenate([value[place.own_value] for place in self.places])
-        self.pending = self.mesh.comm(self.mesh.data).all_gather(mine[None])
+        self.pending = self.mesh.comm(self.replicas).all_gather(mine[None])
 
     def wait(self) -> None:
         rows = self.pending.wait()
@@ -189,12 +191,12 @@ class _OwnerSum(GradientBucket):
         return self.parameters.owners[self.items[0]]
 
     def _sum_over(self, axis: str) -> Pending:
-        if axis != self.mesh.data:
+        if axis != self.replicas:
             return super()._sum_over(axis)
         return self.mesh.comm(axis).reduce(self.parameters.grad[self.span], self.owner)
 
     def store(self, axis: str, total: Array) -> None:
-        if axis != self.mesh.data or self.mesh.comm(axis).rank == self.owner:
+        if axis != self.replicas or self.mesh.comm(axis).rank == self.owner:
             self.parameters.grad[self.span] = total
 
 
@@ -205,7 +207,7 @@ class _OwnerGather(Bucket):
         value = self.parameters.value
         block = np.concatenate([value[place.value] for place in self.places])
         owner = self.parameters.owners[self.items[0]]
-        self.pending = self.mesh.comm(self.mesh.data).broadcast(block, owner)
+        self.pending = self.mesh.comm(self.replicas).broadcast(block, owner)
 
     def wait(self) -> None:
         block, start = self.pending.wait(), 0
@@ -224,7 +226,8 @@ def _make_buckets(
     places, itemsize = parameters.places, parameters.wide.itemsize
     owners = parameters.owners
     for _, alike in groupby(
-        items, lambda item: (item.completed_last, item.partial, owners.get(item))
+        items,
+        lambda item: (item.completed_last, item.partial, item.replicas, owners.get(item)),
     ):
         bucket: list[Parameter] = []
         held = 0

@@ -82,6 +82,11 @@ class Linear:
             else None
         )
 
+    @property
+    def adds_residual(self) -> bool:
+        """Whether the product is all of Y, so that `forward` takes a residual."""
+        return self.matmul.y_is_complete
+
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
         """Y, and what backward needs; a product that is all of Y adds the `residual`."""
         bias = self.bias.value if self.bias else None

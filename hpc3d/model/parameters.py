@@ -4,7 +4,8 @@ A parameter knows its global shape, how its value and its gradient lie on the me
 and the axes along which each rank's gradient is only a partial sum when a step ends.
 
 On the data axis d the replicas hold the same parameters, and so do the ranks of a context axis c
-that have other tokens of the same sequences: the replicas are those of the plane c d.  With ZeRO
+that have other tokens of the same sequences, and those of e: the replicas are those of the plane
+c d e.  Experts live at one place of e: their replicas are those of the plane c d.  With ZeRO
 (arXiv:1910.02054) each of them updates one of their number of equal parts of every parameter, its
 *own* part, and keeps the optimiser's state of that part only:
 
@@ -25,14 +26,15 @@ of its gradient's layout with 2 and 3; else the stored block, which is dealt to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.comm.mesh import DATA, plane
 from hpc3d.ops.random import initialise
-from hpc3d.ops.update import sum_of_squares
+from hpc3d.ops.update import step_by_sign, sum_of_squares
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Parameter:
     """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
+
+    Where it is one of experts, its middle dim is theirs: [inputs, experts, outputs].  `replicas`
+    are the data axes along which ranks have the same of it.  One with a `sign_rate` is no weight
+    of the loss: a step takes this off where its gradient is positive, and adds it where it is
+    negative.
 
     `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
     `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
@@ -67,6 +74,8 @@ class Parameter:
     frozen: bool = False
     counted: bool = True
     unit: str = ""
+    replicas: tuple[str, ...] = (DATA,)
+    sign_rate: float = 0.0
     value: Any = field(default=None, repr=False)
     grad: Any = field(default=None, repr=False)
 
@@ -75,8 +84,21 @@ class Parameter:
         self.unit = self.unit or ".".join(words[:2] if words[0] == "layers" else words[:1])
 
     def start(self, seed: int, mesh: Mesh) -> None:
-        """Set `value` to this rank's block of the initial tensor."""
-        initialise(self.value, self, seed, self.layout.slices(self.shape, mesh))
+        """Set `value` to this rank's block of the initial tensor; each expert's is a tensor of its
+        own."""
+        block = self.layout.slices(self.shape, mesh)
+        if not self.std or len(self.shape) < 3:
+            initialise(self.value, self, seed, block)
+            return
+        rows, experts, columns = block
+        for place, number in enumerate(range(experts.start, experts.stop)):
+            name, shape = f"{self.name}.{number}", (self.shape[0], self.shape[2])
+            expert = replace(self, name=name, shape=shape)
+            drawn = mesh.empty(
+                (rows.stop - rows.start, columns.stop - columns.start), self.value.dtype
+            )
+            initialise(drawn, expert, seed, (rows, columns))
+            self.value[:, place] = drawn
 
 
 class FlatSlices(NamedTuple):
@@ -124,12 +146,12 @@ class Parameters:
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
-        self.parts = mesh.count(mesh.data_axes) if zero else 1
         self.whole_matrices = whole_matrices
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}
         self.pieces: list[_UpdateSlice] = []
         self.matrices: list[Any] = []
+        self.by_sign: list[tuple[FlatSlices, float]] = []
         self.owners: dict[Parameter, int] = {}
 
     def add(
@@ -138,19 +160,30 @@ class Parameters:
         shape: tuple[int, ...],
         layout: Layout,
         partial: tuple[str, ...] = (),
+        replicas: tuple[str, ...] | None = None,
         **how: Any,
     ) -> Parameter:
-        """A new parameter; its arrays exist after `allocate`."""
-        partial = self._summed_over([axis for axis in partial if self.mesh.size(axis) > 1])
-        self.items.append(Parameter(name, shape, layout, partial=partial, **how))
+        """A new parameter, with replicas along the data axes; its arrays exist after
+        `allocate`."""
+        replicas = self.mesh.data_axes if replicas is None else replicas
+        partial = self._summed_over(
+            [axis for axis in partial if self.mesh.size(axis) > 1], replicas
+        )
+        self.items.append(
+            Parameter(name, shape, layout, partial=partial, replicas=replicas, **how)
+        )
         return self.items[-1]
 
-    def _summed_over(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The groups of the sums over `axes`: the data axes are one, the last."""
-        data = [axis for axis in self.mesh.data_axes if self.mesh.size(axis) > 1]
+    def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
+        """The groups of the sums over `axes`: the axes of replicas are one, the last."""
+        data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
         over = [axis for axis in data if axis in axes]
-        return (*others, *([self.mesh.data] if over and over == data else over))
+        return (*others, *([plane(replicas)] if over and over == data else over))
+
+    def parts(self, item: Parameter) -> int:
+        """How many replicas share out what is done for a parameter."""
+        return self.mesh.count(item.replicas) if self.zero else 1
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self.items)
@@ -164,7 +197,7 @@ class Parameters:
         """
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
-        trained = [item for item in self.items if not item.frozen]
+        trained = [item for item in self.items if not item.frozen and not item.sign_rate]
         matrices = [item for item in trained if self.whole_matrices and len(item.shape) == 2]
         self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
         values = grads = states = 0
@@ -181,6 +214,9 @@ class Parameters:
         whole = {*matrices}
         self.pieces = _merged([item for item in trained if item not in whole], self.places)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
+        self.by_sign = [
+            (self.places[item], item.sign_rate) for item in self.items if item.sign_rate
+        ]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
         """{matrix: the replica that updates it}: the largest first, to whoever has the least.
@@ -188,9 +224,10 @@ class Parameters:
         The same on all ranks of a stage, since it goes by global shapes.  A tied table comes first
         of all, so that its copies on two stages go to the same replica.
         """
-        owners, load = {}, [0] * self.parts
+        parts = self.mesh.count(self.mesh.data_axes) if self.zero else 1
+        owners, load = {}, [0] * parts
         ordered = sorted(matrices, key=lambda item: (item.tied_peer is None, -prod(item.shape)))
-        for item in ordered if self.parts > 1 else ():
+        for item in ordered if parts > 1 else ():
             owners[item] = load.index(min(load))
             load[owners[item]] += prod(item.shape)
         return owners
@@ -217,13 +254,13 @@ class Parameters:
         if item in self.owners:
             own *= self.updates(item)
         elif self._stored_whole(item):
-            own = -(-own // self.parts)
-            value = grad = own * self.parts
+            own = -(-own // self.parts(item))
+            value = grad = own * self.parts(item)
         return FlatSlices(
             slice(values, values + value),
             slice(grads, grads + grad),
-            self._shard(values, value, own),
-            self._shard(grads, grad, own),
+            self._shard(item, values, value, own),
+            self._shard(item, grads, grad, own),
             slice(states, states + own),
         )
 
@@ -231,16 +268,16 @@ class Parameters:
         """Whether every replica stores all of value and gradient."""
         layouts = (item.layout, item.grad_layout or item.layout)
         sharded = {axis for layout in layouts for dim in layout for axis in dim}
-        return sharded.isdisjoint(self.mesh.data_axes)
+        return sharded.isdisjoint(item.replicas)
 
     def shared_out(self, item: Parameter) -> bool:
         """Whether each replica stores all of a value and updates a part of it, or none."""
         place = self.places[item]
         return item in self.owners or place.own_value != place.value
 
-    def _shard(self, start: int, size: int, own: int) -> slice:
-        """This rank's `own` elements of the `size` from `start` on."""
-        start += self.mesh.index(self.mesh.data_axes) * own if own < size else 0
+    def _shard(self, item: Parameter, start: int, size: int, own: int) -> slice:
+        """This rank's `own` elements of the `size` of a parameter from `start` on."""
+        start += self.mesh.index(item.replicas) * own if own < size else 0
         return slice(start, start + own)
 
     def bind(self) -> None:
@@ -250,6 +287,11 @@ class Parameters:
             if not item.frozen:
                 layout = item.grad_layout or item.layout
                 item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
+
+    def update_by_sign(self) -> None:
+        """A step of this rank's parts of what is no weight of the loss."""
+        for place, rate in self.by_sign:
+            step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
 
     def copy_on_write(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
@@ -272,9 +314,9 @@ class Parameters:
         """Whether this rank's own part of a parameter is the copy that counts."""
         layout = item.grad_layout or item.layout
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
-        sharded |= {*self.mesh.data_axes} if self.parts > 1 and not item.frozen else set()
+        sharded |= {*item.replicas} if self.parts(item) > 1 and not item.frozen else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
-        first &= item.counted
+        first &= item.counted and not item.sign_rate
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 
 

@@ -16,10 +16,12 @@ from hpc3d.tensor.split import Split
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts of every `every`-th block: `count` experts, of which each token goes
-    to `top_k`, and `shared` ones that all tokens go to; `capacity` is the room of an expert in
-    multiples of its even share, `balance_loss` and `z_loss` are the factors of a router's losses,
-    `balance_bias` the rate of the bias with which it picks (arXiv:2408.15664; 0: none)."""
+    """Of the mixtures that every so-many-th block has in the place of its MLP: `count` experts, of
+    which `top_k` see a token, and `shared` ones that see all; factors of what their router adds to
+    the loss, `balance_loss` and `z_loss`; the rate `balance_bias` of a bias that balances them.
+
+    With a `capacity` of 0 there is room for all.
+    """
 
     count: int
     top_k: int = 1
@@ -31,12 +33,11 @@ class Experts:
     balance_bias: float = 0.0
 
     def slots(self, tokens: int) -> int:
-        """Tokens of a sequence of so many that an expert has room for: top_k tokens capacity /
-        count, rounded up (arXiv:2006.16668, section 2.2), or all of them where capacity is 0."""
+        """The slots of an expert for a sequence of so many tokens, ceil(k T capacity / E)."""
         if not self.capacity:
             return tokens
-        share = Fraction(self.top_k * tokens, self.count)
-        return min(tokens, ceil(share * Fraction(str(self.capacity))))  # 1.1 is eleven tenths
+        wanted = self.top_k * tokens * Fraction(str(self.capacity)) / self.count
+        return min(tokens, ceil(wanted))
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ModelSizes:
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
 
     def mixes(self, layer: int) -> bool:
-        """Whether the block of this number has experts."""
+        """Whether a block has a mixture of experts: the last of every `experts.every`."""
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     @property

@@ -84,6 +84,7 @@ class Stage:
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
         self.blocks: list[Any] = [Block(mesh, parameters, spec, number) for number in part.layers]
+        self.auxiliary_loss: Any = 0.0
         if part.last:
             if not spec.sizes.tied:
                 table = add_table(mesh, parameters, spec, "head.table")
@@ -96,11 +97,14 @@ class Stage:
         Parts with the embeddings take no x.
         """
         saved: list[Any] = []
+        self.auxiliary_loss = 0.0
         if self.embeddings:
             x = _collect(saved, micro, self.embeddings.forward(micro))
         for block in self.blocks:
             with self.mesh.trace.scope(layer=block.number):
                 x = _collect(saved, micro, block.forward(x, micro))
+            if block.mixes:
+                self.auxiliary_loss += block.mlp.auxiliary_loss
         if self.head:
             x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved

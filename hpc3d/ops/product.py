@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 
 @composite
 def product(a: Array, b: Array, out: Array) -> Array:
-    """out[m, n] = a[m, k] b[k, n]; on devices (+ bias[n]) (+ residual[m, n]), too."""
-    np.matmul(a, b, out=out)
+    """out[m, n] = a[m, k] b[k, n]; on devices (+ bias[n]) (+ residual[m, n]), too.
+
+    Of stacks one product an expert e: out[m, e, n] = a[m, e, k] b[k, e, n].
+    """
+    if a.ndim == 3:
+        a, b, stack = (block.swapaxes(0, 1) for block in (a, b, out))
+        np.matmul(a, b, out=stack)
+    else:
+        np.matmul(a, b, out=out)
     return out
 
 

@@ -48,6 +48,17 @@ def _joined_slices(parts: Iterable[slice]) -> list[slice]:
     return whole
 
 
+@composite
+def step_by_sign(value: Array, grad: Array, rate: float) -> None:
+    """value -= rate sign(gradient)."""
+    value -= rate * np.sign(grad)
+
+
+@step_by_sign.cuda
+def _(gpu, value, grad, rate):
+    step_by_sign.numpy(value, grad, rate)
+
+
 def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
     """The sum of float32 [n], or total + it."""
     add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total

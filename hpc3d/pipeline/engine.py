@@ -140,6 +140,7 @@ class Engine:
         x = None if self.placement.first(self.stage, chunk) else self.inbox.pop(("F", *key)).wait()
         y, saved = self.stages[chunk].forward(x, micro)
         if micro.training:
+            self.losses[micro.step] += self.stages[chunk].auxiliary_loss
             self.saved[key] = saved
             self.peak = max(self.peak, len(self.saved))
         if self.placement.last(self.stage, chunk):

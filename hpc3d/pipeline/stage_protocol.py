@@ -18,6 +18,10 @@ class PipelineStage(Protocol):
     the stage make the same calls in the same order.
     """
 
+    auxiliary_loss: Any
+    """What the last forward pass adds to the summed loss beside the last part's: this rank's share
+    of the losses that routers have."""
+
     @property
     def units(self) -> list[str]:
         """The names of its parts that `finished` is called with, those of their parameters'

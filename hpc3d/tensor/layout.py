@@ -38,6 +38,11 @@ class Layout(tuple):
         dims = ", ".join("_" + "".join(axes) if axes else "-" for axes in self)
         return f"[{dims}]" + (f" owned along {' '.join(self.owned)}" if self.owned else "")
 
+    def of_experts(self, axes: str) -> Layout:
+        """The same with experts as the middle dim, which `axes` shard: A[i, expert, j]."""
+        rows, columns = (" ".join(dim) for dim in self)
+        return Layout(rows, axes, columns, owned=" ".join(self.owned))
+
     def dim_of(self, axis: str) -> int | None:
         """The tensor dim that `axis` shards, or None where the tensor is replicated along it."""
         return next((dim for dim, axes in enumerate(self) if axis in axes), None)

@@ -61,16 +61,27 @@ class Matmul:
 
     `keep` names the operands whose working blocks are saved for backward.  "xw": six collectives
     for forward and backward instead of eight, and 1/q^2 of the matrices instead of 1/q^3 in
-    between.  A `transposed` weight is stored as [n, k].
+    between.  A `transposed` weight is stored as [n, k].  Of `stacked` products, one an expert, all
+    arrays have the experts as their middle dim, X[m, e, k] W[k, e, n]: what moves are rows.
     """
 
     def __new__(
-        cls, mesh: Mesh, split: Split, keep: str = "xw", transposed: bool = False
+        cls,
+        mesh: Mesh,
+        split: Split,
+        keep: str = "xw",
+        transposed: bool = False,
+        stacked: bool = False,
     ) -> Matmul:
         return object.__new__(Summa if split.panels else cls)
 
     def __init__(
-        self, mesh: Mesh, split: Split, keep: str = "xw", transposed: bool = False
+        self,
+        mesh: Mesh,
+        split: Split,
+        keep: str = "xw",
+        transposed: bool = False,
+        stacked: bool = False,
     ) -> None:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
         self.w_layout, self.dw_layout = _weight_layouts(split, transposed)
@@ -81,7 +92,7 @@ class Matmul:
         }
         self.deferred = set(split.defer.split())
         # Where a product on a device is Y or dW itself, what is added to these is its epilogue.
-        fused = mesh.pool.on_device and not split.panels
+        fused = mesh.pool.on_device and not split.panels and not stacked
         self.y_is_complete = fused and self.complete("k")
         self.dw_is_complete = fused and self.complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self.complete("n")
@@ -143,7 +154,7 @@ class Matmul:
         """Add dW to `grad`, where `dw_is_complete`, and the sums of dY's columns to `bias_grad`,
         where `y_is_complete`, too."""
         a, b = self._factors_of_w(rest)
-        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
+        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[-1]):
             accumulate_product(grad, a, b, bias_grad)
 
     def _factors_of_w(self, rest: SavedForWeight) -> tuple[Array, Array]:
@@ -185,8 +196,8 @@ class Matmul:
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
         """a b, written where the first reduction over `foreign` wants it."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
-        out = self.mesh.comm(axis).buffer((a.shape[0], b.shape[1]), a.dtype)
-        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[1]):
+        out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
+        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[-1]):
             product(a, b, out, **epilogue)
         self.mesh.guard.product(a, b, out)
         return out
@@ -216,8 +227,15 @@ class Summa(Matmul):
     shard W, such as ZeRO-3's, are gathered before.
     """
 
-    def __init__(self, mesh: Mesh, split: Split, keep: str = "", transposed: bool = False) -> None:
-        super().__init__(mesh, split, "", transposed)
+    def __init__(
+        self,
+        mesh: Mesh,
+        split: Split,
+        keep: str = "",
+        transposed: bool = False,
+        stacked: bool = False,
+    ) -> None:
+        super().__init__(mesh, split, "", transposed, stacked)
         if transposed:
             raise ValueError("a transposed weight has no panels: take the split's whole()")
         stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
@@ -230,7 +248,7 @@ class Summa(Matmul):
     def forward_saving(  # type: ignore[override]
         self, x: Array, w: Array
     ) -> tuple[Array, Saved]:
-        y = self.mesh.zeros((x.shape[0], w.shape[1]), x.dtype)
+        y = self.mesh.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
         whole = self.gather(w, self.w_layout, self.others).wait()
         for panel in range(self.panels):
             a, b = self._panel_of_x(x, panel), self._panel_of_w(whole, panel)
@@ -251,16 +269,16 @@ class Summa(Matmul):
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
         x, dy, _ = rest
-        rows = x.shape[1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
-        dw = self.mesh.empty((rows, dy.shape[1]), dy.dtype)
+        rows = x.shape[-1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
+        dw = self.mesh.empty((rows, *dy.shape[1:]), dy.dtype)
         for panel in range(self.panels):
             a = self._panel_of_x(x, panel).wait()
             self._reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
         return self.reduce(dw, self.dw_layout, self.others, self.deferred)
 
     def _panel_of_x(self, x: Array, panel: int) -> Pending:
-        owner, part = self.place(self.along_x, x.shape[1], panel)
-        return self.mesh.comm(self.along_x).broadcast(x[:, part], owner)
+        owner, part = self.place(self.along_x, x.shape[-1], panel)
+        return self.mesh.comm(self.along_x).broadcast(x[..., part], owner)
 
     def _panel_of_w(self, w: Array, panel: int) -> Pending:
         owner, part = self.place(self.along_w, w.shape[0], panel)

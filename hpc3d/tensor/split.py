@@ -57,20 +57,26 @@ class Split:
     @cache  # noqa: B019
     def alike(self) -> Split:
         """The split of a product whose Y lies as its X does, and both as X of this one: for a
-        single product between two that store X alike.
+        single product between two that store X alike.  As `by_rows`, but X's columns go panel by
+        panel."""
+        rows = self.by_rows()
+        return replace(rows, n=rows.k, k="", panels=rows.k)
+
+    @cache  # noqa: B019
+    def by_rows(self) -> Split:
+        """The split of a single product whose Y has few columns, such as a router's: X lies as X
+        of this one, and each rank has whole rows of Y.
 
         An axis of n that shards X's rows, or lets one rank own them, has other rows: it is one
         more of m, the outermost, for the axes of `over` to stay the innermost of W.  (In which
-        order axes have rows of X is nothing to a product that does not move them.)  X's columns go
-        panel by panel.  Where X is replicated all do the same work.
+        order axes have rows of X is nothing to a product that does not move them.)  Where X is
+        replicated all do the same work.
         """
         panels = self.panels.split()
         rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
         columns, m = " ".join([*self.k.split(), *panels]), [*rows, *self.m.split()]
         kept = " ".join(axis for axis in self.replicate.split() if axis in m)
-        return replace(
-            self, m=" ".join(m), n=columns, k="", panels=columns, replicate=kept, own=""
-        )
+        return replace(self, m=" ".join(m), n="", k=columns, panels="", replicate=kept, own="")
 
     @cache  # noqa: B019
     def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:

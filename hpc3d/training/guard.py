@@ -173,7 +173,7 @@ class ReplicaCheck:
         for item, place in parameters.places.items():
             axes = self._replicated(item)
             yield item, "value", axes, item.value
-            own = axes.difference(self.mesh.data_axes) if parameters.shared_out(item) else axes
+            own = axes.difference(item.replicas) if parameters.shared_out(item) else axes
             for kind, state in optimizer.states.items():
                 yield item, kind, own, state[place.state]
 

@@ -170,6 +170,7 @@ class Trainer:
             self.weights.before_update()
             with self.mesh.trace.span("update"):
                 self.optimizer.update(learning_rate(self.config.train, self.number), scale)
+                self.parameters.update_by_sign()
             self.buckets.gather()
         self.buckets.begin()
 

@@ -17,8 +17,9 @@ class Model:
         self.mesh = mesh
         self.parameters = Parameters(mesh, dtype, zero)
         part = LayerRange(range(shape.layers), True, True)
+        splits = {"dense": split, "experts": split}
         (self.stage,) = build(
-            mesh, self.parameters, ModelSpec(family, shape, {"dense": split}, seed=seed), [part]
+            mesh, self.parameters, ModelSpec(family, shape, splits, seed=seed), [part]
         )
         self.parameters.allocate(seed)
         self.buckets = Buckets(self.parameters, 1e4)
@@ -30,6 +31,7 @@ class Model:
         loss, saved = self.stage.forward(None, micro)
         self.stage.backward(None, saved, micro, finished=self.buckets.finished)
         self.buckets.wait()
+        loss = loss + self.stage.auxiliary_loss
         return float(self.mesh.world.all_reduce(np.array([loss * micro.scale])).wait()[0])
 
     def norm(self):

@@ -26,17 +26,29 @@ from hpc3d.analyze.report.palette import (
     SAND,
     YELLOW,
 )
-from hpc3d.comm.mesh import AXES, DATA_PLANE, WORLD, along
+from hpc3d.comm.mesh import AXES, PLANES, WORLD, along
 from hpc3d.trace.schema import CATEGORY
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis
 
 # Of calls by where they go, and of other time by category: no two have one colour.
-_OF_AXES = (ORANGE, RED, YELLOW, "#A6761D", NAVY, BLUE, PINK, "#C2185B", "#7B3FA0")
+_OF_AXES = (
+    ORANGE,
+    RED,
+    YELLOW,
+    "#A6761D",
+    NAVY,
+    BLUE,
+    PINK,
+    "#C2185B",
+    "#5C4033",
+    "#1E90A0",
+    "#7B3FA0",
+)
 _OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
 _PARTS = {
-    **dict(zip(map(along, (*AXES, DATA_PLANE, WORLD)), _OF_AXES, strict=True)),
+    **dict(zip(map(along, (*AXES, *PLANES, WORLD)), _OF_AXES, strict=True)),
     **dict(zip(CATEGORY, _OF_CATEGORIES, strict=True)),
     "unrecorded": PALE,
     "recorded": "#2E6B4F",

@@ -38,6 +38,8 @@ class TorchStage:
     With `recompute` it keeps of a microbatch what it received only.
     """
 
+    auxiliary_loss = 0.0
+
     def __init__(
         self,
         program: StageProgram,

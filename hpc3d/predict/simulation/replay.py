@@ -158,6 +158,8 @@ class KeptArrays:
 class ReplayedStage:
     """A `PipelineStage` whose passes are replayed, but for those of the microbatches in `run`."""
 
+    auxiliary_loss = 0.0
+
     def __init__(
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
     ) -> None:

@@ -1,0 +1,348 @@
+"""A mixture of experts in the place of a block's MLP: each token goes to `top_k` of them, the rows
+of an exchange along e.
+
+Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert a token, GShard (Lepikhin et al. 2020,
+arXiv:2006.16668) with two, Mixtral (Jiang et al. 2024, arXiv:2401.04088) with room for all.  A
+group is one sequence: each expert has C slots for it, filled in the order of positions, second
+choices after all first ones; who finds none is dropped.  So who is dropped depends on no mesh and
+on no microbatch.
+
+    X[rows, h] --route--> choices, weights
+      |  dispatch        [e R, E/e, h]      R rows of slots of each expert, for each rank of e
+      |  all-to-all
+      |  experts' MLPs   [e R, E/e, h]      one stacked product each, cut by x, y, z as any other
+      |  all-to-all
+      |  combine         the sum of a token's rows, times its weights
+    Y[rows, h]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.mesh import CONTEXT, EXPERTS
+from hpc3d.model.layers import Linear, immediately, owned, row_axes
+from hpc3d.model.mlp import Activation, Mlp, MlpSaved
+from hpc3d.ops.product import accumulate
+from hpc3d.ops.routing import (
+    RouterLoss,
+    Routes,
+    SlotForm,
+    add_excess,
+    before_of,
+    combine,
+    combine_grad,
+    counts_of,
+    dispatch,
+    dispatch_grad,
+    load_of,
+    route,
+    route_grad,
+    router_loss,
+    shares_of,
+    slots_of,
+)
+from hpc3d.ops.rows import add_bias, sum_rows
+from hpc3d.tensor.layout import Layout
+from hpc3d.tensor.matmul import Matmul, Saved
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.communicator import Pending
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.microbatch import Microbatch
+    from hpc3d.model.parameters import Parameters
+    from hpc3d.model.spec import ModelSpec
+    from hpc3d.tensor.matmul import SavedForWeight
+    from hpc3d.tensor.split import Split
+
+
+class StackedLinear(Linear):
+    """Y = X W + b of all experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        shape: tuple[int, int, int],
+        matmul: Matmul,
+        std: float,
+        biased: bool,
+    ) -> None:
+        self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
+        how: dict[str, Any] = {"replicas": self.mesh.expert_data_axes}
+        self.weight = parameters.add(
+            f"{name}.weight",
+            shape,
+            split.w.of_experts(EXPERTS),
+            std=std,
+            decay=True,
+            grad_layout=matmul.dw_layout.of_experts(EXPERTS),
+            partial=tuple(split.defer.split()),
+            **how,
+        )
+        columns = Layout("", EXPERTS, " ".join(split.y[1]))
+        self.bias = (
+            parameters.add(
+                f"{name}.bias", (1, *shape[1:]), columns, partial=row_axes(split.y), **how
+            )
+            if biased
+            else None
+        )
+
+    def affine(
+        self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
+    ) -> tuple[Array, Saved]:
+        y, saved = self.matmul.forward_saving(x, w)
+        y = owned(self.mesh, y)
+        if bias is not None:
+            rows = y.reshape(len(y), -1)
+            with self.mesh.trace.span("bias"):
+                add_bias(rows, bias.ravel(), rows)
+        return y, saved
+
+    def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
+        dw = self.matmul.backward_weight(rest).wait()
+        with self.mesh.trace.span("gradient"):
+            accumulate(self.weight.grad, dw)
+            if self.bias:
+                sums = sum_rows(dy.reshape(len(dy), -1))
+                self.bias.grad += sums.reshape(self.bias.grad.shape)
+
+
+class ExpertMlps:
+    """The MLPs of the experts of a rank, on X[rows, E/e, h]: a row of zeros adds nothing to any
+    gradient, because that of what comes out of it is zero."""
+
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, last: float
+    ) -> None:
+        sizes, split, family = spec.sizes, spec.splits["experts"], spec.family
+        count = sizes.experts.count  # type: ignore[union-attr]  # it has some
+
+        def linear(part, inputs, outputs, split, std):
+            matmul = Matmul(mesh, split, spec.keep, stacked=True)
+            shape, biased = (inputs, count, outputs), part in family.biased
+            return StackedLinear(parameters, f"{name}.{part}", shape, matmul, std, biased)
+
+        up = (1 + family.gated) * sizes.ffn
+        self.up = linear("up", sizes.hidden, up, split, sizes.std)
+        self.down = linear("down", sizes.ffn, sizes.hidden, split.next(), last)
+        self.activation = Activation(mesh, spec)
+
+    def forward(self, x: Array) -> tuple[Array, MlpSaved]:
+        slopes, saved_up = self.up.forward(x)
+        g = self.activation.forward(slopes)
+        y, saved_down = self.down.forward(g)
+        return y, MlpSaved(saved_up, slopes, saved_down)
+
+    def backward(self, dy: Array, saved: MlpSaved, defer: Callable[..., None]) -> Array:
+        dh = self.activation.backward(saved.slopes, self.down.backward(dy, saved.down, defer))
+        return self.up.backward(dh, saved.up, defer)
+
+
+class MixtureSaved(NamedTuple):
+    """What the backward pass of a mixture works with; `routes` are of the rank's own rows, `slots`
+    and `weights` [rows, top_k] of all rows of X, `y` what came back of the experts."""
+
+    router: Saved
+    routes: Routes
+    loss: RouterLoss
+    slots: Array
+    weights: Array
+    experts: MlpSaved
+    y: Array
+    shared: MlpSaved | None
+
+
+class ExpertMixture:
+    """The mixture of block `name` on rows of whole sequences, which lie as the block's X does.
+
+    A rank decides on rows of its own: the router's product ends with whole rows, and the choices
+    are gathered along k.  `auxiliary_loss` is this rank's share of the losses of the router in the
+    last forward pass: of every token z lse^2 (Zoph et al. 2022, arXiv:2202.08906) and
+    alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), f_i the share of choices
+    that are i.  `load` is this rank's part of the choices that fell on each expert, and of those
+    that found a slot.
+    """
+
+    adds_residual = False
+
+    def __init__(
+        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, last: float
+    ) -> None:
+        sizes, split = spec.sizes, spec.splits["dense"]
+        assert sizes.experts
+        self.mesh, self.form, self.context = mesh, sizes.experts, spec.context
+        matmul = Matmul(mesh, split.by_rows(), spec.keep)
+        shape = (sizes.hidden, self.form.count)
+        self.router = Linear(parameters, f"{name}.router", shape, matmul, sizes.std, biased=False)
+        self.bias = self._balancing_bias(parameters, f"{name}.router.bias", matmul)
+        self.experts = ExpertMlps(mesh, parameters, spec, f"{name}.experts", last)
+        self.shared = None
+        if self.form.shared:
+            ffn = self.form.shared * sizes.ffn
+            self.shared = Mlp(mesh, parameters, spec, f"{name}.shared", ffn, last)
+        self.parts, self.step = mesh.size(EXPERTS), _least_rows(mesh, spec.splits["experts"])
+        self.counts = all(
+            mesh.coord(axis) == 0
+            for axis in mesh.sizes
+            if axis not in (*row_axes(matmul.split.y), "p")
+        )
+        self.precedes = self._precedes() if self.context.parts > 1 else None
+        self.auxiliary_loss: Any = 0.0
+        self.load: Any = None
+
+    def _precedes(self) -> Array:
+        """1 where a choice of another rank along c precedes one of this rank, int64 [k, pieces, c,
+        k, pieces]: an earlier choice, or as early a one of an earlier piece."""
+        starts = self.context.starts()
+        here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
+        mine = (choice[:, None] * self.context.length + starts[here])[..., None, None, None]
+        theirs = choice[:, None] * self.context.length + starts[:, None, :]  # [c, k, pieces]
+        found = (theirs < mine).astype(np.int64)
+        found[:, :, here] = 0
+        return self.mesh.pool.bring(found)
+
+    def _balancing_bias(self, parameters, name, matmul):
+        """b_i of arXiv:2408.15664, which choices are made with: it falls by a rate where expert i
+        had more choices than the mean, and rises where it had less.  Its gradient is that excess,
+        times the number of experts."""
+        if not self.form.balance_bias:
+            return None
+        return parameters.add(
+            name,
+            (self.form.count,),
+            Layout(""),
+            partial=row_axes(matmul.split.y),
+            sign_rate=self.form.balance_bias,
+        )
+
+    def forward(self, x: Array, micro: Microbatch) -> tuple[Array, MixtureSaved]:
+        """Y, and what backward needs."""
+        logits, saved_router = self.router.forward(x)
+        with self.mesh.trace.span("routing"):
+            routes = route(logits, self.form.top_k, self.bias and self.bias.value)
+        choices, weights = (self._along_k(each).wait() for each in routes[:2])
+        slots, loss = self._decide(routes, choices, micro)
+        pending = self.mesh.comm(EXPERTS).all_to_all(self._dispatched(x, slots, micro))
+        y, saved_shared = self.shared.forward(x, micro) if self.shared else (None, None)
+        rows, saved_experts = self.experts.forward(pending.wait())
+        rows = self.mesh.comm(EXPERTS).all_to_all(rows).wait()
+        out = self.mesh.empty(x.shape, x.dtype)
+        with self.mesh.trace.span("combine", "lookup"):
+            combine(_flat(rows), slots, weights, out)
+        saved = (routes, loss, slots, weights, saved_experts, rows, saved_shared)
+        return self._sum(out, y), MixtureSaved(saved_router, *saved)
+
+    def _along_k(self, block: Array) -> Pending:
+        """Of all rows of X what ranks along k have of their own rows."""
+        matmul = self.router.matmul
+        return matmul.gather(block, matmul.split.y, matmul.axes["k"])
+
+    def _decide(
+        self, routes: Routes, choices: Array, micro: Microbatch
+    ) -> tuple[Array, RouterLoss]:
+        """The slots of the choices, and what the losses are made of; notes losses and load."""
+        form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
+        with self.mesh.trace.span("routing"):
+            counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
+        if self.precedes is not None:
+            counts = self.mesh.comm(CONTEXT).all_gather(counts).wait()
+        with self.mesh.trace.span("routing"):
+            before = None if self.precedes is None else before_of(counts, self.precedes)
+            slots = slots_of(choices, self._slots(choices.shape[0], micro), before)
+            shares = shares_of(counts, tokens * self.context.parts, routes.probs.dtype)
+            axes = self.router.matmul.axes["k"]
+            first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
+            loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
+            self.losses = router_loss(routes, loss) if self.counts else (0.0, 0.0)
+            self.load = load_of(routes.experts, slots[first : first + own], form.count)
+        self.auxiliary_loss = self.losses[0] + self.losses[1]
+        return slots, loss
+
+    def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
+        """How the slots of a rank's rows of X lie."""
+        tokens, count = micro.tokens.shape[1], self.form.count
+        capacity = self.form.slots(tokens * self.context.parts)
+        held = -(-(rows // tokens * min(tokens, capacity)) // self.step) * self.step
+        return SlotForm(tokens, count, capacity, self.parts, held)
+
+    def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
+        """The rows of X in their slots, [e R, E/e, h]."""
+        form = self._slots(len(x), micro)
+        shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
+        out = self.mesh.empty(shape, x.dtype)
+        with self.mesh.trace.span("dispatch", "lookup"):
+            dispatch(x, slots, _flat(out))
+        return out
+
+    def backward(
+        self,
+        dy: Array,
+        saved: MixtureSaved,
+        micro: Microbatch,
+        defer: Callable[..., None] = immediately,
+    ) -> Array:
+        comm, empty = self.mesh.comm(EXPERTS), self.mesh.empty
+        rows = empty(saved.y.shape, dy.dtype)
+        with self.mesh.trace.span("combine", "lookup"):
+            _, dweights = combine_grad(dy, _flat(saved.y), saved.slots, saved.weights, _flat(rows))
+        pending = comm.all_to_all(rows)
+        dx = self._router_grad(dweights, saved, micro, defer)
+        if self.shared and saved.shared:
+            dx = self._sum(dx, self.shared.backward(dy, saved.shared, micro, defer))
+        rows = self.experts.backward(pending.wait(), saved.experts, defer)
+        rows = comm.all_to_all(rows).wait()
+        out = empty(dy.shape, dy.dtype)
+        with self.mesh.trace.span("dispatch", "lookup"):
+            dispatch_grad(_flat(rows), saved.slots, out)
+        return self._sum(out, dx)
+
+    def _router_grad(
+        self,
+        dweights: Array,
+        saved: MixtureSaved,
+        micro: Microbatch,
+        defer: Callable[..., None],
+    ) -> Array:
+        """The router's part of the gradient of X, from that of the weights of choices, which each
+        rank along k has of its columns."""
+        matmul = self.router.matmul
+        own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
+        with self.mesh.trace.span("routing"):
+            dlogits = route_grad(own, saved.routes, saved.loss, micro.factor())
+        if self.bias:
+            defer(self._bias_grad, saved.routes.experts)
+        return self.router.backward(dlogits, saved.router, defer)
+
+    def _bias_grad(self, choices: Array) -> None:
+        """E times the excess of each expert's choices, which are whole numbers."""
+        with self.mesh.trace.span("gradient"):
+            add_excess(self.bias.grad, choices)
+
+    def _sum(self, out: Array, other: Array | None) -> Array:
+        """out + other, in the memory of out."""
+        if other is None:
+            return out
+        with self.mesh.trace.span("residual"):
+            return add_bias(out, other, out)
+
+
+def _flat(rows: Array) -> Array:
+    """[R, E/e, h] as rows of slots."""
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _least_rows(mesh: Mesh, split: Split) -> int:
+    """What the rows of slots of an expert are a multiple of, for each rank of e, so that up's Y
+    divides over the ranks along k."""
+    gathered = mesh.size(EXPERTS) * mesh.count(
+        [axis for axis in split.n.split() if axis in split.x[0]]
+    )
+    scattered = mesh.count([axis for axis in split.k.split() if axis in split.y[0]])
+    return scattered // gcd(scattered, gathered)

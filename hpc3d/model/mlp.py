@@ -1,0 +1,103 @@
+"""The MLP of a block, down(f(up(x))) with f GELU or SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.model.layers import Linear
+from hpc3d.ops.gelu import GELU, gelu_grad
+from hpc3d.ops.swiglu import swiglu, swiglu_grad
+from hpc3d.tensor.matmul import Matmul, Saved
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.microbatch import Microbatch
+    from hpc3d.model.parameters import Parameters
+    from hpc3d.model.spec import ModelSpec
+
+
+class Activation:
+    """GELU, or SwiGLU of pairs of columns, on the rows of a matrix or of a stack of them."""
+
+    def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
+        self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
+
+    def forward(self, h: Array) -> Array:
+        """f(h); h becomes the slopes that `backward` takes."""
+        width = h.shape[-1] // (1 + self.gated)
+        out = self.mesh.empty((*h.shape[:-1], width), h.dtype)
+        with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
+            (swiglu if self.gated else self.gelu)(_matrix(h), _matrix(out))
+        return out
+
+    def backward(self, slopes: Array, dg: Array) -> Array:
+        """The gradient of h from that of f(h), in the memory of the slopes."""
+        with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
+            (swiglu_grad if self.gated else gelu_grad)(_matrix(slopes), _matrix(dg))
+        return slopes
+
+
+def _matrix(stack: Array) -> Array:
+    """The rows of a stack [rows, experts, columns] as those of one matrix."""
+    return stack.reshape(len(stack), -1) if stack.ndim == 3 else stack
+
+
+class MlpSaved(NamedTuple):
+    """What the backward pass of an MLP works with: the inputs of its products, and the slopes of
+    the activation, or where products do GELU what it was made of."""
+
+    up: Saved
+    slopes: Array
+    down: Saved
+
+
+class Mlp:
+    """down(f(up(x))) with `ffn` features between the two; `last` is the std of down's weights."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Parameters,
+        spec: ModelSpec,
+        name: str,
+        ffn: int,
+        last: float,
+    ) -> None:
+        split, hidden, family = spec.splits["dense"], spec.sizes.hidden, spec.family
+
+        def linear(part, shape, split, std):
+            matmul = Matmul(mesh, split, spec.keep)
+            return Linear(parameters, f"{name}.{part}", shape, matmul, std, part in family.biased)
+
+        self.up = linear("up", (hidden, (1 + family.gated) * ffn), split, spec.sizes.std)
+        self.down = linear("down", (ffn, hidden), split.next(), last)
+        self.activation = Activation(mesh, spec)
+        alone = self.up.matmul.is_local and self.down.matmul.is_local
+        self.fused_gelu = spec.sizes.fused_gelu and alone
+
+    @property
+    def adds_residual(self) -> bool:
+        return self.down.adds_residual
+
+    def forward(
+        self, x: Array, micro: Microbatch, residual: Array | None = None
+    ) -> tuple[Array, MlpSaved]:
+        """Y, and what backward needs; where it `adds_residual`, with that added."""
+        if self.fused_gelu:
+            g, saved_up, slopes = self.up.activated(x)
+        else:
+            slopes, saved_up = self.up.forward(x)
+            g = self.activation.forward(slopes)
+        y, saved_down = self.down.forward(g, residual)
+        return y, MlpSaved(saved_up, slopes, saved_down)
+
+    def backward(
+        self, dy: Array, saved: MlpSaved, micro: Microbatch, defer: Callable[..., None]
+    ) -> Array:
+        if self.fused_gelu:
+            dh: Any = self.down.backward(dy, saved.down, defer, gelu_at=saved.slopes)
+        else:
+            dh = self.activation.backward(saved.slopes, self.down.backward(dy, saved.down, defer))
+        return self.up.backward(dh, saved.up, defer)

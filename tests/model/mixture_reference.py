@@ -1,0 +1,96 @@
+"""Mixtures of experts in plain torch: token by token, slot by slot, gradients by autograd."""
+
+from math import ceil
+
+import torch
+from torch.nn import functional
+
+from hpc3d.benchmarks import torch_reference
+from hpc3d.ops.cross_entropy import IGNORE
+
+
+def mixture(weights, name, x, shape, dropped=None):
+    """(y, the losses of the router) of x [B, T, h]; `dropped` gets (sequence, token, choice)."""
+    form = shape.experts
+    sequences, tokens, _ = x.shape
+    logits = x @ weights[f"{name}.router.weight"]
+    probs = logits.softmax(-1)
+    bias = weights.get(f"{name}.router.bias", torch.zeros(form.count)).detach()
+    choices = (probs + bias).argsort(dim=-1, descending=True, stable=True)[..., : form.top_k]
+    gates = probs.gather(-1, choices)
+    if form.top_k > 1:
+        gates = gates / gates.sum(-1, keepdim=True)
+    room = ceil(round(form.top_k * tokens * form.capacity / form.count, 9))
+    room = min(room, tokens) if form.capacity else tokens
+    y = torch.zeros_like(x)
+    for sequence in range(sequences):
+        filled = [0] * form.count
+        for choice in range(form.top_k):
+            for token in range(tokens):
+                expert = int(choices[sequence, token, choice])
+                if filled[expert] == room:
+                    if dropped is not None:
+                        dropped.append((sequence, token, choice))
+                    continue
+                filled[expert] += 1
+                out = _expert(weights, f"{name}.experts", x[sequence, token], expert, shape)
+                part = torch.zeros_like(y)
+                part[sequence, token] = gates[sequence, token, choice] * out
+                y = y + part
+    if form.shared:
+        y = y + torch_reference.linear(
+            weights, f"{name}.shared.down", _hidden(weights, f"{name}.shared.up", x, shape)
+        )
+    share = functional.one_hot(choices, form.count).sum(2).double().mean(1) / form.top_k
+    balance = form.count * (share * probs.mean(1)).sum(-1)  # [B]
+    z = logits.logsumexp(-1).square()  # [B, T]
+    return y, form.balance_loss * tokens * balance.sum() + form.z_loss * z.sum()
+
+
+def _expert(weights, name, x, number, shape):
+    def linear(part, x):
+        y = x @ weights[f"{name}.{part}.weight"][:, number]
+        bias = weights.get(f"{name}.{part}.bias")
+        return y if bias is None else y + bias[0, number]
+
+    return linear("down", _activated(linear("up", x), shape))
+
+
+def _hidden(weights, name, x, shape):
+    return _activated(torch_reference.linear(weights, name, x), shape, shape.experts.shared)
+
+
+def _activated(h, shape, times=1):
+    if h.shape[-1] == 2 * times * shape.ffn:
+        return functional.silu(h[..., ::2]) * h[..., 1::2]
+    return functional.gelu(h, approximate="tanh" if shape.gelu == "tanh" else "none")
+
+
+def loss(weights, shape, tokens, targets):
+    """The mean loss of tokens and targets [B, T], with the losses of the routers."""
+    table = weights["embedding.token"]
+    x = table[tokens]
+    if (positions := weights.get("embedding.position")) is not None:
+        x = x + positions
+    routers = 0.0
+    for number in range(shape.layers):
+        name = f"layers.{number}"
+        n = torch_reference.norm(weights, f"{name}.norm1", x, shape.epsilon)
+        a = torch_reference._attention(weights, name, n, shape)
+        x = x + torch_reference.linear(weights, f"{name}.proj", a)
+        n = torch_reference.norm(weights, f"{name}.norm2", x, shape.epsilon)
+        if shape.mixes(number):
+            y, router = mixture(weights, name, n, shape)
+            routers = routers + router
+        else:
+            h = torch_reference._hidden(weights, name, n, shape)
+            y = torch_reference.linear(weights, f"{name}.down", h)
+        x = x + y
+    head = table if shape.tied else weights["head.table"]
+    logits = torch_reference.norm(weights, "head.norm", x, shape.epsilon)
+    logits = logits @ head[: shape.vocabulary].T
+    valid = (targets != IGNORE).sum()
+    entropy = functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE, reduction="sum"
+    )
+    return (entropy + routers) / valid
