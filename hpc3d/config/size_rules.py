@@ -110,6 +110,8 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         return {tuple([axis for axis in axes if axis != CONTEXT]) for axes in places}
 
     whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
+    if model.experts:
+        whole |= used(split.x[0])  # and of a mixture, which fills slots sequence by sequence
     rows = sequences // micros * model.sequence
     inputs, outputs = (
         (split.of_gradient.w[0], turned.of_gradient.w[0]),
