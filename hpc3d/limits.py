@@ -72,9 +72,7 @@ def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]
     if scores := not config.chunked():
         widest = max(widest, model.heads * model.sequence)
     arrays = {
-        "model.layers x weights of a block": sum(
-            count * each.weights for count, each in products
-        ),
+        "model.layers x weights of a block": sum(count * each.weights for count, each in products),
         "model.hidden x (vocabulary + sequence)": model.hidden
         * ((model.vocabulary or 0) + model.sequence),
         "train.batch x model.sequence x the widest of its products, vocabulary"

@@ -189,8 +189,8 @@ def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Their loss is that of the shares of all layers' choices together, which add up to top_k; ours
-    is the sum of the layers' losses, of shares that add up to 1."""
+    """Their loss is that of the shares of all layers' choices together, which add up to top_k;
+    ours is the sum of the layers' losses, of shares that add up to 1."""
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(

@@ -17,7 +17,6 @@ def wrong_experts(config: Config) -> Iterator[str]:
         yield from _wrong_numbers(config)
         yield from _wrong_split(config)
         yield from _wrong_bias(config)
-        yield from _not_there_yet(config)
     else:
         yield from _without_experts(config)
 
@@ -67,14 +66,4 @@ def _wrong_bias(config: Config) -> Iterator[str]:
         yield (
             f"model.balance_bias = {rate}: {dtype} rounds its steps away; use model.balance_loss "
             "and model.balance_bias = 0, or train.dtype = float32"
-        )
-
-
-def _not_there_yet(config: Config) -> Iterator[str]:
-    if config.mesh.c > 1:
-        yield f"mesh.c = {config.mesh.c}: not there yet with model.experts; use 1, and mesh.d"
-    if every := config.guard.abft_every:
-        yield (
-            f"guard.abft_every = {every}: not there yet with model.experts; use 0, and "
-            "guard.replicas_every"
         )

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.model.context import WHOLE, Context
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
+
+if TYPE_CHECKING:
+    from hpc3d.model.layers import LayerNorm
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class WeightProduct(NamedTuple):
     """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
     is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2), `alike`
     where it is the one of which Y lies as X does, `by_rows` where it is the one of which Y has
-    whole rows.  Of `experts`, each has a W of its own, and a token's rows go to as many of them."""
+    whole rows.  Of `experts`, each has a W of its own, and a token goes to `rows` of them."""
 
     name: str
     inputs: int
@@ -155,7 +158,7 @@ class Family:
 
     kind: str
     sizes: Callable
-    norm: type
+    norm: type[LayerNorm]
     first_norm: bool
     epsilon: float
     gated: bool

@@ -67,7 +67,7 @@ class AbftChecker:
             sums = self._sums(a, b, c)
         else:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
-            each = [self._sums(*one, f", expert {n}") for n, one in enumerate(stacks)]
+            each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
         if c.shape[-1] <= WIDE:  # else `signs.rows` has shorter rows
             self.latest = weakref.ref(c), sums

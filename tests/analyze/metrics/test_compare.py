@@ -175,7 +175,8 @@ SETTING = (
     "model.rope_scaling = None, model.gelu = tanh, model.padding = None, "
     "model.dropout = 0.0, model.experts = 0, model.top_k = 1, model.capacity = 1.25, "
     "model.moe_every = 1, model.shared_experts = 0, model.balance_loss = 0.01, "
-    "model.z_loss = 0.001, model.balance_bias = 0.0, train.optimizer = adamw, train.dtype = float32"
+    "model.z_loss = 0.001, model.balance_bias = 0.0, train.optimizer = adamw, "
+    "train.dtype = float32"
 )
 
 
