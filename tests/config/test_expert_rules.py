@@ -11,6 +11,7 @@ from tests.config.test_context_rules import ranks_of
 from tests.elided import elided
 
 FOUR = "--model.experts 4"
+FAMILIES = "model.experts = 4: of model.kind = gpt2 or llama ..."
 # Options, and the line.
 WRONG = {
     "--mesh.e 2": "mesh.e = 2: ... use 1, or set model.experts",
@@ -32,8 +33,8 @@ WRONG = {
     f"{FOUR} --model.balance_bias 0.001 --train.dtype bfloat16": (
         "model.balance_bias = 0.001: bfloat16 rounds ... train.dtype = float32"
     ),
-    f"{FOUR} --model.kind bert": "model.experts = 4: of model.kind = gpt2 or llama ...",
-    f"{FOUR} --model.kind qwen2 --model.kv_heads 4": "model.experts = 4: of model.kind = gpt2 or llama ...",
+    f"{FOUR} --model.kind bert": FAMILIES,
+    f"{FOUR} --model.kind qwen2 --model.kv_heads 4": FAMILIES,
     f"{FOUR} --model.capacity -1": "model.capacity = -1.0: ...",
     f"{FOUR} --model.z_loss inf": "model.z_loss = inf: ...",
     f"{FOUR} --mesh.e 2 --train.batch 9": (
