@@ -291,7 +291,7 @@ def test_a_mixtral_stays_what_it_is(mixtral, word, said):
 
 
 def test_what_training_alone_does_may_be_asked_of_a_mixtral(mixtral):
-    words = "--model.capacity 1.5 --model.balance_loss 0.5 --model.z_loss 0.25".split()
+    words = ["--model.capacity", "1.5", "--model.balance_loss", "0.5", "--model.z_loss", "0.25"]
     model = configured(Pretrained(mixtral), words).model
     assert (model.capacity, model.balance_loss, model.z_loss) == (1.5, 0.5, 0.25)
 
