@@ -13,7 +13,7 @@ import numpy as np
 from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
-from hpc3d.model.families import block_weights, expert_parameters, family_of
+from hpc3d.model.families import block_weights, expert_weights, family_of
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
@@ -202,7 +202,7 @@ def volumes(config: Config) -> Counter[str]:
 def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
     """Elements of the blocks' matrices with the axes along which their gradients are summed."""
     sizes, model = config.mesh.sizes(), config.model
-    experts = expert_parameters(model)
+    experts = expert_weights(model)
     dense = block_weights(model).total - experts
     return [(data_axes(sizes), dense), (expert_data_axes(sizes), experts / config.mesh.e)]
 
